@@ -1,0 +1,34 @@
+# Each target sets up all it needs, so that it works in a fresh clone. PYTHON chooses the interpreter of the environment.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python -m
+READY := $(VENV)/.ready
+
+.PHONY: demo test slow lint types clean
+
+demo: $(READY)
+	$(VENV)/bin/ampatch demo
+
+test: $(READY)
+	$(RUN) pytest -m "not slow"
+
+slow: $(READY)
+	$(RUN) pytest -m slow
+
+lint: $(READY)
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+
+types: $(READY)
+	$(RUN) mypy
+
+# setuptools is installed first so that the build uses the pinned one, and not whichever is newest.
+$(READY): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) pip install --quiet --constraint constraints.txt setuptools
+	$(RUN) pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[test,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
