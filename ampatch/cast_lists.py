@@ -1,0 +1,545 @@
+"""The cast lists: YAML read into a frozen value, users' changes laid over it, every fault named with file and line.
+
+The format is described in ``docs/design/architecture.md``. Reading resolves names, to tell a misspelt one, but nothing
+here patches anything or imports a module on a list's behalf.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from os import PathLike, fspath
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+import yaml
+from torch.torch_version import TorchVersion
+
+from ampatch import signatures
+from ampatch.errors import AmpError, CastListError, Fault, OptionError, did_you_mean
+from ampatch.opt_levels import HALF_DTYPES
+from ampatch.paths import Path, PathError, find, find_owner
+
+
+class Treatment(enum.Enum):
+    """What happens to the arguments of a function; the value is the name of its list."""
+
+    WHITELIST = "whitelist"
+    BLACKLIST = "blacklist"
+    PROMOTE = "promote"
+    BANNED = "banned"
+
+
+UNLISTED = "unlisted"
+
+#: What `cast_lists=` takes: a file, several laid one over the other, or the same as a mapping.
+Overlay = str | PathLike[str] | Mapping[str, object] | Sequence["str | PathLike[str] | Mapping[str, object]"]
+
+
+#: Arguments, each with the values for which a rule applies.
+When = tuple[tuple[str, tuple[object, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a list says of one function.
+
+    Attributes:
+        path: the function's place.
+        treatment: the list it stands in.
+        source: file and line, for people: what a rule does, and so whether two are equal, does not depend on it.
+        when: all of these have to hold; empty: it always applies.
+        via_dtype: whether a blacklisted function computes in float32 by being passed ``dtype=torch.float32``.
+        instead: what the error of a banned function tells the user to do.
+        optional: whether a path that does not exist is passed over.
+    """
+
+    path: Path
+    treatment: Treatment
+    source: str = field(compare=False)
+    when: When = ()
+    via_dtype: bool = False
+    instead: str | None = None
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CastLists:
+    """The rules in force, for each half dtype apart. Immutable; changes give a new one.
+
+    Attributes:
+        rules: (path, half dtype) to rule.
+        named: every path that was ever listed, so that a function that was unlisted comes back under all its names.
+    """
+
+    rules: Mapping[tuple[Path, torch.dtype], Rule]
+    named: tuple[Path, ...] = field(default=(), compare=False)
+
+    def for_half(self, half_dtype: torch.dtype) -> dict[Path, Rule]:
+        """The rules that apply under one half dtype, by path."""
+        return {path: rule for (path, dtype), rule in self.rules.items() if dtype is half_dtype}
+
+    def overlaid(self, overlay: Overlay) -> CastLists:
+        """These lists with a user's changes laid over them.
+
+        Args:
+            overlay: the path of a YAML file, a mapping of the same form, or a sequence of these, laid in their order.
+
+        Raises:
+            CastListError: anything is wrong with the overlay.
+            OptionError: the overlay is of no kind that can be read.
+        """
+        several = isinstance(overlay, Sequence) and not isinstance(overlay, (str, bytes))
+        lists = self
+        for part in overlay if several else [overlay]:  # type: ignore[union-attr]
+            lists = lists._with(_read_overlay(part))
+        return lists
+
+    def _with(self, changes: Changes) -> CastLists:
+        """Naming a function moves it, under whichever of its names it is listed (``F.conv2d`` is ``torch.conv2d``)."""
+        rules = dict(self.rules)
+        changed = {key for key, _ in changes}
+        named = tuple(dict.fromkeys([*self.named, *(path for path, _ in rules), *(path for (path, _), _ in changes)]))
+        aliases: dict[object, list[Path]] = {}
+        for path in named:
+            aliases.setdefault(_identity(path), []).append(path)
+        for (path, dtype), rule in changes:
+            for alias in aliases[_identity(path)]:
+                if alias == path or (alias, dtype) not in changed:
+                    rules.pop((alias, dtype), None)
+                    if rule is not None:
+                        rules[alias, dtype] = replace(rule, path=alias)
+        return CastLists(types.MappingProxyType(rules), named)
+
+
+#: What a file says: the rule that a path gets for a half dtype, or None where it is to have none.
+Changes = Sequence[tuple[tuple[Path, torch.dtype], Rule | None]]
+
+
+@functools.cache
+def shipped() -> CastLists:
+    """The lists that come with ampatch."""
+    parsed = _Parsed()
+    for treatment in Treatment:
+        parsed.source = f"{treatment.value}.yaml"
+        parsed.add_list(_compose((files("ampatch.lists") / parsed.source).read_text("utf-8")), treatment)
+    return CastLists({})._with(parsed.changes())
+
+
+PEERS = ("apex", "torch_autocast_cuda", "torch_autocast_cpu")
+
+
+@functools.cache
+def peer(name: str) -> CastLists:
+    """What another system casts: one of `PEERS`. Its names are not looked up: today's torch may lack some."""
+    parsed = _Parsed(f"{name}.yaml", resolve=False)
+    parsed.add_overlay(_compose((files("ampatch.lists") / "peers" / parsed.source).read_text("utf-8")))
+    return CastLists(types.MappingProxyType({key: rule for key, rule in parsed.changes() if rule is not None}))
+
+
+def _read_overlay(overlay: object) -> Changes:
+    if isinstance(overlay, Mapping):
+        parsed = _Parsed("cast_lists")
+    elif isinstance(overlay, (str, PathLike)) and fspath(overlay):
+        parsed = _Parsed(fspath(overlay))
+    else:
+        raise OptionError(f"cast_lists holds {overlay!r}; expected the path of a YAML file, or a mapping.")
+    try:
+        parsed.add_overlay(_node(overlay) if isinstance(overlay, Mapping) else _compose(_text_of(parsed.source)))
+    except _UnreadableError as error:
+        parsed.fault(error.line, str(error))
+    except RecursionError:
+        parsed.fault(0, "it is nested too deeply, or contains itself.")
+    return parsed.changes()
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """That a path stands in a list, and in which line of the file (0 in a mapping, which has none)."""
+
+    path: Path
+    name: str
+    line: int
+
+
+class _Parsed:
+    """What was read so far: the changes found, and the faults met on the way.
+
+    Lives for one reading only. A fault is noted and reading goes on, so that a user sees all of them at once.
+    """
+
+    def __init__(self, source: str = "", resolve: bool = True) -> None:
+        self.source = source
+        self._resolve = resolve
+        self._changes: list[tuple[tuple[Path, torch.dtype], Rule | None]] = []
+        self._faults: list[tuple[int, Fault]] = []
+        # What a function (under any of its names) was first listed as, to tell a second listing that disagrees.
+        self._first: dict[tuple[object, torch.dtype], _Listing] = {}
+        self._listed: dict[tuple[Path, torch.dtype], _Listing] = {}
+        self._missing: set[yaml.Node] = set()  # namespaces: each is one fault, and not one for each of its names
+
+    def fault(self, where: yaml.Node | int, message: str) -> None:
+        """Notes a fault at a node, or at a line; 0 is the file as a whole."""
+        line = where if isinstance(where, int) else _line(where)
+        self._faults.append((line, Fault(self._at(line), message)))
+
+    def changes(self) -> Changes:
+        """What was found.
+
+        Raises:
+            CastListError: there are faults; they are in the order of their lines.
+        """
+        if self._faults:
+            raise CastListError(fault for _, fault in sorted(self._faults, key=lambda found: found[0]))
+        return self._changes
+
+    def add_overlay(self, node: yaml.Node | None) -> None:
+        """Reads a user's file: names of lists to what they hold."""
+        known = [treatment.value for treatment in Treatment] + [UNLISTED]
+        for name, value in self._pairs(node, "names of lists on top, such as `whitelist: {torch: [mm, bmm]}`"):
+            if name.value in known:
+                self.add_list(value, None if name.value == UNLISTED else Treatment(name.value))
+            else:
+                expected = f"expected one of {', '.join(known)} on top.{did_you_mean(name.value, known)}"
+                self.fault(name, f"unknown list {name.value!r}; {expected}")
+
+    def add_list(self, node: yaml.Node | None, treatment: Treatment | None) -> None:
+        """Reads a list: namespaces to names. Without a treatment, the functions are taken out of their lists."""
+        for namespace, names in self._pairs(node, "namespaces with lists of names, such as `torch: [mm, bmm]`"):
+            for entry in self._flat(names):
+                self._add_entry(entry, namespace, treatment)
+
+    def _at(self, line: int) -> str:
+        return f"{self.source}:{line}" if line else self.source
+
+    def _pairs(self, node: yaml.Node | None, expected: str) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
+        """The pairs of a mapping whose keys are text, each key once. Nothing at all is an empty mapping."""
+        if node is None or _kind(node) == "null":
+            return
+        if _kind(node) != "map":
+            self.fault(node, f"found {_describe(node)}; expected {expected}.")
+            return
+        seen: set[str] = set()
+        for key, value in node.value:
+            if _kind(key) != "str":
+                self.fault(key, f"found {_describe(key)} as a key; expected {expected}.")
+            elif key.value in seen:
+                self.fault(key, f"the key {key.value!r} stands here a second time; keep one.")
+            else:
+                seen.add(key.value)
+                yield key, value
+
+    def _flat(self, node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> Iterator[yaml.Node]:
+        """The entries of a list, and of the lists in it."""
+        if node in above:
+            self.fault(node, "this list contains itself; take the alias in it out.")
+        elif _kind(node) == "seq":
+            for item in node.value:
+                if _kind(item) == "seq":
+                    yield from self._flat(item, (*above, node))
+                else:
+                    yield item
+        elif _kind(node) != "null":
+            self.fault(node, f"found {_describe(node)}; expected a list of names, such as [mm, bmm].")
+
+    def _add_entry(self, node: yaml.Node, namespace: yaml.ScalarNode, treatment: Treatment | None) -> None:
+        options = self._options(node, treatment)
+        if options is None or not _in_force(options.pop("since", None), options.pop("until", None)):
+            return
+        path = Path(namespace.value, options.pop("name"))
+        dtypes = options.pop("dtypes", tuple(HALF_DTYPES.values()))
+        listing = _Listing(path, UNLISTED if treatment is None else treatment.value, _line(node))
+        if self._resolve and not self._exists(path, options, node, namespace):
+            return
+        rule = None if treatment is None else Rule(path, treatment, self._at(listing.line), **options)
+        function = _identity(path) if self._resolve else path
+        for dtype in dtypes:
+            first = self._first.setdefault((function, dtype), listing)
+            again = self._listed.setdefault((path, dtype), listing)
+            if first.name != listing.name:
+                same = "" if first.path == path else f", which is the same function as {first.path},"
+                where = f" in line {first.line}" if first.line else ""
+                stands = f"stands in {listing.name!r} here and in {first.name!r}{where}"
+                self.fault(node, f"{path}{same} {stands}; keep one of them.")
+                return
+            if again is not listing:
+                where = f", first in line {again.line}" if again.line else ""
+                self.fault(node, f"{path} stands in {listing.name!r} a second time{where}; keep one.")
+                return
+            self._changes.append(((path, dtype), rule))
+
+    def _options(self, node: yaml.Node, treatment: Treatment | None) -> dict[str, Any] | None:
+        """The keys of an entry, checked and turned into values; None where there was a fault."""
+        if _kind(node) not in ("str", "map"):
+            expected = "a function's name, or a mapping such as {name: exp, dtypes: [float16]}"
+            self.fault(node, f"found {_describe(node)}; expected {expected}.")
+            return None
+        faults = len(self._faults)
+        options: dict[str, Any] = {}
+        pairs: Iterable[tuple[yaml.ScalarNode, yaml.Node]] = self._pairs(node, "names of options")
+        for key, value in pairs if _kind(node) == "map" else [(yaml.ScalarNode("", "name"), node)]:
+            option = _OPTIONS.get(key.value)
+            if option is None:
+                known = [name for name, option in _OPTIONS.items() if treatment in option.lists]
+                hint = did_you_mean(key.value, known)
+                self.fault(key, f"unknown key {key.value!r}; expected {', '.join(known)}.{hint}")
+            elif treatment not in option.lists:
+                names = ", ".join(repr(listed.value) for listed in option.lists if listed is not None)
+                self.fault(key, f"{key.value!r} means nothing here; it is for entries of {names}.")
+            else:
+                try:
+                    options[key.value] = option.read(value)
+                except AmpError as error:
+                    self.fault(value, f"{key.value}: {error}")
+        if "name" not in options and len(self._faults) == faults:
+            self.fault(node, "an entry without `name`; expected one such as {name: exp, dtypes: [float16]}.")
+        return options if len(self._faults) == faults else None
+
+    def _exists(self, path: Path, options: Mapping[str, Any], node: yaml.Node, namespace: yaml.ScalarNode) -> bool:
+        """Whether there is such a function, or may be once its module is imported; if not, a fault was noted."""
+        optional = options.get("optional", False)
+        try:
+            owner = find_owner(path.namespace)
+        except PathError as error:
+            if not optional and namespace not in self._missing:
+                self._missing.add(namespace)
+                self.fault(namespace, f"{error} Mark its entries `optional: true` if it may be missing.")
+            return False
+        if owner is None:
+            return True
+        try:
+            unfit = why_unfit(path, owner, find(path), options.get("when", ()), options.get("via_dtype", False))
+        except PathError as error:
+            if optional:
+                return False
+            unfit = _elsewhere(path) or f"{error} Mark the entry `optional: true` if it may be missing."
+        if unfit:
+            self.fault(node, unfit)
+        return not unfit
+
+
+def _in_force(since: TorchVersion | None, until: TorchVersion | None) -> bool:
+    """Whether the running torch is one that an entry is for."""
+    return (since is None or torch.__version__ >= since) and (until is None or torch.__version__ < until)
+
+
+def why_unfit(path: Path, owner: object, function: Any, when: When = (), via_dtype: bool = False) -> str | None:
+    """Why what stands at a path cannot be listed so, in a sentence; None if it can."""
+    if not isinstance(owner, (types.ModuleType, type)):
+        return f"{path.namespace!r} is {type(owner).__name__!r}; expected a module or a class."
+    if isinstance(owner, type) and owner.__flags__ & _IMMUTABLE:
+        return f"{path.namespace!r} is a class in C, and cannot be patched; name a class in Python, as torch.Tensor is."
+    if isinstance(function, type):
+        return f"{path} is a class, not a function; name a method of it, such as `{path}: [forward]`."
+    if not callable(function):
+        return f"{path} is {type(function).__name__!r}, not a function."
+    if not when and not via_dtype:
+        return None
+    readable = signatures.parameter_names(function)
+    for argument, _ in when:
+        if argument not in readable:
+            known = f"expected {', '.join(readable)}.{did_you_mean(argument, readable)}" if readable else "none can."
+            return f"`when` names the argument {argument!r}, which cannot be told from a call of {path}; {known}"
+    if via_dtype and "dtype" not in readable:
+        return f"{path} has no argument `dtype`; leave `via_dtype` out, and its arguments are cast instead."
+    return None
+
+
+# Py_TPFLAGS_IMMUTABLETYPE: setting an attribute of such a class raises TypeError.
+_IMMUTABLE = 1 << 8
+
+
+def _elsewhere(path: Path) -> str | None:
+    """What to type for a name that is right, under a namespace that is not; None if there is nothing to say."""
+    prefix, _, name = path.name.rpartition(".")
+    for namespace in [prefix, f"{path.namespace}.{prefix}", *_NAMESPACES]:
+        with contextlib.suppress(PathError):
+            if callable(find(Path(namespace, name))):
+                return f"{path.namespace!r} has no {path.name!r}; type `{namespace}: [{name}]`."
+    return None
+
+
+_NAMESPACES = ("torch", "torch.nn.functional", "torch.Tensor", "torch.linalg", "torch.special", "torch.fft")
+
+
+def _identity(path: Path) -> object:
+    """What two paths of one function have in common: the function; or the path, where there is nothing to compare."""
+    try:
+        function = find(path)
+    except PathError:
+        return path
+    return path if function is None or function.__hash__ is None else function
+
+
+# The options of an entry. Each reads a node, or raises an `AmpError` with what was found and what was expected.
+
+
+def _read_text(node: yaml.Node) -> str:
+    if _kind(node) == "str" and node.value:
+        return str(node.value)
+    raise AmpError(f"found {_describe(node)}; expected text.")
+
+
+def _read_flag(node: yaml.Node) -> bool:
+    if _kind(node) == "bool":
+        return bool(_scalar(node))
+    raise AmpError(f"found {_describe(node)}; expected true or false.")
+
+
+def _read_dtypes(node: yaml.Node) -> tuple[torch.dtype, ...]:
+    names = _items(node, "a list of half types, such as [float16]")
+    for name in names:
+        if _kind(name) != "str" or name.value not in HALF_DTYPES:
+            hint = did_you_mean(name.value, HALF_DTYPES)
+            raise AmpError(f"found {_describe(name)}; expected {' or '.join(HALF_DTYPES)}.{hint}")
+    return tuple(dict.fromkeys(HALF_DTYPES[name.value] for name in names))
+
+
+def _read_when(node: yaml.Node) -> When:
+    expected = "arguments with lists of values, such as {mode: [bicubic, area]}"
+    if _kind(node) != "map" or not node.value:
+        raise AmpError(f"found {_describe(node)}; expected {expected}.")
+    when: dict[str, tuple[object, ...]] = {}
+    for argument, values in node.value:
+        if _kind(argument) != "str":
+            raise AmpError(f"found {_describe(argument)} as an argument; expected {expected}.")
+        if argument.value in when:
+            raise AmpError(f"the argument {argument.value!r} stands there a second time; keep one.")
+        when[argument.value] = tuple(_scalar(value) for value in _items(values, expected))
+    return tuple(when.items())
+
+
+def _read_version(node: yaml.Node) -> TorchVersion:
+    if _kind(node) == "str" and re.fullmatch(r"\d+(\.\d+)*", node.value):
+        return TorchVersion(node.value)
+    # YAML reads 2.10 as the number 2.1.
+    hint = " Without the quotes it is a number." if _kind(node) in ("int", "float") else ""
+    raise AmpError(f"found {_describe(node)}; expected a torch version in quotes, such as '2.10'.{hint}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """A key that an entry may have: how it is read, and in which lists it means anything (None is `UNLISTED`)."""
+
+    read: Callable[[yaml.Node], object]
+    lists: tuple[Treatment | None, ...] = (*Treatment, None)
+
+
+_OPTIONS = {
+    "name": _Option(_read_text),
+    "dtypes": _Option(_read_dtypes),
+    "when": _Option(_read_when, tuple(Treatment)),
+    "since": _Option(_read_version),
+    "until": _Option(_read_version),
+    "optional": _Option(_read_flag),
+    "via_dtype": _Option(_read_flag, (Treatment.BLACKLIST,)),
+    "instead": _Option(_read_text, (Treatment.BANNED,)),
+}
+
+
+# From a file or a mapping to nodes: YAML's own tree, in which every piece knows its line and its tag. What a tag stands
+# for is never built: only scalars of these kinds become values.
+
+_TAG = "tag:yaml.org,2002:"
+_KINDS: dict[type[yaml.Node], tuple[str, ...]] = {
+    yaml.ScalarNode: ("str", "int", "float", "bool", "null"),
+    yaml.SequenceNode: ("seq",),
+    yaml.MappingNode: ("map",),
+}
+
+
+class _UnreadableError(Exception):
+    """There is no tree to read: no file, bytes that are no text, text that is no YAML, values that YAML lacks."""
+
+    def __init__(self, message: str, line: int = 0) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+def _text_of(file: str) -> str:
+    try:
+        content = FilePath(file).read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        raise _UnreadableError(f"the file cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise _UnreadableError("this is not UTF-8; save the file in that encoding.", line) from None
+
+
+def _compose(text: str) -> yaml.Node | None:
+    """The tree of a document; None if it is empty."""
+    try:
+        # In Python, not libyaml: its errors say more, and deep nesting raises where that one crashes the process.
+        node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.reader.ReaderError as error:
+        character = chr(error.character)
+        line = text.count("\n", 0, text.index(character)) + 1
+        raise _UnreadableError(f"not valid YAML: the character {character!r} is not allowed.", line) from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        began = f" that began in line {error.context_mark.line + 1}" if error.context_mark else ""
+        context = f"{error.context}{began}: " if error.context else ""
+        hint = " Indent with spaces, not with tabs." if r"'\t'" in str(error.problem) else ""
+        raise _UnreadableError(f"not valid YAML: {context}{error.problem}.{hint}", line) from None
+    return node
+
+
+def _node(value: object) -> yaml.Node:
+    """The tree that YAML would give for a value, without lines."""
+    if isinstance(value, Mapping):
+        return yaml.MappingNode(f"{_TAG}map", [(_node(key), _node(child)) for key, child in value.items()])
+    if isinstance(value, (list, tuple)):
+        return yaml.SequenceNode(f"{_TAG}seq", [_node(child) for child in value])
+    with contextlib.suppress(yaml.representer.RepresenterError):
+        node: yaml.Node = yaml.representer.SafeRepresenter().represent_data(value)
+        if node.tag.removeprefix(_TAG) in _KINDS[yaml.ScalarNode]:
+            return node
+    raise _UnreadableError(
+        f"found {value!r}; expected text, numbers, lists and mappings: functions by name, half types as 'float16'."
+    )
+
+
+def _kind(node: yaml.Node) -> str:
+    """What plain data a node is, such as "str" or "seq"; its tag if it is none."""
+    kind: str = node.tag.removeprefix(_TAG)
+    return kind if kind in _KINDS[type(node)] else node.tag
+
+
+def _line(node: yaml.Node) -> int:
+    return node.start_mark.line + 1 if node.start_mark else 0
+
+
+def _items(node: yaml.Node, expected: str) -> list[yaml.Node]:
+    if _kind(node) == "seq" and node.value:
+        return list(node.value)
+    raise AmpError(f"found {_describe(node)}; expected {expected}.")
+
+
+def _scalar(node: yaml.Node) -> object:
+    with contextlib.suppress(ValueError, LookupError):  # text under a tag that it is not of, such as !!int abc
+        if _kind(node) in _KINDS[yaml.ScalarNode]:
+            return yaml.constructor.SafeConstructor().construct_object(node)
+    raise AmpError(f"found {_describe(node)}; expected text, a number, true, false or null.")
+
+
+def _describe(node: yaml.Node) -> str:
+    kind = _kind(node)
+    if kind in ("seq", "map"):
+        return f"{'a' if node.value else 'an empty'} {'list' if kind == 'seq' else 'mapping'}"
+    if kind == "null":
+        return "nothing"
+    if kind == "str":
+        return repr(node.value)
+    kind = kind.removeprefix(_TAG)
+    if isinstance(node, yaml.ScalarNode) and kind.isalpha():
+        return f"{node.value} (which YAML reads as {kind}; quote it if text is meant)"
+    return f"the tag {node.tag.replace(_TAG, '!!')!r} (cast lists hold plain data only)"

@@ -1,0 +1,88 @@
+"""What holds for every test: afterwards torch is what it was, attribute for attribute."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+import torch._dynamo  # replaces some of torch itself when it is imported, which must not happen within a test
+import torch._inductor
+import torch.backends.mha
+import torch.overrides
+from hypothesis import settings as hypothesis_settings
+from samples import LIST_NAMES, entries, resolve
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from ampatch import amp, session
+
+# The machines that run this are shared: a slow example is no fault of the code. Every run draws the same examples.
+hypothesis_settings.register_profile("ampatch", deadline=None, derandomize=True)
+hypothesis_settings.load_profile("ampatch")
+
+# Most tensors here are tiny, and threads that wait for one another cost minutes.
+torch.set_num_threads(1)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # some of torch's own functions are deprecated
+    OVERRIDABLE = {
+        (owner, function.__name__): function
+        for owner, functions in torch.overrides.get_overridable_functions().items()
+        for function in functions
+        if getattr(owner, getattr(function, "__name__", ""), None) is function
+    }
+
+# Every module and class that has a function in a shipped list.
+PATCHED_OWNERS = {
+    namespace: resolve(namespace)
+    for namespace in sorted({entry.path.rpartition(".")[0] for name in LIST_NAMES for entry in entries(name)})
+}
+OWN_ATTRIBUTES = {
+    "torch.nn.RNNBase": torch.nn.RNNBase,
+    "torch.backends.mha": torch.backends.mha,
+    "torch.optim.Optimizer": torch.optim.Optimizer,
+    **PATCHED_OWNERS,
+}
+
+
+def torch_now() -> dict[tuple[str, str], object]:
+    """What the owners hold themselves, by owner and name, and what every overridable function is."""
+    own = {
+        (owner, name): value
+        for owner, held in OWN_ATTRIBUTES.items()
+        for name, value in vars(held).items()
+        # Bar Python's own: modules imported meanwhile, and its note on a class that was pickled.
+        if name != "__slotnames__" and not isinstance(value, ModuleType)
+    }
+    reached = {(repr(owner), name): getattr(owner, name, None) for owner, name in OVERRIDABLE}
+    return own | reached
+
+
+def changed(before: dict[tuple[str, str], object], after: dict[tuple[str, str], object]) -> list[tuple[str, str]]:
+    """What differs by identity."""
+    missing = object()
+    return [key for key in before.keys() | after.keys() if before.get(key, missing) is not after.get(key, missing)]
+
+
+BEFORE = torch_now()
+
+
+@pytest.fixture(autouse=True)
+def torch_is_unpatched() -> Iterator[None]:
+    """After every test: amp is off, and torch is what it was before the first."""
+    yield
+    amp.deinitialize()
+    session.process.registered.clear()
+    session.process.disabled = False
+    assert changed(BEFORE, torch_now()) == []
+    assert not _global_optimizer_post_hooks
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU, and torch sees none here"))

@@ -1,0 +1,36 @@
+"""Words of the domain, for tests of every module."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampatch import amp
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A readable id for parametrised tests."""
+    return str(dtype).removeprefix("torch.")
+
+
+@contextlib.contextmanager
+def casts_on(half_dtype: torch.dtype = torch.bfloat16, **options: Any) -> Iterator[None]:
+    """Functions cast by the shipped lists (and what ``options`` lay over them) inside the block."""
+    amp.initialize(nn.Module(), opt_level="O1", half_dtype=half_dtype, verbosity=0, **options)
+    try:
+        yield
+    finally:
+        amp.deinitialize()
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Equal dtype, shape and every bit; NaN equals NaN."""
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    as_bytes = [tensor.detach().contiguous().cpu().flatten().view(torch.uint8) for tensor in (actual, expected)]
+    assert torch.equal(*as_bytes)

@@ -1,0 +1,67 @@
+"""That imports run one way: in the order of the tree in docs/design/architecture.md, from the top down."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "ampatch"
+
+
+def rooms() -> list[str]:
+    """What stands in the tree, from the top down: `ampatch.cli`, and `ampatch.demo` for all of a folder."""
+    document = (ROOT / "docs" / "design" / "architecture.md").read_text(encoding="utf-8")
+    tree = re.search(r"^ampatch/\n((?:  .*\n)+)", document, re.MULTILINE)
+    assert tree is not None
+    return [dotted(Path("ampatch") / line.split()[0]) for line in tree[1].splitlines()]
+
+
+def dotted(path: Path) -> str:
+    return ".".join(part for part in path.with_suffix("").parts if part != "__init__")
+
+
+def room_of(module: str, order: list[str]) -> str:
+    """The room that a module belongs to: the longest that it is, or is part of."""
+    return max((room for room in order if f"{module}.".startswith(f"{room}.")), key=len)
+
+
+MODULES = {dotted(path.relative_to(ROOT)): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imports(module: str) -> Iterator[str]:
+    """The modules of the package that a module imports anywhere in it, inside functions and for type checkers too."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "ampatch")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "ampatch":
+            for alias in node.names:
+                below = f"{node.module}.{alias.name}"
+                yield below if below in MODULES else node.module
+
+
+def test_every_module_stands_in_the_tree_once_and_nothing_else_does() -> None:
+    order = rooms()
+    top = {".".join(module.split(".")[:2]) for module in MODULES}
+    assert sorted(order) == sorted(top)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_from_those_below_it(module: str) -> None:
+    order = rooms()
+    mine = room_of(module, order)
+    upwards = [other for other in imports(module) if order.index(room_of(other, order)) < order.index(mine)]
+    assert upwards == []
+
+
+def test_an_import_that_runs_upwards_would_be_seen() -> None:
+    order = rooms()
+    assert order.index("ampatch.amp") < order.index("ampatch.session") < order.index("ampatch.errors")
+    assert "ampatch.errors" in set(imports("ampatch.paths"))
+    assert set(imports("ampatch.errors")) == set()
+    assert room_of("ampatch.demo.training", order) == "ampatch.demo"
+    assert room_of("ampatch", order) == "ampatch"

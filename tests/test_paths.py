@@ -1,0 +1,171 @@
+"""From a dotted path to what stands there, without importing anything."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path as FilePath
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import casts_on
+
+from ampatch.paths import Path, PathError, find, find_owner
+
+NOT_IMPORTED = "raise AssertionError('imported')"
+
+Package = Callable[..., None]
+
+
+@pytest.fixture
+def package(tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> Package:
+    """Writes a package from sources by file name; it can be imported, and is forgotten after the test."""
+
+    def write(name: str, **sources: str) -> None:
+        (tmp_path / name).mkdir()
+        for module, source in {"__init__": "", **sources}.items():
+            (tmp_path / name / f"{module}.py").write_text(source)
+
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield write
+    for module in set(sys.modules) - before:
+        del sys.modules[module]
+
+
+class TestAnOwner:
+    @pytest.mark.parametrize(
+        ("namespace", "owner"),
+        [
+            ("torch", torch),
+            ("torch.nn.functional", F),
+            ("torch.Tensor", torch.Tensor),
+            ("torch.nn.Linear", torch.nn.Linear),
+            ("torch._VF", torch._VF),
+        ],
+    )
+    def test_is_a_module_or_a_class(self, namespace: str, owner: object) -> None:
+        assert find_owner(namespace) is owner
+
+    @pytest.mark.parametrize(
+        ("namespace", "message"),
+        [
+            ("trch", r"there is no module 'trch' \(is it installed\?\)\. Did you mean 'torch'"),
+            ("torch.nn.functinal", r"'torch\.nn' has no 'functinal'\. Did you mean 'functional'"),
+            ("torch.Tensr", r"'torch' has no 'Tensr'\. Did you mean 'Tensor'"),
+            ("torch.Tensor.nothing_like_it", r"'torch\.Tensor' has no 'nothing_like_it'\.$"),
+            ("", r"there is no module ''"),
+            (".torch", r"there is no module ''"),
+            ("torch.", r"'torch' has no ''"),
+            ("torch..nn", r"'torch' has no ''"),
+            ("torch.mm.x", r"'torch\.mm' has no 'x'"),
+        ],
+    )
+    def test_that_does_not_exist_is_an_error_with_what_is_near(self, namespace: str, message: str) -> None:
+        with pytest.raises(PathError, match=message):
+            find_owner(namespace)
+
+    def test_a_module_that_may_not_be_imported_does_not_exist(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "forbidden", None)
+
+        with pytest.raises(PathError, match="there is no module 'forbidden'"):
+            find_owner("forbidden.ops")
+
+
+class TestAModuleNotImportedYet:
+    @pytest.mark.parametrize("namespace", ["later", "later.ops", "later.ops.Class", "later.nobody_knows"])
+    def test_is_none_and_stays_unimported(self, package: Package, namespace: str) -> None:
+        package("later", __init__=NOT_IMPORTED, ops=NOT_IMPORTED)
+
+        assert find_owner(namespace) is None
+        assert find(Path(namespace, "f")) is None
+        assert "later" not in sys.modules
+
+    @pytest.mark.parametrize("namespace", ["half_there.ops", "half_there.ops.Class"])
+    def test_below_a_package_that_is_imported_is_none_too(self, package: Package, namespace: str) -> None:
+        package("half_there", ops=NOT_IMPORTED)
+        __import__("half_there")
+
+        assert find_owner(namespace) is None
+        assert "half_there.ops" not in sys.modules
+
+    def test_a_package_that_imports_on_demand_is_not_made_to(self, package: Package) -> None:
+        package(
+            "on_demand",
+            __init__="import importlib\ndef __getattr__(name): return importlib.import_module(f'on_demand.{name}')",
+            ops=NOT_IMPORTED,
+        )
+        __import__("on_demand")
+
+        assert find_owner("on_demand.ops") is None
+        assert "on_demand.ops" not in sys.modules
+
+    def test_what_is_in_no_module_of_it_is_an_error(self, package: Package) -> None:
+        package("half_there", ops=NOT_IMPORTED)
+        __import__("half_there")
+
+        with pytest.raises(PathError, match="'half_there' has no 'opps'"):
+            find_owner("half_there.opps")
+
+    def test_an_attribute_whose_import_fails_does_not_exist(self, package: Package) -> None:
+        package("broken", __init__="def __getattr__(name):\n    raise ImportError('a dependency is missing')")
+        __import__("broken")
+
+        with pytest.raises(PathError, match="'broken' has no 'f'"):
+            find(Path("broken", "f"))
+
+    def test_is_found_once_it_is_imported(self, package: Package) -> None:
+        package("later", ops="def f(): ...")
+        assert find(Path("later.ops", "f")) is None
+
+        __import__("later.ops")
+
+        assert isinstance(find(Path("later.ops", "f")), types.FunctionType)
+
+
+class TestAFunction:
+    def test_is_what_the_owner_has_under_the_name(self) -> None:
+        assert find(Path("torch", "mm")) is torch.mm
+        assert find(Path("torch.Tensor", "exp")) is torch.Tensor.exp  # inherited from a class in C
+
+    @pytest.mark.parametrize(
+        ("path", "message"),
+        [
+            (Path("torch", "matmull"), r"'torch' has no 'matmull'\. Did you mean 'matmul'"),
+            (Path("torch.Tensor", "__matmull__"), r"'torch\.Tensor' has no '__matmull__'\. Did you mean '__matmul__'"),
+        ],
+        ids=str,
+    )
+    def test_that_does_not_exist_is_an_error_with_what_is_near(self, path: Path, message: str) -> None:
+        with pytest.raises(PathError, match=message):
+            find(path)
+
+    def test_private_names_are_near_to_private_names_only(self) -> None:
+        with pytest.raises(PathError) as found:
+            find(Path("torch", "convolutionn"))
+        assert "'_convolution" not in str(found.value)
+
+        with pytest.raises(PathError, match="Did you mean '_convolution'"):
+            find(Path("torch", "_convolutionn"))
+
+    def test_is_the_original_while_amp_is_on(self) -> None:
+        paths = [Path("torch", "conv2d"), Path("torch.nn.functional", "conv2d"), Path("torch.Tensor", "exp")]
+        before = [find(path) for path in paths]
+
+        with casts_on(torch.float16):
+            assert torch.conv2d is not before[0]
+            assert [find(path) for path in paths] == before
+
+    def test_a_wrapper_that_somebody_put_around_is_theirs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with casts_on(torch.float16):
+            ours = torch.mm
+            theirs = functools.wraps(ours)(lambda *args: [ours(*args)])
+            monkeypatch.setattr(torch, "of_theirs", theirs, raising=False)
+
+            assert find(Path("torch", "of_theirs")) is theirs
+
+    def test_a_path_is_written_with_dots(self) -> None:
+        assert str(Path("torch.Tensor", "mm")) == "torch.Tensor.mm"

@@ -1,0 +1,148 @@
+"""Where an argument stands: by position, by keyword or by default, for torch's builtins as for Python functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from samples import SAMPLES, TORCH_WARNINGS, Maker, is_method, lacks, resolve
+
+from ampatch.signatures import ArgumentReader, argument_reader, parameter_names
+
+pytestmark = [pytest.mark.filterwarnings(warning) for warning in TORCH_WARNINGS]
+
+# Listed functions of which no argument can be told: they take anything by position, or exist twice (lstm takes packed
+# and padded sequences, einsum an equation or lists of indices), or are operators of Python without a schema.
+UNKNOWN = {
+    "torch.Tensor.__matmul__",
+    "torch.cartesian_prod",
+    "torch.einsum",
+    "torch.lu",
+    *(f"{owner}.{name}" for owner in ("torch", "torch._VF") for name in ("gru", "lstm", "rnn_relu", "rnn_tanh")),
+}
+
+
+def read(function: Callable[..., object], name: str, *args: object, **kwargs: object) -> object:
+    reader = argument_reader(function, name)
+    assert reader is not None
+    return reader(args, kwargs)
+
+
+class TestAPythonFunction:
+    def test_position_keyword_and_default_are_read_alike(self) -> None:
+        assert read(F.interpolate, "mode", "x", None, 2, "area") == "area"
+        assert read(F.interpolate, "mode", "x", mode="area") == "area"
+        assert read(F.interpolate, "mode", "x", scale_factor=2) == "nearest"
+
+    def test_a_parameter_without_default_that_is_not_passed_is_none(self) -> None:
+        assert read(lambda x, mode: None, "mode", "x") is None
+
+    def test_a_keyword_only_parameter_is_not_read_by_position(self) -> None:
+        def function(x: object, *rest: object, mode: str = "a") -> None: ...
+
+        assert read(function, "mode", 1, 2, 3) == "a"
+        assert read(function, "mode", 1, 2, mode="b") == "b"
+
+    def test_what_is_passed_on_as_anything_has_no_names(self) -> None:
+        assert parameter_names(lambda *args, **kwargs: None) == ()
+        assert argument_reader(lambda *args, **kwargs: None, "kwargs") is None
+        assert parameter_names(F.max_pool2d) == ()  # chosen at run time from two functions
+
+    def test_a_method_of_a_class_counts_self(self) -> None:
+        assert read(torch.nn.Linear.forward, "input", "layer", "x") == "x"
+
+
+class TestABuiltin:
+    def test_inspect_knows_nothing_of_it_and_the_schema_does(self) -> None:
+        with pytest.raises(ValueError, match="no signature found"):
+            inspect.signature(torch.addmv)
+        assert parameter_names(torch.addmv) == ("input", "mat", "vec", "beta", "alpha")
+
+    def test_position_keyword_and_default_are_read_alike(self) -> None:
+        assert read(F.gelu, "approximate", "x") == "none"
+        assert read(F.gelu, "approximate", "x", approximate="tanh") == "tanh"
+        assert read(torch.conv2d, "groups", "x", "w", None, 1, 0, 1, 4) == 4
+        assert read(torch.conv2d, "groups", "x", "w") == 1
+
+    @pytest.mark.parametrize(
+        ("function", "name", "position"),
+        [
+            pytest.param(torch.topk, "largest", 3, id="topk"),
+            pytest.param(torch.polygamma, "n", 0, id="polygamma"),
+            pytest.param(torch.convolution, "output_padding", 7, id="convolution"),
+            pytest.param(torch.Tensor.addmm, "mat2", 2, id="Tensor.addmm"),
+            pytest.param(torch.linalg.vector_norm, "ord", 1, id="linalg.vector_norm"),
+            pytest.param(torch.sum, "keepdim", 2, id="sum"),
+        ],
+    )
+    def test_the_place_is_that_of_the_function(self, function: Callable[..., object], name: str, position: int) -> None:
+        reader = argument_reader(function, name)
+        assert reader is not None
+        assert reader.position == position
+
+    @pytest.mark.parametrize("function", [torch.sum, torch.Tensor.prod], ids=["sum", "Tensor.prod"])
+    def test_dtype_is_keyword_only_in_every_overload(self, function: Callable[..., object]) -> None:
+        reader = argument_reader(function, "dtype")
+        assert reader == ArgumentReader("dtype", None, None)
+
+    @pytest.mark.parametrize(
+        ("function", "name"),
+        [
+            pytest.param(torch.max, "dim", id="max-dim"),  # torch.max(input, other)
+            pytest.param(torch.max, "other", id="max-other"),
+            pytest.param(torch.std, "unbiased", id="std-unbiased"),  # torch.std(input, dim)
+            pytest.param(torch.std, "dim", id="std-dim"),
+        ],
+    )
+    def test_an_argument_whose_place_differs_between_overloads_is_not_known(
+        self, function: Callable[..., object], name: str
+    ) -> None:
+        assert argument_reader(function, name) is None
+        assert name not in parameter_names(function)
+        assert "input" in parameter_names(function)
+
+    def test_overloads_for_plain_numbers_are_torchscript_s_own(self) -> None:
+        assert any(schema.arguments[0].name == "a" for schema in torch._C._jit_get_schemas_for_operator("aten::exp"))
+        assert parameter_names(torch.exp) == ("input",)
+
+    def test_keywords_of_numpy_are_read_as_torch_s_own(self) -> None:
+        x = torch.ones(2, 3)
+        assert torch.equal(torch.sum(x, axis=1, keepdims=True), torch.sum(x, dim=1, keepdim=True))
+
+        assert read(torch.sum, "dim", x, axis=1) == 1
+        assert read(torch.sum, "keepdim", x, axis=1, keepdims=True) is True
+        assert read(torch.mul, "input", x1="a", x2="b") == "a"
+        assert read(torch.mul, "other", x1="a", x2="b") == "b"
+
+    def test_names_stand_in_the_order_of_their_positions(self) -> None:
+        names = parameter_names(torch.prod)
+        assert names == ("input", "dim", "keepdim", "dtype")
+
+    def test_a_parameter_named_like_a_keyword_of_python_is_no_obstacle(self) -> None:
+        assert "from" not in parameter_names(torch.Tensor.random_)  # random_(to) has another argument there
+        assert "generator" in parameter_names(torch.Tensor.random_)
+
+
+class TestListedFunctions:
+    @pytest.mark.parametrize("path", [path for path in SAMPLES if not lacks(path)])
+    def test_a_call_by_position_and_one_by_keyword_are_read_alike(self, path: str) -> None:
+        function = resolve(path)
+        names = parameter_names(function)
+        assert bool(names) == (path not in UNKNOWN)
+        for sample in [sample for sample in SAMPLES[path] if sample.keywords]:  # operators have no names for theirs
+            for form in sample.forms():
+                args, kwargs = sample.arguments(Maker([torch.float32]), method=is_method(path), form=form)
+                # Made again with the same seed: the same values under their names.
+                named = sample.build(Maker([torch.float32]))
+                for name, value in named.items():
+                    reader = argument_reader(function, name)
+                    if reader is not None:
+                        assert repr(reader(args, kwargs)) == repr(value), (name, form)
+                for name in names:
+                    if name not in named and name not in ("self", "input"):
+                        reader = argument_reader(function, name)
+                        assert reader is not None
+                        assert reader(args, kwargs) == reader.default, (name, form)
