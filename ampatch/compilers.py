@@ -1,0 +1,101 @@
+"""What torch's compilers and tracers must know of patched functions: that they are, and which the originals were.
+
+Each of them keeps tables of torch's functions, or results of tracing them, and none looks whether a function is still
+the one that it knew. Owns what has to be said to them while a session is installed; says it through the ledger. Knows
+nothing of rules or types.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.jit._builtins
+import torch.jit._recursive
+
+from ampatch.patching import PatchLedger
+
+# Code of torch that runs below an operator while a tracer is at work, as C++ kernels do when none is. What it calls is
+# not the user's, and casting it would give the operator a result of the wrong type.
+_BELOW_OPERATORS = (
+    "torch._decomp",
+    "torch._inductor",
+    "torch._meta_registrations",
+    "torch._prims",
+    "torch._refs",
+    "torch._subclasses",
+)
+
+
+def is_below_operators(frame: types.FrameType) -> bool:
+    """Whether a frame belongs to the implementation of an operator for tracers."""
+    return str(frame.f_globals.get("__name__", "")).startswith(_BELOW_OPERATORS)
+
+
+def read_tables() -> None:
+    """Has torch build its tables of its own functions, which it does once and lazily, while nothing is patched.
+
+    Built later they would take wrappers for torch's functions, for as long as the process lives: torch.compile would
+    neither trace the wrappers nor know the originals.
+    """
+    import torch._dynamo.variables.torch  # heavy, but whoever makes an optimizer has imported most of it already
+    import torch.ao.quantization.fx  # torch.compile imports it, and its tables, when it first compiles
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some of torch's own functions are deprecated
+        torch._dynamo.variables.torch.get_overridable_functions()
+        torch._dynamo.trace_rules.get_tensor_method()
+
+
+def instruct(ledger: PatchLedger, original_of: Callable[[object], object]) -> None:
+    """Tells the compilers of the patches; to be called before the first of them, so that it is taken back last.
+
+    Args:
+        ledger: takes note of what is installed.
+        original_of: gives the original of a wrapper, and anything else as it is.
+    """
+    _keep_off_disk(ledger)
+    _unwrap_for_torchscript(ledger, original_of)
+    ledger.on_undo(forget_compiled)
+
+
+def forget_compiled() -> None:
+    """Has torch.compile trace everything anew.
+
+    It guards functions by identity, but puts methods of tensors, operators and functions of torch that call others into
+    its graphs by name, without a guard.
+    """
+    torch._dynamo.reset_code_caches()
+
+
+def _keep_off_disk(ledger: PatchLedger) -> None:
+    """Keeps the cache of traced graphs, which outlives the process, from giving or taking any while patched.
+
+    Its key is the graph by name, so that a patched program and another one would be given each other's results. The
+    cache of compiled kernels, whose key is what the graph came to, goes on working.
+    """
+    import torch._functorch.aot_autograd as aot_autograd
+
+    for name in ("should_use_local_autograd_cache", "should_use_remote_autograd_cache"):
+        ledger.set(aot_autograd, name, _never)
+
+
+def _never() -> bool:
+    return False
+
+
+def _unwrap_for_torchscript(ledger: PatchLedger, original_of: Callable[[object], object]) -> None:
+    """Has TorchScript compile the originals: it cannot compile wrappers, and what it has compiled is never cast."""
+    find_builtin: Callable[[object], object] = torch.jit._builtins._find_builtin
+    compile_function: Callable[[object, object], object] = torch.jit._recursive.try_compile_fn
+
+    def _find_builtin(function: object) -> object:
+        return find_builtin(original_of(function))
+
+    def try_compile_fn(function: object, location: object) -> object:
+        return compile_function(original_of(function), location)
+
+    ledger.set(torch.jit._builtins, "_find_builtin", _find_builtin)
+    ledger.set(torch.jit._recursive, "try_compile_fn", try_compile_fn)

@@ -1,0 +1,195 @@
+"""Patched functions: from rules and registrations to wrappers in their places, names bound earlier included.
+
+Owns the knowledge of where a function can be reached from: its namespace, names that other modules imported it under,
+modules that are imported later. Installs through the ledger only; how arguments are cast is the wrappers' affair.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import wrapt
+
+from ampatch.cast_lists import Rule, Treatment
+from ampatch.errors import AmpWarning, CastListError, did_you_mean
+from ampatch.patching import MISSING, PatchLedger, bindings, loaded_modules, rebind
+from ampatch.paths import Path, PathError, find_owner
+from ampatch.switch import Switch
+from ampatch.wrappers import Adapter, Adapters, Function, wrap
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A function that the user registered before ``initialize``; it takes precedence over the lists.
+
+    Attributes:
+        owner: a module, or a class.
+        name: the function's name there.
+        treatment: what happens to its arguments.
+        dtype: a half type to cast to instead of the session's, for the whitelist.
+    """
+
+    owner: object
+    name: str
+    treatment: Treatment
+    dtype: torch.dtype | None = None
+
+    @property
+    def path(self) -> Path:
+        """Where it is, for messages."""
+        return Path(getattr(self.owner, "__qualname__", getattr(self.owner, "__name__", repr(self.owner))), self.name)
+
+
+class FunctionPatches:
+    """The functions that one session has patched.
+
+    Args:
+        ledger: takes note of everything installed.
+        adapters: turn rules into adapters.
+        switch: the session's.
+    """
+
+    def __init__(self, ledger: PatchLedger, adapters: Adapters, switch: Switch) -> None:
+        self._ledger = ledger
+        self._adapters = adapters
+        self._switch = switch
+        # The one wrapper of each function that stands in modules, by the original's id, under whatever names it stands.
+        self._wrappers: dict[int, tuple[Function, Function]] = {}
+        # The original of every wrapper, those of methods included, by the wrapper's id.
+        self._originals: dict[int, tuple[Function, Function]] = {}
+        # Rules of modules that are not imported yet.
+        self._later: dict[str, list[Rule]] = {}
+
+    def install(self, rules: Iterable[Rule], registered: Iterable[Registration]) -> None:
+        """Patches every function that has a rule or was registered; those of modules not imported yet when they are.
+
+        Raises:
+            CastListError: a rule is limited by an argument that its function does not have.
+        """
+        # What is patched first stays, so that a registration counts more than the lists and than an earlier one, under
+        # every name of the function.
+        for known in reversed(list(registered)):
+            adapter = functools.partial(self._adapters.for_registration, known.path, known.treatment, known.dtype)
+            reason = _reason(known.path, f"registered for the {known.treatment.value}")
+            self._patch(known.owner, known.name, adapter, reason)
+        for rule in rules:
+            owner = find_owner(rule.path.namespace)
+            if owner is None:
+                self._later.setdefault(rule.path.namespace, []).append(rule)
+            else:
+                self._patch_rule(owner, rule)
+        self.rebind(loaded_modules("torch", "ampatch"))
+        for namespace in self._later:
+            _watch(namespace, self)
+
+    def rebind(self, owners: Iterable[object]) -> None:
+        """Names that ``owners`` bound to an original before it was patched are bound to its wrapper."""
+        originals: dict[int, object] = {key: original for key, (original, _) in self._wrappers.items()}
+        for owner, name, original in bindings(owners, originals):
+            self._ledger.set(owner, name, self._wrappers[id(original)][1])
+
+    def release(self, owners: Iterable[object]) -> None:
+        """After the ledger was undone: ``owners`` and modules that took a wrapper from its place get the original."""
+        wrappers: dict[int, object] = {key: wrapper for key, (wrapper, _) in self._originals.items()}
+        originals: dict[int, object] = {key: original for key, (_, original) in self._originals.items()}
+        rebind([*loaded_modules("ampatch"), *owners], wrappers, originals)
+
+    def original_of(self, function: object) -> object:
+        """The original of a wrapper; anything else as it is."""
+        wrapper, original = self._originals.get(id(function), (function, function))
+        return original if wrapper is function else function
+
+    def patch_imported(self) -> None:
+        """Patches the functions of modules that were imported since.
+
+        Warns:
+            AmpWarning: a module lacks what its rule names.
+        """
+        if not self._switch.active:
+            return
+        for namespace in list(self._later):
+            rule = self._later[namespace][0]
+            try:
+                owner = find_owner(namespace)
+            except PathError as error:
+                del self._later[namespace]
+                warnings.warn(f"{rule.source}: {error}", AmpWarning, stacklevel=2)
+                continue
+            if owner is not None:  # else it was only a package above it
+                for rule in self._later.pop(namespace):
+                    self._patch_imported_rule(owner, rule)
+                self.rebind(loaded_modules("torch", "ampatch"))
+
+    def _patch_imported_rule(self, owner: object, rule: Rule) -> None:
+        try:
+            if hasattr(owner, rule.path.name):
+                self._patch_rule(owner, rule)
+            elif not rule.optional:
+                message = f"{rule.path.namespace!r} was imported and has no {rule.path.name!r}."
+                near = did_you_mean(rule.path.name, dir(owner))
+                warnings.warn(f"{rule.source}: {message}{near}", AmpWarning, stacklevel=2)
+        except CastListError as error:  # an import is no place to raise it
+            warnings.warn(str(error), AmpWarning, stacklevel=2)
+
+    def _patch_rule(self, owner: object, rule: Rule) -> None:
+        adapter = functools.partial(self._adapters.for_rule, rule)
+        reason = _reason(rule.path, f"in the {rule.treatment.value} ({rule.source})")
+        self._patch(owner, rule.path.name, adapter, reason)
+
+    def _patch(self, owner: object, name: str, make_adapter: Callable[[Function], Adapter], reason: str) -> None:
+        held = _own_attribute(owner, name)
+        kind = type(held) if isinstance(held, (staticmethod, classmethod)) else None
+        found = held.__func__ if isinstance(held, (staticmethod, classmethod)) else getattr(owner, name)
+        original: Function = self.original_of(found)  # type: ignore[assignment]
+        if found is not original and name in vars(owner):
+            return  # patched already: registered, or under another name of its owner
+        is_class = isinstance(owner, type)
+        _, wrapper = (None, None) if is_class else self._wrappers.get(id(original), (None, None))
+        if wrapper is None:
+            wrapper = wrap(original, make_adapter(original), self._switch, reason)
+            # Where a pickle finds the wrapper while it is installed, and the original where it is not.
+            if isinstance(owner, type):
+                wrapper.__module__, wrapper.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
+            else:
+                wrapper.__module__, wrapper.__qualname__ = getattr(owner, "__name__", wrapper.__module__), name
+            self._originals[id(wrapper)] = (wrapper, original)
+            if not is_class:
+                self._wrappers[id(original)] = (original, wrapper)
+        self._ledger.set(owner, name, wrapper if kind is None else kind(wrapper))
+
+
+# wrapt's hooks on imports cannot be removed: there is one for each module that a rule ever waited for.
+_hooked: set[str] = set()
+_waiting: weakref.WeakSet[FunctionPatches] = weakref.WeakSet()
+
+
+def _watch(namespace: str, patches: FunctionPatches) -> None:
+    """Has patches told whenever a module is imported that a namespace may lie in."""
+    _waiting.add(patches)
+    parts = namespace.split(".")
+    for length in range(1, len(parts) + 1):
+        module = ".".join(parts[:length])
+        if module not in _hooked:
+            _hooked.add(module)
+            wrapt.register_post_import_hook(_imported, module)
+
+
+def _imported(_: object) -> None:
+    for patches in list(_waiting):
+        patches.patch_imported()
+
+
+def _own_attribute(owner: object, name: str) -> object:
+    """What an owner holds under a name, without binding: a staticmethod stays one."""
+    held = vars(owner).get(name, MISSING)
+    return inspect.getattr_static(owner, name, MISSING) if held is MISSING and isinstance(owner, type) else held
+
+
+def _reason(path: Path, listed: str) -> str:
+    return f"ampatch: {path} is {listed}, and its arguments were cast by that"

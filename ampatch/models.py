@@ -1,0 +1,74 @@
+"""An adopted model: what is checked of it, and the hooks around its forward.
+
+Hooks are handed in as module-level functions without state, so that an adopted model deep-copies and pickles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import Any
+
+from torch import nn
+
+from ampatch.errors import OptionError, UsageError
+from ampatch.patching import PatchLedger
+
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def check_model(model: object) -> nn.Module:
+    """``model`` itself if amp can adopt it.
+
+    Raises:
+        OptionError: it is no module, or is wrapped for several processes or devices already.
+    """
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"found {type(model).__name__} as a model; expected a torch.nn.Module.")
+    if isinstance(model, _WRAPPERS):
+        kind = type(model).__name__
+        raise OptionError(
+            f"the model is wrapped in {kind} already. Call amp.initialize on the bare model first, then wrap what "
+            f"it returns: model, optimizer = amp.initialize(model, optimizer); model = {kind}(model)."
+        )
+    return model
+
+
+def device_type(model: nn.Module) -> str | None:
+    """The type of the device that the model's first parameter is on ("cpu", "cuda"); None without parameters."""
+    parameter = next(model.parameters(), None)
+    return None if parameter is None else parameter.device.type
+
+
+def device_types(model: nn.Module) -> set[str]:
+    """The types of all devices that the model's parameters are on; "meta" is none, as there they are yet to be put."""
+    return {parameter.device.type for parameter in model.parameters()} - {"meta"}
+
+
+def check_device(model: nn.Module, known: Set[str]) -> None:
+    """Refuses to run a model uncast because it was moved.
+
+    Raises:
+        UsageError: the model is on a type of device that amp was not set up for.
+    """
+    found = device_type(model)
+    if found is not None and found not in known and found != "meta":
+        raise UsageError(
+            f"the model is on {found!r}, but was on {' and '.join(map(repr, sorted(known)))} at amp.initialize, so "
+            f"nothing would be cast. Move it first (model.to({found!r})), then call amp.initialize."
+        )
+
+
+def hook_forward(
+    model: nn.Module,
+    ledger: PatchLedger,
+    before: Callable[[nn.Module, Any], None],
+    after: Callable[[nn.Module, Any, Any], None],
+) -> None:
+    """Calls ``before`` and ``after`` around every forward of the model; ``after`` also where the forward raises."""
+    ledger.on_undo(model.register_forward_pre_hook(before).remove, model)
+    ledger.on_undo(model.register_forward_hook(after, always_call=True).remove, model)
+
+
+def named_parameters(models: Set[nn.Module]) -> dict[int, str]:
+    """The names of all parameters, by ``id``."""
+    return {id(parameter): name for model in models for name, parameter in model.named_parameters()}

@@ -1,0 +1,174 @@
+"""The ledger of what was installed on other people's objects, and how each piece is taken out again.
+
+Knows neither torch's types nor precision. Everything that ampatch changes outside itself goes through a `PatchLedger`;
+nothing else in the package may call ``setattr`` on an object it does not own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+#: What the ledger records where the owner itself had no such attribute: undoing then deletes, it does not assign.
+MISSING = _Missing()
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One attribute that was replaced.
+
+    Attributes:
+        owner: a weak reference, so that the ledger does not keep a dropped object alive.
+        name: the attribute.
+        before: what the owner's own ``__dict__`` held, or `MISSING`.
+        installed: gives what was put there. A weak reference where there can be one: a bound method holds its owner.
+    """
+
+    owner: weakref.ref[object]
+    name: str
+    before: object
+    installed: Callable[[], object]
+
+    def take_out(self) -> bool:
+        """Puts back what was there; False if somebody else replaced the attribute meanwhile, and it was left alone."""
+        owner = self.owner()
+        if owner is None:
+            return True
+        if vars(owner).get(self.name, MISSING) is not self.installed():
+            return False
+        if self.before is MISSING:
+            delattr(owner, self.name)
+        else:
+            setattr(owner, self.name, self.before)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Callback:
+    """What takes out something that is no attribute."""
+
+    owner: weakref.ref[object] | None
+    undo: Callable[[], object]
+
+    def take_out(self) -> bool:
+        self.undo()
+        return True
+
+
+class PatchLedger:
+    """Installs attributes and callbacks, and undoes them in reverse order. Forgets what belongs to a dead owner."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, Patch | _Callback] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def patches(self) -> tuple[Patch, ...]:
+        """The attributes in place, oldest first."""
+        return tuple(step for step in list(self._steps.values()) if isinstance(step, Patch))
+
+    def set(self, owner: object, name: str, value: object) -> None:
+        """Replaces an attribute of ``owner``, recording what its own ``__dict__`` held."""
+        number = next(self._numbers)
+        reference = self._reference(owner, number)
+        before = vars(owner).get(name, MISSING)
+        setattr(owner, name, value)
+        self._steps[number] = Patch(reference, name, before, _weakly(vars(owner).get(name, MISSING)))
+
+    def on_undo(self, callback: Callable[[], object], owner: object = None) -> None:
+        """Registers what takes out something that is no attribute, such as a hook.
+
+        Args:
+            callback: is called once.
+            owner: the object without which the callback is for nothing, if there is one.
+        """
+        number = next(self._numbers)
+        self._steps[number] = _Callback(None if owner is None else self._reference(owner, number), callback)
+
+    def mark(self) -> int:
+        """A point in time for `undo`."""
+        return next(self._numbers)
+
+    def undo(self, since: int = 0) -> list[tuple[object, str]]:
+        """Takes everything out, newest first; all of it, also where something raises.
+
+        Args:
+            since: a `mark`; what was installed before it stays.
+
+        Returns:
+            Owner and name of the attributes that somebody else replaced meanwhile, which were left as they are.
+        """
+        foreign: list[tuple[object, str]] = []
+        with contextlib.ExitStack() as newest_first:
+            for number in [number for number in list(self._steps) if number >= since]:
+                newest_first.callback(self._take_out, number, foreign)
+        return foreign
+
+    def _take_out(self, number: int, foreign: list[tuple[object, str]]) -> None:
+        step = self._steps.pop(number, None)  # None: its owner died while this was going on
+        if step is not None and not step.take_out() and isinstance(step, Patch):
+            foreign.append((step.owner(), step.name))
+
+    def _reference(self, owner: object, number: int) -> weakref.ref[object]:
+        steps = self._steps
+        return weakref.ref(owner, lambda _: steps.pop(number, None))
+
+
+def bindings(owners: Iterable[object], wanted: Mapping[int, object]) -> list[tuple[object, str, object]]:
+    """Where ``owners`` hold one of the ``wanted`` objects, under any name.
+
+    Reads ``__dict__`` only, and past ``__getattribute__``, so that no lazy module is made to load and no property runs.
+
+    Args:
+        owners: modules, or objects with a ``__dict__``.
+        wanted: the objects to look for, by their ``id``.
+
+    Returns:
+        Triples of owner, attribute name and the object found.
+    """
+    found = []
+    for owner in owners:
+        attributes = object.__getattribute__(owner, "__dict__")
+        for name, value in list(attributes.items()):
+            if id(value) in wanted and wanted[id(value)] is value:
+                found.append((owner, name, value))
+    return found
+
+
+def rebind(owners: Iterable[object], wanted: Mapping[int, object], replacements: Mapping[int, object]) -> None:
+    """Replaces the ``wanted`` objects wherever ``owners`` hold them, for good; ``replacements`` has the same keys."""
+    for owner, name, value in bindings(owners, wanted):
+        setattr(owner, name, replacements[id(value)])
+
+
+def loaded_modules(*internal: str) -> list[types.ModuleType]:
+    """The modules loaded by now, without those of the packages named."""
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        # Not isinstance(), which asks a lazy proxy for its class and so makes it import.
+        if issubclass(type(module), types.ModuleType) and name.partition(".")[0] not in internal
+    ]
+
+
+def _weakly(value: object) -> Callable[[], object]:
+    try:
+        return weakref.ref(value)
+    except TypeError:  # None, numbers, builtins' wrappers: nothing that holds an owner
+        return functools.partial(_same, value)
+
+
+def _same(value: object) -> object:
+    return value

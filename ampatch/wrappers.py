@@ -1,0 +1,339 @@
+"""From a rule to a plain Python function around the original.
+
+Plain, and not a wrapt proxy, because torch.compile looks through proxies and would drop the cast without a word. A
+wrapper holds no state: it sees the session's switch, and calls an *adapter*, which turns the arguments of a call into
+those that the rule asks for. After the session is gone a wrapper that somebody kept forwards every call unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+import types
+from collections.abc import Callable, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import handle_torch_function, has_torch_function
+
+from ampatch.cast_lists import Rule, Treatment
+from ampatch.casting import CASTABLE, PLAIN, TensorCast, cast_tensors, tensors_in
+from ampatch.compilers import is_below_operators
+from ampatch.errors import BannedFunctionError, CastListError, Fault
+from ampatch.opt_levels import HALF_DTYPES
+from ampatch.paths import Path
+from ampatch.signatures import ArgumentReader, argument_reader, parameter_names
+from ampatch.switch import Switch
+from ampatch.weight_cache import WeightCache
+
+Function = Callable[..., Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+#: The arguments of a call to the arguments that the rule asks for. May raise `BannedFunctionError`.
+Adapter = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
+
+_IN_PLACE_OPERATORS = frozenset(
+    f"__i{name}__" for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
+) | {"__setitem__"}
+
+# Names under which torch's builtins take their first argument besides ``input``, for those who come from numpy.
+_NUMPY_NAMES = ("x", "a", "x1")
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a function of this name writes to its first argument."""
+    return name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+
+
+class Adapters:
+    """Makes adapters for one half dtype.
+
+    Args:
+        half_dtype: the type that whitelisted functions compute in.
+        cache: casts tensors, and remembers those of weights.
+        device_types: of the tensors that are cast (``"cpu"``, ``"cuda"``); the set may grow.
+        allow_banned: whether banned functions run in float32 instead of raising.
+    """
+
+    def __init__(
+        self, half_dtype: torch.dtype, cache: WeightCache, device_types: Set[str], allow_banned: bool = False
+    ) -> None:
+        self.half_dtype = half_dtype
+        self._cache = cache
+        self._device_types = device_types
+        # Devices of these types: to look one up is quicker than to ask it for its type. All that there are stand here
+        # beforehand, since torch.compile would trace again where the set has grown.
+        self._devices = {
+            torch.device(kind, index)
+            for kind in device_types
+            for index in (None, *range(torch.accelerator.device_count() if kind != "cpu" else 0))
+        }
+        self._allow_banned = allow_banned
+        # float64 is nothing to cast from, but what promotion can lead to.
+        self._casts = {dtype: self._tensor_cast(dtype) for dtype in (*CASTABLE, torch.float64)}
+
+    def for_rule(self, rule: Rule, original: Function) -> Adapter:
+        """The adapter of one function under its rule.
+
+        Raises:
+            CastListError: the rule is limited by an argument that the function does not have.
+        """
+        adapter = self.for_treatment(rule.treatment, rule.path, original, rule.via_dtype, rule.instead)
+        if not rule.when:
+            return adapter
+        readers: list[tuple[ArgumentReader, tuple[object, ...]]] = []
+        for argument, values in rule.when:
+            reader = argument_reader(original, argument)
+            if reader is None:  # the function's module was imported after the list was read
+                raise CastListError([Fault(rule.source, f"{rule.path} has no argument {argument!r}.")])
+            readers.append((reader, values))
+
+        def where_it_applies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            for reader, values in readers:
+                value = reader(args, kwargs)
+                # A tensor is compared element by element, and equals none of them.
+                if isinstance(value, Tensor) or value not in values:
+                    return args, kwargs
+            return adapter(args, kwargs)
+
+        return where_it_applies
+
+    def for_registration(
+        self, path: Path, treatment: Treatment, dtype: torch.dtype | None, original: Function
+    ) -> Adapter:
+        """The adapter of a registered function; ``dtype`` is cast to instead of the session's half type."""
+        if dtype is None or is_in_place(path.name):
+            return self.for_treatment(treatment, path, original)
+        return self._obeying(self._to(dtype), original)
+
+    def for_treatment(
+        self,
+        treatment: Treatment,
+        path: Path,
+        original: Function | None = None,
+        via_dtype: bool = False,
+        instead: str | None = None,
+    ) -> Adapter:
+        """The adapter of a function under a treatment; an in-place form is told from the name."""
+        if treatment is Treatment.BANNED and not self._allow_banned:
+            return self._banned(path, instead)
+        if is_in_place(path.name):
+            return self._in_place(path, original, refuse_half=treatment is Treatment.BLACKLIST)
+        if treatment is Treatment.WHITELIST:
+            return self._obeying(self._to(self.half_dtype), original)
+        if treatment is Treatment.PROMOTE:
+            return self._obeying(self._to_widest(), original)
+        return self._obeying(self._via_dtype() if via_dtype else self._to(torch.float32), original)
+
+    def by_kind(self) -> dict[str, Adapter]:
+        """The adapters of decorated functions, by the name of their list, or of the half type that they ask for."""
+        decorated = Path("decorated", "function")
+        kinds = {kind.value: self.for_treatment(kind, decorated) for kind in Treatment if kind is not Treatment.BANNED}
+        return kinds | {name: self._obeying(self._to(dtype), None) for name, dtype in HALF_DTYPES.items()}
+
+    def _to(self, dtype: torch.dtype) -> Adapter:
+        cast = self._casts[dtype]
+
+        def to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            # Every call of a listed function comes along here: no walk for tensors and plain values.
+            items: list[Any] = []
+            for value in args:
+                if isinstance(value, Tensor):
+                    items.append(cast(value))
+                else:
+                    items.append(value if type(value) in PLAIN else cast_tensors(value, cast))
+            if kwargs:
+                kwargs = {name: cast_tensors(value, cast) for name, value in kwargs.items()}
+            return tuple(items), kwargs
+
+        return to
+
+    def _to_widest(self) -> Adapter:
+        casts = {dtype: self._to(dtype) for dtype in self._casts}
+
+        def to_widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            values = (*args, *kwargs.values()) if kwargs else args
+            found = [tensor for value in values if type(value) not in PLAIN for tensor in tensors_in(value)]
+            if len({tensor.dtype for tensor in found}) < 2:
+                return args, kwargs
+            dtypes = {tensor.dtype for tensor in found if self._is_here(tensor)} & casts.keys()
+            if len(dtypes) < 2:
+                return args, kwargs
+            return casts[functools.reduce(torch.promote_types, dtypes)](args, kwargs)
+
+        return to_widest
+
+    def _via_dtype(self) -> Adapter:
+        """A half first argument is not cast: the kernel reads it as it is and computes in float32."""
+        cast = self._to(torch.float32)
+
+        def via_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            tensor = args[0] if args else kwargs.get("input")
+            if not isinstance(tensor, Tensor) or not self._is_half(tensor):
+                return cast(args, kwargs)  # nothing to be done, or a tensor under another name
+            for value in args[1:]:
+                if isinstance(value, torch.dtype):
+                    return args, kwargs
+                if value is None:  # it may stand where dtype stands, which then cannot be given a second time
+                    return cast(args, kwargs)
+            return args, {**kwargs, "dtype": torch.float32}
+
+        return via_dtype
+
+    def _obeying(self, adapter: Adapter, original: Function | None) -> Adapter:
+        """An explicit ``dtype=`` is obeyed; with ``out=`` the tensor written to decides, and is itself never cast."""
+
+        def obeying(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            if kwargs:
+                if kwargs.get("dtype") is not None:
+                    return args, kwargs
+                out = kwargs.get("out")
+                written = None if out is None else next(tensors_in(out), None)
+                if written is not None:
+                    return self._as_written(written, args, kwargs)
+            return adapter(args, kwargs)
+
+        # Builtins take both by keyword only (softmax excepted, see `_via_dtype`); some functions in Python do not.
+        if not isinstance(original, types.FunctionType):
+            return obeying
+        code = original.__code__
+        names = code.co_varnames[: code.co_argcount]
+        positions = [names.index(name) for name in ("dtype", "out") if name in names[code.co_posonlyargcount :]]
+        if not positions:
+            return obeying
+        first = min(positions)
+
+        def obeying_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            if first < len(args) <= len(names):
+                args, named = args[:first], zip(names[first:], args[first:], strict=False)
+                kwargs = {**dict(named), **kwargs}
+            return obeying(args, kwargs)
+
+        return obeying_by_name
+
+    def _as_written(self, written: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        cast = self._casts.get(written.dtype)
+        if cast is None:
+            return args, kwargs
+        args = tuple([value if type(value) in PLAIN else cast_tensors(value, cast) for value in args])
+        if kwargs:
+            kwargs = {name: value if name == "out" else cast_tensors(value, cast) for name, value in kwargs.items()}
+        return args, kwargs
+
+    def _in_place(self, path: Path, original: Function | None, refuse_half: bool) -> Adapter:
+        names = (*parameter_names(original)[:1], *_NUMPY_NAMES) if original is not None else ()
+
+        def in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            written = args[0] if args else next((kwargs[name] for name in names if name in kwargs), None)
+            if not isinstance(written, Tensor):
+                return args, kwargs
+            if refuse_half and self._is_half(written):
+                name = path.name[3:-2] if path.name.startswith("__") else path.name.rstrip("_")
+                raise BannedFunctionError(
+                    f"{path} would compute in {written.dtype} and write there, but {name} is computed in float32 "
+                    f"under amp. Use the form that is not in place ({name}), or call it on tensor.float()."
+                )
+            return self._as_written(written, args, kwargs)
+
+        return in_place
+
+    def _banned(self, path: Path, instead: str | None) -> Adapter:
+        def banned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            if any(self._is_half(tensor) for value in (*args, *kwargs.values()) for tensor in tensors_in(value)):
+                advice = f" {instead[0].upper()}{instead[1:].rstrip('.')}." if instead else ""
+                raise BannedFunctionError(
+                    f"amp does not let {path} run on half tensors: its result would be unsafe.{advice} "
+                    "To run it in float32, cast its arguments with .float() or move it to the blacklist in your "
+                    "cast lists."
+                )
+            return args, kwargs
+
+        return banned
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        return tensor.device in self._devices or self._meet(tensor.device)
+
+    def _meet(self, device: torch.device) -> bool:
+        """Whether tensors on a device that was not met before are cast."""
+        if device.type in self._device_types:
+            self._devices.add(device)
+            return True
+        return False
+
+    def _is_half(self, tensor: Tensor) -> bool:
+        return tensor.dtype in (torch.float16, torch.bfloat16) and self._is_here(tensor)
+
+    def _tensor_cast(self, dtype: torch.dtype) -> TensorCast:
+        cache, devices, meet = self._cache, self._devices, self._meet
+
+        def cast(tensor: Tensor) -> Tensor:
+            found = tensor.dtype
+            if found is dtype or found not in CASTABLE:
+                return tensor
+            if tensor.device not in devices and not meet(tensor.device):
+                return tensor
+            return cache.cast(tensor, dtype)
+
+        return cast
+
+
+def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> Function:
+    """A plain function that adapts its arguments while casts are on, then calls the original.
+
+    Args:
+        original: what is wrapped.
+        adapter: what is done to the arguments.
+        switch: the session's.
+        reason: names the function and the list entry; added as a note to errors that come out of a cast call.
+    """
+    thread = switch.thread
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not switch.active or thread.off:
+            return original(*args, **kwargs)
+        # A tracer runs the Python code that stands for an operator's kernel: what that calls is not the user's.
+        if not is_dynamo_compiling() and _len_torch_dispatch_stack() and is_below_operators(sys._getframe(1)):
+            with switch.disabled():
+                return original(*args, **kwargs)
+        adapted = None
+        try:
+            if has_torch_function(args):
+                # Who overrides knows the original; torch looks some functions up by name, and would find the wrapper.
+                adapted = _adapted_for_override(adapter, args, kwargs)
+                return handle_torch_function(original, adapted[0], *adapted[0], **adapted[1])
+            adapted = adapter(args, kwargs)
+            return original(*adapted[0], **adapted[1])
+        except Exception as error:
+            explain(error, reason, (args, kwargs), adapted)
+            raise
+
+    return wrapper
+
+
+def explain(error: Exception, reason: str, given: Arguments, adapted: Arguments | None) -> None:
+    """Adds ``reason`` to an error as a note, if the cast may have to do with it.
+
+    Args:
+        error: what was raised.
+        reason: names the function and why it casts.
+        given: the arguments of the call.
+        adapted: what the adapter made of them; None where the adapter itself raised.
+    """
+    if adapted is not None:
+        before, after = ([*args, *kwargs.values()] for args, kwargs in (given, adapted))
+        if len(before) == len(after) and all(map(operator.is_, before, after)):
+            return
+    error.add_note(reason)
+
+
+def _adapted_for_override(adapter: Adapter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """The arguments where a class among them, or a mode, has a ``__torch_function__``.
+
+    Objects that stand for a tensor without being one cannot be cast, and then nothing beside them is.
+    """
+    overriding = [value for value in args if hasattr(type(value), "__torch_function__")]
+    return adapter(args, kwargs) if all(isinstance(value, Tensor) for value in overriding) else (args, kwargs)

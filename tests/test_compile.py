@@ -1,0 +1,380 @@
+"""Of torch's compilers while functions are patched: torch.compile casts as eager code does, TorchScript is let be.
+
+Backends that need no compiler suffice: "eager" runs the graph that was traced, "aot_eager" also traces it through
+autograd and torch's decompositions.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo
+import torch._functorch.aot_autograd as aot_autograd
+import torch.nn.functional as F
+from helpers import HALF_DTYPES, casts_on, dtype_name
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from ampatch import amp
+
+BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function: Callable[..., object], backend: str = "aot_eager") -> Callable[..., object]:
+    return torch.compile(function, backend=backend, fullgraph=True)
+
+
+class Weights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.square = nn.Parameter(torch.randn(8, 8) / 3)
+        self.linear = nn.Linear(8, 8)
+        self.convolution = nn.Conv1d(1, 1, 3, padding=1)
+        self.norm = nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+
+CALLS = {
+    "linear": lambda w, x: w.linear(x),
+    "convolution": lambda w, x: w.convolution(x[:, None]),
+    "function": lambda w, x: torch.mm(x, w.square),
+    "method": lambda w, x: x.matmul(w.square),
+    "operator": lambda w, x: x @ w.square,
+    "reflected-operator": lambda w, x: w.square @ x.t(),
+    "unbound-method": lambda w, x: torch.Tensor.matmul(x, w.square),
+    "method-of-half": lambda w, x: (x @ w.square).softmax(-1),
+    "layer-norm": lambda w, x: w.norm(w.linear(x)),
+    "softmax": lambda w, x: F.softmax(w.linear(x), dim=-1),
+    "sum": lambda w, x: w.linear(x).sum(),
+    "power": lambda w, x: w.linear(x).abs() ** 2.5,
+    "einsum": lambda w, x: torch.einsum("ij,jk->ik", x, w.square),
+    "promotion": lambda w, x: torch.cross(w.linear(x)[:, :3], x[:, :3], dim=-1),
+    "norm-in-python": lambda w, x: F.normalize(w.linear(x)),
+    "cosine": lambda w, x: F.cosine_similarity(x + w.square[:3], w.linear(x)),
+    "distance": lambda w, x: torch.cdist(w.linear(x), w.square),
+    "attention": lambda w, x: F.scaled_dot_product_attention(*[(x + w.square[:3])[None, None]] * 3),
+    "attention-module": lambda w, x: w.attention(x[None], x[None], x[None])[0],
+    "loss": lambda w, x: F.cross_entropy(w.linear(x), torch.arange(3)),
+    "checkpoint": lambda w, x: torch.utils.checkpoint.checkpoint(w.linear, x, use_reentrant=False),
+}
+
+
+class TestCompiledCode:
+    @HALVES
+    @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+    def test_casts_as_eager_code_does_and_has_its_gradients(self, call, half):
+        weights, x = Weights(), torch.linspace(-1, 1, 24).view(3, 8)
+
+        def run(function: Callable[..., Tensor]) -> tuple[Tensor, list[Tensor | None]]:
+            result = function(weights, x)
+            gradients = torch.autograd.grad(result.float().pow(2).sum(), weights.parameters(), allow_unused=True)
+            return result, list(gradients)
+
+        with casts_on(half):
+            eager, gradients = run(call)
+            result, found = run(compiled(call))
+        assert result.dtype is eager.dtype
+        torch.testing.assert_close(result, eager, rtol=2e-2, atol=2e-2)
+        assert [gradient is None for gradient in found] == [gradient is None for gradient in gradients]
+        for gradient, expected in zip(found, gradients, strict=True):
+            if expected is not None:
+                torch.testing.assert_close(gradient, expected, rtol=4e-2, atol=4e-2)
+
+    @BACKENDS
+    def test_of_an_adopted_model_casts(self, backend):
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        model = amp.initialize(model, half_dtype=torch.float16, verbosity=0)
+        fast = compiled(model, backend)
+        assert torch.equal(fast(torch.ones(2, 4)), model(torch.ones(2, 4)))
+        assert fast(torch.ones(2, 4)).dtype is torch.float16
+
+    def test_is_one_graph_where_it_was_one(self):
+        counter = CompileCounterWithBackend("aot_eager")
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+        with casts_on():
+            fast = torch.compile(model, backend=counter)
+            fast(torch.ones(2, 4))
+            fast(torch.ones(2, 4))
+        assert counter.frame_count == 1
+
+    def test_does_not_count_casts(self):
+        model = amp.initialize(nn.Linear(4, 4), half_dtype=torch.float16, verbosity=0)
+        fast = compiled(model)
+        before = amp.cast_counts()
+        fast(torch.ones(2, 4))
+        assert amp.cast_counts() == before
+
+
+# Torch puts these into its graphs in different ways: functions are traced and guarded, the others stand there by name.
+KINDS = {
+    "function": lambda w, x: torch.mm(x, w.square),
+    "method": lambda w, x: x.matmul(w.square),
+    "operator": lambda w, x: x @ w.square,
+    "function-that-calls-others": lambda w, x: F.normalize((x + w.square[:3]).bfloat16()),
+}
+
+
+def dtype_when_cast(kind: str) -> torch.dtype:
+    return torch.float32 if kind == "function-that-calls-others" else torch.bfloat16
+
+
+def dtype_when_not(kind: str) -> torch.dtype:
+    return torch.bfloat16 if kind == "function-that-calls-others" else torch.float32
+
+
+@BACKENDS
+@pytest.mark.parametrize("kind", KINDS)
+class TestOnAndOff:
+    """What was compiled in one state must not run in another."""
+
+    def run(self, kind: str, backend: str) -> Callable[[], torch.dtype]:
+        weights, x = Weights(), torch.ones(3, 8)
+        fast = compiled(KINDS[kind], backend)
+        return lambda: fast(weights, x).dtype
+
+    def test_before_amp_with_it_and_after_it(self, kind, backend):
+        run = self.run(kind, backend)
+        for _ in range(2):
+            assert run() is dtype_when_not(kind)
+            with casts_on():
+                assert run() is dtype_when_cast(kind)
+        assert run() is dtype_when_not(kind)
+
+    def test_disabled_and_enabled_again(self, kind, backend):
+        run = self.run(kind, backend)
+        with casts_on():
+            for _ in range(2):
+                assert run() is dtype_when_cast(kind)
+                with amp.disable_casts():
+                    assert run() is dtype_when_not(kind)
+            assert run() is dtype_when_cast(kind)
+
+    def test_disabled_first(self, kind, backend):
+        run = self.run(kind, backend)
+        with casts_on():
+            with amp.disable_casts():
+                assert run() is dtype_when_not(kind)
+            assert run() is dtype_when_cast(kind)
+
+    def test_in_two_threads_at_once(self, kind, backend):
+        run, results = self.run(kind, backend), []
+        with casts_on():
+            run()
+            with amp.disable_casts():
+                assert run() is dtype_when_not(kind)
+                thread = threading.Thread(target=lambda: results.append(run()))
+                thread.start()
+                thread.join()
+                assert run() is dtype_when_not(kind)
+        assert results == [dtype_when_cast(kind)]
+
+    def test_inside_of_what_is_compiled(self, kind, backend):
+        weights, x = Weights(), torch.ones(3, 8)
+        call = KINDS[kind]
+
+        def both(weights: Weights, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            before = call(weights, x)
+            with amp.disable_casts():
+                inside = call(weights, x)
+            return before, inside, call(weights, x)
+
+        with casts_on():
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+                compiled(both, backend)(weights, x)  # rather than casting where it was told not to
+            results = torch.compile(both, backend=backend)(weights, x)
+        cast, uncast = dtype_when_cast(kind), dtype_when_not(kind)
+        assert [result.dtype for result in results] == [cast, uncast, cast]
+
+
+class TestOtherSettings:
+    def test_are_followed_by_what_was_compiled_before(self):
+        weights, x = Weights(), torch.ones(3, 8)
+        fast = compiled(KINDS["method"])
+        for half in (torch.float16, torch.bfloat16):
+            with casts_on(half):
+                assert fast(weights, x).dtype is half
+        with casts_on(cast_lists={"unlisted": {"torch.Tensor": ["matmul"]}}):
+            assert fast(weights, x).dtype is torch.float32
+
+    def test_keep_traced_graphs_off_the_disk_while_patched(self):
+        assert aot_autograd.should_use_local_autograd_cache()
+        with casts_on():
+            assert not aot_autograd.should_use_local_autograd_cache()
+            assert not aot_autograd.should_use_remote_autograd_cache()
+        assert aot_autograd.should_use_local_autograd_cache()
+
+
+def in_a_fresh_process(script: str, **environment: str) -> str:
+    """What a script prints in a process of its own, in which torch has imported nothing of its compilers yet."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environment},
+        cwd=Path(__file__).parent.parent,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+class TestFreshProcess:
+    def test_amp_first_and_the_compiler_afterwards(self):
+        printed = in_a_fresh_process("""
+            import sys
+            import torch
+            from torch import nn
+            from ampatch import amp
+
+            class Net(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.linear, self.convolution = nn.Linear(4, 4), nn.Conv1d(1, 1, 3, padding=1)
+                    self.norm = nn.LayerNorm(4)
+
+                def forward(self, x):
+                    x = self.norm(self.convolution(self.linear(x)[:, None])[:, 0])
+                    return torch.softmax(torch.matmul(x, x.t()) @ x, -1), torch.Tensor.matmul(x, x.t())
+
+            model, x = Net(), torch.randn(3, 4)
+            assert "torch._dynamo" not in sys.modules
+            amp.initialize(model, half_dtype=torch.float16, verbosity=0)
+            eager = model(x)
+            fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+            result = fast(x)
+            assert [r.dtype for r in result] == [e.dtype for e in eager] == [torch.float32, torch.float16]
+            torch.testing.assert_close(result, eager, rtol=1e-2, atol=1e-2)
+            sum(r.float().sum() for r in result).backward()
+            amp.deinitialize()
+            assert [r.dtype for r in fast(x)] == [torch.float32, torch.float32]
+            print("done")
+        """)
+        assert printed == "done"
+
+    def test_nothing_of_torch_holds_a_wrapper_afterwards(self):
+        """Torch builds its tables of functions lazily, and keeps them for good."""
+        printed = in_a_fresh_process("""
+            import copy, gc, sys, types
+            import torch
+            from torch import nn
+            import torch.nn.functional as F
+            from ampatch import amp, session
+
+            amp.initialize(nn.Linear(4, 4), half_dtype=torch.float16, verbosity=0)
+            installed = [patch.installed() for patch in session.process.live.ledger.patches]
+            wrappers = [f for f in installed if isinstance(f, types.FunctionType) and hasattr(f, "__wrapped__")]
+            del installed
+            assert len(wrappers) > 300
+
+            def f(x):
+                return (F.softmax(x @ x, -1) + torch.Tensor.matmul(x, x) + F.cosine_similarity(x, x)).sum()
+
+            torch.compile(f, backend="aot_eager")(torch.randn(4, 4, requires_grad=True)).backward()
+            torch.jit.script(nn.Linear(4, 4))(torch.randn(4, 4))
+            torch.func.jvp(lambda x: F.linear(x, x), (torch.randn(4, 4),), (torch.randn(4, 4),))
+            torch.overrides.get_overridable_functions()
+            torch.overrides.get_testing_overrides()
+            torch.overrides.is_tensor_method_or_property(torch.Tensor.exp)
+            amp.deinitialize()
+            torch._dynamo.reset()
+            gc.collect()
+
+            ids = {id(wrapper): wrapper for wrapper in wrappers}
+            mine = (id(ids), id(wrappers))
+            for holder in gc.get_objects():
+                if isinstance(holder, (dict, set, frozenset, list, tuple)) and id(holder) not in mine:
+                    items = holder.values() if isinstance(holder, dict) else holder
+                    keys = list(holder) if isinstance(holder, dict) else []
+                    held = {ids[id(item)].__qualname__ for item in [*items, *keys] if id(item) in ids}
+                    if held:
+                        print(type(holder).__name__, len(holder), sorted(held)[:3])
+            print("done")
+        """)
+        assert printed == "done"
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler for the CPU")
+    @pytest.mark.parametrize("first", ["patched", "plain"])
+    def test_a_cache_on_disk_does_not_carry_casts_from_one_program_into_another(self, first, tmp_path):
+        script = """
+            import sys
+            import torch
+            from torch import nn
+            from ampatch import amp
+
+            if KIND == "patched":
+                amp.initialize(nn.Module(), half_dtype=torch.bfloat16, verbosity=0)
+            w, x = nn.Parameter(torch.ones(8, 8)), torch.ones(3, 8)
+            with torch.no_grad():
+                print(torch.compile(lambda x: (x @ w).sin(), fullgraph=True)(x).dtype)
+        """
+        for kind in (first, "plain" if first == "patched" else "patched", first):
+            printed = in_a_fresh_process(
+                f"KIND = {kind!r}\n" + textwrap.dedent(script), TORCHINDUCTOR_CACHE_DIR=str(tmp_path)
+            )
+            assert printed == ("torch.bfloat16" if kind == "patched" else "torch.float32")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+class TestTorchScript:
+    """It is compiled as without amp, and runs without casts."""
+
+    @pytest.mark.parametrize(
+        ("make", "inputs"),
+        [
+            pytest.param(lambda: nn.Linear(4, 4), (torch.ones(2, 4),), id="builtin"),
+            pytest.param(lambda: nn.LayerNorm(4), (torch.ones(2, 4),), id="python-function"),
+            pytest.param(lambda: nn.Conv1d(1, 1, 2), (torch.ones(2, 1, 4),), id="overloaded-builtin"),
+            pytest.param(nn.CrossEntropyLoss, (torch.ones(2, 4), torch.ones(2, 4)), id="loss"),
+            pytest.param(lambda: nn.TransformerEncoderLayer(4, 2), (torch.ones(1, 2, 4),), id="transformer"),
+        ],
+    )
+    def test_modules_compile_while_patched_and_afterwards(self, make, inputs):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with casts_on():
+                module = make().eval()
+                during = torch.jit.script(module)(*inputs)
+            after = torch.jit.script(make().eval())
+        assert during.dtype is torch.float32
+        torch.testing.assert_close(during, module(*inputs))
+        assert after(*inputs).dtype is torch.float32
+
+    def test_functions_compile_while_patched(self):
+        def function(x: Tensor) -> Tensor:
+            return F.softmax(torch.einsum("ij,kj->ik", x, x) @ x, dim=-1)
+
+        with casts_on():
+            during = torch.jit.script(function)(torch.ones(2, 4))
+        torch.testing.assert_close(during, function(torch.ones(2, 4)))
+
+
+class TestExport:
+    def test_records_the_casts(self):
+        model = amp.initialize(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), half_dtype=torch.float16, verbosity=0)
+        x = torch.ones(2, 4)
+        expected = model(x)
+        for strict in (True, False):
+            program = torch.export.export(model, (x,), strict=strict)
+            assert "torch.float16" in str(program.graph)
+            torch.testing.assert_close(program.module()(x), expected)

@@ -1,0 +1,654 @@
+"""Of the places that a function can be reached from: each is patched while casts are on, and restored."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import pickle
+import sys
+import types
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import HALF_DTYPES, casts_on, dtype_name
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.nn.functional import linear as dense
+
+from ampatch import amp, cast_lists, session
+from ampatch.errors import AmpWarning
+from ampatch.paths import find_owner
+
+RULES = tuple(cast_lists.shipped().for_half(torch.float16))
+NAMESPACES = sorted({path.namespace for path in RULES})
+
+
+def wrapped(function: object) -> bool:
+    """Whether what stands there calls something else."""
+    return hasattr(function, "__wrapped__")
+
+
+def x() -> Tensor:
+    return torch.randn(3, 4)
+
+
+@pytest.fixture
+def neighbour():
+    """A module that is loaded, and none of torch's."""
+    module = types.ModuleType("neighbour")
+    sys.modules["neighbour"] = module
+    yield module
+    del sys.modules["neighbour"]
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Writes a package that can be imported, and forgets it afterwards."""
+    monkeypatch.syspath_prepend(tmp_path)
+    written = []
+
+    def write(name: str, **sources: str) -> None:
+        """The package ``name``; ``sources`` are those of its modules, ``__init__`` that of itself."""
+        written.append(name)
+        (tmp_path / name).mkdir()
+        for module, source in {"__init__": "", **sources}.items():
+            (tmp_path / name / f"{module}.py").write_text(source, encoding="utf-8")
+
+    yield write
+    for name in list(sys.modules):
+        if name.partition(".")[0] in written:
+            del sys.modules[name]
+
+
+class TestNamespaces:
+    def test_are_the_seven_that_torch_has_functions_in(self):
+        assert NAMESPACES == [
+            "torch",
+            "torch.Tensor",
+            "torch._VF",
+            "torch.fft",
+            "torch.linalg",
+            "torch.nn.functional",
+            "torch.special",
+        ]
+
+    @pytest.mark.parametrize("namespace", NAMESPACES)
+    def test_every_listed_function_is_wrapped_while_casts_are_on(self, namespace):
+        owner = find_owner(namespace)
+        originals = {path.name: getattr(owner, path.name) for path in RULES if path.namespace == namespace}
+        with casts_on(torch.float16):
+            for name, original in originals.items():
+                assert getattr(owner, name) is not original
+                assert getattr(owner, name).__wrapped__ is original
+                assert getattr(owner, name).__name__ == original.__name__
+        assert all(getattr(owner, name) is original for name, original in originals.items())
+
+    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+    @pytest.mark.parametrize(
+        "call",
+        [
+            pytest.param(lambda a: torch.mm(a, a.t()), id="torch"),
+            pytest.param(lambda a: F.linear(a, a), id="torch.nn.functional"),
+            pytest.param(lambda a: torch.linalg.matmul(a, a.t()), id="torch.linalg"),
+            pytest.param(lambda a: torch._VF.rnn_tanh_cell(a, a[:, :3], a[:3], a[:3, :3]), id="torch._VF"),
+            pytest.param(lambda a: a.matmul(a.t()), id="method"),
+            pytest.param(lambda a: a @ a.t(), id="operator"),
+            pytest.param(lambda a: torch.Tensor.matmul(a, a.t()), id="unbound-method"),
+        ],
+    )
+    def test_whitelisted_function_runs_in_half_wherever_it_stands(self, call, half):
+        with casts_on(half):
+            assert call(x()).dtype is half
+        assert call(x()).dtype is torch.float32
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            pytest.param(lambda a: torch.exp(input=a), id="torch"),
+            pytest.param(lambda a: F.softmax(a, -1), id="torch.nn.functional"),
+            pytest.param(lambda a: torch.special.expm1(input=a), id="torch.special"),
+            pytest.param(lambda a: torch.linalg.vector_norm(x=a), id="torch.linalg"),
+            pytest.param(lambda a: torch.fft.rfft(a).real, id="torch.fft"),
+            pytest.param(lambda a: a.exp(), id="method"),
+            pytest.param(lambda a: a**2.5, id="operator"),
+            pytest.param(lambda a: 2.5**a, id="reflected-operator"),
+        ],
+    )
+    def test_blacklisted_function_runs_in_float32_wherever_it_stands(self, call):
+        with casts_on(torch.float16):
+            assert call(x().abs().half()).dtype is torch.float32
+
+    def test_nothing_else_of_torch_changes(self):
+        """What is not in a list stays, bar the places that are known to ask about autocast, checkpoints or patches."""
+
+        def held() -> dict[tuple[str, str], object]:
+            owners = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"}
+            owners |= {"torch.Tensor": torch.Tensor, "torch.nn.RNNBase": nn.RNNBase}
+            return {(name, key): value for name, owner in owners.items() for key, value in vars(owner).items()}
+
+        with casts_on():  # imports what it needs
+            pass
+        before = held()
+        with casts_on(torch.float16):
+            during = held()
+        changed = {".".join(key) for key, value in during.items() if before.get(key) is not value}
+        assert changed - {str(path) for path in RULES} == {
+            "torch.nn.RNNBase.check_input",
+            "torch.backends.mha._is_fastpath_enabled",
+            "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+            "torch._functorch.aot_autograd.should_use_local_autograd_cache",
+            "torch._functorch.aot_autograd.should_use_remote_autograd_cache",
+            "torch.jit._builtins._find_builtin",
+            "torch.jit._recursive.try_compile_fn",
+        }
+
+
+class TestNamesBoundEarlier:
+    def test_are_rebound_in_the_module_that_imported_them(self):
+        assert linear is F.linear
+        with casts_on():
+            assert linear is dense is F.linear
+            assert linear(x(), x()).dtype is torch.bfloat16
+        assert linear(x(), x()).dtype is torch.float32
+        assert linear is dense is F.linear
+        assert not wrapped(linear)
+
+    def test_are_found_under_any_name_in_any_module(self, neighbour):
+        neighbour.matrix_product = original = torch.mm
+        with casts_on():
+            assert neighbour.matrix_product is torch.mm
+            assert neighbour.matrix_product is not original
+        assert neighbour.matrix_product is original
+
+    def test_are_left_alone_where_they_are_something_else(self, neighbour):
+        neighbour.linear = original = lambda *args: args
+        with casts_on():
+            assert neighbour.linear is original
+
+    def test_are_restored_in_modules_that_bound_the_wrapper(self, neighbour):
+        with casts_on():
+            neighbour.linear = F.linear
+            neighbour.conv2d = torch.conv2d
+            neighbour.conv_of_functional = F.conv2d
+        assert neighbour.linear is F.linear
+        assert neighbour.conv2d is neighbour.conv_of_functional is torch.conv2d
+
+    def test_are_restored_in_modules_imported_meanwhile(self, package):
+        package("meanwhile", __init__="from torch.nn.functional import linear as fully_connected\n")
+        with casts_on():
+            module = importlib.import_module("meanwhile")
+            assert module.fully_connected(x(), x()).dtype is torch.bfloat16
+        assert module.fully_connected is F.linear
+
+    def test_keep_what_somebody_else_put_there_meanwhile(self, neighbour):
+        neighbour.product = torch.mm
+        amp.initialize(nn.Module(), verbosity=0)
+        neighbour.product = theirs = lambda *args: args
+        with pytest.warns(AmpWarning, match=r"neighbour\.product were replaced by somebody else"):
+            amp.deinitialize()
+        assert neighbour.product is theirs
+
+
+class TestPatchesOfOthers:
+    def test_on_top_of_ours_are_reported_and_left_in_place(self):
+        original = torch.mm
+        amp.initialize(nn.Module(), half_dtype=torch.bfloat16, verbosity=0)
+        ours = torch.mm
+
+        def theirs(*args):
+            return ours(*args)
+
+        try:
+            torch.mm = theirs
+            with pytest.warns(AmpWarning, match=r"torch\.mm were replaced by somebody else"):
+                amp.deinitialize()
+            assert torch.mm is theirs
+            assert torch.mm(x(), x().t()).dtype is torch.float32
+        finally:
+            torch.mm = original
+
+    def test_below_ours_are_called_and_come_back(self, monkeypatch):
+        def theirs(*args):
+            called.append([arg.dtype for arg in args])
+            return original(*args)
+
+        called: list[object] = []
+        original = torch.mm
+        monkeypatch.setattr(torch, "mm", theirs)
+        with casts_on():
+            torch.mm(x(), x().t())
+        assert called == [[torch.bfloat16, torch.bfloat16]]
+        assert torch.mm is theirs
+
+
+class TestAliases:
+    def test_of_one_function_stay_one_function(self):
+        assert torch.conv2d is F.conv2d
+        with casts_on():
+            assert torch.conv2d is F.conv2d
+            assert torch.lstm is torch._VF.lstm
+
+    def test_are_all_moved_by_a_list_that_names_one(self):
+        with casts_on(cast_lists={"blacklist": {"torch": ["conv2d"]}}):
+            assert nn.Conv2d(1, 1, 2)(torch.randn(1, 1, 4, 4).bfloat16()).dtype is torch.float32
+
+    def test_are_all_moved_by_a_registration_of_one(self):
+        amp.register_float_function(torch, "conv2d")
+        with casts_on():
+            assert F.conv2d is torch.conv2d
+            assert nn.Conv2d(1, 1, 2)(torch.randn(1, 1, 4, 4).bfloat16()).dtype is torch.float32
+        assert nn.Conv2d(1, 1, 2)(torch.randn(1, 1, 4, 4)).dtype is torch.float32
+
+    def test_follow_the_last_registration(self):
+        amp.register_float_function(torch, "conv2d")
+        amp.register_half_function(F, "conv2d")
+        with casts_on():
+            assert torch.conv2d(torch.randn(1, 1, 4, 4), torch.randn(1, 1, 2, 2)).dtype is torch.bfloat16
+
+
+class Activated(nn.Module):
+    """Keeps functions as attributes, as models of the field do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.activation = F.softmax
+        self.inner = nn.Module()
+        self.inner.product = torch.mm
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.activation(self.inner.product(self.linear(value), value.t()), dim=-1)
+
+
+class TestAttributesOfModels:
+    def test_are_rebound_in_every_submodule_and_restored(self):
+        model = Activated()
+        softmax, product = model.activation, model.inner.product
+        amp.initialize(model, half_dtype=torch.float16, verbosity=0)
+        assert (model.activation, model.inner.product) == (F.softmax, torch.mm)
+        assert wrapped(model.activation)
+        assert model(x()).dtype is torch.float32
+        amp.deinitialize()
+        assert (model.activation, model.inner.product) == (softmax, product)
+        assert not wrapped(model.activation)
+
+    def test_are_not_rebound_where_the_level_patches_nothing(self):
+        model = Activated()
+        amp.initialize(model, opt_level="O0", verbosity=0)
+        assert not wrapped(model.activation)
+
+    def test_of_a_model_built_while_patched_become_the_original(self):
+        amp.initialize(nn.Module(), verbosity=0)
+        model = amp.initialize(Activated(), verbosity=0)
+        assert wrapped(model.activation)
+        amp.deinitialize()
+        assert model.activation is F.softmax
+        assert model.inner.product is torch.mm
+
+    def test_do_not_stop_a_model_from_pickling(self):
+        model = amp.initialize(Activated(), verbosity=0)
+        value = x()
+        loaded = pickle.loads(pickle.dumps(model))
+        assert loaded.activation is F.softmax
+        assert torch.equal(loaded(value), model(value))
+
+    def test_a_model_pickled_while_patched_loads_where_nothing_is(self):
+        model = amp.initialize(Activated(), verbosity=0)
+        value, saved = x(), pickle.dumps(model)
+        amp.deinitialize()
+        loaded = pickle.loads(saved)
+        assert not wrapped(loaded.activation)
+        assert torch.equal(loaded(value), model(value))
+        assert loaded(value).dtype is torch.float32
+
+    def test_a_deep_copy_is_independent(self):
+        model = amp.initialize(Activated(), half_dtype=torch.float16, verbosity=0)
+        copied = copy.deepcopy(model)
+        with torch.no_grad():
+            copied.linear.weight.zero_()
+            copied.linear.bias.zero_()
+        value = x()
+        assert not torch.equal(copied(value), model(value))
+        amp.deinitialize()
+        assert copied(value).dtype is torch.float32
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+
+
+class TestWrappers:
+    @pytest.mark.parametrize("namespace", NAMESPACES)
+    def test_pickle_by_reference_while_patched(self, namespace):
+        owner = find_owner(namespace)
+        names = [path.name for path in RULES if path.namespace == namespace]
+        with casts_on(torch.float16):
+            saved = {name: pickle.dumps(getattr(owner, name)) for name in names}
+            for name in names:
+                assert pickle.loads(saved[name]) is getattr(owner, name)
+        for name in names:
+            assert pickle.loads(saved[name]) is getattr(owner, name)
+
+    def test_kept_after_deinitialize_forward_unchanged(self):
+        with casts_on():
+            kept, method = torch.mm, torch.Tensor.matmul
+        a, b = x(), x().t()
+        assert torch.equal(kept(a, b), torch.mm(a, b))
+        assert kept(a, b).dtype is method(a, b).dtype is torch.float32
+
+    def test_kept_through_a_second_session_are_not_its_own(self):
+        with casts_on(torch.float16):
+            kept = torch.mm
+        with casts_on(torch.bfloat16):
+            assert kept(x(), x().t()).dtype is torch.float32
+            assert torch.mm(x(), x().t()).dtype is torch.bfloat16
+
+
+LATE = """
+import torch
+
+def attend(value):
+    return value
+
+class Gate:
+    def open(self, value):
+        return value
+
+    @staticmethod
+    def close(value):
+        return value
+"""
+
+
+class TestModulesImportedLater:
+    def test_are_patched_when_they_are_imported_and_restored(self, package):
+        package("late_a", ops=LATE)
+        with casts_on(cast_lists={"whitelist": {"late_a.ops": ["attend"]}}):
+            assert "late_a" not in sys.modules
+            ops = importlib.import_module("late_a.ops")
+            assert ops.attend(x()).dtype is torch.bfloat16
+        assert ops.attend(x()).dtype is torch.float32
+        assert not wrapped(ops.attend)
+
+    def test_may_be_in_a_package_that_is_loaded(self, package):
+        package("late_b", ops=LATE)
+        importlib.import_module("late_b")
+        with casts_on(cast_lists={"whitelist": {"late_b.ops": ["attend"]}}):
+            assert importlib.import_module("late_b.ops").attend(x()).dtype is torch.bfloat16
+
+    def test_may_have_the_function_in_a_class(self, package):
+        package("late_c", ops=LATE)
+        with casts_on(cast_lists={"whitelist": {"late_c.ops.Gate": ["open", "close"]}}):
+            gate = importlib.import_module("late_c.ops").Gate
+            assert gate().open(x()).dtype is gate.close(x()).dtype is gate().close(x()).dtype is torch.bfloat16
+        assert gate().open(x()).dtype is gate.close(x()).dtype is torch.float32
+        assert isinstance(vars(gate)["close"], staticmethod)
+
+    def test_may_have_bound_the_function_elsewhere_while_they_were_imported(self, package):
+        package("late_d", __init__="from late_d.ops import attend as pay\nfrom late_d import ops\n", ops=LATE)
+        with casts_on(cast_lists={"whitelist": {"late_d": ["pay"]}}):
+            late = importlib.import_module("late_d")
+            assert late.pay(x()).dtype is late.ops.attend(x()).dtype is torch.bfloat16
+        assert late.pay is late.ops.attend
+        assert not wrapped(late.pay)
+
+    def test_that_lack_the_name_are_warned_of(self, package):
+        package("late_e", ops=LATE)
+        told = pytest.warns(AmpWarning, match=r"'late_e\.ops' was imported and has no 'atend'.*'attend'")
+        with casts_on(cast_lists={"whitelist": {"late_e.ops": ["atend"]}}), told:
+            importlib.import_module("late_e.ops")
+
+    def test_that_lack_the_class_are_warned_of(self, package):
+        package("late_f", ops=LATE)
+        told = pytest.warns(AmpWarning, match=r"'late_f\.ops' has no 'Gaet'.*'Gate'")
+        with casts_on(cast_lists={"whitelist": {"late_f.ops.Gaet": ["open"]}}), told:
+            importlib.import_module("late_f.ops")
+
+    def test_that_lack_the_argument_of_a_condition_are_warned_of(self, package):
+        package("late_g", ops=LATE)
+        rule = {"name": "attend", "when": {"mode": ["fast"]}}
+        told = pytest.warns(AmpWarning, match="no argument 'mode'")
+        with casts_on(cast_lists={"whitelist": {"late_g.ops": [rule]}}), told:
+            importlib.import_module("late_g.ops")
+
+    def test_that_lack_an_optional_name_are_not(self, package):
+        package("late_h", ops=LATE)
+        with casts_on(cast_lists={"whitelist": {"late_h.ops": [{"name": "atend", "optional": True}]}}):
+            importlib.import_module("late_h.ops")
+
+    def test_are_left_alone_after_deinitialize(self, package):
+        package("late_i", ops=LATE)
+        with casts_on(cast_lists={"whitelist": {"late_i.ops": ["attend"]}}):
+            over = session.process.live
+        assert over is not None  # and somebody keeps it
+        assert not wrapped(importlib.import_module("late_i.ops").attend)
+
+    def test_are_patched_by_the_session_that_lives_and_by_no_earlier_one(self, package):
+        package("late_j", ops=LATE)
+        with casts_on(torch.float16, cast_lists={"whitelist": {"late_j.ops": ["attend"]}}):
+            pass
+        with casts_on(torch.bfloat16, cast_lists={"blacklist": {"late_j.ops": ["attend"]}}):
+            ops = importlib.import_module("late_j.ops")
+            assert ops.attend(x().bfloat16()).dtype is torch.float32
+            assert not wrapped(ops.attend.__wrapped__)
+        assert not wrapped(ops.attend)
+
+    def test_are_patched_when_they_were_imported_in_the_session_before(self, package):
+        package("late_k", ops=LATE)
+        lists = {"whitelist": {"late_k.ops": ["attend"]}}
+        with casts_on(torch.float16, cast_lists=lists):
+            ops = importlib.import_module("late_k.ops")
+        with casts_on(torch.bfloat16, cast_lists=lists):
+            assert ops.attend(x()).dtype is torch.bfloat16
+
+    def test_do_not_gather_hooks_session_by_session(self, package):
+        wrapt_hooks = sys.modules["wrapt.importer"]._post_import_hooks
+        package("late_l", ops=LATE)
+        for _ in range(3):
+            with casts_on(cast_lists={"whitelist": {"late_l.ops": ["attend"]}}):
+                pass
+        assert len(wrapt_hooks["late_l.ops"]) == 1
+
+
+class TestPathsOfUsers:
+    def test_may_lead_to_any_loaded_module(self, package):
+        package("early", ops=LATE)
+        ops = importlib.import_module("early.ops")
+        with casts_on(cast_lists={"whitelist": {"early.ops": ["attend"]}}):
+            assert ops.attend(x()).dtype is torch.bfloat16
+            assert pickle.loads(pickle.dumps(ops.attend)) is ops.attend
+        assert ops.attend(x()).dtype is torch.float32
+
+    def test_may_lead_to_a_class_whose_method_is_inherited(self, package):
+        package("inherits", ops=LATE + "\nclass Valve(Gate):\n    pass\n")
+        ops = importlib.import_module("inherits.ops")
+        with casts_on(cast_lists={"whitelist": {"inherits.ops.Valve": ["open"]}}):
+            assert ops.Valve().open(x()).dtype is torch.bfloat16
+            assert ops.Gate().open(x()).dtype is torch.float32
+        assert "open" not in vars(ops.Valve)
+
+
+def make_classes() -> types.SimpleNamespace:
+    """Classes with every kind of method; each returns its tensor."""
+
+    class Base:
+        def method(self, value: Tensor) -> Tensor:
+            return value
+
+        @staticmethod
+        def static(value: Tensor) -> Tensor:
+            return value
+
+        @classmethod
+        def of_class(cls, value: Tensor) -> tuple[type, Tensor]:
+            return cls, value
+
+    class Derived(Base):
+        pass
+
+    return types.SimpleNamespace(Base=Base, Derived=Derived)
+
+
+class TestRegistrations:
+    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+    @pytest.mark.parametrize(
+        ("register", "given", "gets"),
+        [
+            (amp.register_half_function, torch.float32, "half"),
+            (amp.register_float_function, "half", torch.float32),
+            (amp.register_bfloat16_function, torch.float32, torch.bfloat16),
+        ],
+        ids=["half", "float", "bfloat16"],
+    )
+    def test_cast_a_function_of_a_users_module(self, neighbour, register, given, gets, half):
+        neighbour.identity = original = lambda value: value
+        register(neighbour, "identity")
+        assert neighbour.identity is original
+        with casts_on(half):
+            result = neighbour.identity(x().to(half if given == "half" else given))
+            assert result.dtype is (half if gets == "half" else gets)
+        assert neighbour.identity is original
+
+    def test_promote_mixed_arguments(self, neighbour):
+        neighbour.pair = lambda a, b: (a, b)
+        amp.register_promote_function(neighbour, "pair")
+        with casts_on():
+            assert [value.dtype for value in neighbour.pair(x(), x().bfloat16())] == [torch.float32, torch.float32]
+
+    def test_cast_the_method_of_a_class(self):
+        classes = make_classes()
+        amp.register_half_function(classes.Base, "method")
+        before = vars(classes.Base)["method"]
+        with casts_on():
+            assert classes.Base().method(x()).dtype is torch.bfloat16
+            assert classes.Derived().method(x()).dtype is torch.bfloat16
+        assert vars(classes.Base)["method"] is before
+
+    def test_cast_a_static_method_and_leave_it_one(self):
+        classes = make_classes()
+        amp.register_half_function(classes.Base, "static")
+        before = vars(classes.Base)["static"]
+        with casts_on():
+            assert isinstance(vars(classes.Base)["static"], staticmethod)
+            assert classes.Base.static(x()).dtype is classes.Base().static(x()).dtype is torch.bfloat16
+        assert vars(classes.Base)["static"] is before
+
+    def test_cast_a_class_method_and_leave_it_one(self):
+        classes = make_classes()
+        amp.register_half_function(classes.Base, "of_class")
+        with casts_on():
+            cls, value = classes.Derived.of_class(x())
+            assert (cls, value.dtype) == (classes.Derived, torch.bfloat16)
+
+    @pytest.mark.parametrize("name", ["method", "static", "of_class"])
+    def test_cast_an_inherited_method_in_the_class_named_only(self, name):
+        classes = make_classes()
+        amp.register_half_function(classes.Derived, name)
+
+        def dtype(owner: type) -> torch.dtype:
+            result = getattr(owner(), name)(x())
+            return (result[1] if isinstance(result, tuple) else result).dtype
+
+        with casts_on():
+            assert (dtype(classes.Derived), dtype(classes.Base)) == (torch.bfloat16, torch.float32)
+        assert name not in vars(classes.Derived)
+
+    def test_of_a_method_and_of_its_heir_count_each_for_itself(self):
+        classes = make_classes()
+        amp.register_half_function(classes.Base, "method")
+        amp.register_float_function(classes.Derived, "method")
+        with casts_on():
+            assert classes.Base().method(x()).dtype is torch.bfloat16
+            assert classes.Derived().method(x()).dtype is torch.float32
+
+    def test_cast_the_forward_of_an_autograd_function(self):
+        class Double(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: object, value: Tensor) -> Tensor:
+                seen.append(value.dtype)
+                return value * 2
+
+            @staticmethod
+            def backward(ctx: object, grad: Tensor) -> Tensor:
+                return grad * 2
+
+        seen: list[torch.dtype] = []
+        amp.register_half_function(Double, "apply")
+        weight = x().requires_grad_()
+        with casts_on():
+            Double.apply(weight).float().sum().backward()
+        Double.apply(weight)
+        assert seen == [torch.bfloat16, torch.float32]
+        assert torch.equal(weight.grad, torch.full_like(weight, 2))
+        assert "apply" not in vars(Double)
+
+    def test_take_precedence_over_the_lists(self):
+        amp.register_float_function(torch, "mm")
+        amp.register_float_function(torch.Tensor, "matmul")
+        amp.register_half_function(torch.Tensor, "exp")
+        with casts_on(torch.float16):
+            half = x().half()
+            assert torch.mm(half, half.t()).dtype is half.matmul(half.t()).dtype is torch.float32
+            assert x().exp().dtype is torch.float16
+
+    def test_of_one_name_count_by_the_last(self, neighbour):
+        neighbour.identity = lambda value: value
+        amp.register_half_function(neighbour, "identity")
+        amp.register_float_function(neighbour, "identity")
+        with casts_on():
+            assert neighbour.identity(x()).dtype is torch.float32
+
+    def test_are_not_installed_where_the_level_patches_nothing(self, neighbour):
+        neighbour.identity = original = lambda value: value
+        amp.register_half_function(neighbour, "identity")
+        amp.initialize(nn.Module(), opt_level="O0", verbosity=0)
+        assert neighbour.identity is original
+
+    def test_stay_for_the_next_session(self, neighbour):
+        neighbour.identity = lambda value: value
+        amp.register_half_function(neighbour, "identity")
+        for half in HALF_DTYPES:
+            with casts_on(half):
+                assert neighbour.identity(x()).dtype is half
+
+    def test_reach_names_bound_earlier(self, neighbour, monkeypatch):
+        neighbour.identity = lambda value: value
+        monkeypatch.setitem(globals(), "identity", neighbour.identity)
+        amp.register_half_function(neighbour, "identity")
+        with casts_on():
+            assert globals()["identity"] is neighbour.identity
+            assert globals()["identity"](x()).dtype is torch.bfloat16
+
+
+class Held(NamedTuple):
+    function: object
+
+
+class TestWhatTheSweepDoesNotReach:
+    """Documented limits, so that a change of them is noticed."""
+
+    @pytest.mark.parametrize(
+        "hold",
+        [
+            pytest.param(lambda function: {"linear": function}, id="dict"),
+            pytest.param(Held, id="named-tuple"),
+            pytest.param(functools.partial, id="partial"),
+        ],
+    )
+    def test_a_function_in_a_container_runs_uncast(self, neighbour, hold):
+        neighbour.held = hold(F.linear)
+        with casts_on():
+            held = neighbour.held
+            function = held["linear"] if isinstance(held, dict) else getattr(held, "function", held)
+            assert function(x(), x()).dtype is torch.float32
+
+
+def test_owners_of_registrations_are_named_in_errors(neighbour):
+    neighbour.fails = lambda value: value.no_such_method()
+    amp.register_half_function(neighbour, "fails")
+    with casts_on(), pytest.raises(AttributeError) as caught:
+        neighbour.fails(x())
+    assert caught.value.__notes__ == [
+        "ampatch: neighbour.fails is registered for the whitelist, and its arguments were cast by that"
+    ]

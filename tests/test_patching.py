@@ -1,0 +1,279 @@
+"""Of the ledger: what it installs, it takes out; and of the search for names that hold an object."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import sys
+import types
+import weakref
+
+import pytest
+import torch
+import wrapt
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampatch.patching import MISSING, PatchLedger, bindings, loaded_modules, rebind
+
+
+class Parent:
+    inherited = "of the parent"
+    overridden = "of the parent"
+
+    @staticmethod
+    def static() -> str:
+        return "static"
+
+
+class Child(Parent):
+    overridden = "of the child"
+    own = "of the child"
+
+    @classmethod
+    def of_class(cls) -> type:
+        return cls
+
+
+NAMES = ("inherited", "overridden", "own", "static", "of_class", "absent")
+
+
+def make_owners() -> list[object]:
+    """A module, a class that inherits some of the names, and an instance that has one of its own."""
+    module = types.ModuleType("owner")
+    module.own = "of the module"
+    child = type("Child", (Child,), {"own": "of the class", "static": staticmethod(len)})
+    instance = child()
+    instance.own = "of the instance"
+    return [module, child, instance]
+
+
+def held(owners: list[object]) -> list[dict[str, object]]:
+    return [dict(vars(owner)) for owner in owners]
+
+
+def same(left: list[dict[str, object]], right: list[dict[str, object]]) -> bool:
+    """Whether the same names hold the same objects."""
+    return all(a.keys() == b.keys() and all(a[name] is b[name] for name in a) for a, b in zip(left, right, strict=True))
+
+
+# An owner, a name, and what is put there: plain values, functions, and what binds.
+SETS = st.lists(
+    st.tuples(
+        st.integers(0, 2),
+        st.sampled_from(NAMES),
+        st.sampled_from(["text", 1, None, len, staticmethod(len), classmethod(len)]),
+    ),
+    max_size=12,
+)
+
+
+class TestUndo:
+    @given(SETS)
+    def test_is_the_identity(self, sets):
+        owners = make_owners()
+        before = held(owners)
+        ledger = PatchLedger()
+        for index, name, value in sets:
+            ledger.set(owners[index], name, value)
+            assert vars(owners[index])[name] is value
+        assert ledger.undo() == []
+        assert same(held(owners), before)
+        assert ledger.patches == ()
+
+    @given(SETS, SETS)
+    def test_back_to_a_mark_leaves_what_was_installed_before(self, first, second):
+        owners = make_owners()
+        ledger = PatchLedger()
+        for index, name, value in first:
+            ledger.set(owners[index], name, value)
+        at_the_mark, mark = held(owners), ledger.mark()
+        for index, name, value in second:
+            ledger.set(owners[index], name, value)
+        ledger.undo(since=mark)
+        assert same(held(owners), at_the_mark)
+        assert len(ledger.patches) == len(first)
+
+    def test_deletes_what_its_owner_had_inherited(self):
+        inherited = torch.Tensor.add
+        assert "add" not in vars(torch.Tensor)
+        ledger = PatchLedger()
+        ledger.set(torch.Tensor, "add", len)
+        assert ledger.patches[0].before is MISSING
+        ledger.undo()
+        assert "add" not in vars(torch.Tensor)
+        assert torch.Tensor.add is inherited
+
+    def test_calls_callbacks_newest_first(self):
+        called = []
+        ledger = PatchLedger()
+        for number in range(3):
+            ledger.on_undo(lambda number=number: called.append(number))
+        ledger.undo()
+        assert called == [2, 1, 0]
+
+    def test_takes_out_the_rest_where_a_callback_raises(self):
+        def fail() -> None:
+            raise ValueError("cannot be taken out")
+
+        owners = make_owners()
+        before = held(owners)
+        ledger = PatchLedger()
+        ledger.set(owners[0], "own", 1)
+        ledger.on_undo(fail)
+        ledger.set(owners[1], "absent", 2)
+        with pytest.raises(ValueError, match="cannot be taken out"):
+            ledger.undo()
+        assert same(held(owners), before)
+        assert ledger.undo() == []
+
+    def test_does_nothing_the_second_time(self):
+        (module, *_) = make_owners()
+        ledger = PatchLedger()
+        ledger.set(module, "own", 1)
+        ledger.undo()
+        module.own = "since"
+        assert ledger.undo() == []
+        assert module.own == "since"
+
+
+class TestSet:
+    @pytest.mark.parametrize("owner", [str, object(), 3], ids=["builtin-class", "no-dict", "number"])
+    def test_refusing_owner_leaves_nothing_to_undo(self, owner):
+        ledger = PatchLedger()
+        with pytest.raises(TypeError):
+            ledger.set(owner, "upper", len)
+        assert ledger.patches == ()
+        assert ledger.undo() == []
+
+    def test_owner_that_cannot_be_referred_to_weakly_is_refused_untouched(self):
+        class Slotted:
+            __slots__ = ("__dict__",)
+
+        owner = Slotted()
+        with pytest.raises(TypeError):
+            PatchLedger().set(owner, "name", 1)
+        assert vars(owner) == {}
+
+
+class TestPatchesOfOthers:
+    def test_on_top_is_left_in_place_and_reported(self):
+        module, child, _ = make_owners()
+        ledger = PatchLedger()
+        ledger.set(module, "own", len)
+        ledger.set(child, "own", len)
+        module.own = theirs = repr
+        assert ledger.undo() == [(module, "own")]
+        assert module.own is theirs
+        assert child.own == "of the class"
+
+    def test_deletion_is_reported(self):
+        module, *_ = make_owners()
+        ledger = PatchLedger()
+        ledger.set(module, "own", len)
+        del module.own
+        assert ledger.undo() == [(module, "own")]
+        assert not hasattr(module, "own")
+
+    def test_taken_out_again_in_time_is_no_concern(self):
+        module, *_ = make_owners()
+        ledger = PatchLedger()
+        ledger.set(module, "own", len)
+        ours, module.own = module.own, repr
+        module.own = ours
+        assert ledger.undo() == []
+        assert module.own == "of the module"
+
+
+class TestDeadOwners:
+    def test_are_passed_over_and_forgotten(self):
+        _, child, instance = make_owners()
+        ledger = PatchLedger()
+        ledger.set(instance, "own", len)
+        ledger.set(child, "own", len)
+        del instance
+        gc.collect()
+        assert [patch.owner() for patch in ledger.patches] == [child]
+        assert ledger.undo() == []
+
+    def test_are_not_kept_alive_by_a_bound_method_of_theirs(self):
+        *_, instance = make_owners()
+        ledger = PatchLedger()
+        ledger.set(instance, "own", types.MethodType(len, instance))
+        died = weakref.ref(instance)
+        del instance
+        gc.collect()
+        assert died() is None
+
+    def test_callbacks_are_forgotten_with_them(self):
+        called = []
+        *_, instance = make_owners()
+        ledger = PatchLedger()
+        ledger.on_undo(lambda: called.append("of the dead"), instance)
+        ledger.on_undo(lambda: called.append("of nobody"))
+        del instance
+        gc.collect()
+        ledger.undo()
+        assert called == ["of nobody"]
+
+    def test_many_leave_nothing_behind(self):
+        ledger = PatchLedger()
+        for _ in range(1000):
+            module, _, instance = make_owners()
+            ledger.set(module, "own", len)
+            ledger.on_undo(len, instance)
+        del module, instance
+        gc.collect()
+        assert not ledger._steps
+
+
+class TestBindings:
+    def test_are_found_under_any_name_by_identity(self):
+        wanted, equal = ["one"], ["one"]
+        module = types.ModuleType("user")
+        module.first = module.second = wanted
+        module.other = equal
+        found = bindings([module], {id(wanted): wanted})
+        assert found == [(module, "first", wanted), (module, "second", wanted)]
+
+    def test_can_be_replaced_for_good(self):
+        module = types.ModuleType("user")
+        module.function = len
+        rebind([module], {id(len): len}, {id(len): repr})
+        assert module.function is repr
+
+    def test_search_runs_no_property(self):
+        class Model:
+            @property
+            def function(self) -> object:
+                raise AssertionError("a property ran")
+
+            def __getattr__(self, name: str) -> object:
+                raise AssertionError("an attribute was made up")
+
+        assert bindings([Model()], {id(len): len}) == []
+
+    def test_search_does_not_load_lazy_modules(self, tmp_path, monkeypatch):
+        (tmp_path / "lazy_neighbour.py").write_text("raise AssertionError('it was loaded')\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        spec = importlib.util.find_spec("lazy_neighbour")
+        spec.loader = importlib.util.LazyLoader(spec.loader)
+        lazy = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(lazy)
+        monkeypatch.setitem(sys.modules, "lazy_neighbour", lazy)
+        assert lazy in loaded_modules()
+        assert bindings(loaded_modules(), {id(len): len}) is not None
+
+    def test_search_does_not_wake_lazy_proxies(self, monkeypatch):
+        def wake() -> types.ModuleType:
+            raise AssertionError("the proxy was woken")
+
+        monkeypatch.setitem(sys.modules, "proxied_neighbour", wrapt.LazyObjectProxy(wake))
+        assert all(type(module) is not wrapt.LazyObjectProxy for module in loaded_modules())
+
+
+class TestLoadedModules:
+    def test_leave_out_the_packages_named_and_what_is_in_them(self):
+        names = {module.__name__ for module in loaded_modules("torch")}
+        assert __name__ in names
+        assert not any(name == "torch" or name.startswith("torch.") for name in names)

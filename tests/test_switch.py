@@ -1,0 +1,323 @@
+"""Of turning casts off: where, for whom, for how long; and of checkpoints, which recompute as they ran."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import HALF_DTYPES, casts_on, dtype_name
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from ampatch import amp
+from ampatch.patching import PatchLedger
+from ampatch.switch import Switch
+
+
+def product_dtype() -> torch.dtype:
+    """The type that a whitelisted function computes in here and now."""
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+def in_thread(function: Callable[[], object]) -> object:
+    """What a function returns in a thread of its own."""
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+class TestDisableCasts:
+    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+    def test_turns_casts_off_until_the_block_ends(self, half):
+        with casts_on(half):
+            with amp.disable_casts():
+                assert product_dtype() is torch.float32
+            assert product_dtype() is half
+
+    def test_turns_off_operators_registrations_and_decorated_functions_too(self):
+        @amp.half_function
+        def decorated(value: Tensor) -> torch.dtype:
+            return value.dtype
+
+        with casts_on():
+            assert decorated(torch.ones(1)) is torch.bfloat16
+            with amp.disable_casts():
+                assert decorated(torch.ones(1)) is torch.float32
+                assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+
+    def test_nests(self):
+        with casts_on(), amp.disable_casts():
+            with amp.disable_casts():
+                assert product_dtype() is torch.float32
+            assert product_dtype() is torch.float32
+
+    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit])
+    def test_restores_where_the_block_raises(self, error):
+        def fail() -> None:
+            with amp.disable_casts():
+                raise error
+
+        with casts_on():
+            with pytest.raises(error):
+                fail()
+            assert product_dtype() is torch.bfloat16
+
+    def test_is_a_decorator_that_can_be_called_again_and_recursively(self):
+        @amp.disable_casts()
+        def disabled(depth: int) -> list[torch.dtype]:
+            return [product_dtype(), *(disabled(depth - 1) if depth else [])]
+
+        with casts_on():
+            assert disabled(2) == disabled(2) == [torch.float32] * 3
+            assert product_dtype() is torch.bfloat16
+
+    def test_decorator_made_before_amp_was_set_up_holds(self):
+        @amp.disable_casts()
+        def disabled() -> torch.dtype:
+            return product_dtype()
+
+        with casts_on():
+            assert disabled() is torch.float32
+
+    def test_is_inert_without_amp(self):
+        with amp.disable_casts():
+            assert product_dtype() is torch.float32
+
+    def test_survives_amp_being_set_down_inside(self):
+        amp.initialize(nn.Module(), verbosity=0)
+        with amp.disable_casts():
+            amp.deinitialize()
+        with casts_on():
+            assert product_dtype() is torch.bfloat16
+
+    def test_leaves_nothing_behind_in_torch(self):
+        with casts_on():
+            with amp.disable_casts():
+                assert not torch._C._is_any_autocast_enabled()
+                assert torch._C._len_torch_function_stack() == 0
+            assert not any(map(torch.is_autocast_enabled, torch._C._autocast_supported_devices()))
+
+    def test_leaves_autocast_of_the_user_as_it_is(self):
+        with casts_on(torch.float16), torch.autocast("cpu", torch.bfloat16), amp.disable_casts():
+            assert product_dtype() is torch.bfloat16
+
+
+class TestThreads:
+    def test_off_in_one_does_not_reach_another(self):
+        with casts_on(), amp.disable_casts():
+            assert in_thread(product_dtype) is torch.bfloat16
+            assert product_dtype() is torch.float32
+
+    def test_off_in_another_does_not_reach_this_one(self):
+        entered, leave = threading.Event(), threading.Event()
+
+        def stay() -> None:
+            with amp.disable_casts():
+                entered.set()
+                leave.wait(60)
+
+        with casts_on():
+            thread = threading.Thread(target=stay)
+            thread.start()
+            entered.wait(60)
+            assert product_dtype() is torch.bfloat16
+            leave.set()
+            thread.join()
+
+    def test_backward_in_another_sees_casts_on(self):
+        seen = []
+
+        class Spy(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: object, value: Tensor) -> Tensor:
+                return value * 1
+
+            @staticmethod
+            def backward(ctx: object, grad: Tensor) -> Tensor:
+                seen.append(product_dtype())
+                return grad
+
+        value = torch.ones(2, requires_grad=True)
+        with casts_on(), amp.disable_casts():
+            loss = Spy.apply(value).sum()
+            in_thread(loss.backward)
+        assert seen == [torch.bfloat16]
+
+
+class Block(nn.Module):
+    """Notes the type that each of its forwards computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, value: Tensor) -> Tensor:
+        out = self.linear(value)
+        self.seen.append(out.dtype)
+        return torch.tanh(out)
+
+
+KINDS = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+
+
+@KINDS
+class TestCheckpoints:
+    def gradients(self, run: Callable[[Tensor], Tensor], block: Block, back: Callable[[Tensor], None]) -> list[Tensor]:
+        value = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
+        loss = run(value).float().pow(2).sum()
+        back(loss)
+        grads = [value.grad, *(parameter.grad for parameter in block.parameters())]
+        block.zero_grad()
+        return grads
+
+    def test_give_the_gradients_of_the_model_without_them(self, use_reentrant):
+        block = Block()
+        with casts_on():
+            plain = self.gradients(block, block, Tensor.backward)
+            run = functools.partial(checkpoint, block, use_reentrant=use_reentrant)
+            checked = self.gradients(run, block, Tensor.backward)
+        assert block.seen == [torch.bfloat16] * 3
+        for actual, expected in zip(checked, plain, strict=True):
+            assert torch.equal(actual, expected)
+
+    def test_recompute_without_casts_what_ran_without(self, use_reentrant):
+        block = Block()
+
+        def run(value: Tensor) -> Tensor:
+            with amp.disable_casts():
+                return checkpoint(block, value, use_reentrant=use_reentrant)
+
+        plain = self.gradients(block, block, Tensor.backward)
+        block.seen.clear()
+        with casts_on():
+            checked = self.gradients(run, block, Tensor.backward)
+            assert product_dtype() is torch.bfloat16
+        assert block.seen == [torch.float32, torch.float32]
+        for actual, expected in zip(checked, plain, strict=True):
+            assert torch.equal(actual, expected)
+
+    def test_recompute_with_casts_what_ran_with(self, use_reentrant):
+        block = Block()
+        with casts_on():
+            run = functools.partial(checkpoint, block, use_reentrant=use_reentrant)
+            self.gradients(run, block, amp.disable_casts()(Tensor.backward))
+        assert block.seen == [torch.bfloat16, torch.bfloat16]
+
+    def test_remember_when_another_thread_recomputes(self, use_reentrant):
+        block = Block()
+
+        def run(value: Tensor) -> Tensor:
+            with amp.disable_casts():
+                return checkpoint(block, value, use_reentrant=use_reentrant)
+
+        with casts_on():
+            self.gradients(run, block, lambda loss: in_thread(loss.backward))
+        assert block.seen == [torch.float32, torch.float32]
+
+    def test_remember_within_checkpoints(self, use_reentrant):
+        inner, outer = Block(), Block()
+
+        def run(value: Tensor) -> Tensor:
+            with amp.disable_casts():
+                value = checkpoint(inner, value, use_reentrant=use_reentrant)
+            return outer(value)
+
+        with casts_on():
+            nested = functools.partial(checkpoint, run, use_reentrant=use_reentrant)
+            self.gradients(nested, inner, Tensor.backward)
+        assert set(inner.seen) == {torch.float32}
+        assert set(outer.seen) == {torch.bfloat16}
+        assert inner.linear.weight.grad is None  # gradients() has read and cleared them
+        assert outer.linear.weight.grad is not None
+
+    def test_made_by_a_partial_before_amp_was_set_up_remember_too(self, use_reentrant):
+        block = Block()
+        bound_before = functools.partial(checkpoint, use_reentrant=use_reentrant)
+
+        def run(value: Tensor) -> Tensor:
+            with amp.disable_casts():
+                return bound_before(block, value)
+
+        with casts_on():
+            self.gradients(run, block, Tensor.backward)
+        assert block.seen == [torch.float32, torch.float32]
+
+    def test_in_sequence_remember_too(self, use_reentrant):
+        blocks = nn.Sequential(Block(), Block(), Block())
+
+        def run(value: Tensor) -> Tensor:
+            with amp.disable_casts():
+                return checkpoint_sequential(blocks, 3, value, use_reentrant=use_reentrant)
+
+        with casts_on():
+            self.gradients(run, blocks[0], Tensor.backward)
+        assert {dtype for block in blocks for dtype in block.seen} == {torch.float32}
+        assert [len(block.seen) for block in blocks] == [2, 2, 1]
+
+    def test_that_outlive_amp_recompute_without_casts(self, use_reentrant):
+        block = Block()
+        with casts_on(), amp.disable_casts():
+            value = torch.ones(3, 8, requires_grad=True)
+            loss = checkpoint(block, value, use_reentrant=use_reentrant).sum()
+        loss.backward()
+        assert block.seen == [torch.float32, torch.float32]
+
+
+class TestSwitch:
+    def test_takes_back_one_disabling_for_a_closure(self):
+        switch = Switch()
+        with switch.disabled(), switch.disabled():
+            with switch.resumed():
+                assert switch.thread.off == 1
+                with switch.resumed():
+                    assert switch.thread.off == 0
+            assert switch.thread.off == 2
+        assert switch.thread.off == 0
+
+    def test_resumed_restores_where_the_block_raises(self):
+        switch = Switch()
+        with switch.disabled():
+            with pytest.raises(ValueError, match="in the closure"), switch.resumed():
+                raise ValueError("in the closure")
+            assert switch.thread.off == 1
+
+    def test_is_of_each_session_alone(self):
+        first, second = Switch(), Switch()
+        with first.disabled():
+            assert (first.thread.off, second.thread.off) == (1, 0)
+
+    def test_is_taken_out_of_checkpoints_again(self):
+        before = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+        ledger = PatchLedger()
+        Switch().follow_checkpoints(ledger)
+        assert torch.utils.checkpoint._checkpoint_without_reentrant_generator is not before
+        assert ledger.undo() == []
+        assert torch.utils.checkpoint._checkpoint_without_reentrant_generator is before
+        assert "apply" not in vars(torch.utils.checkpoint.CheckpointFunction)
+
+
+class TestOptimizerSteps:
+    @pytest.mark.parametrize("closure", [True, False], ids=["closure", "no-closure"])
+    def test_run_without_casts_and_their_closures_with(self, closure):
+        seen: dict[str, torch.dtype] = {}
+
+        class Spy(torch.optim.SGD):
+            def step(self, closure: Callable[[], Tensor] | None = None) -> None:
+                seen["step"] = product_dtype()
+                if closure is not None:
+                    closure()
+                    seen["after the closure"] = product_dtype()
+
+        model = nn.Linear(2, 2)
+        model, optimizer = amp.initialize(model, Spy(model.parameters(), lr=0.1), verbosity=0)
+        optimizer.step(lambda: seen.update(closure=product_dtype()) if closure else None)
+        expected = {"step": torch.float32, "after the closure": torch.float32}
+        assert seen == (expected | {"closure": torch.bfloat16} if closure else expected)
+        assert product_dtype() is torch.bfloat16

@@ -1,0 +1,656 @@
+"""Of the cache of cast weights: a weight is cast once, is never stale, and nothing is kept alive."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import HALF_DTYPES, dtype_name
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from ampatch import amp, session
+from ampatch.weight_cache import WeightCache
+
+
+class Thrice(nn.Module):
+    """Uses one weight three times in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(4, 4) / 2)
+        self.error: BaseException | None = None
+
+    def forward(self, value: Tensor) -> Tensor:
+        for _ in range(3):
+            value = F.linear(value, self.weight)
+        if self.error is not None:
+            raise self.error
+        return value
+
+
+def x(rows: int = 3) -> Tensor:
+    return torch.linspace(-1, 1, rows * 4).view(rows, 4)
+
+
+def adopt(model: nn.Module, half: torch.dtype = torch.bfloat16, **options: object) -> nn.Module:
+    return amp.initialize(model, half_dtype=half, verbosity=0, **options)
+
+
+def cache() -> WeightCache:
+    return session.process.live.cache
+
+
+def casts_of_weights(function: Callable[[], object]) -> int:
+    """How often a call casts what is kept in the cache; the call's other casts have to be none."""
+    before = amp.cast_counts().casts
+    function()
+    return amp.cast_counts().casts - before
+
+
+@pytest.fixture(params=HALF_DTYPES, ids=dtype_name)
+def half(request) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture
+def model(half) -> Iterator[Thrice]:
+    return adopt(Thrice(), half)
+
+
+def reference(weight: Tensor, value: Tensor, half: torch.dtype) -> Tensor:
+    """The model's output without a cache: the weight cast afresh at every use."""
+    with amp.disable_casts():
+        value = value.to(half)
+        for _ in range(3):
+            value = F.linear(value, weight.to(half))
+        return value
+
+
+class TestOneCastPerIteration:
+    def test_of_a_weight_that_is_used_three_times(self, model, half):
+        value = x().to(half)
+        assert casts_of_weights(lambda: model(value)) == 1
+        assert amp.cast_counts() == amp.CastCounts(casts=1, cache_hits=2)
+
+    def test_is_one_tensor(self, model, half):
+        first = cache().cast(model.weight, half)
+        assert cache().cast(model.weight, half) is first
+        assert first.dtype is half
+
+    def test_serves_several_forwards_until_the_block_ends(self, model, half):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, half_dtype=half, verbosity=0)
+        value = x().to(half)
+        for _ in range(2):
+            assert casts_of_weights(lambda: (model(value), model(value))) == 1
+            with amp.scale_loss(model(value).float().sum(), optimizer) as loss:
+                loss.backward()
+            assert len(cache()) == 0
+            optimizer.step()
+
+    def test_is_of_each_half_type(self, model):
+        both = [cache().cast(model.weight, dtype) for dtype in HALF_DTYPES]
+        assert [cast.dtype for cast in both] == list(HALF_DTYPES)
+        assert all(cache().cast(model.weight, dtype) is cast for dtype, cast in zip(HALF_DTYPES, both, strict=True))
+
+    def test_is_of_a_tied_weight_too(self, half):
+        encoder, decoder = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        decoder.weight = encoder.weight
+        tied = adopt(nn.Sequential(encoder, decoder), half)
+        value = x().to(half)
+        assert casts_of_weights(lambda: tied(value)) == 1
+
+    def test_is_of_a_frozen_weight_too(self, model, half):
+        model.weight.requires_grad_(False)
+        value = x().to(half)
+        assert casts_of_weights(lambda: (model(value), model(value))) == 1
+
+    def test_does_not_hold_for_what_is_no_parameter(self, model, half):
+        value = x()
+        assert casts_of_weights(lambda: (torch.mm(value, value.t()), torch.mm(value, value.t()))) == 4
+        assert len(cache()) == 0
+
+    def test_does_not_hold_without_caching(self, half):
+        handle = amp.init(enable_caching=False, half_dtype=half)
+        model, value = Thrice(), x().to(half)
+        assert casts_of_weights(lambda: model(value)) == 3
+        assert len(cache()) == 0
+        handle.deactivate()
+
+    def test_is_forgotten_on_demand(self, model, half):
+        value = x().to(half)
+        model(value)
+        amp.clear_cache()
+        assert len(cache()) == 0
+        assert casts_of_weights(lambda: model(value)) == 1
+
+
+class TestGradients:
+    def expected(self, model: Thrice, value: Tensor, half: torch.dtype) -> Tensor:
+        weight = model.weight.detach().clone().requires_grad_()
+        reference(weight, value, half).float().pow(2).sum().backward()
+        return weight.grad
+
+    def test_of_every_use_reach_the_one_parameter(self, model, half):
+        model(x()).float().pow(2).sum().backward()
+        expected = self.expected(model, x(), half)
+        torch.testing.assert_close(model.weight.grad, expected, rtol=2e-2, atol=2e-2)
+
+    def test_accumulate_in_the_parameter_once(self, model):
+        """As the hooks of DistributedDataParallel expect it."""
+        fired = []
+        model.weight.register_post_accumulate_grad_hook(fired.append)
+        model(x()).float().sum().backward()
+        assert len(fired) == 1
+
+    def test_of_a_second_backward_through_a_retained_graph_add_up(self, model):
+        loss = model(x()).float().sum()
+        loss.backward(retain_graph=True)
+        once = model.weight.grad.clone()
+        loss.backward()
+        assert torch.equal(model.weight.grad, 2 * once)
+
+    def test_of_two_losses_over_one_cast_add_up(self, model):
+        first, second = model(x()).float().sum(), model(x()).float().sum()
+        first.backward()
+        once = model.weight.grad.clone()
+        second.backward()
+        assert torch.equal(model.weight.grad, 2 * once)
+
+    def test_of_a_backward_between_two_forwards_are_right(self, model):
+        model(x()).float().sum().backward()
+        once = model.weight.grad.clone()
+        model(x()).float().sum().backward()  # on the same cast
+        assert torch.equal(model.weight.grad, 2 * once)
+
+    def test_of_gradients_are_right(self, model):
+        value = x().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(value).float().pow(2).sum(), value, create_graph=True)
+        gradient.pow(2).sum().backward()
+        assert model.weight.grad.isfinite().all()
+        assert model.weight.grad.abs().sum() > 0
+
+    @pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
+    def test_after_an_evaluation_are_as_before_it(self, model, without_grad):
+        model(x()).float().sum().backward()
+        once = model.weight.grad.clone()
+        amp.clear_cache()
+        model.weight.grad = None
+        model.eval()
+        with without_grad():
+            model(x())
+        model.train()
+        model(x()).float().sum().backward()
+        assert torch.equal(model.weight.grad, once)
+
+    def test_of_a_part_with_grad_in_a_forward_without_are_right(self, half):
+        class Mixed(Thrice):
+            def forward(self, value: Tensor) -> Tensor:
+                value = super().forward(value)
+                with torch.enable_grad():
+                    return super().forward(value)
+
+        model = adopt(Mixed(), half)
+        with torch.no_grad():
+            result = model(x())
+        result.float().sum().backward()
+        assert model.weight.grad.abs().sum() > 0
+
+    @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+    def test_of_a_checkpoint_are_those_without_it(self, model, use_reentrant):
+        model(x().requires_grad_()).float().sum().backward()
+        plain, model.weight.grad = model.weight.grad, None
+        amp.clear_cache()
+        checkpoint(model, x().requires_grad_(), use_reentrant=use_reentrant).float().sum().backward()
+        assert torch.equal(model.weight.grad, plain)
+
+    def test_of_a_frozen_weight_do_not_come_and_of_an_unfrozen_one_do(self, model):
+        model.weight.requires_grad_(False)
+        assert not model(x()).requires_grad
+        model.weight.requires_grad_(True)
+        model(x()).float().sum().backward()
+        assert model.weight.grad is not None
+        model.weight.requires_grad_(False)
+        assert not model(x()).requires_grad
+
+
+def add_without_grad(model: Thrice) -> None:
+    with torch.no_grad():
+        model.weight.add_(1)
+
+
+def swap_data(model: Thrice) -> None:
+    model.weight.data = model.weight.data + 1
+
+
+def swap_for_another_storage_at_the_same_address(model: Thrice) -> None:
+    memory = bytearray(64)
+    model.weight.data = torch.frombuffer(memory, dtype=torch.float32).view(4, 4)
+    torch.mm(x(), model.weight)
+    memory[:] = bytes(torch.full((16,), 2.0).untyped_storage())
+    model.weight.data = torch.frombuffer(memory, dtype=torch.float32).view(4, 4)
+
+
+def swap_with_an_average(model: Thrice) -> None:
+    average = model.weight.detach().clone() * 0.5
+    model.weight.data, average = average, model.weight.data
+
+
+def load(model: Thrice) -> None:
+    model.load_state_dict({"weight": model.weight.detach() + 1})
+
+
+def load_by_assignment(model: Thrice) -> None:
+    model.load_state_dict({"weight": model.weight.detach() + 1}, assign=True)
+
+
+def move_within_a_storage(model: Thrice) -> None:
+    flat = torch.arange(32.0)
+    model.weight.data = flat[:16].view(4, 4)
+    torch.mm(x(), model.weight)
+    model.weight.data = flat[16:].view(4, 4)
+
+
+def step(model: Thrice) -> None:
+    model.weight.grad = torch.ones_like(model.weight)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+def step_fused(model: Thrice) -> None:
+    model.weight.grad = torch.ones_like(model.weight)
+    torch.optim.SGD(model.parameters(), lr=1.0, fused=True).step()
+
+
+def step_adopted(model: Thrice) -> None:
+    _, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), verbosity=0)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+
+
+def assign(model: Thrice) -> None:
+    model.weight = nn.Parameter(model.weight.detach() + 1)
+
+
+CHANGES = (
+    add_without_grad,
+    swap_data,
+    swap_for_another_storage_at_the_same_address,
+    swap_with_an_average,
+    load,
+    load_by_assignment,
+    move_within_a_storage,
+    step,
+    step_fused,
+    step_adopted,
+    assign,
+)
+
+
+class TestNeverStale:
+    @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+    def test_after_a_weight_was_changed_between_two_forwards(self, model, half, change):
+        model(x())
+        change(model)
+        assert torch.equal(model(x()), reference(model.weight, x(), half))
+
+    @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+    def test_after_a_weight_was_changed_in_a_forward_without_grad(self, change):
+        half = torch.bfloat16
+
+        class Changes(Thrice):
+            def forward(self, value: Tensor) -> Tensor:
+                before = super().forward(value)
+                change(self)
+                return before, super().forward(value)
+
+        model = adopt(Changes(), half)
+        weight = model.weight.detach().clone()
+        with torch.no_grad():
+            before, after = model(x())
+            assert torch.equal(before, reference(weight, x(), half))
+            assert torch.equal(after, reference(model.weight, x(), half))
+
+    def test_after_a_change_through_data_once_it_was_said(self, model, half):
+        model(x())
+        model.weight.data.add_(1)
+        amp.clear_cache()
+        assert torch.equal(model(x()), reference(model.weight, x(), half))
+
+    def test_after_a_change_through_data_in_the_next_forward_without_grad(self, model, half):
+        with torch.no_grad():
+            model(x())
+            model.weight.data.add_(1)
+            assert torch.equal(model(x()), reference(model.weight, x(), half))
+
+    def test_after_a_change_through_data_in_the_next_iteration(self, model, half):
+        _, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), half_dtype=half, verbosity=0)
+        with amp.scale_loss(model(x()).float().sum(), optimizer) as loss:
+            loss.backward()
+        model.weight.data.clamp_(-0.1, 0.1)
+        assert torch.equal(model(x()), reference(model.weight, x(), half))
+
+    def test_in_a_thread_after_a_change_in_another(self, model, half):
+        model(x())
+        thread = threading.Thread(target=add_without_grad, args=[model])
+        thread.start()
+        thread.join()
+        assert torch.equal(model(x()), reference(model.weight, x(), half))
+
+    def test_where_the_data_became_an_inference_tensor(self, model, half):
+        model(x())
+        with torch.inference_mode():
+            model.weight.data = model.weight.data + 1
+        with torch.no_grad():
+            assert torch.equal(model(x()), reference(model.weight, x(), half))
+
+
+class TestForwardStore:
+    @pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
+    def test_lives_in_the_forward_only(self, model, half, without_grad):
+        value = x().to(half)
+        with without_grad():
+            assert casts_of_weights(lambda: model(value)) == 1
+            assert len(cache()) == 0
+            assert casts_of_weights(lambda: model(value)) == 1
+
+    def test_does_not_serve_outside_of_adopted_models(self, model, half):
+        with torch.no_grad():
+            assert casts_of_weights(lambda: [F.linear(x().to(half), model.weight) for _ in range(2)]) == 2
+        assert len(cache()) == 0
+
+    def test_belongs_to_the_outermost_of_nested_adopted_models(self, half):
+        class Outer(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = Thrice()
+
+            def forward(self, value: Tensor) -> Tensor:
+                return self.inner(self.inner(value))
+
+        outer = Outer()
+        adopt(outer.inner, half)
+        adopt(outer, half)
+        value = x().to(half)
+        with torch.no_grad():
+            assert casts_of_weights(lambda: outer(value)) == 1
+            assert casts_of_weights(lambda: outer.inner(value)) == 1
+        assert len(cache()) == 0
+
+    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+    def test_does_not_outlive_a_forward_that_raised(self, model, half, error):
+        model.error = error()
+        with torch.no_grad():
+            with pytest.raises(error):
+                model(x())
+            model.error = None
+            model.weight.data.add_(1)  # which only a fresh store is sure to see
+            assert torch.equal(model(x()), reference(model.weight, x(), half))
+        assert len(cache()) == 0
+
+    def test_is_each_threads_own(self, half):
+        class Waits(Thrice):
+            def forward(self, value: Tensor) -> Tensor:
+                result = super().forward(value)
+                inside.set()
+                leave.wait(60)
+                return result
+
+        def run() -> None:
+            with torch.no_grad():
+                model(value)
+
+        inside, leave = threading.Event(), threading.Event()
+        model, value = adopt(Waits(), half), x().to(half)
+        thread = threading.Thread(target=run)
+        thread.start()
+        inside.wait(60)
+        with torch.no_grad():
+            assert casts_of_weights(lambda: [F.linear(value, model.weight) for _ in range(2)]) == 2
+        assert len(cache()) == 0
+        leave.set()
+        thread.join()
+
+    def test_serves_a_model_that_calls_itself(self, half):
+        class Recursive(Thrice):
+            def forward(self, value: Tensor, depth: int = 2) -> Tensor:
+                return self(super().forward(value), depth - 1) if depth else value
+
+        model = adopt(Recursive(), half)
+        with torch.no_grad():
+            assert torch.equal(model(x()), reference(model.weight, reference(model.weight, x(), half), half))
+        assert len(cache()) == 0
+
+
+class TestNothingGrows:
+    def test_over_models_that_come_and_go(self):
+        adopt(nn.Module())
+        weights = []
+        for _ in range(1000):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            model(x())
+            weights.append(weakref.ref(model[0].weight))
+        del model
+        gc.collect()
+        assert len(cache()) <= WeightCache._SWEEP_FROM
+        assert sum(weight() is not None for weight in weights) <= WeightCache._SWEEP_FROM
+        assert weights[0]() is None
+
+    def test_over_adopted_models_that_come_and_go(self):
+        adopt(nn.Module())
+        weights, steps = [], len(session.process.live.ledger._steps)
+        for _ in range(100):
+            model = adopt(Thrice())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            amp.initialize(model, optimizer, half_dtype=torch.bfloat16, verbosity=0)
+            model(x())
+            weights.append(weakref.ref(model.weight))
+        del model, optimizer
+        gc.collect()
+        assert len(cache()) == 0
+        assert [weight for weight in weights if weight() is not None] == []
+        assert len(session.process.live.ledger._steps) == steps
+
+    def test_over_training_steps(self):
+        model = Thrice()
+        model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.01), verbosity=0)
+        for _ in range(100):
+            with amp.scale_loss(model(x()).float().sum(), optimizer) as loss:
+                loss.backward()
+            optimizer.step()
+            assert len(cache()) == 0
+
+    def test_where_weights_in_use_fill_the_store(self):
+        """Entries that are still of use survive a sweep, or at least are cast again."""
+        adopt(nn.Module())
+        layers = [nn.Linear(4, 4, bias=False) for _ in range(WeightCache._SWEEP_FROM + 50)]
+        for _ in range(2):
+            for layer in layers:
+                layer(x())
+        assert len(cache()) == len(layers)
+        assert amp.cast_counts().cache_hits == len(layers)
+
+    def test_after_deinitialize(self):
+        model = adopt(Thrice())
+        model(x())
+        kept = cache()
+        amp.deinitialize()
+        assert len(kept) == 0
+        died = weakref.ref(model.weight)
+        del model
+        gc.collect()
+        assert died() is None
+
+    def test_where_threads_share_the_iterations_store(self):
+        adopt(nn.Module())
+        errors = []
+
+        def run() -> None:
+            try:
+                for _ in range(300):
+                    nn.Linear(4, 4)(x())
+                    if torch.randint(50, ()) == 0:
+                        amp.clear_cache()
+            except Exception as error:  # noqa: BLE001 - which is what the test looks for
+                errors.append(error)
+
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+
+
+class TestTransformsAndTracers:
+    """What they wrap, record or fake must not get into the cache, and the cache must not hide a cast from them."""
+
+    def loss(self, model: Thrice) -> Callable[[Tensor], Tensor]:
+        return lambda value: model(value).float().pow(2).sum()
+
+    def test_grad_leaves_nothing_of_its_own(self, model, half):
+        gradient = torch.func.grad(self.loss(model))(x())
+        assert len(cache()) == 0
+        assert torch.equal(torch.func.grad(self.loss(model))(x()), gradient)
+        value = x().requires_grad_()
+        self.loss(model)(value).backward()
+        assert torch.equal(value.grad, gradient)
+        assert model.weight.grad.abs().sum() > 0
+
+    def test_grad_uses_what_is_there(self, model):
+        gradient = torch.func.grad(self.loss(model))(x())
+        model(x())
+        assert torch.equal(torch.func.grad(self.loss(model))(x()), gradient)
+
+    def test_vmap_leaves_nothing_of_its_own(self, model, half):
+        torch.testing.assert_close(torch.func.vmap(model)(x()), model(x()), rtol=2e-2, atol=2e-2)
+        model(x()).float().sum().backward()
+        assert model.weight.grad.abs().sum() > 0
+        assert torch.equal(model(x()), reference(model.weight, x(), half))
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")  # torch's own use of it
+    def test_jvp_leaves_nothing_of_its_own(self, model, half):
+        torch.func.jvp(model, (x(),), (torch.ones(3, 4),))
+        assert len(cache()) == 0
+        assert torch.equal(model(x()), reference(model.weight, x(), half))
+
+    def test_gradients_per_sample_are_right(self, model):
+        parameters = {"weight": model.weight.detach()}
+
+        def loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
+            return torch.func.functional_call(model, parameters, (row[None],)).float().sum()
+
+        per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x())
+        for row, gradient in zip(x(), per_sample["weight"], strict=True):
+            model.weight.grad = None
+            model(row[None]).float().sum().backward()
+            torch.testing.assert_close(gradient, model.weight.grad, rtol=2e-2, atol=2e-2)
+
+    def test_functional_call_uses_the_parameters_given(self, model, half):
+        model(x())
+        other = nn.Parameter(torch.ones(4, 4))
+        result = torch.func.functional_call(model, {"weight": other}, (x(),))
+        assert torch.equal(result, reference(other, x(), half))
+        result.float().sum().backward()
+        assert model.weight.grad is None
+        assert other.grad.abs().sum() > 0
+
+    def test_parametrized_weights_follow_their_originals(self, half):
+        layer = parametrizations.weight_norm(nn.Linear(4, 4, bias=False))
+        model = adopt(layer, half)
+        model(x())
+        with torch.no_grad():
+            layer.parametrizations.weight.original0.mul_(2)
+        expected = F.linear(x(), layer.weight)
+        torch.testing.assert_close(model(x()), expected)
+        model(x()).float().sum().backward()
+        assert layer.parametrizations.weight.original0.grad.abs().sum() > 0
+
+    def test_fake_tensors_do_not_get_in(self, model, half):
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert model(mode.from_tensor(x())).dtype is half
+        assert len(cache()) == 0
+        assert torch.equal(model(x()), reference(model.weight, x(), half))
+
+    def test_fake_models_run_while_patched(self, half):
+        adopt(nn.Module(), half)
+        with FakeTensorMode():
+            model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Softmax(-1))
+            result = model(torch.randn(3, 4))
+        assert (result.dtype, result.shape) == (torch.float32, (3, 4))
+        assert len(cache()) == 0
+
+    def test_make_fx_records_the_cast(self, model, half):
+        model(x())
+        graph = make_fx(lambda weight, value: torch.func.functional_call(model, {"weight": weight}, (value,)))(
+            model.weight, x()
+        )
+        assert torch.equal(graph(model.weight + 1, x()), reference(model.weight + 1, x(), half))
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+    def test_jit_trace_records_the_cast(self, model, half):
+        model(x())
+        traced = torch.jit.trace(model, (x(),))
+        add_without_grad(model)
+        assert torch.equal(traced(x()), reference(model.weight, x(), half))
+
+    @pytest.mark.gpu
+    def test_cuda_graph_capture_records_the_cast(self):
+        model = adopt(Thrice().cuda(), torch.float16)
+        value = x().cuda()
+        model(value)
+        amp.clear_cache()
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad():
+            with torch.cuda.graph(graph):
+                captured = model(value)
+            model.weight.add_(1)
+            graph.replay()
+            assert torch.equal(captured, reference(model.weight, value, torch.float16))
+
+
+class TestOddParameters:
+    def test_sparse_ones_are_cast_and_not_kept(self, model, half):
+        sparse = nn.Parameter(torch.eye(4).to_sparse())
+        assert cache().cast(sparse, half).dtype is half
+        assert len(cache()) == 0
+
+    def test_ones_made_in_inference_mode_are_cast_and_not_kept(self, half):
+        with torch.inference_mode():
+            model = adopt(Thrice(), half)
+            assert model(x()).dtype is half
+        with torch.no_grad():
+            assert model(x()).dtype is half
+        assert len(cache()) == 0
+
+    def test_subclasses_are_cast_and_not_kept(self, half):
+        class Sharded(nn.Parameter):
+            pass
+
+        model = adopt(Thrice(), half)
+        model.weight = Sharded(torch.eye(4))
+        assert model(x()).dtype is half
+        assert len(cache()) == 0
+
+    def test_empty_ones_work(self, half):
+        adopt(nn.Module(), half)
+        empty = nn.Parameter(torch.zeros(0, 4))
+        assert F.linear(x(), empty).shape == (3, 0)
+        assert F.linear(x(), empty).dtype is half
+
+    def test_deep_copies_have_casts_of_their_own(self, model, half):
+        model(x())
+        copied = copy.deepcopy(model)
+        add_without_grad(copied)
+        assert torch.equal(copied(x()), reference(copied.weight, x(), half))
+        assert torch.equal(model(x()), reference(model.weight, x(), half))

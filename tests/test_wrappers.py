@@ -1,0 +1,619 @@
+"""What a wrapper does to a call: which arguments are cast and which never, what is obeyed, what an error says."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import HALF_DTYPES, assert_same_bits, casts_on, dtype_name
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ampatch import amp
+from ampatch.cast_lists import Treatment
+from ampatch.casting import tensors_in
+from ampatch.errors import BannedFunctionError
+from ampatch.paths import Path
+from ampatch.weight_cache import WeightCache
+from ampatch.wrappers import Adapters
+
+both_halves = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+
+UNTOUCHED = (torch.float64, torch.complex64, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn)
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(shape).to(dtype)
+
+
+def seen(*args: object, **kwargs: object) -> tuple[tuple[object, ...], dict[str, object]]:
+    """What a call hands over."""
+    return args, kwargs
+
+
+# Decorated, and so cast by the rule of their list.
+DECORATED = {
+    "whitelist": amp.half_function(seen),
+    "blacklist": amp.float_function(seen),
+    "promote": amp.promote_function(seen),
+}
+
+
+class Named(NamedTuple):
+    key: object
+    value: object
+
+
+tensors = st.sampled_from((*HALF_DTYPES, torch.float32, *UNTOUCHED)).map(lambda dtype: ones(2, dtype=dtype))
+plain = st.none() | st.booleans() | st.integers() | st.text(max_size=2) | st.builds(object)
+nested = st.recursive(
+    tensors | plain,
+    lambda inside: st.one_of(
+        st.lists(inside, max_size=3),
+        st.lists(inside, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=2), inside, max_size=3),
+        st.builds(Named, inside, inside),
+    ),
+    max_leaves=6,
+)
+calls = st.tuples(st.lists(nested, max_size=3).map(tuple), st.dictionaries(st.sampled_from("pqr"), nested, max_size=2))
+
+
+def without_tensors(value: object) -> object:
+    """What is left of a nested value without its tensors: the classes of containers, and the identity of the rest."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [without_tensors(item) for item in value]
+    if isinstance(value, dict):
+        return type(value).__name__, {key: without_tensors(item) for key, item in value.items()}
+    return id(value)
+
+
+def expected_dtypes(kind: str, found: list[Tensor], half: torch.dtype) -> list[torch.dtype]:
+    """The types that the tensors of a call have after the cast, by the rule of a list."""
+    castable = {*HALF_DTYPES, torch.float32}
+    mixed = {tensor.dtype for tensor in found} & {*castable, torch.float64}
+    target = {
+        "whitelist": half,
+        "blacklist": torch.float32,
+        "promote": functools.reduce(torch.promote_types, mixed) if mixed else None,
+    }[kind]
+    return [target if tensor.dtype in castable else tensor.dtype for tensor in found]
+
+
+class TestArguments:
+    @pytest.mark.parametrize("kind", DECORATED)
+    @both_halves
+    def test_every_tensor_in_every_argument_is_cast_by_the_rule_and_nothing_else_changes(self, kind, half):
+        function = DECORATED[kind]
+
+        @given(calls)
+        def holds(call):
+            once = function(*call[0], **call[1])
+            again = function(*once[0], **once[1])
+            assert [t.dtype for t in tensors_in(once)] == expected_dtypes(kind, list(tensors_in(call)), half)
+            assert without_tensors(once) == without_tensors(call)
+            for before, after in zip(tensors_in(call), tensors_in(once), strict=True):
+                assert (before is after) == (before.dtype == after.dtype)
+            assert all(new is old for new, old in zip(tensors_in(again), tensors_in(once), strict=True))
+
+        with casts_on(half):
+            holds()
+
+    @pytest.mark.parametrize("kind", DECORATED)
+    @pytest.mark.parametrize("dtype", UNTOUCHED, ids=dtype_name)
+    def test_type_that_is_not_cast_is_handed_on_as_the_same_object(self, kind, dtype):
+        tensor = ones(2, dtype=dtype)
+        with casts_on():
+            (found,), _ = DECORATED[kind](tensor)
+        assert found is tensor
+
+    def test_float64_beside_float32_is_what_a_promotion_leads_to(self):
+        with casts_on():
+            assert torch.dot(ones(2), ones(2, dtype=torch.float64)).dtype == torch.float64
+
+    def test_the_two_half_types_promote_to_float32(self):
+        with casts_on():
+            assert torch.dot(ones(2).half(), ones(2).bfloat16()).dtype == torch.float32
+
+    @both_halves
+    @pytest.mark.parametrize(
+        "call", [lambda x: torch.mm(x, x), lambda x: x.half().softmax(0), lambda x: x.half().log()]
+    )
+    def test_tensor_on_another_type_of_device_is_not_touched(self, half, call):
+        with torch.device("meta"):
+            x = torch.ones(2, 2)
+        expected = call(x).dtype
+        with casts_on(half):
+            assert call(x).dtype == expected
+
+    def test_type_of_device_that_joins_later_is_cast_from_then_on(self):
+        device_types = {"cpu"}
+        adapters = Adapters(torch.float16, WeightCache(), device_types)
+        adapter = adapters.for_treatment(Treatment.WHITELIST, Path("library", "function"))
+        x = torch.ones(2, device="meta")
+        assert adapter((x,), {})[0][0] is x
+        device_types.add("meta")
+        assert adapter((x,), {})[0][0].dtype == torch.float16
+
+    def test_tensor_on_another_type_of_device_has_no_say_in_a_promotion(self):
+        half = ones(2).half()
+        with casts_on():
+            (found, _), _ = DECORATED["promote"](half, torch.ones(2, device="meta"))
+        assert found is half
+
+    def test_banned_function_runs_on_another_type_of_device(self):
+        x = torch.ones(2, device="meta", dtype=torch.float16)
+        with casts_on():
+            assert F.binary_cross_entropy(x, x).dtype == torch.float16
+
+    @both_halves
+    def test_nested_sequences_reach_functions_that_take_them(self, half):
+        weights = [nn.Parameter(ones(2, 2)) for _ in range(3)]
+        with casts_on(half):
+            assert torch.linalg.multi_dot(weights).dtype == half
+            assert torch.einsum("ij,jk->ik", [weights[0], ones(2, 2).to(half)]).dtype == half
+            (first, second) = torch.meshgrid([ones(2), ones(2).to(half)], indexing="ij")
+            assert (first.dtype, second.dtype) == (torch.float32, torch.float32)
+
+
+class TestExplicitDtype:
+    @both_halves
+    @pytest.mark.parametrize(
+        "call",
+        [
+            pytest.param(lambda x, dtype: torch.sum(x, dtype=dtype), id="keyword"),
+            pytest.param(lambda x, dtype: x.cumsum(0, dtype=dtype), id="keyword of a method"),
+            pytest.param(lambda x, dtype: torch.softmax(x, 0, dtype), id="position"),
+            pytest.param(lambda x, dtype: x.softmax(0, dtype), id="position of a method"),
+            pytest.param(lambda x, dtype: F.softmax(x, 0, 3, dtype), id="position of a function in Python"),
+            pytest.param(lambda x, dtype: torch.norm(x, 2, 0, False, None, dtype), id="position, and not via dtype"),
+            pytest.param(lambda x, dtype: x.norm(2, 0, False, dtype), id="position of a method, and not via dtype"),
+            pytest.param(lambda x, dtype: torch.linalg.vector_norm(x, dtype=dtype), id="linalg"),
+        ],
+    )
+    @pytest.mark.parametrize("dtype", [None, "half", torch.float32, torch.float64], ids=str)
+    def test_is_obeyed_wherever_it_stands(self, half, call, dtype):
+        asked = half if dtype == "half" else dtype
+        with casts_on(half):
+            assert call(ones(2, dtype=half), asked).dtype == (asked or torch.float32)
+
+    @both_halves
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda x: torch.sum(x, 0),
+            lambda x: torch.sum(input=x),
+            lambda x: torch.sum(a=x, axis=0),
+            lambda x: torch.sum(x, None),
+            lambda x: torch.linalg.vector_norm(x=x),
+            lambda x: torch.linalg.vector_norm(x, 2, None),
+            lambda x: F.softmax(input=x, dim=0),
+        ],
+        ids=["position", "input", "numpy's name", "None as dim", "x", "None behind", "function in Python"],
+    )
+    def test_float32_is_asked_for_whatever_the_tensor_is_called(self, half, call):
+        x = torch.full((3,), 0.7, dtype=half, requires_grad=True)
+        expected = call(x.detach().float())
+        with casts_on(half):
+            result = call(x)
+        torch.testing.assert_close(result.detach(), expected)
+        result.sum().backward()
+        assert x.grad.dtype == half
+
+    def test_input_is_not_copied_where_the_kernel_can_compute_in_float32(self):
+        with casts_on(torch.float16):
+            torch.softmax(ones(3).half(), 0)
+            assert amp.cast_counts().casts == 0
+            torch.linalg.matrix_norm(ones(3, 3).half())
+            assert amp.cast_counts().casts == 1
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int64], ids=dtype_name)
+    def test_types_that_are_not_half_sum_as_torch_sums_them(self, dtype):
+        x = ones(2, dtype=dtype)
+        with casts_on():
+            assert torch.sum(x).dtype == dtype
+
+
+class TestOut:
+    @both_halves
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=dtype_name)
+    def test_tensor_written_to_decides_and_is_written_to(self, half, dtype):
+        out = torch.zeros(2, 2, dtype=dtype)
+        with casts_on(half):
+            result = torch.mm(ones(2, 2), ones(2, 2, dtype=half), out=out)
+        assert result is out
+        assert_same_bits(out, torch.full((2, 2), 2.0, dtype=dtype))
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            pytest.param(lambda x, out: torch.norm(x, 2, 0, False, out), id="function in Python"),
+            pytest.param(lambda x, out: F.normalize(x, 2.0, 0, 1e-12, out), id="composition"),
+        ],
+    )
+    def test_is_found_by_position(self, call):
+        x = ones(4).half()
+        expected = call(x, None)
+        out = torch.zeros_like(expected)
+        with casts_on(torch.float16):
+            call(x, out)
+        assert_same_bits(out, expected)
+
+    @pytest.mark.parametrize("extra", [{}, {"dim": 0}], ids=["too many", "twice"])
+    def test_wrong_arguments_stay_an_error(self, extra):
+        arguments = (ones(2), 0, 3, None) if extra else (ones(2), 0, 3, None, 5)
+        with casts_on(), pytest.raises(TypeError):
+            F.softmax(*arguments, **extra)
+
+    def test_tuple_of_tensors_is_written_to(self):
+        x = torch.diag(torch.tensor([1.0, 2.0]))
+        out = torch.zeros(2), torch.zeros(2, 2)
+        expected = torch.linalg.eigh(x)
+        with casts_on(torch.float16):
+            torch.linalg.eigh(x.half(), out=out)
+        for found, wanted in zip(out, expected, strict=True):
+            assert_same_bits(found, wanted)
+
+    def test_tensors_of_two_types_are_handed_on_as_they_are(self):
+        out = torch.zeros(2, dtype=torch.float16), torch.zeros(2)
+        with casts_on(torch.float16):
+            (found,), kwargs = DECORATED["blacklist"](ones(2), out=out)
+        assert found.dtype == torch.float16
+        assert kwargs["out"] is out
+
+    def test_of_none_is_no_out(self):
+        with casts_on(torch.float16):
+            assert torch.mm(ones(2, 2), ones(2, 2), out=None).dtype == torch.float16
+
+    def test_without_a_tensor_in_it_is_an_argument_like_any_other(self):
+        with casts_on(torch.float16):
+            (found,), _ = DECORATED["whitelist"](ones(2), out="a name")
+        assert found.dtype == torch.float16
+
+
+class TestInPlace:
+    @both_halves
+    @pytest.mark.parametrize("name", ["input", "x", "a"])
+    def test_blacklisted_form_is_refused_under_every_name_of_its_argument(self, half, name):
+        x = ones(2, dtype=half)
+        with casts_on(half), pytest.raises(BannedFunctionError, match=r"torch\.log_ "):
+            torch.log_(**{name: x})
+        assert_same_bits(x, ones(2, dtype=half))
+
+    def test_tensor_written_to_decides_also_by_keyword(self):
+        x = torch.zeros(3, dtype=torch.float16)
+        with casts_on(torch.float16):
+            torch.index_put_(values=ones(1), indices=[torch.tensor([1])], input=x)
+        assert x.tolist() == [0, 1, 0]
+
+    @both_halves
+    @pytest.mark.parametrize("index", [torch.tensor([0, 2]), torch.tensor([True, False, True])], ids=["places", "mask"])
+    def test_item_assignment_can_be_promoted_by_a_users_list(self, half, index):
+        value = nn.Parameter(torch.tensor([1.5, 2.5]))
+        written, wide = torch.zeros(3, dtype=half), torch.zeros(3)
+        with casts_on(half, cast_lists={"promote": {"torch.Tensor": ["__setitem__"]}}):
+            written[index] = value
+            wide[index] = written[index].detach()
+            wide[1:2] = 3.0
+        assert (written.dtype, written.tolist()) == (half, [1.5, 0, 2.5])
+        assert (wide.dtype, wide.tolist()) == (torch.float32, [1.5, 3, 2.5])
+        written.sum().backward()
+        assert value.grad.tolist() == [1, 1]
+
+    def test_allowed_banned_function_runs_in_float32(self):
+        x = torch.full((2,), 0.5, dtype=torch.float16)
+        with amp.init(allow_banned=True, half_dtype=torch.float16):
+            assert F.binary_cross_entropy(x, x).dtype == torch.float32
+
+
+class Traced(Tensor):
+    """Notes what torch is called with, and lets it go on."""
+
+    calls: tuple = ()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.calls = (*cls.calls, func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Image(Tensor):
+    """What comes of it is an ordinary tensor."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Diagonal:
+    """Stands for a diagonal matrix without being a tensor."""
+
+    def __init__(self, values):
+        self.values = values
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func(*[arg.values.diag() if isinstance(arg, cls) else arg for arg in args], **(kwargs or {}))
+
+
+# Looked up before anything is patched, as a library does that registers its implementations when it is imported.
+OVERRIDDEN = {
+    "builtin": (torch.mm, lambda x: torch.mm(x, x)),
+    "method": (Tensor.matmul, lambda x: x.matmul(x)),
+    "operator": (Tensor.__matmul__, lambda x: x @ x),
+    "function in Python": (F.softmax, lambda x: F.softmax(x, 0)),
+}
+
+
+class TestSubclasses:
+    @pytest.mark.parametrize("kind", OVERRIDDEN)
+    def test_override_is_asked_about_the_function_that_it_knows(self, kind):
+        function, call = OVERRIDDEN[kind]
+        x = ones(2, 2).as_subclass(Traced)
+        with casts_on():
+            call(x)
+        assert function in Traced.calls
+        Traced.calls = ()
+
+    @both_halves
+    @pytest.mark.parametrize("kind", OVERRIDDEN)
+    def test_subclass_is_cast_and_stays_one(self, half, kind):
+        _, call = OVERRIDDEN[kind]
+        with casts_on(half):
+            result = call(ones(2, 2).as_subclass(Traced))
+        assert type(result) is Traced
+        assert result.dtype == (torch.float32 if kind == "function in Python" else half)
+
+    @both_halves
+    @pytest.mark.parametrize("kind", OVERRIDDEN)
+    def test_subclass_whose_cast_is_an_ordinary_tensor_is_cast(self, half, kind):
+        _, call = OVERRIDDEN[kind]
+        with casts_on(half):
+            result = call(ones(2, 2).as_subclass(Image))
+        assert type(result) is Tensor
+        assert result.dtype == (torch.float32 if kind == "function in Python" else half)
+
+    @both_halves
+    def test_parameter_and_buffer_are_tensors_like_any_other(self, half):
+        with casts_on(half):
+            assert torch.mm(nn.Parameter(ones(2, 2)), nn.Buffer(ones(2, 2))).dtype == half
+
+    @pytest.mark.parametrize("order", [1, -1], ids=["left", "right"])
+    def test_what_stands_for_a_tensor_works_as_without_amp(self, order):
+        arguments = (Diagonal(torch.tensor([1.0, 2.0])), nn.Parameter(ones(2, 2)))[::order]
+        expected = torch.mm(*arguments)
+        with casts_on():
+            assert_same_bits(torch.mm(*arguments), expected)
+
+    def test_mode_is_asked_about_the_function_that_it_knows(self):
+        asked = []
+
+        class Mode(torch.overrides.TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                asked.append(func)
+                return func(*args, **(kwargs or {}))
+
+        matmul = Tensor.matmul
+        with casts_on(torch.float16), Mode():
+            assert ones(2, 2).matmul(ones(2, 2)).dtype == torch.float16
+        assert matmul in asked
+
+    @both_halves
+    def test_default_device_changes_nothing(self, half):
+        with casts_on(half), torch.device("cpu"):
+            assert torch.mm(ones(2, 2), ones(2, 2)).dtype == half
+
+
+# Not handed over themselves: they would be bound before they are patched.
+def unbound_method(x, w):
+    return Tensor.matmul(x, w)
+
+
+def imported_by_name(x, w):
+    return linear(x, w)
+
+
+class TestReach:
+    @both_halves
+    @pytest.mark.parametrize(
+        "call",
+        [
+            pytest.param(lambda x, w: x @ w, id="operator"),
+            pytest.param(lambda x, w: w @ x, id="operator reversed"),
+            pytest.param(lambda x, w: x.matmul(w), id="method"),
+            pytest.param(unbound_method, id="unbound method"),
+            pytest.param(lambda x, w: functools.partial(torch.mm, x)(w), id="partial"),
+            pytest.param(lambda x, w: functools.partial(F.linear, weight=w)(x), id="partial with keywords"),
+            pytest.param(lambda x, w: next(map(x.mm, [w])), id="bound method"),
+            pytest.param(imported_by_name, id="imported by name"),
+        ],
+    )
+    @pytest.mark.parametrize("swap", [False, True], ids=["half first", "float first"])
+    def test_mixed_operands_meet_in_half_however_it_is_called(self, half, call, swap):
+        operands = [torch.full((2, 2), 0.5, dtype=half), nn.Parameter(ones(2, 2))]
+        with casts_on(half):
+            result = call(*operands[:: -1 if swap else 1])
+        assert_same_bits(result.detach(), ones(2, 2, dtype=half))
+        result.sum().backward()
+        assert_same_bits(operands[1].grad, ones(2, 2))
+
+    def test_wrapper_that_outlives_its_patch_forwards_unchanged(self):
+        with casts_on(torch.float16):
+            kept, method = torch.mm, Tensor.mm
+        assert kept(ones(2, 2), ones(2, 2)).dtype == torch.float32
+        assert method(ones(2, 2), ones(2, 2)).dtype == torch.float32
+
+    def test_wrapper_passes_for_the_function_it_wraps(self):
+        original = torch.mm
+        with casts_on(torch.float16):
+            assert (torch.mm.__name__, torch.mm.__doc__) == (original.__name__, original.__doc__)
+            assert torch.mm is not original
+
+
+def notes_of(call) -> list[str]:
+    """The notes of the error that a call raises, as a user reads them."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is what the test looks at
+        return [line.strip() for line in traceback.format_exception(error) if line.startswith("ampatch:")]
+    pytest.fail("no error")
+
+
+class TestErrors:
+    def test_names_the_function_and_the_entry_that_cast(self):
+        with casts_on():
+            (note,) = notes_of(lambda: torch.mm(ones(2, 3), ones(2, 3)))
+        assert "torch.mm " in note
+        assert "whitelist.yaml:" in note
+
+    def test_names_the_line_of_a_users_list(self, tmp_path):
+        file = tmp_path / "mine.yaml"
+        file.write_text("whitelist:\n  torch:\n    - hstack\n")
+        with casts_on(cast_lists=file):
+            (note,) = notes_of(lambda: torch.hstack([ones(2, 3), ones(3, 2)]))
+        assert f"{file}:3" in note
+
+    def test_says_nothing_where_nothing_was_cast(self):
+        with casts_on(torch.float16):
+            assert not notes_of(lambda: torch.mm(ones(2, 3).half(), ones(2, 3).half()))
+            assert not notes_of(lambda: torch.dot(ones(2), ones(3)))
+            assert not notes_of(lambda: F.interpolate(ones(2).half(), mode="nearest"))
+
+    def test_says_it_where_float32_was_asked_of_the_kernel(self):
+        with casts_on(torch.float16):
+            (note,) = notes_of(lambda: torch.softmax(ones(2).half(), 7))
+        assert "blacklist.yaml:" in note
+
+    def test_nested_calls_name_the_one_that_cast_and_once(self):
+        attention = nn.MultiheadAttention(4, 2)
+        attention.out_proj.weight = nn.Parameter(ones(4, 3))
+        x = ones(2, 1, 4)
+        with casts_on():
+            (note,) = notes_of(lambda: attention(x, x, x))
+        assert "multi_head_attention_forward " in note
+
+    def test_banned_function_names_its_entry(self):
+        x = ones(2).half()
+        with casts_on():
+            (note,) = notes_of(lambda: F.binary_cross_entropy(x, x))
+        assert "binary_cross_entropy " in note
+        assert "banned.yaml:" in note
+
+    def test_error_itself_is_torchs_own(self):
+        def call():
+            return torch.mm(ones(2, 3), ones(2, 3))
+
+        with pytest.raises(RuntimeError) as unpatched:
+            call()
+        with casts_on(), pytest.raises(RuntimeError) as patched:
+            call()
+        assert type(patched.value) is type(unpatched.value)
+        assert str(patched.value) == str(unpatched.value)
+
+
+class Scale(torch.autograd.Function):
+    """Doubles, in the type that it is handed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class TestDecorated:
+    @pytest.mark.parametrize("kind", [staticmethod, classmethod])
+    @pytest.mark.parametrize("outer", ["decorator", "kind of method"])
+    def test_order_of_decorators_does_not_matter(self, kind, outer):
+        def given(*args):
+            return args[-1].dtype
+
+        function = amp.half_function(kind(given)) if outer == "decorator" else kind(amp.half_function(given))
+        owner = type("Owner", (), {"given": function})
+        with casts_on(torch.float16):
+            assert owner.given(ones(2)) == torch.float16
+            assert owner().given(ones(2)) == torch.float16
+        assert owner.given(ones(2)) == torch.float32
+
+    @both_halves
+    @pytest.mark.parametrize("outer", ["decorator", "static method"])
+    def test_forward_of_an_autograd_function_gets_gradients_of_its_inputs_own_type(self, half, outer):
+        given = Scale.__dict__["forward"]
+        decorated = (
+            amp.half_function(given) if outer == "decorator" else staticmethod(amp.half_function(given.__func__))
+        )
+        function = type("Decorated", (Scale,), {"forward": decorated})
+        x = ones(2).requires_grad_()
+        with casts_on(half):
+            result = function.apply(x)
+        assert result.dtype == half
+        result.sum().backward()
+        assert_same_bits(x.grad, torch.full((2,), 2.0))
+
+    def test_error_names_the_function_once(self):
+        @amp.float_function
+        def broken(x):
+            raise ValueError("broken")
+
+        with casts_on(torch.float16):
+            (note,) = notes_of(lambda: broken(ones(2).half()))
+        assert "broken" in note
+
+
+class TestCompiled:
+    @pytest.mark.parametrize(
+        ("call", "expected"),
+        [
+            pytest.param(lambda x: torch.mm(x, x), torch.bfloat16, id="whitelist"),
+            pytest.param(lambda x: x @ x, torch.bfloat16, id="operator"),
+            pytest.param(lambda x: F.conv2d(x[None], x[None, None, :1], None, (1, 1)), torch.bfloat16, id="tuples"),
+            pytest.param(lambda x: torch.log(x.bfloat16()), torch.float32, id="blacklist"),
+            pytest.param(lambda x: torch.softmax(x.bfloat16(), 0), torch.float32, id="via dtype"),
+            pytest.param(lambda x: torch.dot(x[0], x[0].bfloat16()), torch.float32, id="promote"),
+            pytest.param(lambda x: x.clone().lerp_(x.bfloat16(), 0.5), torch.float32, id="in place"),
+            pytest.param(lambda x: F.interpolate(x[None].bfloat16(), 4, mode="linear"), torch.float32, id="condition"),
+            pytest.param(lambda x: torch.linalg.multi_dot([x, x]), torch.bfloat16, id="list"),
+        ],
+    )
+    def test_every_kind_of_wrapper_is_traced_whole(self, call, expected):
+        compiled = torch.compile(call, fullgraph=True, backend="eager")
+        with casts_on(torch.bfloat16):
+            assert compiled(ones(2, 2)).dtype == expected
+        torch._dynamo.reset()
+
+
+class Scripted(nn.Module):
+    """Calls a builtin, a function in Python and a method, all of them listed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.softmax(torch.mm(x, x), dim=0) + F.layer_norm(x, [2]) + x.exp()
+
+
+# Of TorchScript, that it has had its day.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+class TestTorchScript:
+    def test_compiles_the_originals_while_torch_is_patched_and_afterwards(self):
+        module, x = Scripted(), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        expected = module(x)
+        with casts_on():
+            while_patched = torch.jit.script(module)
+            assert_same_bits(while_patched(x), expected)
+        assert_same_bits(while_patched(x), expected)
+        assert_same_bits(torch.jit.script(Scripted())(x), expected)
+
+    def test_forward_mode_derivatives_work_which_torch_scripts(self):
+        x, weight = ones(3), ones(2, 3)
+        with casts_on():
+            found = torch.func.hessian(lambda x: F.linear(x, weight).float().pow(2).sum())(x)
+        assert_same_bits(found, torch.full((3, 3), 4.0))
