@@ -1,0 +1,321 @@
+"""The loss scale: its transition as a pure function, and the scaler that keeps it on the device.
+
+The scheme is that of "Mixed Precision Training" (Micikevicius et al., 2018): halve on overflow, double after a run of
+clean steps; with the hysteresis of Megatron-LM. A static scale answers the same calls and never changes, so that nobody
+asks which kind it is. Knows gradients as tensors only, never as parameters or optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ampatch import kernels
+from ampatch.errors import AmpError, OptionError
+from ampatch.opt_levels import LossScale, check_loss_scale
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePolicy:
+    """How a loss scale behaves.
+
+    Attributes:
+        dynamic: whether it reacts to overflows; a static one is neither checked nor changed.
+        init_scale: where it starts. 2**16 is the largest power of two that float16 nearly holds: gradients of 1
+            overflow at once, and the scale comes down to what the model bears in a few steps.
+        factor: by which it grows and backs off. A power of two leaves every mantissa as it was.
+        window: clean steps before it grows; 2000 as in the paper.
+        hysteresis: overflows, not necessarily in a row, before it backs off; refilled when it grows.
+        floor: the least scale. 2**-24 is float16's smallest number: below it, scaling has failed.
+        ceiling: the greatest.
+    """
+
+    dynamic: bool
+    init_scale: float
+    factor: float = 2.0
+    window: int = 2000
+    hysteresis: int = 1
+    floor: float = 2.0**-24
+    ceiling: float = 2.0**24
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleState:
+    """A moment in the life of a scale.
+
+    Attributes:
+        loss_scale: what the loss is multiplied by.
+        unskipped: clean steps since it last changed.
+        hysteresis_left: overflows that are still forgiven, this one included.
+    """
+
+    loss_scale: float
+    unskipped: int
+    hysteresis_left: int
+
+
+def make_policy(
+    loss_scale: float | str,
+    *,
+    init_scale: float = 2.0**16,
+    scale_factor: float = 2.0,
+    scale_window: int = 2000,
+    hysteresis: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> ScalePolicy:
+    """A checked policy from the arguments of ``amp.initialize``.
+
+    Raises:
+        OptionError: a value out of range, or a floor above the ceiling.
+    """
+    checked: LossScale = check_loss_scale(loss_scale)
+    floor = 2.0**-24 if min_loss_scale is None else _checked_scale("min_loss_scale", min_loss_scale)
+    ceiling = _checked_scale("max_loss_scale", max_loss_scale)
+    if floor > ceiling:
+        raise OptionError(f"min_loss_scale={floor} is above max_loss_scale={ceiling}; expected it to be at most that.")
+    factor = _checked_scale("scale_factor", scale_factor)
+    if factor <= 1:
+        raise OptionError(f"scale_factor is {scale_factor!r}; expected a number above 1, such as 2.")
+    window, left = _count("scale_window", scale_window), _count("hysteresis", hysteresis)
+    start = _checked_scale("init_scale", init_scale)
+    if checked != "dynamic":
+        return ScalePolicy(False, _checked_scale("loss_scale", checked), factor, window, left, floor, ceiling)
+    return ScalePolicy(True, min(max(start, floor), ceiling), factor, window, left, floor, ceiling)
+
+
+def first_state(policy: ScalePolicy) -> ScaleState:
+    """The state that a scale starts in."""
+    return ScaleState(policy.init_scale, 0, policy.hysteresis)
+
+
+def next_state(state: ScaleState, overflow: bool, policy: ScalePolicy) -> ScaleState:
+    """The state after one pass: the reference that `kernels.update_scale_` is tested against."""
+    if not policy.dynamic:
+        return replace(state, unskipped=state.unskipped + 1)
+    scale, left = state.loss_scale, state.hysteresis_left
+    if overflow:
+        left -= 1
+        unskipped = 0
+        if left <= 0:
+            scale /= policy.factor
+    else:
+        unskipped = state.unskipped + 1
+        if unskipped >= policy.window:
+            scale, unskipped, left = scale * policy.factor, 0, policy.hysteresis
+    return ScaleState(min(max(scale, policy.floor), policy.ceiling), unskipped, left)
+
+
+class LossScaler:
+    """A loss scale by itself, for loops that do without ``amp.scale_loss``.
+
+    ::
+
+        scaler = amp.LossScaler()
+        scaler.scale(loss).backward()
+        overflow = scaler.unscale_(p.grad for p in model.parameters())
+        if not overflow:
+            optimizer.step()
+        scaler.update()
+
+    Args:
+        loss_scale: "dynamic", or a positive number for a static scale, which is never checked.
+        init_scale: where a dynamic scale starts.
+        scale_factor: by which it grows and backs off.
+        scale_window: clean updates before it grows.
+        hysteresis: overflows before it backs off.
+        min_loss_scale: the floor; None: 2**-24.
+        max_loss_scale: the ceiling.
+
+    Attributes:
+        policy: how it behaves.
+        is_one: whether it is static and 1, so that scaling changes nothing and costs nothing.
+
+    Raises:
+        OptionError: a value out of range.
+    """
+
+    policy: ScalePolicy
+    is_one: bool
+    _scale: Tensor
+    _unskipped: Tensor
+    _hysteresis_left: Tensor
+    _found_inf: Tensor
+
+    def __init__(
+        self,
+        loss_scale: float | str = "dynamic",
+        *,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        hysteresis: int = 1,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+    ) -> None:
+        self._begin(
+            make_policy(
+                loss_scale,
+                init_scale=init_scale,
+                scale_factor=scale_factor,
+                scale_window=scale_window,
+                hysteresis=hysteresis,
+                min_loss_scale=min_loss_scale,
+                max_loss_scale=max_loss_scale,
+            )
+        )
+
+    @classmethod
+    def from_policy(cls, policy: ScalePolicy) -> LossScaler:
+        """A scaler of a policy that was checked already."""
+        scaler = cls.__new__(cls)
+        scaler._begin(policy)
+        return scaler
+
+    def _begin(self, policy: ScalePolicy) -> None:
+        self.policy = policy
+        self._set(first_state(policy), torch.device("cpu"))
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether overflows are looked for."""
+        return self.policy.dynamic
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` in float32 times the scale.
+
+        Args:
+            loss: floating, of any shape.
+
+        Returns:
+            float32, of the same shape, on the same device.
+        """
+        self.to(loss.device)
+        loss = loss.float()
+        return loss if self.is_one else loss * self._scale
+
+    def scale_grads_(self, grads: Iterable[Tensor]) -> None:
+        """Brings unscaled gradients to the scale, in place: what accumulation onto them needs."""
+        if not self.is_one:
+            kernels.multiply_(grads, self._scale)
+
+    def unscale_(self, grads: Iterable[Tensor | None]) -> Tensor:
+        """Divides gradients by the scale in place, and looks for overflow if the scale is dynamic.
+
+        Args:
+            grads: floating or complex tensors of any shape, dtype and device; None is passed over, sparse ones are
+                coalesced.
+
+        Returns:
+            0-dimensional float32, 1 if any element of these gradients was not finite, else 0; always 0 under a static
+            scale. Reading it waits for the device.
+        """
+        found_inf = torch.zeros_like(self._found_inf)
+        there = [grad for grad in grads if grad is not None]
+        if self.dynamic:
+            kernels.unscale_(there, self._scale.reciprocal(), found_inf)
+            self._found_inf = torch.maximum(self._found_inf, found_inf)
+        elif not self.is_one:
+            kernels.multiply_(there, self._scale.reciprocal())
+        return found_inf
+
+    def update(self) -> None:
+        """Ends a pass: the scale backs off if an `unscale_` since the last update met overflow; else grows or stays."""
+        if self.dynamic:
+            policy = self.policy
+            kernels.update_scale_(
+                self._scale,
+                self._unskipped,
+                self._hysteresis_left,
+                self._found_inf,
+                factor=policy.factor,
+                window=policy.window,
+                hysteresis=policy.hysteresis,
+                floor=policy.floor,
+                ceiling=policy.ceiling,
+            )
+            self._found_inf.zero_()
+        else:
+            self._unskipped += 1
+
+    def snapshot(self) -> Tensor:
+        """The scale as it is now, on the device: 0-dimensional float32."""
+        return self._scale.clone()
+
+    def to(self, device: torch.device) -> None:
+        """Moves the state to a device; a scale follows the losses that it meets."""
+        if self._scale.device != device:
+            self._scale = self._scale.to(device)
+            self._unskipped = self._unskipped.to(device)
+            self._hysteresis_left = self._hysteresis_left.to(device)
+            self._found_inf = self._found_inf.to(device)
+
+    @property
+    def state(self) -> ScaleState:
+        """The state as plain numbers; waits for the device."""
+        return ScaleState(float(self._scale), int(self._unskipped), int(self._hysteresis_left))
+
+    def state_dict(self) -> dict[str, float | int]:
+        """The state as plain numbers, under the names that Apex used: ``loss_scale`` and ``unskipped``."""
+        state = self.state
+        saved: dict[str, float | int] = {"loss_scale": state.loss_scale, "unskipped": state.unskipped}
+        if self.policy.hysteresis > 1:
+            saved["hysteresis_left"] = state.hysteresis_left
+        return saved
+
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
+        """Takes over a saved state.
+
+        Raises:
+            OptionError: a key is missing, unknown, or holds no such number; nothing was changed.
+        """
+        self._set(self.read_state_dict(state_dict), self._scale.device)
+
+    def read_state_dict(self, state_dict: Mapping[str, object]) -> ScaleState:
+        """The state that a dict holds, checked, without taking it over.
+
+        Raises:
+            OptionError: a key is missing, unknown, or holds no such number.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise OptionError(
+                f"found {type(state_dict).__name__} as the state of a loss scaler; expected what state_dict() returned."
+            )
+        known = ("loss_scale", "unskipped", "hysteresis_left")
+        unexpected = [key for key in state_dict if key not in known]
+        missing = [key for key in known[:2] if key not in state_dict]
+        if unexpected or missing:
+            raise OptionError(
+                f"the state of a loss scaler has unexpected keys {unexpected} and lacks {missing}; expected "
+                f"{', '.join(known[:2])}."
+            )
+        try:
+            scale = _checked_scale("loss_scale", state_dict["loss_scale"])
+            unskipped = _count("unskipped", state_dict["unskipped"], least=0)
+            left = _count("hysteresis_left", state_dict.get("hysteresis_left", self.policy.hysteresis), least=-(2**31))
+        except AmpError as error:
+            raise OptionError(f"the state of a loss scaler is not sound: {error}") from None
+        return ScaleState(scale, unskipped, left)
+
+    def _set(self, state: ScaleState, device: torch.device) -> None:
+        self._scale = torch.tensor(state.loss_scale, dtype=torch.float32, device=device)
+        self._unskipped = torch.tensor(state.unskipped, dtype=torch.int32, device=device)
+        self._hysteresis_left = torch.tensor(state.hysteresis_left, dtype=torch.int32, device=device)
+        self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        self.is_one = not self.policy.dynamic and state.loss_scale == 1
+
+
+def _checked_scale(name: str, value: object) -> float:
+    """A number that float32 holds without rounding it or its reciprocal to zero, as float32 holds it."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 2.0**-126 <= value <= 2.0**126:
+        return float(torch.tensor(value, dtype=torch.float32))
+    raise OptionError(f"{name} is {value!r}; expected a number from 2**-126 to 2**126.")
+
+
+def _count(name: str, value: object, least: int = 1) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31:
+        return value
+    raise OptionError(f"{name} is {value!r}; expected a whole number of at least {least}.")

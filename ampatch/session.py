@@ -1,0 +1,360 @@
+"""The session: the one owner of what lives between ``amp.initialize`` and ``amp.deinitialize``.
+
+It holds the ledger of patches, the cache of cast weights, the on/off switch, the loss scalers, the adopted models and
+optimizers. There is at most one live session in a process, since torch's functions are the process's. Functions
+registered by the user beforehand are kept here too, outside of any session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ampatch import autocast_gates, compilers, models, opt_levels
+from ampatch.cast_lists import CastLists
+from ampatch.errors import AmpWarning, OptionError, UsageError
+from ampatch.function_patches import FunctionPatches, Registration
+from ampatch.loss_scaler import LossScaler, ScalePolicy
+from ampatch.opt_levels import Properties
+from ampatch.optimizers import AdoptedOptimizer, OptimizerLike, ScaledPass, check_optimizer
+from ampatch.patching import PatchLedger
+from ampatch.switch import Switch
+from ampatch.weight_cache import WeightCache
+from ampatch.wrappers import Adapters, explain
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All that decides what a session does. Two calls of ``initialize`` may share a session if these are equal.
+
+    Attributes:
+        properties: the opt level's, with overrides.
+        lists: the cast lists.
+        scale_policy: how the loss scales behave.
+        num_losses: how many of them there are.
+        allow_banned: whether banned functions run in float32 instead of raising.
+        enable_caching: whether cast weights are kept.
+        adopts_on_use: whether an optimizer is adopted by the first loss that is scaled for it.
+    """
+
+    properties: Properties
+    lists: CastLists
+    scale_policy: ScalePolicy
+    num_losses: int = 1
+    allow_banned: bool = False
+    enable_caching: bool = True
+    adopts_on_use: bool = False
+
+    def difference(self, other: Settings) -> str:
+        """What tells two settings apart, for a message; empty if nothing does."""
+        parts = [opt_levels.difference(self.properties, other.properties)]
+        names = {
+            "lists": "cast_lists",
+            "scale_policy": "the loss scale's settings",
+            "num_losses": "num_losses",
+            "allow_banned": "allow_banned",
+            "enable_caching": "enable_caching",
+            "adopts_on_use": "amp.init and amp.initialize",
+        }
+        parts += [text for name, text in names.items() if getattr(self, name) != getattr(other, name)]
+        return ", ".join(part for part in parts if part)
+
+
+class Session:
+    """Everything that amp installed and keeps.
+
+    Args:
+        settings: what the session is to do.
+        device_types: of the tensors that are cast; grows as models join.
+        verbose: whether skipped steps are logged.
+
+    Attributes:
+        settings: as given.
+        switch: whether casts are on.
+        cache: casts of weights.
+        ledger: everything that was installed.
+        scalers: one for each loss.
+        adapters: what decorated functions do to their arguments, by kind.
+    """
+
+    def __init__(self, settings: Settings, device_types: Iterable[str], verbose: bool = True) -> None:
+        self.settings = settings
+        self.switch = Switch()
+        self.cache = WeightCache(settings.enable_caching)
+        self.ledger = PatchLedger()
+        self.scalers = tuple(LossScaler.from_policy(settings.scale_policy) for _ in range(settings.num_losses))
+        self._device_types = set(device_types)
+        self._verbose = verbose
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._optimizers: MutableMapping[object, AdoptedOptimizer] = weakref.WeakKeyDictionary()
+        self._adapters = Adapters(
+            settings.properties.half_dtype, self.cache, self._device_types, allow_banned=settings.allow_banned
+        )
+        self.adapters = self._adapters.by_kind()
+        self._functions = FunctionPatches(self.ledger, self._adapters, self.switch)
+
+    @property
+    def patches_functions(self) -> bool:
+        """Whether functions cast by the lists in this session."""
+        return self.settings.properties.patch_torch_functions
+
+    def install(self) -> None:
+        """Patches what the settings ask for, and turns casts on."""
+        if self.patches_functions:
+            compilers.read_tables()
+            compilers.instruct(self.ledger, self._functions.original_of)
+            rules = self.settings.lists.for_half(self.settings.properties.half_dtype).values()
+            self._functions.install(rules, process.registered)
+            autocast_gates.open_gates(self.ledger, self.switch)
+            self.switch.follow_checkpoints(self.ledger)
+            handle = register_optimizer_step_post_hook(_forget_casts(weakref.ref(self.cache)))
+            self.ledger.on_undo(handle.remove)
+            compilers.forget_compiled()
+        self.switch.active = True
+
+    def take_down(self) -> None:
+        """Undoes everything, newest first. Wrappers that somebody kept forward unchanged from now on.
+
+        Warns:
+            AmpWarning: somebody else patched on top, and was left in place.
+        """
+        self.switch.active = False
+        try:
+            foreign = [patch for patch in self.ledger.undo() if not _is_wrapped_by_scheduler(*patch)]
+        finally:
+            self._functions.release(module for model in self._models for module in model.modules())
+            self.cache.clear()
+        if foreign:
+            names = ", ".join(
+                sorted(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}" for owner, name in foreign)
+            )
+            message = f"{names} were replaced by somebody else after amp patched them, and were left as they are."
+            warnings.warn(message, AmpWarning, stacklevel=4)
+
+    # Models and optimizers
+
+    def adopt(self, models: Iterable[nn.Module], optimizers: Iterable[OptimizerLike]) -> None:
+        """Takes models and optimizers in; if one of them cannot be, then none of them is."""
+        mark, device_types = self.ledger.mark(), set(self._device_types)
+        known_models, known_optimizers = set(self._models), set(self._optimizers)
+        try:
+            for model in models:
+                self.adopt_model(model)
+            for optimizer in optimizers:
+                self.adopt_optimizer(optimizer)
+        except BaseException:
+            self.ledger.undo(since=mark)
+            self._models &= known_models
+            for adopted in set(self._optimizers) - known_optimizers:
+                del self._optimizers[adopted]
+            self._device_types &= device_types
+            raise
+
+    def adopt_model(self, model: nn.Module) -> None:
+        """Takes a model in: hooks its forward, rebinds the functions that it keeps as attributes."""
+        self._device_types |= models.device_types(model)
+        if model in self._models:
+            return
+        self._models.add(model)
+        if self.patches_functions:
+            models.hook_forward(model, self.ledger, before_forward, after_forward)
+            self._functions.rebind(model.modules())
+            # A cast's graph holds its weight, and so would keep a model's weights when the model has gone.
+            self.ledger.on_undo(weakref.finalize(model, self.cache.clear).detach, model)
+
+    def adopt_optimizer(self, optimizer: OptimizerLike) -> None:
+        """Takes an optimizer in: its ``step`` learns to skip."""
+        adopted = AdoptedOptimizer(optimizer, self.switch, self.cache.clear, self._name_of, announce=self._verbose)
+        adopted.install(self.ledger)
+        self._optimizers[optimizer] = adopted
+
+    def has_adopted(self, optimizer: object) -> bool:
+        """Whether the optimizer is this session's."""
+        return optimizer in self._optimizers
+
+    def adopted(self, optimizer: object) -> AdoptedOptimizer:
+        """What is known of an optimizer.
+
+        Raises:
+            UsageError: it was never handed to ``amp.initialize``.
+        """
+        try:
+            return self._optimizers[optimizer]
+        except (KeyError, TypeError):
+            check_optimizer(optimizer)
+            raise UsageError(
+                f"this {type(optimizer).__name__} was never handed to amp.initialize. Type: model, optimizer = "
+                "amp.initialize(model, optimizer, ...), and use the optimizer that it returns."
+            ) from None
+
+    def parameter_ids(self) -> set[int]:
+        """The ids of all parameters of the adopted models."""
+        return set(models.named_parameters(self._models))
+
+    def check_device(self, model: nn.Module) -> None:
+        """Raises `UsageError` where a model was moved to another type of device than amp was set up for."""
+        models.check_device(model, self._device_types)
+
+    def _name_of(self, parameter: Tensor) -> str:
+        names = models.named_parameters(self._models)
+        return names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
+
+    # Losses
+
+    def scaler(self, loss_id: int) -> LossScaler:
+        """The scaler of a loss.
+
+        Raises:
+            OptionError: there is none of that number.
+        """
+        if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
+            raise OptionError(
+                f"loss_id is {loss_id!r}, and there are {len(self.scalers)} losses, numbered from 0. Type "
+                "amp.initialize(..., num_losses=N) for N of them."
+            )
+        return self.scalers[loss_id]
+
+    @contextlib.contextmanager
+    def scale_loss(
+        self,
+        loss: Tensor,
+        optimizers: Sequence[object],
+        loss_id: int,
+        delay_unscale: bool,
+        delay_overflow_check: bool,
+    ) -> Iterator[Tensor]:
+        """The block behind ``amp.scale_loss``."""
+        scaler = self.scaler(loss_id)
+        scaled_pass = ScaledPass(scaler, loss_id, [self.adopted(optimizer) for optimizer in optimizers])
+        scaled = scaler.scale(loss)
+        scaled_pass.begin()
+        try:
+            yield scaled
+        except BaseException:
+            scaled_pass.abandon()
+            raise
+        else:
+            scaled_pass.end(delay_unscale, delay_overflow_check)
+        finally:
+            self.cache.clear()
+
+
+def _is_wrapped_by_scheduler(owner: object, name: str) -> bool:
+    """Whether an attribute is an optimizer's step that an LR scheduler counts: ours below it forwards unchanged."""
+    return hasattr(getattr(owner, name, None), "_wrapped_by_lr_sched")
+
+
+def _forget_casts(cache: weakref.ref[WeightCache]) -> Any:
+    """A hook for every optimizer's step, adopted or not: the weights have changed."""
+
+    def forget(*_: object) -> None:
+        live = cache()
+        if live is not None:
+            live.clear()
+
+    return forget
+
+
+@dataclass(slots=True)
+class Process:
+    """What belongs to the process, and not to a session.
+
+    Attributes:
+        live: the session, if there is one.
+        disabled: whether ``initialize(enabled=False)`` was the last word while there was none.
+        registered: the functions that the user registered, for every session to come.
+    """
+
+    live: Session | None = None
+    disabled: bool = False
+    registered: list[Registration] = field(default_factory=list)
+
+
+process = Process()
+
+
+def open_session(settings: Settings, device_types: Iterable[str], verbose: bool = True) -> Session:
+    """Makes a session and installs it; if that fails, everything is as it was.
+
+    Raises:
+        UsageError: there is a live one already.
+    """
+    if process.live is not None:
+        raise UsageError("amp is set up already; type amp.deinitialize() first.")
+    session = Session(settings, device_types, verbose)
+    try:
+        session.install()
+    except BaseException:
+        session.take_down()
+        raise
+    process.live = session
+    return session
+
+
+def close_session(session: Session) -> None:
+    """Takes a session down, if it is the live one; otherwise does nothing."""
+    if session is process.live:
+        process.live = None
+        session.take_down()
+
+
+def register(registration: Registration) -> None:
+    """Remembers a function for the sessions to come; the last registration of a function counts."""
+    same = (registration.owner, registration.name)
+    process.registered[:] = [known for known in process.registered if (known.owner, known.name) != same]
+    process.registered.append(registration)
+
+
+def decorate(function: Any, kind: str) -> Any:
+    """A function whose arguments are cast while a session is live that patches functions.
+
+    Args:
+        function: a function, builtin, static method or class method.
+        kind: a key of `Session.adapters`.
+    """
+    if isinstance(function, (staticmethod, classmethod)):
+        return type(function)(decorate(function.__func__, kind))
+    name = getattr(function, "__qualname__", repr(function))
+    reason = f"ampatch: {name} is decorated for the {kind}, and its arguments were cast by that"
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        session = process.live
+        if session is None or not session.patches_functions or not session.switch.active or session.switch.thread.off:
+            return function(*args, **kwargs)
+        adapted = None
+        try:
+            adapted = session.adapters[kind](args, kwargs)
+            return function(*adapted[0], **adapted[1])
+        except Exception as error:
+            explain(error, reason, (args, kwargs), adapted)
+            raise
+
+    return wrapper
+
+
+# The hooks of adopted models: without state, so that a model deep-copies and pickles with them.
+
+
+def before_forward(model: nn.Module, _: object) -> None:
+    """Runs before an adopted model's forward, or that of a copy of one."""
+    session = process.live
+    if session is not None and not torch.compiler.is_compiling():
+        session.check_device(model)
+        session.cache.enter_forward(model)
+
+
+def after_forward(model: nn.Module, _: object, __: object) -> None:
+    """Runs after it, whether it returned or raised."""
+    session = process.live
+    if session is not None and not torch.compiler.is_compiling():
+        session.cache.exit_forward(model)

@@ -1,0 +1,422 @@
+"""Of mistakes: each gives one error, which says what was found and what to type, and nothing has been changed.
+
+That torch is as it was is asserted after every test (`conftest.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ampatch import amp, session
+from ampatch.errors import AmpError, CastListError, OptionError, UsageError
+
+
+class Bench:
+    """A model and its optimizer, and amp as its user calls it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.loss = self.model(torch.ones(3, 2)).sum()
+        self.directory = directory
+
+    def initialize(self, **options: Any) -> None:
+        amp.initialize(self.model, self.optimizer, **{"verbosity": 0, **options})
+
+    def lists(self, text: str) -> None:
+        path = self.directory / "lists.yaml"
+        path.write_text(text, encoding="utf-8")
+        self.initialize(cast_lists=path)
+
+    def scale(self, loss: object = None, optimizers: object = None, **options: Any) -> None:
+        loss = self.loss if loss is None else loss
+        optimizers = self.optimizer if optimizers is None else optimizers
+        with amp.scale_loss(loss, optimizers, **options):
+            pytest.fail("the block was entered")
+
+    def state(self) -> Any:
+        """All that a failed call must leave alone."""
+        live = session.process.live
+        return (
+            live,
+            None if live is None else (live.ledger.patches, [scaler.state for scaler in live.scalers]),
+            session.process.disabled,
+            list(session.process.registered),
+            {name: id(value) for name, value in self.model.state_dict(keep_vars=True).items()},
+            [value.tolist() for value in self.model.state_dict().values()],
+            [dict(module._forward_hooks | module._forward_pre_hooks) for module in self.model.modules()],
+            dict(vars(self.optimizer)),
+        )
+
+
+def other_optimizer() -> torch.optim.Optimizer:
+    return torch.optim.Adam(nn.Linear(3, 3).parameters())
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A call, and what its error says."""
+
+    name: str
+    call: Callable[[Bench], object]
+    message: str
+    kind: type[AmpError] = OptionError
+
+
+def option(message: str, name: str = "", **options: Any) -> Mistake:
+    """A mistake among the options of `initialize`."""
+    told = ",".join(f"{key}={value}" for key, value in options.items())
+    return Mistake(name or told, lambda bench: bench.initialize(**options), message)
+
+
+CAST_LISTS = [
+    Mistake(
+        "yaml-syntax-error",
+        lambda bench: bench.lists("whitelist:\n  torch: [mm\nblacklist: {}\n"),
+        r"lists\.yaml:\d+: not valid YAML",
+        CastListError,
+    ),
+    Mistake(
+        "unknown-list",
+        lambda bench: bench.lists("whitlist:\n  torch: [mm]\n"),
+        r"lists\.yaml:1: .*'whitlist'.*Did you mean 'whitelist'",
+        CastListError,
+    ),
+    Mistake(
+        "unknown-key",
+        lambda bench: bench.lists("whitelist:\n  torch:\n    - {name: mm, dtype: [float16]}\n"),
+        r"lists\.yaml:3: unknown key 'dtype'.*Did you mean 'dtypes'",
+        CastListError,
+    ),
+    Mistake(
+        "name-in-two-lists",
+        lambda bench: bench.lists("whitelist:\n  torch: [exp]\nblacklist:\n  torch: [exp]\n"),
+        r"lists\.yaml:4: torch\.exp .*blacklist.*whitelist.*2; keep one",
+        CastListError,
+    ),
+    Mistake(
+        "missing-function",
+        lambda bench: bench.lists("whitelist:\n  torch: [bmmm]\n"),
+        r"lists\.yaml:2: .*'bmmm'.*Did you mean 'bmm'",
+        CastListError,
+    ),
+    Mistake(
+        "missing-module",
+        lambda bench: bench.lists("whitelist:\n  torhc.nn: [Linear]\n"),
+        r"lists\.yaml:2: .*'torhc'",
+        CastListError,
+    ),
+    Mistake(
+        "wrong-type",
+        lambda bench: bench.lists("whitelist:\n  torch: 3\n"),
+        r"lists\.yaml:2: found '?3.*expected a list of names",
+        CastListError,
+    ),
+    Mistake(
+        "tag-that-builds-an-object",
+        lambda bench: bench.lists(f"whitelist: !!python/object/apply:os.mkdir ['{bench.directory}/made']\n"),
+        r"lists\.yaml:1: .*python/object/apply:os\.mkdir.*plain data",
+        CastListError,
+    ),
+    Mistake(
+        "missing-file",
+        lambda bench: bench.initialize(cast_lists=bench.directory / "none.yaml"),
+        r"none\.yaml: .*cannot be read",
+        CastListError,
+    ),
+    Mistake(
+        "mapping-with-an-object",
+        lambda bench: bench.initialize(cast_lists={"whitelist": {"torch": [torch.mm]}}),
+        "cast_lists: .*built-in method mm",
+        CastListError,
+    ),
+    option("cast_lists .*5.*expected .* YAML file", cast_lists=5),
+    option("cast_lists .*5.*expected .* YAML file", cast_lists=[5]),
+]
+
+OPTIONS = [
+    option("opt_level is '01'; .*type opt_level='O1'", opt_level="01"),
+    option("opt_level is 1; .*type opt_level='O1'", opt_level=1),
+    option("opt_level is 'O7'; expected one of O0, O1", opt_level="O7"),
+    *(option(f"opt_level='{level}' .*this version.*O0, O1, O4", opt_level=level) for level in ("O2", "O3", "O5")),
+    option("loss_scale is -1; expected a positive", loss_scale=-1),
+    option("loss_scale is 0; expected a positive", loss_scale=0),
+    option("loss_scale is nan; expected a positive", loss_scale=math.nan),
+    option("loss_scale is True; expected a positive", loss_scale=True),
+    option("loss_scale is 'dynamc'; .*Did you mean 'dynamic'", loss_scale="dynamc"),
+    option("num_losses is 0; expected a whole number of at least 1", num_losses=0),
+    option("num_losses is True; expected a whole number of at least 1", num_losses=True),
+    option("num_losses is 1.5; expected a whole number of at least 1", num_losses=1.5),
+    option("min_loss_scale=4.0 is above max_loss_scale=2.0", min_loss_scale=4, max_loss_scale=2),
+    option("scale_factor is 1; expected a number above 1", scale_factor=1),
+    option("scale_window is 0; expected a whole number", scale_window=0),
+    option("hysteresis is -1; expected a whole number", hysteresis=-1),
+    option("init_scale is 0; expected a number", init_scale=0),
+    option(r"half_dtype is torch\.float32; expected torch\.float16 or torch\.bfloat16", half_dtype=torch.float32),
+    option(r"half_dtype is 'float16'; expected torch\.float16 or torch\.bfloat16", half_dtype="float16"),
+    option(
+        "say different things; give one of them",
+        half_dtype=torch.float16,
+        patch_torch_functions_type=torch.bfloat16,
+    ),
+    option("contradicts opt_level='O4'.*use opt_level='O1'", opt_level="O4", half_dtype=torch.float16),
+    option("keep_batchnorm_fp32=True contradicts opt_level='O1'.*Leave .* out", keep_batchnorm_fp32=True),
+    option("keep_batchnorm_fp32='False' contradicts opt_level='O4'", opt_level="O4", keep_batchnorm_fp32="False"),
+    option("keep_batchnorm_fp32 is 'yes'; expected True, False or None", keep_batchnorm_fp32="yes"),
+    option("master_weights=True contradicts opt_level='O1'.*Leave .* out", master_weights=True),
+    option("cast_model_type=torch.float16 contradicts opt_level='O1'.*Leave .* out", cast_model_type=torch.float16),
+    option("cast_model_type is 'half'; expected torch.float32", cast_model_type="half"),
+    option("patch_torch_functions is 'no'; expected True, False or None", patch_torch_functions="no"),
+    option("cast_model_outputs=torch.float16 .*this version.*O0, O1, O4", cast_model_outputs=torch.float16),
+    option("keep_fp32=.*this version.*O0, O1, O4", keep_fp32=[nn.BatchNorm1d]),
+]
+
+OBJECTS = [
+    Mistake(
+        "no-module",
+        lambda bench: amp.initialize("model", bench.optimizer),
+        r"found str as a model; expected a torch\.nn\.Module",
+    ),
+    Mistake(
+        "no-module-in-a-list",
+        lambda bench: amp.initialize([bench.model, None], bench.optimizer),
+        r"found NoneType as a model; expected a torch\.nn\.Module",
+    ),
+    Mistake(
+        "optimizer-first",
+        lambda bench: amp.initialize(bench.optimizer, bench.model),
+        r"found SGD as a model; expected a torch\.nn\.Module",
+    ),
+    Mistake(
+        "wrapped-model",
+        lambda bench: amp.initialize(nn.DataParallel(bench.model), bench.optimizer),
+        "wrapped in DataParallel already. Call amp.initialize on the bare model first",
+    ),
+    Mistake(
+        "no-optimizer",
+        lambda bench: amp.initialize(bench.model, bench.model.parameters()),
+        "found generator as an optimizer, which lacks param_groups, step, zero_grad; expected an object with",
+    ),
+    Mistake(
+        "optimizer-of-another-model",
+        lambda bench: amp.initialize(bench.model, [bench.optimizer, other_optimizer()]),
+        r"the Adam updates 2 parameters, and none of them is the model's.*torch\.optim\.SGD\(model\.parameters",
+    ),
+    Mistake(
+        "optimizer-twice-in-a-list",
+        lambda bench: amp.initialize(bench.model, [bench.optimizer, bench.optimizer]),
+        "this SGD was handed to amp.initialize before. Hand it in once",
+        UsageError,
+    ),
+]
+
+TOO_EARLY = [
+    Mistake("scale_loss", lambda bench: bench.scale(), "amp.scale_loss was called before amp.initialize", UsageError),
+    Mistake("state_dict", lambda _: amp.state_dict(), "amp.state_dict was called before", UsageError),
+    Mistake("load_state_dict", lambda _: amp.load_state_dict({}), "amp.load_state_dict was called before", UsageError),
+    Mistake("get_loss_scale", lambda _: amp.get_loss_scale(), "amp.get_loss_scale was called before", UsageError),
+    Mistake(
+        "step_was_skipped",
+        lambda bench: amp.step_was_skipped(bench.optimizer),
+        r"before amp\.initialize\. Type model, optimizer = amp\.initialize\(model, optimizer\) first",
+        UsageError,
+    ),
+    Mistake(
+        "skipped_steps", lambda bench: amp.skipped_steps(bench.optimizer), "amp.skipped_steps was called", UsageError
+    ),
+    Mistake(
+        "init-options",
+        lambda _: amp.init(half_dtype=torch.float16, patch_type=torch.bfloat16),
+        "half_dtype=torch.float16 and patch_type=torch.bfloat16 say different things",
+    ),
+    Mistake("init-loss-scale", lambda _: amp.init(loss_scale="static"), "loss_scale is 'static'; expected a positive"),
+    *(
+        Mistake(
+            f"{register.__name__}-of-no-function",
+            lambda _, register=register: register(torch, "matmull"),
+            "torch has no 'matmull' to register. Did you mean 'matmul'",
+        )
+        for register in (
+            amp.register_half_function,
+            amp.register_bfloat16_function,
+            amp.register_float_function,
+            amp.register_promote_function,
+        )
+    ),
+    Mistake(
+        "register-what-cannot-be-called",
+        lambda _: amp.register_half_function(torch, "__version__"),
+        r"torch\.__version__ is .*; expected a function",
+    ),
+    Mistake("register-no-name", lambda _: amp.register_half_function(torch, 3), "torch has no 3 to register"),
+]
+
+ONCE_SET_UP = [
+    Mistake("loss-no-tensor", lambda bench: bench.scale(3.0), "the loss is float; expected a floating tensor"),
+    Mistake(
+        "loss-of-integers",
+        lambda bench: bench.scale(torch.tensor(3)),
+        r"the loss is a tensor of torch\.int64; expected a floating tensor",
+    ),
+    *(
+        Mistake(
+            f"loss_id-{loss_id!r}",
+            lambda bench, loss_id=loss_id: bench.scale(loss_id=loss_id),
+            rf"loss_id is {loss_id!r}, and there are 1 losses.*Type amp\.initialize\(\.\.\., num_losses=N\)",
+        )
+        for loss_id in (1, -1, True, "0", None)
+    ),
+    Mistake("get_loss_scale-1", lambda _: amp.get_loss_scale(1), "loss_id is 1, and there are 1 losses"),
+    Mistake(
+        "optimizer-never-adopted",
+        lambda bench: bench.scale(optimizers=other_optimizer()),
+        r"this Adam was never handed to amp\.initialize\. Type: model, optimizer = amp\.initialize",
+        UsageError,
+    ),
+    Mistake(
+        "one-of-two-never-adopted",
+        lambda bench: bench.scale(optimizers=[bench.optimizer, other_optimizer()]),
+        "this Adam was never handed to amp.initialize",
+        UsageError,
+    ),
+    Mistake(
+        "model-for-optimizer",
+        lambda bench: bench.scale(optimizers=bench.model),
+        "found Sequential as an optimizer, which lacks param_groups, step; expected an object with",
+    ),
+    Mistake("no-optimizers", lambda bench: bench.scale(optimizers=[]), "got no optimizer.*expected one or more"),
+    Mistake(
+        "step_was_skipped-never-adopted",
+        lambda _: amp.step_was_skipped(other_optimizer()),
+        "this Adam was never handed to",
+        UsageError,
+    ),
+    Mistake(
+        "skipped_steps-of-none",
+        lambda _: amp.skipped_steps(None),
+        "found NoneType as an optimizer",
+    ),
+    Mistake(
+        "optimizer-handed-in-again",
+        lambda bench: bench.initialize(),
+        r"this SGD was handed to amp\.initialize before.*amp\.deinitialize\(\)",
+        UsageError,
+    ),
+    Mistake(
+        "other-settings",
+        lambda bench: amp.initialize(bench.model, opt_level="O0", verbosity=0),
+        r"other settings \(opt_level=O1 there, O0 here.*Type amp\.deinitialize\(\) first",
+        UsageError,
+    ),
+    Mistake(
+        "other-cast-lists",
+        lambda bench: amp.initialize(bench.model, cast_lists={"blacklist": {"torch": ["mm"]}}, verbosity=0),
+        r"other settings \(cast_lists\).*Type amp\.deinitialize\(\) first",
+        UsageError,
+    ),
+    Mistake(
+        "other-scale",
+        lambda bench: amp.initialize(bench.model, loss_scale=1.0, init_scale=2.0, scale_window=5, verbosity=0),
+        r"other settings \(the loss scale's settings\).*Type amp\.deinitialize\(\) first",
+        UsageError,
+    ),
+    Mistake("init", lambda _: amp.init(), r"set up already; type amp\.deinitialize\(\) first", UsageError),
+    Mistake(
+        "register-too-late",
+        lambda _: amp.register_half_function(torch, "exp"),
+        r"registered before amp\.initialize; type amp\.deinitialize\(\) first",
+        UsageError,
+    ),
+    *(
+        Mistake(f"load_state_dict-{name}", lambda _, saved=saved: amp.load_state_dict(saved), message)
+        for name, saved, message in [
+            ("of-a-list", [1], r"found list; expected the dict that amp\.state_dict\(\) returned"),
+            ("of-a-model", {"weight": 1}, r"unexpected keys \['weight'\]; expected loss_scaler0"),
+            ("of-another-key", {"loss_scaler": {}}, r"unexpected keys \['loss_scaler'\]; expected loss_scaler0"),
+            ("of-no-state", {"loss_scaler0": 3.0}, "found float as the state of a loss scaler; expected what"),
+            ("of-half-a-state", {"loss_scaler0": {"loss_scale": 2.0}}, r"lacks \['unskipped'\]; expected loss_scale,"),
+            (
+                "of-nan",
+                {"loss_scaler0": {"loss_scale": math.nan, "unskipped": 0}},
+                "loss_scale is nan; expected a number",
+            ),
+        ]
+    ),
+]
+
+
+def check(bench: Bench, mistake: Mistake) -> None:
+    before = bench.state()
+    with pytest.raises(mistake.kind, match=mistake.message) as caught:
+        mistake.call(bench)
+    # One error, and none behind it in the traceback.
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None or caught.value.__suppress_context__
+    assert bench.state() == before
+
+
+def by_name(mistake: Mistake) -> str:
+    return mistake.name
+
+
+@pytest.mark.parametrize("mistake", CAST_LISTS, ids=by_name)
+def test_fault_in_the_cast_lists(mistake: Mistake, tmp_path: Path) -> None:
+    check(Bench(tmp_path), mistake)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("mistake", OPTIONS, ids=by_name)
+def test_option_that_is_not_allowed(mistake: Mistake, tmp_path: Path) -> None:
+    check(Bench(tmp_path), mistake)
+
+
+@pytest.mark.parametrize("mistake", OBJECTS, ids=by_name)
+def test_model_or_optimizer_that_cannot_be_adopted(mistake: Mistake, tmp_path: Path) -> None:
+    check(Bench(tmp_path), mistake)
+
+
+@pytest.mark.parametrize("mistake", TOO_EARLY, ids=by_name)
+def test_call_before_initialize(mistake: Mistake, tmp_path: Path) -> None:
+    check(Bench(tmp_path), mistake)
+
+
+@pytest.mark.parametrize("mistake", ONCE_SET_UP, ids=by_name)
+def test_call_once_amp_is_set_up(mistake: Mistake, tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.initialize()
+    check(bench, mistake)
+
+
+@pytest.mark.parametrize("register", [amp.register_half_function, amp.register_promote_function])
+def test_unknown_name_is_a_value_error_as_in_apex(register: Callable[[object, str], None]) -> None:
+    with pytest.raises(ValueError, match="no 'nothing' to register"):
+        register(nn.functional, "nothing")
+
+
+def test_failure_after_torch_was_patched_takes_the_patches_out_again() -> None:
+    class Slotted:
+        """An optimizer on which no `step` can be put."""
+
+        __slots__ = ("__weakref__", "param_groups")
+
+        def __init__(self, parameters: Any) -> None:
+            self.param_groups = [{"params": list(parameters)}]
+
+        def step(self) -> None: ...
+
+        def zero_grad(self) -> None: ...
+
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError):
+        amp.initialize(model, Slotted(model.parameters()), verbosity=0)
+    assert session.process.live is None
+    assert not model._forward_hooks
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32

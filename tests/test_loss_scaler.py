@@ -1,0 +1,318 @@
+"""Of the loss scale by itself: the policy, its transition, and the scaler around it, without models or optimizers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from helpers import HALF_DTYPES, assert_same_bits, dtype_name
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ampatch.errors import OptionError
+from ampatch.loss_scaler import LossScaler, ScalePolicy, ScaleState, first_state, make_policy, next_state
+
+
+def after(overflows: str, policy: ScalePolicy) -> ScaleState:
+    """The state after a run of passes, each "x" (overflow) or "." (clean)."""
+    state = first_state(policy)
+    for overflow in overflows:
+        state = next_state(state, overflow == "x", policy)
+    return state
+
+
+def passes(scaler: LossScaler, overflows: str) -> None:
+    for overflow in overflows:
+        scaler.unscale_([torch.tensor([math.inf if overflow == "x" else 1.0])])
+        scaler.update()
+
+
+class TestPolicy:
+    def test_defaults_are_those_of_the_paper_and_of_apex(self):
+        assert make_policy("dynamic") == ScalePolicy(
+            dynamic=True,
+            init_scale=2.0**16,
+            factor=2.0,
+            window=2000,
+            hysteresis=1,
+            floor=2.0**-24,
+            ceiling=2.0**24,
+        )
+
+    @pytest.mark.parametrize("loss_scale", [128, 128.0, "128", "1.28e2"])
+    def test_static_scale_starts_and_stays_where_it_was_put(self, loss_scale):
+        policy = make_policy(loss_scale, max_loss_scale=2.0)
+        assert (policy.dynamic, policy.init_scale) == (False, 128.0)
+
+    @pytest.mark.parametrize(
+        ("init_scale", "expected"), [(2.0**20, 2.0**10), (2.0**-20, 2.0**-2), (8.0, 8.0)], ids=["above", "below", "in"]
+    )
+    def test_dynamic_scale_starts_between_floor_and_ceiling(self, init_scale, expected):
+        policy = make_policy("dynamic", init_scale=init_scale, min_loss_scale=2.0**-2, max_loss_scale=2.0**10)
+        assert policy.init_scale == expected
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"min_loss_scale": 4.0, "max_loss_scale": 2.0}, "min_loss_scale=4.0 is above max_loss_scale=2.0"),
+            ({"min_loss_scale": 0.0}, "min_loss_scale is 0.0"),
+            ({"max_loss_scale": math.inf}, "max_loss_scale is inf"),
+            ({"init_scale": -1.0}, "init_scale is -1.0"),
+            ({"init_scale": math.nan}, "init_scale is nan"),
+            ({"init_scale": "65536"}, "init_scale is '65536'"),
+            ({"init_scale": True}, "init_scale is True"),
+            ({"scale_factor": 1}, "scale_factor is 1; expected a number above 1"),
+            ({"scale_factor": 0.5}, "scale_factor is 0.5; expected a number above 1"),
+            ({"scale_window": 0}, "scale_window is 0"),
+            ({"scale_window": 10.0}, "scale_window is 10.0"),
+            ({"hysteresis": 0}, "hysteresis is 0"),
+            ({"hysteresis": True}, "hysteresis is True"),
+            ({"loss_scale": 1e-300}, "loss_scale is 1e-300"),
+            ({"loss_scale": 1e300}, "loss_scale is 1e\\+300"),
+            ({"loss_scale": "dynamc"}, "loss_scale is 'dynamc'.*Did you mean 'dynamic'"),
+        ],
+        ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+    )
+    def test_value_out_of_range_is_named(self, arguments, message):
+        with pytest.raises(OptionError, match=message):
+            LossScaler(**{"loss_scale": "dynamic", **arguments})
+
+
+class TestTransition:
+    POLICY = ScalePolicy(dynamic=True, init_scale=16.0, window=3)
+
+    @pytest.mark.parametrize(
+        ("overflows", "loss_scale", "unskipped"),
+        [
+            ("", 16, 0),
+            ("x", 8, 0),
+            ("xx", 4, 0),
+            ("..", 16, 2),
+            ("...", 32, 0),
+            ("......", 64, 0),
+            ("..x", 8, 0),
+            ("..x..", 8, 2),
+            ("..x...", 16, 0),
+        ],
+    )
+    def test_halves_on_overflow_and_doubles_after_a_window_of_clean_passes(self, overflows, loss_scale, unskipped):
+        state = after(overflows, self.POLICY)
+        assert (state.loss_scale, state.unskipped) == (loss_scale, unskipped)
+
+    @pytest.mark.parametrize(
+        ("overflows", "loss_scale"),
+        [("x", 16), ("xx", 16), ("xxx", 8), ("x.x.x", 8), ("xxxx", 4), ("xx...xx", 32), ("xx...xxx", 16)],
+    )
+    def test_hysteresis_forgives_overflows_until_it_is_used_up_and_growth_refills_it(self, overflows, loss_scale):
+        policy = ScalePolicy(dynamic=True, init_scale=16.0, window=3, hysteresis=3)
+        assert after(overflows, policy).loss_scale == loss_scale
+
+    def test_stops_at_floor_and_ceiling(self):
+        policy = ScalePolicy(dynamic=True, init_scale=16.0, window=1, floor=5.0, ceiling=50.0)
+        assert after("xxxx", policy).loss_scale == 5
+        assert after("....", policy).loss_scale == 50
+
+    def test_static_scale_never_changes(self):
+        policy = ScalePolicy(dynamic=False, init_scale=16.0, window=1)
+        assert after("x.x.", policy).loss_scale == 16
+
+    @given(overflows=st.text("x.", max_size=200), window=st.integers(1, 5), hysteresis=st.integers(1, 4))
+    def test_never_leaves_its_bounds(self, overflows, window, hysteresis):
+        policy = ScalePolicy(True, 1.0, 2.0, window, hysteresis, floor=2.0**-3, ceiling=2.0**3)
+        state = first_state(policy)
+        for overflow in overflows:
+            state = next_state(state, overflow == "x", policy)
+            assert policy.floor <= state.loss_scale <= policy.ceiling
+            assert 0 <= state.unskipped < window
+
+
+class TestScaler:
+    @given(
+        overflows=st.text("x.", max_size=30),
+        window=st.integers(1, 4),
+        hysteresis=st.integers(1, 3),
+        loss_scale=st.sampled_from(["dynamic", 4.0]),
+    )
+    def test_follows_the_pure_function(self, overflows, window, hysteresis, loss_scale):
+        scaler = LossScaler(loss_scale, init_scale=4.0, scale_window=window, hysteresis=hysteresis)
+        passes(scaler, overflows)
+        assert scaler.state == after(overflows, scaler.policy)
+
+    @pytest.mark.parametrize("dtype", [*HALF_DTYPES, torch.float32, torch.float64], ids=dtype_name)
+    def test_scales_in_float32(self, dtype):
+        loss = torch.tensor([[3.0, 0.5]], dtype=dtype)
+        scaled = LossScaler().scale(loss)
+        assert_same_bits(scaled, torch.tensor([[3 * 2.0**16, 2.0**15]]))
+
+    def test_static_scale_of_one_gives_back_the_loss_itself(self):
+        loss = torch.tensor(3.0)
+        assert LossScaler(1.0).scale(loss) is loss
+        assert LossScaler(2.0).scale(loss).item() == 6
+
+    def test_gradient_too_small_for_float16_survives_in_its_scaled_form(self):
+        weight = torch.tensor([2.0], dtype=torch.float16, requires_grad=True)
+        loss = (weight.float() * 2.0**-26).sum()
+        LossScaler(init_scale=2.0**10).scale(loss).backward()
+        assert weight.grad.item() == 2.0**-16
+
+    @pytest.mark.parametrize("loss_scale", ["dynamic", 8.0, 1.0])
+    @pytest.mark.parametrize("dtype", [*HALF_DTYPES, torch.float32], ids=dtype_name)
+    def test_brings_gradients_to_the_scale_and_back(self, dtype, loss_scale):
+        scaler = LossScaler(loss_scale, init_scale=8.0)
+        grad = torch.tensor([0.5, 3.0], dtype=dtype)
+        scaler.scale_grads_([grad])
+        factor = 1 if loss_scale == 1 else 8
+        assert grad.tolist() == [0.5 * factor, 3 * factor]
+        scaler.unscale_([grad])
+        assert_same_bits(grad, torch.tensor([0.5, 3.0], dtype=dtype))
+
+    def test_unscales_in_place_and_passes_over_none(self):
+        scaler = LossScaler(init_scale=8.0)
+        grads = [torch.tensor([8.0, 4.0]), None, torch.tensor(16.0, dtype=torch.float64)]
+        overflow = scaler.unscale_(iter(grads))
+        assert (grads[0].tolist(), grads[2].item(), overflow.item()) == ([1.0, 0.5], 2.0, 0.0)
+
+    def test_unscales_a_sparse_gradient(self):
+        embedding = torch.nn.Embedding(4, 1, sparse=True)
+        scaler = LossScaler(init_scale=8.0)
+        scaler.scale(embedding(torch.tensor([1, 1, 3])).sum()).backward()
+        overflow = scaler.unscale_([embedding.weight.grad])
+        assert embedding.weight.grad.to_dense().flatten().tolist() == [0, 2, 0, 1]
+        assert overflow.item() == 0
+
+    def test_answers_for_the_gradients_of_the_call_and_updates_for_all_since_the_last_update(self):
+        scaler = LossScaler(init_scale=8.0)
+        first = scaler.unscale_([torch.tensor([math.nan])])
+        second = scaler.unscale_([torch.tensor([1.0])])
+        scaler.update()
+        third = scaler.unscale_([torch.tensor([1.0])])
+        scaler.update()
+        assert (first.item(), second.item(), third.item()) == (1, 0, 0)
+        assert scaler.state == ScaleState(4.0, 1, 0)
+
+    @pytest.mark.parametrize("loss_scale", [1.0, 4.0])
+    def test_static_scale_is_never_checked(self, loss_scale):
+        scaler = LossScaler(loss_scale)
+        grad = torch.tensor([math.inf, 4.0])
+        overflow = scaler.unscale_([grad])
+        scaler.update()
+        assert overflow.item() == 0
+        assert grad.tolist() == [math.inf, 4 / loss_scale]
+        assert scaler.state == ScaleState(loss_scale, 1, 1)
+
+    def test_gradient_penalty(self):
+        def gradients(scaler: LossScaler | None) -> Tensor:
+            weight = torch.tensor([2.0, 3.0], requires_grad=True)
+            loss = (weight**3).sum()
+            scaled = loss if scaler is None else scaler.scale(loss)
+            (grad,) = torch.autograd.grad(scaled, weight, create_graph=True)
+            if scaler is not None:
+                grad = grad / scaler.snapshot()
+            loss = loss + grad.norm()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            if scaler is not None:
+                scaler.unscale_([weight.grad])
+            return weight.grad
+
+        torch.testing.assert_close(gradients(LossScaler()), gradients(None))
+
+    def test_gradient_penalty_on_gradients_unscaled_in_place(self):
+        weight = torch.tensor([2.0], requires_grad=True)
+        scaler = LossScaler()
+        (grad,) = torch.autograd.grad(scaler.scale(weight**3), weight, create_graph=True)
+        scaler.unscale_([grad])
+        (second,) = torch.autograd.grad(grad**2, weight)
+        assert second.item() == 2 * 12 * 12
+
+    def test_training_loop_without_the_context_manager(self):
+        def train(scaler: LossScaler | None) -> Tensor:
+            torch.manual_seed(0)
+            model, inputs = torch.nn.Linear(3, 1), torch.randn(8, 3)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(6):
+                optimizer.zero_grad()
+                loss = model(inputs * (1e38 if step == 2 else 1)).square().mean()
+                if scaler is None:
+                    if step != 2:
+                        loss.backward()
+                        optimizer.step()
+                    continue
+                scaler.scale(loss).backward()
+                if not scaler.unscale_(parameter.grad for parameter in model.parameters()):
+                    optimizer.step()
+                scaler.update()
+            return model.weight
+
+        scaler = LossScaler()
+        assert_same_bits(train(scaler), train(None))
+        assert scaler.state == ScaleState(2.0**15, 3, 0)
+
+    def test_copies_and_pickles(self):
+        scaler = LossScaler(init_scale=8.0, hysteresis=2)
+        passes(scaler, ".x")
+        for twin in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+            assert (twin.state, twin.policy) == (scaler.state, scaler.policy)
+            passes(twin, "x")
+            assert twin.state.loss_scale == 4
+        assert scaler.state.loss_scale == 8
+
+
+class TestStateDict:
+    def test_has_the_keys_of_apex_and_plain_numbers(self):
+        scaler = LossScaler(init_scale=8.0)
+        passes(scaler, "x..")
+        saved = scaler.state_dict()
+        assert saved == {"loss_scale": 4.0, "unskipped": 2}
+        assert [type(value) for value in saved.values()] == [float, int]
+
+    def test_is_read_by_torch_load_with_weights_only(self):
+        file = io.BytesIO()
+        torch.save(LossScaler(hysteresis=2).state_dict(), file)
+        file.seek(0)
+        assert torch.load(file, weights_only=True) == {"loss_scale": 2.0**16, "unskipped": 0, "hysteresis_left": 2}
+
+    @given(overflows=st.text("x.", max_size=20), further=st.text("x.", max_size=20), hysteresis=st.integers(1, 3))
+    def test_goes_on_as_if_there_had_been_no_interruption(self, overflows, further, hysteresis):
+        scaler, resumed = [LossScaler(init_scale=8.0, scale_window=3, hysteresis=hysteresis) for _ in range(2)]
+        passes(scaler, overflows)
+        resumed.load_state_dict(scaler.state_dict())
+        passes(scaler, further)
+        passes(resumed, further)
+        assert resumed.state_dict() == scaler.state_dict()
+        assert resumed.state.loss_scale == scaler.state.loss_scale
+
+    def test_static_scale_takes_over_what_was_saved(self):
+        scaler = LossScaler(1.0)
+        scaler.load_state_dict({"loss_scale": 128.0, "unskipped": 5})
+        assert scaler.scale(torch.tensor(1.0)).item() == 128
+        scaler.load_state_dict({"loss_scale": 1.0, "unskipped": 5})
+        assert scaler.scale(torch.tensor(1.0)).item() == 1
+
+    @pytest.mark.parametrize(
+        ("saved", "message"),
+        [
+            (3, "found int as the state of a loss scaler"),
+            ({}, r"lacks \['loss_scale', 'unskipped'\]"),
+            ({"loss_scale": 8.0}, r"lacks \['unskipped'\]"),
+            ({"loss_scale": 8.0, "unskipped": 0, "scale": 1}, r"unexpected keys \['scale'\]"),
+            ({"loss_scale": "dynamic", "unskipped": 0}, "loss_scale is 'dynamic'"),
+            ({"loss_scale": math.nan, "unskipped": 0}, "loss_scale is nan"),
+            ({"loss_scale": 0.0, "unskipped": 0}, "loss_scale is 0.0"),
+            ({"loss_scale": 1e300, "unskipped": 0}, r"loss_scale is 1e\+300"),
+            ({"loss_scale": 8.0, "unskipped": -1}, "unskipped is -1"),
+            ({"loss_scale": 8.0, "unskipped": 2**40}, f"unskipped is {2**40}"),
+            ({"loss_scale": 8.0, "unskipped": 0, "hysteresis_left": 1.5}, "hysteresis_left is 1.5"),
+        ],
+        ids=str,
+    )
+    def test_unsound_state_is_refused_and_nothing_changes(self, saved, message):
+        scaler = LossScaler(init_scale=4.0)
+        passes(scaler, ".")
+        with pytest.raises(OptionError, match=message):
+            scaler.load_state_dict(saved)
+        assert scaler.state == ScaleState(4.0, 1, 1)

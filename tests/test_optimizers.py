@@ -1,0 +1,1265 @@
+"""Of adopted optimizers: gradients through `scale_loss` blocks, and steps that run, are skipped or are refused.
+
+Where bits are compared, the level is O0 with a dynamic scale: no casts, and scales that are powers of two, so that
+every number is that of plain float32 training.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import logging
+import math
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import HALF_DTYPES, assert_same_bits, dtype_name
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from ampatch import amp, session
+from ampatch.errors import LossScaleError, OptionError, UsageError
+from ampatch.optimizers import AdoptedOptimizer
+
+SCALE = 2.0**16
+OVERFLOW = 1e38  # times the first scale, and times 2, it is beyond float32
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+# Every optimizer of torch that takes dense gradients and no closure, in each of its implementations.
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": SGD,
+    "SGD-momentum": MOMENTUM,
+    "SGD-nesterov-foreach": functools.partial(MOMENTUM, nesterov=True, foreach=True),
+    "SGD-momentum-fused": functools.partial(MOMENTUM, fused=True),
+    "Adam": torch.optim.Adam,
+    "Adam-amsgrad-foreach": functools.partial(torch.optim.Adam, amsgrad=True, foreach=True),
+    "Adam-fused": functools.partial(torch.optim.Adam, fused=True),
+    "AdamW": torch.optim.AdamW,
+    "AdamW-foreach": functools.partial(torch.optim.AdamW, foreach=True),
+    "AdamW-fused": functools.partial(torch.optim.AdamW, fused=True),
+    "Adagrad": torch.optim.Adagrad,
+    "Adagrad-fused": functools.partial(torch.optim.Adagrad, fused=True),
+    "Adadelta": torch.optim.Adadelta,
+    "Adafactor": torch.optim.Adafactor,
+    "Adamax": torch.optim.Adamax,
+    "ASGD": torch.optim.ASGD,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": functools.partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "Rprop": torch.optim.Rprop,
+    "Muon": torch.optim.Muon,  # takes matrices only
+}
+OTHERS = {"LBFGS", "SparseAdam", "Optimizer"}
+
+
+class Larc:
+    """An optimizer that is not torch's, around one that is: LARC's interface, with some arithmetic of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optim = optimizer
+        self.steps = 0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optim.param_groups
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self.optim.zero_grad(*args, **kwargs)
+
+    def step(self) -> str:
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+        self.optim.step()
+        return "stepped"
+
+
+class Spy:
+    """An optimizer that notes what type a matrix product has inside its step, and inside its closure."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+        self.dtypes: list[torch.dtype] = []
+
+    def zero_grad(self) -> None:
+        pass
+
+    def step(self, closure: Callable[[], object] | None = None) -> object:
+        result = closure() if closure is not None else None
+        self.dtypes.append(product().dtype)
+        return result
+
+
+def product() -> Tensor:
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+
+
+def linear(size: int = 4) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(size, size, bias=False)
+
+
+def batch(index: int, size: int = 4) -> Tensor:
+    return torch.randn(3, size, generator=torch.Generator().manual_seed(index))
+
+
+def loss_of(model: nn.Module, index: int) -> Tensor:
+    return model(batch(index)).square().mean()
+
+
+def initialize(model: Any, optimizer: Any, **options: Any) -> None:
+    """Without casts, and with a dynamic scale."""
+    amp.initialize(model, optimizer, **{"opt_level": "O0", "loss_scale": "dynamic", "verbosity": 0, **options})
+
+
+def backward(loss: Tensor, optimizers: Any, **options: Any) -> None:
+    with amp.scale_loss(loss, optimizers, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
+def overflow(model: nn.Module, optimizers: Any, **options: Any) -> None:
+    backward(loss_of(model, 0) * OVERFLOW, optimizers, **options)
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """What a nested state holds, tensors and plain values, in order."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from flat(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from flat(item)
+    else:
+        yield value
+
+
+def assert_same_state(actual: Any, expected: Any) -> None:
+    pairs = list(zip(flat(actual), flat(expected), strict=True))
+    assert pairs
+    for found, wanted in pairs:
+        if isinstance(wanted, Tensor):
+            assert_same_bits(found, wanted)
+        else:
+            assert found == wanted
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What was logged so far."""
+    caplog.set_level(logging.WARNING, logger="ampatch")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "ampatch"]
+
+
+class TestSkippedStep:
+    def test_every_optimizer_of_torch_is_here(self):
+        names = {name for name, value in vars(torch.optim).items() if isinstance(value, type)}
+        assert {name.partition("-")[0] for name in OPTIMIZERS} | OTHERS == names
+
+    @pytest.mark.parametrize("at", [0, 2], ids=["first-step", "third-step"])
+    @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+    def test_leaves_everything_bit_for_bit_and_the_next_step_is_as_if_it_had_not_been(self, make, at):
+        def train(skipping: bool) -> Any:
+            model = linear()
+            optimizer = make(model.parameters())
+            if skipping:
+                initialize(model, optimizer)
+            for index in range(4):
+                if index == at and skipping:
+                    optimizer.zero_grad()
+                    overflow(model, optimizer)
+                    before = snapshot(model, optimizer)
+                    optimizer.step()
+                    assert_same_state(snapshot(model, optimizer), before)
+                    assert amp.step_was_skipped(optimizer)
+                optimizer.zero_grad()
+                loss = loss_of(model, index)
+                if skipping:
+                    backward(loss, optimizer)
+                else:
+                    loss.backward()
+                optimizer.step()
+            return snapshot(model, optimizer)
+
+        assert_same_state(train(skipping=True), train(skipping=False))
+
+    def test_sparse_gradients(self):
+        def train(skipping: bool) -> Any:
+            torch.manual_seed(0)
+            model = nn.Embedding(5, 3, sparse=True)
+            optimizer = torch.optim.SparseAdam(model.parameters())
+            if skipping:
+                initialize(model, optimizer)
+            for index in range(3):
+                loss = model(torch.tensor([index, index, 4])).square().sum()
+                if index == 1 and skipping:
+                    optimizer.zero_grad()
+                    backward(loss * OVERFLOW, optimizer)
+                    optimizer.step()
+                    assert amp.step_was_skipped(optimizer)
+                optimizer.zero_grad()
+                loss = model(torch.tensor([index, index, 4])).square().sum()
+                if skipping:
+                    backward(loss, optimizer)
+                else:
+                    loss.backward()
+                optimizer.step()
+            return snapshot(model, optimizer)
+
+        assert_same_state(train(skipping=True), train(skipping=False))
+
+    def test_is_counted_and_told(self):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        told = []
+        for overflows in [True, True, False, True, False]:
+            optimizer.zero_grad()
+            backward(loss_of(model, 0) * (OVERFLOW if overflows else 1), optimizer)
+            optimizer.step()
+            told.append((amp.step_was_skipped(optimizer), amp.skipped_steps(optimizer), amp.get_loss_scale()))
+        assert told == [
+            (True, 1, SCALE / 2),
+            (True, 2, SCALE / 4),
+            (False, 2, SCALE / 4),
+            (True, 3, SCALE / 8),
+            (False, 3, SCALE / 8),
+        ]
+
+    def test_is_said_once_in_apex_words(self, log):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, verbosity=1)
+        overflow(model, optimizer)
+        assert log() == []
+        optimizer.step()
+        optimizer.step()
+        assert log() == ["Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 32768.0"]
+
+    @pytest.mark.parametrize("verbosity", [0, False])
+    def test_is_silent_at_verbosity_0(self, verbosity, log):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, verbosity=verbosity)
+        overflow(model, optimizer)
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer)
+        assert log() == []
+
+    def test_says_so_where_hysteresis_keeps_the_scale(self, log):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, verbosity=1, hysteresis=2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            overflow(model, optimizer)
+            optimizer.step()
+        assert log() == [
+            "Gradient overflow. Skipping step, loss scaler 0 keeping loss scale at 65536.0",
+            "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 32768.0",
+        ]
+
+    def test_fires_no_step_hooks_and_a_step_that_runs_does(self):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        fired = []
+        optimizer.register_step_pre_hook(lambda *_: fired.append("before"))
+        optimizer.register_step_post_hook(lambda *_: fired.append("after"))
+        overflow(model, optimizer)
+        assert optimizer.step() is None
+        assert fired == []
+        optimizer.zero_grad()
+        backward(loss_of(model, 0), optimizer)
+        optimizer.step()
+        assert fired == ["before", "after"]
+
+    @pytest.mark.parametrize("loss_scale", [1.0, 128.0])
+    def test_never_happens_under_a_static_scale(self, loss_scale, log):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, loss_scale=loss_scale, verbosity=1)
+        backward(loss_of(model, 0) * math.inf, optimizer)
+        optimizer.step()
+        assert not amp.step_was_skipped(optimizer)
+        assert amp.get_loss_scale() == loss_scale
+        assert not model.weight.isfinite().any()
+        assert log() == []
+
+    def test_not_a_number_is_an_overflow_too(self):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        backward(loss_of(model, 0) * math.nan, optimizer)
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer)
+
+    def test_one_element_of_one_parameter_suffices(self):
+        model = nn.Sequential(linear(), linear(), nn.Linear(4, 4))
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            model[2].bias.grad[3] = -math.inf
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer)
+
+
+class TestSeveralOptimizers:
+    """One model, with an optimizer for each of two layers; two losses."""
+
+    @pytest.fixture
+    def layers(self) -> nn.Sequential:
+        return nn.Sequential(linear(), linear())
+
+    @pytest.fixture
+    def optimizers(self, layers) -> list[torch.optim.Optimizer]:
+        optimizers = [SGD(layer.parameters()) for layer in layers]
+        initialize(layers, optimizers, num_losses=2, verbosity=1)
+        return optimizers
+
+    def skipped(self, optimizers: list[torch.optim.Optimizer]) -> list[bool]:
+        for optimizer in optimizers:
+            optimizer.step()
+        return [amp.step_was_skipped(optimizer) for optimizer in optimizers]
+
+    def test_all_that_the_pass_was_for_skip_and_its_scale_backs_off_once(self, layers, optimizers, log):
+        overflow(layers, optimizers, loss_id=1)
+        assert self.skipped(optimizers) == [True, True]
+        assert [amp.get_loss_scale(0), amp.get_loss_scale(1)] == [SCALE, SCALE / 2]
+        assert log() == ["Gradient overflow. Skipping step, loss scaler 1 reducing loss scale to 32768.0"]
+
+    @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["overflow-first", "overflow-last"])
+    @pytest.mark.parametrize("loss_ids", [(0, 0), (0, 1)], ids=["one-scale", "two-scales"])
+    def test_no_other_skips(self, layers, optimizers, order, loss_ids):
+        blocks = [
+            lambda: overflow(layers[0], optimizers[0], loss_id=loss_ids[0]),
+            lambda: backward(loss_of(layers[1], 0), optimizers[1], loss_id=loss_ids[1]),
+        ]
+        for index in order:
+            blocks[index]()
+        assert self.skipped(optimizers) == [True, False]
+
+    @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["overflow-first", "overflow-last"])
+    def test_no_other_skips_where_the_check_is_delayed(self, layers, optimizers, order):
+        blocks = [
+            lambda **options: overflow(layers[0], optimizers[0], **options),
+            lambda **options: backward(loss_of(layers[1], 0), optimizers[1], **options),
+        ]
+        blocks[order[0]](delay_overflow_check=True)
+        blocks[order[1]]()
+        assert self.skipped(optimizers) == [True, False]
+        assert amp.get_loss_scale() == SCALE / 2
+
+    def test_two_losses_add_up_each_at_its_own_scale(self, layers, optimizers):
+        overflow(layers, optimizers, loss_id=1)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert amp.get_loss_scale(0) != amp.get_loss_scale(1)
+
+        backward(loss_of(layers, 0), optimizers, loss_id=0)
+        backward(loss_of(layers, 1), optimizers, loss_id=1)
+
+        reference = copy.deepcopy(layers)
+        reference.zero_grad()
+        loss_of(reference, 0).backward()
+        loss_of(reference, 1).backward()
+        for parameter, wanted in zip(layers.parameters(), reference.parameters(), strict=True):
+            assert_same_bits(parameter.grad, wanted.grad)
+        assert self.skipped(optimizers) == [False, False]
+
+    def test_one_given_twice_counts_once(self, layers, optimizers):
+        backward(loss_of(layers, 0), [optimizers[0], optimizers[0], optimizers[1]])
+        reference = copy.deepcopy(layers)
+        reference.zero_grad()
+        loss_of(reference, 0).backward()
+        for parameter, wanted in zip(layers.parameters(), reference.parameters(), strict=True):
+            assert_same_bits(parameter.grad, wanted.grad)
+
+    def test_parameter_of_both_is_handled_once(self):
+        model = linear()
+        optimizers = [SGD(model.parameters()), MOMENTUM(model.parameters())]
+        initialize(model, optimizers)
+        for _ in range(2):
+            backward(loss_of(model, 0), optimizers)
+        reference = linear()
+        loss_of(reference, 0).backward()
+        assert_same_bits(model.weight.grad, 2 * reference.weight.grad)
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10),
+    "SequentialLR": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.5)], [2]
+    ),
+}
+
+
+class TestLearningRateScheduler:
+    """Warnings are errors here, so that a scheduler which finds fault with `step` fails these tests."""
+
+    @pytest.mark.parametrize("skipped_first", [False, True], ids=["steps", "first-step-skipped"])
+    @pytest.mark.parametrize("made", ["before", "after"])
+    @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+    def test_made_before_or_after_initialize_goes_its_way(self, make, made, skipped_first):
+        def rates(model: nn.Module, with_amp: bool) -> list[float]:
+            optimizer = MOMENTUM(model.parameters())
+            scheduler = make(optimizer) if made == "before" or not with_amp else None
+            if with_amp:
+                initialize(model, optimizer)
+            scheduler = scheduler or make(optimizer)
+            rates = []
+            for index in range(4):
+                optimizer.zero_grad()
+                if with_amp:
+                    backward(loss_of(model, index) * (OVERFLOW if skipped_first and index == 0 else 1), optimizer)
+                else:
+                    loss_of(model, index).backward()
+                optimizer.step()
+                if with_amp:
+                    assert amp.step_was_skipped(optimizer) is (skipped_first and index == 0)
+                scheduler.step()
+                rates += scheduler.get_last_lr()
+            amp.deinitialize()
+            optimizer.step()
+            scheduler.step()
+            return rates
+
+        assert rates(linear(), with_amp=True) == rates(linear(), with_amp=False)
+
+    def test_one_before_and_one_after(self):
+        model = linear()
+        optimizer = MOMENTUM(model.parameters())
+        first = lr_scheduler.StepLR(optimizer, 1)
+        initialize(model, optimizer)
+        second = lr_scheduler.StepLR(optimizer, 1)
+        overflow(model, optimizer)
+        optimizer.step()
+        first.step()
+        second.step()
+        assert amp.step_was_skipped(optimizer)
+
+    @pytest.mark.parametrize("made", ["before", "after"])
+    def test_setting_up_again_under_a_scheduler_skips_again(self, made):
+        model = linear()
+        optimizer = MOMENTUM(model.parameters())
+        if made == "before":
+            lr_scheduler.StepLR(optimizer, 1)
+        initialize(model, optimizer)
+        if made == "after":
+            lr_scheduler.StepLR(optimizer, 1)
+        amp.deinitialize()
+        initialize(model, optimizer)
+        overflow(model, optimizer)
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer)
+        assert model.weight.isfinite().all()
+
+
+class TestGradients:
+    def test_are_scaled_inside_the_block_and_unscaled_float32_after_it(self):
+        model, reference = linear(), linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        loss = loss_of(model, 0)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            assert_same_bits(scaled_loss, loss * SCALE)
+            scaled_loss.backward()
+            inside = model.weight.grad.clone()
+        loss_of(reference, 0).backward()
+        assert_same_bits(inside, reference.weight.grad * SCALE)
+        assert_same_bits(model.weight.grad, reference.weight.grad)
+
+    @pytest.mark.parametrize("loss_scale", ["dynamic", 128.0, 1.0])
+    @pytest.mark.parametrize("delay_unscale", [False, True], ids=["unscaled-each-time", "unscaled-at-the-end"])
+    def test_add_up_over_micro_batches(self, delay_unscale, loss_scale):
+        model, reference = linear(), linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, loss_scale=loss_scale)
+        for index in range(4):
+            backward(loss_of(model, index), optimizer, delay_unscale=delay_unscale and index < 3)
+            loss_of(reference, index).backward()
+        assert_same_bits(model.weight.grad, reference.weight.grad)
+        assert model.weight.grad.data_ptr() != reference.weight.grad.data_ptr()
+        optimizer.step()
+        SGD(reference.parameters()).step()
+        assert_same_bits(model.weight, reference.weight)
+
+    @pytest.mark.parametrize("delay_unscale", [False, True], ids=["unscaled-each-time", "unscaled-at-the-end"])
+    def test_add_up_onto_what_plain_backward_left(self, delay_unscale):
+        model, reference = linear(), linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        loss_of(model, 0).backward()
+        backward(loss_of(model, 1), optimizer, delay_unscale=delay_unscale)
+        if delay_unscale:
+            backward(loss_of(model, 2), optimizer)
+        for index in range(3 if delay_unscale else 2):
+            loss_of(reference, index).backward()
+        assert_same_bits(model.weight.grad, reference.weight.grad)
+
+    def test_stay_where_they_are_while_they_are_brought_to_the_scale(self):
+        # DDP's buckets alias them.
+        model = linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        backward(loss_of(model, 0), optimizer)
+        grad, memory = model.weight.grad, model.weight.grad.data_ptr()
+        with amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:
+            assert model.weight.grad is grad
+            scaled_loss.backward()
+        assert model.weight.grad is grad
+        assert grad.data_ptr() == memory
+
+    @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
+    @pytest.mark.parametrize("delay_unscale", [False, True], ids=["unscaled-each-time", "unscaled-at-the-end"])
+    def test_half_ones_add_up_without_overflow_of_the_scaled_copy(self, half_dtype, delay_unscale):
+        weight = nn.Parameter(torch.ones(3, dtype=half_dtype))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        initialize(nn.ParameterList([weight]), optimizer, loss_scale=2.0**10)
+        weight.grad = torch.full_like(weight, 1000)  # times 2**10 it is beyond float16
+        backward((weight * 4).sum(), optimizer, delay_unscale=delay_unscale)
+        if delay_unscale:
+            backward((weight * 8).sum(), optimizer)
+        assert_same_bits(weight.grad, torch.full_like(weight, 1012 if delay_unscale else 1004))
+        weight.grad = None
+        weight.sum().backward()
+        assert weight.grad.dtype is half_dtype
+
+    @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
+    @pytest.mark.parametrize("delay_unscale", [False, True], ids=["block", "delayed"])
+    @pytest.mark.parametrize("clear", ["none", "zero", "model-none", "model-zero"])
+    def test_half_ones_are_gone_if_they_are_cleared_inside_or_between_blocks(self, half_dtype, delay_unscale, clear):
+        weight = nn.Parameter(torch.ones(3, dtype=half_dtype))
+        model = nn.ParameterList([weight])
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        initialize(model, optimizer, loss_scale=2.0**4)
+        weight.grad = torch.full_like(weight, 1000)
+        with amp.scale_loss((weight * 4).sum(), optimizer, delay_unscale=delay_unscale) as scaled_loss:
+            if delay_unscale:
+                scaled_loss.backward()
+            else:
+                clear_gradients(model, optimizer, clear)
+                scaled_loss.backward()
+        if delay_unscale:
+            clear_gradients(model, optimizer, clear)
+            backward((weight * 4).sum(), optimizer)
+        assert_same_bits(weight.grad, torch.full_like(weight, 4))
+
+    def test_of_a_type_that_the_user_chose_keep_it(self):
+        weight = nn.Parameter(torch.ones(3, dtype=torch.float16))
+        weight.grad_dtype = None
+        weight.grad = torch.ones(3, dtype=torch.bfloat16)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        initialize(nn.ParameterList([weight]), optimizer, loss_scale=2.0**4)
+        backward((weight * 4).sum(), optimizer)
+        assert weight.grad_dtype is None
+        assert_same_bits(weight.grad, torch.full((3,), 5.0, dtype=torch.bfloat16))
+
+    @pytest.mark.parametrize("clear", ["none", "zero", "model-none", "model-zero"])
+    @pytest.mark.parametrize("where", ["before", "inside", "after-step"])
+    def test_clearing_them(self, where, clear):
+        model, reference = linear(), linear()
+        optimizer, plain = MOMENTUM(model.parameters()), MOMENTUM(reference.parameters())
+        initialize(model, optimizer)
+        for index in range(3):
+            if where == "before":
+                clear_gradients(model, optimizer, clear)
+            with amp.scale_loss(loss_of(model, index), optimizer) as scaled_loss:
+                if where == "inside":
+                    clear_gradients(model, optimizer, clear)
+                scaled_loss.backward()
+            optimizer.step()
+            if where == "after-step":
+                clear_gradients(model, optimizer, clear)
+            plain.zero_grad()
+            loss_of(reference, index).backward()
+            plain.step()
+        assert_same_bits(model.weight, reference.weight)
+
+    def test_of_several_backward_passes_in_one_block(self):
+        model, reference = linear(), linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        loss = loss_of(model, 0)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward(retain_graph=True)
+            scaled_loss.backward()
+        loss = loss_of(reference, 0)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert_same_bits(model.weight.grad, reference.weight.grad)
+
+    @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+    @pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
+    def test_with_a_graph_can_be_differentiated_again(self, loss_scale):
+        model, reference = linear(), linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, loss_scale=loss_scale)
+        with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
+            scaled_loss.backward(create_graph=True)
+        loss_of(reference, 0).backward(create_graph=True)
+        assert_same_bits(model.weight.grad, reference.weight.grad)
+        second, wanted = [
+            torch.autograd.grad(module.weight.grad.square().sum(), module.weight)[0] for module in (model, reference)
+        ]
+        torch.testing.assert_close(second, wanted)
+        model.weight.grad = reference.weight.grad = None
+
+    def test_that_are_none_stay_none(self):
+        model = nn.Sequential(linear(), linear())
+        model[1].requires_grad_(False)
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        for _ in range(2):
+            backward(loss_of(model, 0), optimizer)
+            optimizer.step()
+        assert model[1].weight.grad is None
+        assert model[0].weight.grad is not None
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=dtype_name)
+    def test_of_parameters_that_are_not_float32(self, dtype):
+        def gradient(with_amp: bool) -> Tensor:
+            weight = nn.Parameter(torch.tensor([1.0, 2.0], dtype=dtype))
+            optimizer = torch.optim.SGD([weight], lr=0.1)
+            if with_amp:
+                initialize(nn.ParameterList([weight]), optimizer)
+            for _ in range(2):
+                loss = (weight * (3 + 1j if dtype.is_complex else 3)).abs().square().sum()
+                if with_amp:
+                    backward(loss, optimizer)
+                else:
+                    loss.backward()
+            optimizer.step()
+            return weight.detach()
+
+        assert_same_bits(gradient(with_amp=True), gradient(with_amp=False))
+
+    def test_sparse_ones_add_up(self):
+        embedding = nn.Embedding(5, 1, sparse=True)
+        optimizer = SGD(embedding.parameters())
+        initialize(embedding, optimizer)
+        for _ in range(2):
+            backward(embedding(torch.tensor([1, 1, 3])).sum(), optimizer)
+        assert embedding.weight.grad.to_dense().flatten().tolist() == [0, 4, 0, 2, 0]
+
+    @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+    def test_pass_after_an_overflow_is_judged_by_itself(self, sparse):
+        torch.manual_seed(0)
+        model = nn.Embedding(5, 1, sparse=sparse)
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        for index in range(4):
+            loss = model(torch.tensor([1, 1, 3])).square().sum()
+            backward(loss * (OVERFLOW if index == 1 else 1), optimizer)
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer)
+        assert amp.state_dict()["loss_scaler0"] == {"loss_scale": SCALE / 2, "unskipped": 2}
+
+    def test_two_passes_that_overflow_are_one_skipped_step(self, log):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, verbosity=1)
+        overflow(model, optimizer)
+        overflow(model, optimizer)
+        optimizer.step()
+        assert amp.skipped_steps(optimizer) == 1
+        assert log() == ["Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 16384.0"]
+
+    def test_are_clipped_between_block_and_step(self):
+        model, reference = linear(), linear()
+        optimizer, plain = SGD(model.parameters()), SGD(reference.parameters())
+        initialize(model, optimizer)
+        backward(loss_of(model, 0), optimizer)
+        norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.01)
+        optimizer.step()
+        loss_of(reference, 0).backward()
+        assert_same_bits(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.01))
+        plain.step()
+        assert_same_bits(model.weight, reference.weight)
+
+    def test_are_scaled_once_the_delay_is_over(self):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        backward(loss_of(model, 0), optimizer, delay_unscale=True)
+        scaled = model.weight.grad.clone()
+        with amp.scale_loss(loss_of(model, 1), optimizer):
+            assert_same_bits(model.weight.grad, scaled)
+        assert_same_bits(model.weight.grad, scaled / SCALE)
+
+
+def clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
+    target = model if how.startswith("model") else optimizer
+    target.zero_grad(set_to_none=how.endswith("none"))
+
+
+class TestCallsOutOfOrder:
+    @pytest.fixture
+    def model(self) -> nn.Linear:
+        return linear()
+
+    @pytest.fixture
+    def optimizer(self, model) -> torch.optim.Optimizer:
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, num_losses=2)
+        return optimizer
+
+    def test_step_on_gradients_that_are_still_scaled_raises(self, model, optimizer):
+        before = model.weight.detach().clone()
+        backward(loss_of(model, 0), optimizer, delay_unscale=True)
+        with pytest.raises(UsageError, match=r"still scaled: .* delay_unscale=True"):
+            optimizer.step()
+        assert_same_bits(model.weight, before)
+
+        backward(loss_of(model, 1), optimizer)
+        optimizer.step()
+        assert not torch.equal(model.weight, before)
+
+    def test_step_inside_the_block_raises(self, model, optimizer):
+        before = model.weight.detach().clone()
+
+        def step_too_early() -> None:
+            with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
+                scaled_loss.backward()
+                optimizer.step()
+
+        with pytest.raises(UsageError, match=r"inside the amp\.scale_loss block"):
+            step_too_early()
+        assert_same_bits(model.weight, before)
+
+    def test_block_inside_a_block_for_the_same_optimizer_raises(self, model, optimizer):
+        with (
+            pytest.raises(UsageError, match="inside another one"),
+            amp.scale_loss(loss_of(model, 0), optimizer),
+            amp.scale_loss(loss_of(model, 1), optimizer),
+        ):
+            pytest.fail("the inner block was entered")
+        assert model.weight.grad is None
+
+    def test_blocks_of_two_optimizers_may_be_nested(self):
+        model, reference = nn.Sequential(linear(), linear()), nn.Sequential(linear(), linear())
+        optimizers = [SGD(layer.parameters()) for layer in model]
+        initialize(model, optimizers)
+        with (
+            amp.scale_loss(loss_of(model[0], 0), optimizers[0]) as first,
+            amp.scale_loss(loss_of(model[1], 1), optimizers[1]) as second,
+        ):
+            first.backward()
+            second.backward()
+        for index in range(2):
+            loss_of(reference[index], index).backward()
+            assert_same_bits(model[index].weight.grad, reference[index].weight.grad)
+
+    def test_adding_up_gradients_of_two_scales_raises_and_changes_nothing(self, model, optimizer):
+        overflow(model, optimizer, loss_id=1)
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(loss_of(model, 0), optimizer, loss_id=0, delay_unscale=True)
+        before = model.weight.grad.clone()
+        with (
+            pytest.raises(UsageError, match=r"scaled by loss scaler 0 at 65536, .* loss scaler 1 at 32768"),
+            amp.scale_loss(loss_of(model, 1), optimizer, loss_id=1),
+        ):
+            pytest.fail("the block was entered")
+        assert_same_bits(model.weight.grad, before)
+
+    def test_losses_of_two_scales_may_not_be_delayed_together_even_where_the_scales_are_equal_as_yet(
+        self, model, optimizer
+    ):
+        backward(loss_of(model, 0), optimizer, loss_id=0, delay_unscale=True)
+        with (
+            pytest.raises(UsageError, match=r"loss scaler 0 at 65536, .* loss scaler 1 at 65536"),
+            amp.scale_loss(loss_of(model, 1), optimizer, loss_id=1),
+        ):
+            pytest.fail("the block was entered")
+
+    @pytest.mark.parametrize("step", [False, True], ids=["next-block", "step-and-next-block"])
+    @pytest.mark.parametrize("clear", ["none", "model-none"])
+    def test_gradients_that_were_cleared_are_of_no_scale(self, model, optimizer, clear, step):
+        backward(loss_of(model, 0), optimizer, loss_id=0, delay_unscale=True)
+        clear_gradients(model, optimizer, clear)
+        if step:
+            optimizer.step()
+        backward(loss_of(model, 1), optimizer, loss_id=1)
+        reference = linear()
+        loss_of(reference, 1).backward()
+        assert_same_bits(model.weight.grad, reference.weight.grad)
+
+
+class TestBlockThatRaises:
+    @pytest.mark.parametrize("before", [False, True], ids=["no-gradients", "gradients-there"])
+    @pytest.mark.parametrize("half_dtype", [torch.float32, *HALF_DTYPES], ids=dtype_name)
+    def test_leaves_no_gradients_and_the_next_iteration_is_clean(self, before, half_dtype):
+        model, reference = linear().to(half_dtype), linear().to(half_dtype)
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, loss_scale=2.0**4)
+        if before:
+            model.weight.grad = torch.ones_like(model.weight)
+
+        def fail_after_backward() -> None:
+            with amp.scale_loss(model.weight.sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fail_after_backward()
+
+        assert model.weight.grad is None
+        backward((model.weight * 2).sum(), optimizer)
+        (reference.weight * 2).sum().backward()
+        assert_same_bits(model.weight.grad, reference.weight.grad)
+        optimizer.step()
+        SGD(reference.parameters()).step()
+        assert_same_bits(model.weight, reference.weight)
+
+    def test_an_overflow_that_is_gone_with_its_gradients_skips_nothing(self):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        overflow(model, optimizer)
+        with pytest.raises(KeyboardInterrupt), amp.scale_loss(loss_of(model, 0), optimizer):
+            raise KeyboardInterrupt
+        backward(loss_of(model, 0), optimizer)
+        optimizer.step()
+        assert not amp.step_was_skipped(optimizer)
+        assert amp.get_loss_scale() == SCALE / 2
+
+    @pytest.mark.parametrize("where", ["begin", "end"])
+    def test_where_a_gradient_cannot_be_written_to(self, where):
+        model, reference = nn.Sequential(linear(), linear()), nn.Sequential(linear(), linear())
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, loss_scale=128.0)
+        refused = torch.ones(1, 1).expand(4, 4)
+        if where == "begin":
+            backward(loss_of(model, 0), optimizer)
+            model[1].weight.grad = refused
+
+        def fail() -> None:
+            with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
+                scaled_loss.backward()
+                model[1].weight.grad = refused
+
+        with pytest.raises(RuntimeError, match="single memory location"):
+            fail()
+        assert [layer.weight.grad for layer in model] == [None, None]
+        backward(loss_of(model, 0), optimizer)
+        loss_of(reference, 0).backward()
+        for layer, wanted in zip(model, reference, strict=True):
+            assert_same_bits(layer.weight.grad, wanted.weight.grad)
+
+    def test_after_a_delayed_one(self):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, num_losses=2)
+        backward(loss_of(model, 0), optimizer, delay_unscale=True)
+        with pytest.raises(ZeroDivisionError), amp.scale_loss(loss_of(model, 0), optimizer):
+            raise ZeroDivisionError
+        optimizer.step()
+        backward(loss_of(model, 0), optimizer, loss_id=1)
+        optimizer.step()
+
+
+class TestFloor:
+    def initialize(self, model: nn.Module, optimizer: object, **options: Any) -> None:
+        initialize(model, optimizer, **{"init_scale": 2.0, "min_loss_scale": 1.0, **options})
+
+    def test_stops_and_names_the_parameters_that_are_not_finite(self):
+        model = nn.Sequential(linear(), linear(), nn.Linear(4, 4))
+        optimizer = SGD(model.parameters())
+        self.initialize(model, optimizer)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
+                scaled_loss.backward()
+                model[0].weight.grad[0, :2] = math.inf
+                model[2].bias.grad[3] = math.nan
+            optimizer.step()
+
+        before = copy.deepcopy(model.state_dict())
+        step()
+        assert amp.get_loss_scale() == 1
+        with pytest.raises(LossScaleError) as caught:
+            step()
+        message = str(caught.value)
+        assert "loss scaler 0 is at its floor of 1" in message
+        assert "0.weight (2 inf, 0 nan of 16), 2.bias (0 inf, 1 nan of 4)." in message
+        assert "1.weight" not in message
+        assert_same_state(model.state_dict(), before)
+        assert amp.skipped_steps(optimizer) == 2
+
+    def test_a_floor_that_float32_rounds_is_still_the_floor(self):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        self.initialize(model, optimizer, init_scale=0.1, min_loss_scale=0.1)
+        backward(loss_of(model, 0) * math.inf, optimizer)
+        with pytest.raises(LossScaleError, match=r"floor of 0\.1 "):
+            optimizer.step()
+
+    def test_many_parameters_are_not_all_listed(self):
+        model = nn.ModuleList([linear(1) for _ in range(13)])
+        optimizer = SGD(model.parameters())
+        self.initialize(model, optimizer, init_scale=1.0)
+        backward(sum(layer.weight.sum() for layer in model) * math.inf, optimizer)
+        with pytest.raises(LossScaleError, match=r"9\.weight \(1 inf, 0 nan of 1\) and 3 more\."):
+            optimizer.step()
+
+    def test_gradients_cleared_before_the_step_cannot_be_named(self):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        self.initialize(model, optimizer, init_scale=1.0)
+        backward(loss_of(model, 0) * math.inf, optimizer)
+        optimizer.zero_grad()
+        with pytest.raises(LossScaleError, match="were cleared since"):
+            optimizer.step()
+
+    def test_sparse_gradients_and_parameters_of_no_model(self):
+        model, other = linear(), nn.Embedding(3, 1, sparse=True)
+        optimizer = SGD([*model.parameters(), *other.parameters()])
+        self.initialize(model, optimizer, init_scale=1.0)
+        backward(other(torch.tensor([1, 1])).sum() * math.inf, optimizer)
+        with pytest.raises(LossScaleError, match=r"a parameter of shape \(3, 1\) \(1 inf, 0 nan of 1\)"):
+            optimizer.step()
+
+    def test_training_can_go_on_after_it(self):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        self.initialize(model, optimizer, init_scale=1.0)
+        backward(loss_of(model, 0) * math.inf, optimizer)
+        with pytest.raises(LossScaleError):
+            optimizer.step()
+        optimizer.zero_grad()
+        backward(loss_of(model, 0), optimizer)
+        optimizer.step()
+        assert not amp.step_was_skipped(optimizer)
+
+
+class TestStep:
+    @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
+    def test_runs_with_casts_off_and_its_closure_with_casts_on(self, half_dtype):
+        model = linear()
+        spy = Spy(model.parameters())
+        initialize(model, spy, opt_level="O1", half_dtype=half_dtype, loss_scale=1.0)
+        assert product().dtype is half_dtype
+        spy.step()
+        inside = []
+        spy.step(lambda: inside.append(product().dtype))
+        spy.step(closure=lambda: inside.append(product().dtype))
+        assert spy.dtypes == [torch.float32] * 3
+        assert inside == [half_dtype] * 2
+        assert product().dtype is half_dtype
+
+    def test_closure_under_disable_casts_stays_without_casts(self):
+        model = linear()
+        spy = Spy(model.parameters())
+        initialize(model, spy, opt_level="O1", half_dtype=torch.bfloat16, loss_scale=1.0)
+        inside = []
+        with amp.disable_casts():
+            spy.step(lambda: inside.append(product().dtype))
+        assert inside == [torch.float32]
+
+    def test_casts_are_back_on_after_a_closure_that_raises(self):
+        model = linear()
+        spy = Spy(model.parameters())
+        initialize(model, spy, opt_level="O1", half_dtype=torch.bfloat16, loss_scale=1.0)
+        with pytest.raises(ZeroDivisionError):
+            spy.step(lambda: 1 / 0)
+        assert product().dtype is torch.bfloat16
+
+    @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
+    def test_matrix_products_of_muon_stay_as_they_are(self, half_dtype):
+        def step(with_amp: bool) -> Tensor:
+            model = linear(8)
+            optimizer = torch.optim.Muon(model.parameters(), ns_steps=2)
+            if with_amp:
+                initialize(model, optimizer, opt_level="O1", half_dtype=half_dtype)
+            model.weight.grad = batch(0, 64)[:1].reshape(8, 8)
+            optimizer.step()
+            return model.weight
+
+        plain = step(with_amp=False)
+        assert_same_bits(step(with_amp=True), plain)
+
+    @pytest.mark.parametrize("loss_scale", [1.0, 2.0**7])
+    def test_lbfgs_trains_under_a_static_scale(self, loss_scale):
+        def train(with_amp: bool) -> Tensor:
+            model = linear()
+            optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn="strong_wolfe")
+            if with_amp:
+                initialize(model, optimizer, loss_scale=loss_scale)
+
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, 0)
+                if with_amp:
+                    backward(loss, optimizer)
+                else:
+                    loss.backward()
+                return loss
+
+            for _ in range(2):
+                assert isinstance(optimizer.step(closure), Tensor)
+            return model.weight
+
+        assert_same_bits(train(with_amp=True), train(with_amp=False))
+
+    def test_closure_under_a_dynamic_scale_raises(self):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        before = model.weight.detach().clone()
+
+        def closure() -> None:
+            overflow(model, optimizer)
+
+        with pytest.raises(UsageError, match="dynamic loss scale"):
+            optimizer.step(closure)
+        assert_same_bits(model.weight, before)
+        optimizer.zero_grad()
+        backward(loss_of(model, 0), optimizer)
+        optimizer.step()
+        assert not amp.step_was_skipped(optimizer)
+
+    def test_without_any_block_is_a_plain_step(self):
+        model, reference = linear(), linear()
+        optimizer, plain = MOMENTUM(model.parameters()), MOMENTUM(reference.parameters())
+        initialize(model, optimizer)
+        for module, stepping in [(model, optimizer), (reference, plain)]:
+            loss_of(module, 0).backward()
+            stepping.step()
+        assert_same_bits(model.weight, reference.weight)
+
+    def test_is_the_users_again_after_deinitialize(self):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        before = set(vars(optimizer))
+        initialize(model, optimizer)
+        assert "step" in vars(optimizer)
+        kept = optimizer.step
+        overflow(model, optimizer)
+        amp.deinitialize()
+        assert set(vars(optimizer)) == before
+        assert optimizer.step.__func__ is torch.optim.SGD.step
+        model.weight.grad = torch.ones_like(model.weight)
+        weight = model.weight.detach().clone()
+        kept()
+        torch.testing.assert_close(model.weight, weight - 0.1)
+
+
+class TestOptimizersOfAnyClass:
+    def test_wrapper_that_is_no_optimizer_of_torch(self):
+        model, reference = linear(), linear()
+        wrapper, plain = Larc(MOMENTUM(model.parameters())), Larc(MOMENTUM(reference.parameters()))
+        initialize(model, wrapper)
+        overflow(model, wrapper)
+        assert wrapper.step() is None
+        assert (amp.step_was_skipped(wrapper), wrapper.steps) == (True, 0)
+        wrapper.zero_grad()
+        backward(loss_of(model, 0), wrapper)
+        assert wrapper.step() == "stepped"
+        loss_of(reference, 0).backward()
+        plain.step()
+        assert_same_bits(model.weight, reference.weight)
+
+    def test_wrapper_made_after_initialize(self):
+        model = linear()
+        optimizer = MOMENTUM(model.parameters())
+        initialize(model, optimizer)
+        wrapper = Larc(optimizer)
+        before = model.weight.detach().clone()
+        overflow(model, optimizer)
+        wrapper.step()
+        assert amp.step_was_skipped(optimizer)
+        assert_same_bits(model.weight, before)
+
+    @pytest.mark.parametrize("skipped_first", [False, True], ids=["steps", "first-step-skipped"])
+    def test_group_added_after_initialize(self, skipped_first):
+        model = nn.Sequential(linear(), linear())
+        optimizer = MOMENTUM(model[0].parameters())
+        initialize(model, optimizer)
+        if skipped_first:
+            overflow(model, optimizer)
+            optimizer.step()
+            model.zero_grad()
+        optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.5})
+        backward(loss_of(model, 0), optimizer)
+        reference = copy.deepcopy(model)
+        reference.zero_grad()
+        loss_of(reference, 0).backward()
+        for parameter, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+            assert_same_bits(parameter.grad, wanted.grad)
+        before = model[1].weight.detach().clone()
+        optimizer.step()
+        torch.testing.assert_close(model[1].weight, before - 0.5 * reference[1].weight.grad)
+        assert [*amp.master_params(optimizer)] == [*model.parameters()]
+
+    def test_groups_keep_their_options(self):
+        model, reference = nn.Sequential(linear(), linear()), nn.Sequential(linear(), linear())
+
+        def make(layers: nn.Sequential) -> torch.optim.Optimizer:
+            groups = [
+                {"params": layers[0].parameters(), "weight_decay": 0.1},
+                {"params": layers[1].parameters(), "lr": 0.5},
+            ]
+            return torch.optim.AdamW(groups, lr=0.01)
+
+        optimizer, plain = make(model), make(reference)
+        initialize(model, optimizer)
+        for index in range(2):
+            optimizer.zero_grad()
+            plain.zero_grad()
+            backward(loss_of(model, index), optimizer)
+            loss_of(reference, index).backward()
+            optimizer.step()
+            plain.step()
+        assert_same_state(model.state_dict(), reference.state_dict())
+
+    @pytest.mark.parametrize(
+        ("thing", "lacks"),
+        [
+            (None, "param_groups, step, zero_grad"),
+            (nn.Linear(1, 1), "param_groups, step"),
+            (torch.optim.SGD, "param_groups"),
+            ([1.0], "param_groups, step, zero_grad"),
+        ],
+        ids=["None", "model", "class", "list"],
+    )
+    def test_what_lacks_their_methods_is_none(self, thing, lacks):
+        with pytest.raises(OptionError, match=rf"which lacks {lacks}; expected an object with param_groups"):
+            amp.master_params(thing)
+
+
+class TestCopies:
+    """Of an adopted optimizer: they are what they would be without amp, and amp knows nothing of them."""
+
+    def optimizers(self, model: nn.Module) -> list[Any]:
+        return [MOMENTUM(model.parameters()), Larc(MOMENTUM(model.parameters()))]
+
+    @pytest.mark.parametrize("kind", [0, 1], ids=["torch", "any-class"])
+    @pytest.mark.parametrize(
+        "duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
+    )
+    def test_steps_its_own_parameters_and_not_those_of_the_original(self, kind, duplicate):
+        model = linear()
+        optimizer = self.optimizers(model)[kind]
+        initialize(model, optimizer)
+        overflow(model, optimizer)
+        twin_model, twin = duplicate((model, optimizer))
+        before = model.weight.detach().clone()
+        twin_model.weight.grad = torch.ones_like(model.weight)
+
+        twin.step()
+
+        assert_same_bits(model.weight, before)
+        torch.testing.assert_close(twin_model.weight, before - (0.05 if kind else 0.1))
+        with pytest.raises(UsageError, match="was never handed to"):
+            amp.step_was_skipped(twin)
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer)
+
+    @pytest.mark.parametrize("kind", [0, 1], ids=["torch", "any-class"])
+    def test_copy_may_be_adopted_itself(self, kind):
+        model = linear()
+        optimizer = self.optimizers(model)[kind]
+        initialize(model, optimizer)
+        twin_model, twin = copy.deepcopy((model, optimizer))
+        initialize(twin_model, twin)
+        overflow(twin_model, twin)
+        twin.step()
+        backward(loss_of(model, 0), optimizer)
+        optimizer.step()
+        assert [amp.step_was_skipped(twin), amp.step_was_skipped(optimizer)] == [True, False]
+
+    def test_state_dict_is_that_of_the_optimizer_alone(self):
+        model, reference = linear(), linear()
+        optimizer, plain = MOMENTUM(model.parameters()), MOMENTUM(reference.parameters())
+        initialize(model, optimizer)
+        backward(loss_of(model, 0), optimizer)
+        loss_of(reference, 0).backward()
+        for stepping in (optimizer, plain):
+            stepping.step()
+        assert_same_state(optimizer.state_dict(), plain.state_dict())
+        optimizer.load_state_dict(plain.state_dict())
+        overflow(model, optimizer)
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer)
+
+
+class TestLifetime:
+    @pytest.mark.parametrize("level", ["O0", "O1"])
+    @pytest.mark.parametrize("scheduled", [False, True], ids=["plain", "with-scheduler"])
+    def test_optimizer_and_model_that_are_dropped_are_collected(self, scheduled, level):
+        keeper = linear()
+        initialize(keeper, SGD(keeper.parameters()), opt_level=level)
+        model = linear()
+        optimizer = MOMENTUM(model.parameters())
+        initialize(model, optimizer, opt_level=level)
+        scheduler = lr_scheduler.StepLR(optimizer, 1) if scheduled else None
+        overflow(model, optimizer)
+        optimizer.step()
+        overflow(model, optimizer)
+        gone = [weakref.ref(optimizer), weakref.ref(model), weakref.ref(model.weight)]
+
+        del optimizer, model, scheduler
+        gc.collect()
+
+        assert [reference() for reference in gone] == [None, None, None]
+
+    def test_parameter_that_its_optimizer_drops_is_collected(self):
+        weight = nn.Parameter(torch.ones(3, dtype=torch.float16))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        initialize(nn.ParameterList([weight]), optimizer, loss_scale=2.0)
+        weight.grad = torch.ones_like(weight)
+        backward(weight.sum(), optimizer)
+        gone = weakref.ref(weight)
+        optimizer.param_groups.clear()
+        del weight
+        gc.collect()
+        assert gone() is None
+
+    def test_passes_do_not_pile_up_where_nobody_steps(self, monkeypatch):
+        monkeypatch.setattr(AdoptedOptimizer, "_MANY_PASSES", 8)
+        model = linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, num_losses=2)
+        for index in range(50):
+            backward(loss_of(model, 0) * (OVERFLOW if index == 9 else 1), optimizer, loss_id=index % 2)
+            assert len(session.process.live.adopted(optimizer).passes) <= 8
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer)
+        assert amp.get_loss_scale(1) == SCALE / 2
+
+    def test_step_lets_go_of_its_passes(self):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        backward(loss_of(model, 0), optimizer)
+        optimizer.step()
+        assert session.process.live.adopted(optimizer).passes == []
+
+    def test_cast_weights_are_forgotten_by_a_step_that_is_skipped_too(self):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, opt_level="O1", half_dtype=torch.bfloat16)
+        overflow(model, optimizer)
+        F.linear(batch(0), model.weight)
+        assert len(session.process.live.cache) == 1
+        optimizer.step()
+        assert len(session.process.live.cache) == 0
