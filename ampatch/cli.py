@@ -1,0 +1,185 @@
+"""The command `ampatch`: reads the command line, calls what does the work, prints, and turns errors into exit statuses.
+
+Owns the names of the subcommands and what a shell sees of them. It must never work anything out by itself, nor let an
+error that ampatch raises on purpose, a closed pipe or Ctrl-C end in a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+import torch
+
+from ampatch import __version__, list_reports
+from ampatch.cast_lists import PEERS, peer, shipped
+from ampatch.errors import AmpError, CastListError
+from ampatch.opt_levels import HALF_DTYPES
+
+_FAULT = 1  # argparse itself ends with 2 where the command line is wrong
+# What a shell reports of a program that a signal ended: 128 + SIGINT, 128 + SIGPIPE.
+_INTERRUPTED = 130
+_PIPE_CLOSED = 141
+
+# The half types of a peer that does not have both.
+_PEER_HALF_DTYPES = {"apex": (torch.float16,)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: the command line without the program's name; None takes it from `sys.argv`.
+
+    Returns:
+        The exit status: 0; 1 where there is a fault in what the command read, or it could not write; 130 after Ctrl-C;
+        141 where whatever reads the output has stopped reading.
+
+    Raises:
+        SystemExit: after `--help` and `--version` (0), and where the command line itself is wrong (2).
+    """
+    try:
+        try:
+            return _run(sys.argv[1:] if arguments is None else list(arguments))
+        finally:
+            # Not left to the interpreter's end, where an error could not be caught any more.
+            if sys.stdout is not None:  # as it is after the shell's `>&-`
+                sys.stdout.flush()
+    except AmpError as error:
+        for line in list_reports.faults(error):
+            _complain(line)
+        return _FAULT
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        _abandon_output()
+        return _PIPE_CLOSED
+    except OSError as error:
+        _abandon_output()
+        _complain(str(error))
+        return _FAULT
+
+
+def _run(arguments: list[str]) -> int:
+    parsed = _parser(arguments).parse_args(arguments)
+    status: int = parsed.run(parsed)
+    return status
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ampatch", description="Mixed precision for PyTorch, with cast lists that users can edit."
+    )
+    parser.add_argument("--version", action="version", version=f"ampatch {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    command = next((argument for argument in arguments if not argument.startswith("-")), None)
+    _add_demo(commands.add_parser("demo", help=_DEMO, description=_DEMO), asked_for=command == "demo")
+    lists = commands.add_parser("lists", help=_LISTS, description=_LISTS)
+    reports = lists.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_show(reports.add_parser("show", help=_SHOW, description=_SHOW))
+    _add_check(reports.add_parser("check", help=_CHECK, description=_CHECK))
+    _add_diff(reports.add_parser("diff", help=_DIFF, description=_DIFF))
+    return parser
+
+
+_DEMO = "Trains a small network in float32 and in mixed precision, and compares the two."
+_LISTS = "Shows, checks and compares the cast lists."
+_SHOW = "Prints the rules in force, each with the file and line it comes from."
+_CHECK = "Says what is wrong with a cast list file, one line a fault."
+_DIFF = "Prints what another system casts otherwise than ampatch's own lists."
+
+
+def _add_demo(parser: argparse.ArgumentParser, asked_for: bool) -> None:
+    # The demo brings its data and a progress bar, for which no other command should wait.
+    if asked_for:
+        from ampatch import demo
+
+        demo.add_arguments(parser)
+        parser.set_defaults(run=demo.run)
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    _add_half_dtype(parser, "the half type to show the rules of (default: both)")
+    parser.add_argument(
+        "--cast-lists",
+        type=_file,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a file to lay over ampatch's own lists; may be given several times",
+    )
+    parser.set_defaults(run=_show)
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    _print(list_reports.policy(shipped().overlaid(arguments.cast_lists), arguments.half_dtype or list_reports.BOTH))
+    return 0
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=_file, metavar="FILE", help="a file as `amp.initialize(cast_lists=...)` takes it")
+    parser.set_defaults(run=_check)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    try:
+        # Read once only: it may be a pipe.
+        changed = shipped().overlaid(arguments.file)
+    except CastListError as error:
+        _print(list_reports.faults(error))
+        return _FAULT
+    _print([list_reports.verdict(arguments.file, shipped(), changed)])
+    return 0
+
+
+def _add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("peer", choices=PEERS, help="the system to compare with")
+    _add_half_dtype(parser, "the half type to compare in (default: those that the other system has)")
+    parser.set_defaults(run=_diff)
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    half_dtypes = arguments.half_dtype or _PEER_HALF_DTYPES.get(arguments.peer, list_reports.BOTH)
+    _print(list_reports.difference(peer(arguments.peer), shipped(), arguments.peer, half_dtypes))
+    return 0
+
+
+def _add_half_dtype(parser: argparse.ArgumentParser, help_text: str) -> None:
+    parser.add_argument(
+        "--half-dtype", type=_half_dtype, default=None, metavar=f"{{{','.join(HALF_DTYPES)}}}", help=help_text
+    )
+
+
+def _half_dtype(text: str) -> tuple[torch.dtype]:
+    if text not in HALF_DTYPES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(HALF_DTYPES)}")
+    return (HALF_DTYPES[text],)
+
+
+def _file(text: str) -> str:
+    # An empty name would be taken for the current folder.
+    if not text:
+        raise argparse.ArgumentTypeError("the name of a file is empty")
+    return text
+
+
+def _print(lines: Iterable[str]) -> None:
+    """Prints lines; what the terminal's encoding lacks (in a file's name, say) comes out as an escape."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    for line in lines:
+        print(line.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _complain(line: str) -> None:
+    print(f"ampatch: error: {line}", file=sys.stderr)
+
+
+def _abandon_output() -> None:
+    """Lets what could not be written go, or the interpreter would try once more as it ends."""
+    with suppress(OSError, ValueError):  # not every standard output is a file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

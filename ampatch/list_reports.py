@@ -1,0 +1,183 @@
+"""Cast lists as lines of text: the rules in force, what a user's file changes, what another system does otherwise.
+
+Owns the wording behind `ampatch lists`. Only computes: it must never print, read a file, or change a list or torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import torch
+import yaml
+
+from ampatch.cast_lists import CastLists, Rule, Treatment
+from ampatch.errors import AmpError, CastListError
+from ampatch.opt_levels import HALF_DTYPES
+from ampatch.paths import Path, PathError, find
+
+BOTH = tuple(HALF_DTYPES.values())
+
+_NAMES = {dtype: name for name, dtype in HALF_DTYPES.items()}
+_NO_LIST = "-"
+# What is found where torch, or another installed package, has no such name.
+_ABSENT = object()
+
+_T = TypeVar("_T")
+_When = tuple[tuple[str, tuple[object, ...]], ...]
+_Decision = tuple[Treatment, _When]
+
+
+def policy(lists: CastLists, half_dtypes: Sequence[torch.dtype] = BOTH) -> list[str]:
+    """The rules in force, one line each, sorted by namespace and name.
+
+    Args:
+        lists: the rules.
+        half_dtypes: the half types asked about. Of both, a rule that is the same for each is one line; any other says
+            which it is for.
+
+    Returns:
+        Lines of four aligned columns: path, list, the file and line of the rule, and its conditions if it has any.
+    """
+    rows = []
+    for path in sorted({path for path, _ in lists.rules}):
+        rules = [lists.rules.get((path, dtype)) for dtype in half_dtypes]
+        # Equal rules from two lines stay two: whoever looks for the one should not miss the other.
+        for (rule, source), dtypes in _grouped([(rule, rule.source) if rule else None for rule in rules], half_dtypes):
+            conditions = [*_conditions(rule.when, dtypes, half_dtypes), *(["via_dtype"] if rule.via_dtype else [])]
+            rows.append([str(path), rule.treatment.value, source, "; ".join(conditions)])
+    return _aligned(rows)
+
+
+def faults(error: AmpError) -> list[str]:
+    """What an error says, one line a fault, whatever it quotes."""
+    parts: Iterable[object] = error.faults if isinstance(error, CastListError) else [error]
+    return [_one_line(str(part)) for part in parts]
+
+
+def verdict(file: str, before: CastLists, after: CastLists) -> str:
+    """The sentence on a file without faults: how much it changes, and what of that could not be checked.
+
+    Args:
+        file: the file's name.
+        before: the lists without it.
+        after: the lists with it.
+    """
+    changed = {key[0] for key in {**before.rules, **after.rules} if before.rules.get(key) != after.rules.get(key)}
+    unseen = sum(_found(path) is None for path in changed)
+    note = f" ({unseen} not looked up, being in modules that are not imported yet)" if unseen else ""
+    return _one_line(
+        f"{file} is sound: it changes how {_paths(len(changed))} {'is' if len(changed) == 1 else 'are'} treated{note}."
+    )
+
+
+def difference(theirs: CastLists, ours: CastLists, name: str, half_dtypes: Sequence[torch.dtype] = BOTH) -> list[str]:
+    """What another system treats otherwise, one line a path, sorted by namespace and name.
+
+    A difference is another list, another condition, or a list on one side only, in any of the half types asked about.
+    How a rule is carried out (``via_dtype``) and what its error says make none, nor does a name of theirs that the
+    installed torch lacks.
+
+    Functions are compared, and not spellings: one that a system lists under one of its names (``torch.conv2d``) counts
+    as listed under all of them (``torch.nn.functional.conv2d`` is the same object), just as a user's file moves it
+    under all. A function and the method of the same name are two. So are a composition and its parts: where one side
+    lists ``cross_entropy`` and the other the operators below it, there is a line, although a model may see no
+    difference.
+
+    Args:
+        theirs: the other system's lists.
+        ours: the lists to compare them with.
+        name: what to call the other system.
+        half_dtypes: the half types to compare in.
+
+    Returns:
+        Lines of three aligned columns: path, their list, our list (``-`` for none), with the conditions of each in
+        parentheses. The last line says how many there are.
+    """
+    sides = [[_by_any_name(lists.for_half(dtype)) for dtype in half_dtypes] for lists in (theirs, ours)]
+    listed = {path for path, _ in {**theirs.rules, **ours.rules}}
+    rows = []
+    kinds: Counter[str] = Counter()
+    for path in sorted(path for path in listed if _found(path) is not _ABSENT):
+        their, our = ([_decision(rules.get(path) or rules.get(_identity(path))) for rules in side] for side in sides)
+        if their != our:
+            rows.append([str(path), _cell(their, half_dtypes), _cell(our, half_dtypes)])
+            kinds["both" if any(their) and any(our) else "theirs" if any(their) else "ours"] += 1
+    dtypes = " and ".join(_NAMES[dtype] for dtype in half_dtypes)
+    count = f"{_paths(len(rows))} treated differently in {dtypes}"
+    only = f"{kinds['theirs']} by {name} (left) only, {kinds['ours']} by ampatch (right) only"
+    return [*_aligned(rows), f"{count}: {kinds['both']} listed by both, {only}." if rows else f"{count}."]
+
+
+def _decision(rule: Rule | None) -> _Decision | None:
+    """What of a rule other systems have as well."""
+    return None if rule is None else (rule.treatment, rule.when)
+
+
+def _by_any_name(rules: dict[Path, Rule]) -> dict[object, Rule]:
+    """The rules by path, and by what all names of a function have in common."""
+    found: dict[object, Rule] = {}
+    for path, rule in rules.items():
+        found[path] = rule
+        found.setdefault(_identity(path), rule)
+    return found
+
+
+def _identity(path: Path) -> object:
+    """The function at a path; the path itself where there is none to compare."""
+    function = _found(path)
+    return path if function is None or function is _ABSENT or function.__hash__ is None else function
+
+
+def _found(path: Path) -> object | None:
+    """The function; `_ABSENT`, or None where that cannot be told yet, as its module is not imported."""
+    try:
+        return find(path)
+    except PathError:
+        return _ABSENT
+
+
+def _cell(decisions: Sequence[_Decision | None], half_dtypes: Sequence[torch.dtype]) -> str:
+    """The lists that a function stands in, each with its conditions; there are two where they differ by half type."""
+    cells = []
+    for (treatment, when), dtypes in _grouped(decisions, half_dtypes):
+        conditions = "; ".join(_conditions(when, dtypes, half_dtypes))
+        cells.append(f"{treatment.value} ({conditions})" if conditions else treatment.value)
+    return ", ".join(cells) or _NO_LIST
+
+
+def _grouped(values: Iterable[_T | None], half_dtypes: Sequence[torch.dtype]) -> Iterable[tuple[_T, list[torch.dtype]]]:
+    """Each value that is there, with the half types it is for."""
+    groups: dict[_T, list[torch.dtype]] = {}
+    for value, dtype in zip(values, half_dtypes, strict=True):
+        if value is not None:
+            groups.setdefault(value, []).append(dtype)
+    return groups.items()
+
+
+def _conditions(when: _When, dtypes: Sequence[torch.dtype], asked: Sequence[torch.dtype]) -> list[str]:
+    """The half types, where these are not all that were asked about, and the arguments."""
+    only = [] if len(dtypes) == len(asked) else [f"{_NAMES[dtype]} only" for dtype in dtypes]
+    arguments = [f"{name}={'|'.join(map(_as_typed, values))}" for name, values in when]
+    return [*only, *([f"when {', '.join(arguments)}"] if arguments else [])]
+
+
+def _as_typed(value: object) -> str:
+    """A value as it stands in the YAML file, so that True is told from the string."""
+    return yaml.safe_dump([value], default_flow_style=True, width=float("inf")).strip()[1:-1]
+
+
+def _paths(count: int) -> str:
+    return "1 path" if count == 1 else f"{count} paths"
+
+
+def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Rows as lines, every column but the last padded to its widest cell."""
+    cells = [[_one_line(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(line.strip() for line in text.splitlines())

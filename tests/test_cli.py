@@ -1,0 +1,326 @@
+"""The command `ampatch`: what it prints and where, its exit statuses, and how it ends when it is cut short."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ampatch
+from ampatch import cli, demo, list_reports
+from ampatch.cast_lists import PEERS, peer, shipped
+from ampatch.errors import UsageError
+
+SOUND = "blacklist:\n  torch: [mm]\n"
+
+
+def ends(arguments: list[str]) -> int | str | None:
+    """The exit status of a command line that argparse itself answers."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    return exit_.value.code
+
+
+def python(*arguments: str, stdin: str = "", stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    """A run in an interpreter of its own, without what the environment tells this one."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COV_"))}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        input=stdin,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+
+
+class TestCommandLine:
+    def test_the_version(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert ends(["--version"]) == 0
+        assert capsys.readouterr().out == f"ampatch {ampatch.__version__}\n"
+
+    @pytest.mark.parametrize(
+        ("arguments", "commands"),
+        [([], ["demo", "lists"]), (["lists"], ["show", "check", "diff"])],
+        ids=["top", "lists"],
+    )
+    def test_help_has_a_sentence_on_each_command(
+        self,
+        arguments: list[str],
+        commands: list[str],
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "120")
+
+        assert ends([*arguments, "--help"]) == 0
+
+        lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+        for command in commands:
+            (sentence,) = (rest[0] for first, *rest in filter(None, lines) if first == command)
+            assert sentence[0].isupper()
+            assert sentence.endswith(".")
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ([], "ampatch: error: the following arguments are required: COMMAND"),
+            (["train"], "ampatch: error: argument COMMAND: invalid choice: 'train'"),
+            (["--verbose", "demo"], "ampatch: error: unrecognized arguments: --verbose"),
+            (["lists"], "ampatch lists: error: the following arguments are required: COMMAND"),
+            (
+                ["lists", "show", "--half-dtype", "half"],
+                "ampatch lists show: error: argument --half-dtype: 'half' is not",
+            ),
+            (
+                ["lists", "show", "--cast-lists"],
+                "ampatch lists show: error: argument --cast-lists: expected one argument",
+            ),
+            (
+                ["lists", "show", "--cast-lists", ""],
+                "ampatch lists show: error: argument --cast-lists: the name of a file",
+            ),
+            (["lists", "check"], "ampatch lists check: error: the following arguments are required: FILE"),
+            (["lists", "check", ""], "ampatch lists check: error: argument FILE: the name of a file is empty"),
+            (["lists", "check", "a", "b"], "ampatch: error: unrecognized arguments: b"),
+            (["lists", "diff", "tensorflow"], "ampatch lists diff: error: argument peer: invalid choice: 'tensorflow'"),
+            (["demo", "--epochs", "0"], "ampatch demo: error: argument --epochs: '0' is not a whole number"),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    )
+    def test_a_wrong_one_is_status_2_and_one_clear_line(
+        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert ends(arguments) == 2
+
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.splitlines()[-1].startswith(message)
+
+
+class TestDemo:
+    def test_its_arguments_and_its_status_are_passed_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = []
+
+        def run(arguments: argparse.Namespace) -> int:
+            asked.append(arguments.epochs)
+            return 7
+
+        monkeypatch.setattr(demo, "run", run)
+
+        assert cli.main(["demo", "--epochs", "3"]) == 7
+        assert asked == [3]
+
+    def test_other_commands_do_not_wait_for_it(self) -> None:
+        program = (
+            "import sys; from ampatch.cli import main; main(['lists', 'show']); print('ampatch.demo' in sys.modules)"
+        )
+
+        assert python("-c", program).stdout.splitlines()[-1] == "False"
+
+
+class TestShow:
+    def test_it_prints_the_policy_of_both_half_types(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["lists", "show"]) == 0
+
+        assert capsys.readouterr().out.splitlines() == list_reports.policy(shipped())
+
+    @pytest.mark.parametrize("name", ["float16", "bfloat16"])
+    def test_or_of_one(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["lists", "show", "--half-dtype", name]) == 0
+
+        lines = capsys.readouterr().out.splitlines()
+        assert any(line.startswith("torch.exp ") for line in lines) == (name == "float16")
+        assert not any("only" in line for line in lines)
+
+    def test_files_are_laid_over_the_lists_in_their_order(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+        first.write_text("blacklist:\n  torch: [mm, bmm]\n")
+        second.write_text("unlisted:\n  torch: [bmm]\n")
+
+        assert cli.main(["lists", "show", "--cast-lists", str(first), "--cast-lists", str(second)]) == 0
+
+        rules = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+        assert rules["torch.mm"] == ["blacklist", f"{first}:2"]
+        assert "torch.bmm" not in rules
+        assert rules["torch.Tensor.mm"][0] == "whitelist"
+
+    def test_a_fault_in_a_file_is_status_1_and_all_on_standard_error(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = tmp_path / "own.yaml"
+        file.write_text("whitelist:\n  torch: [mmm]\nblaklist: {}\n")
+
+        assert cli.main(["lists", "show", "--cast-lists", str(file)]) == 1
+
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        one, other = printed.err.splitlines()
+        assert one.startswith(f"ampatch: error: {file}:2: 'torch' has no 'mmm'.")
+        assert other.startswith(f"ampatch: error: {file}:3: unknown list 'blaklist'")
+
+
+class TestCheck:
+    def test_a_sound_file_is_status_0_and_one_sentence(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = tmp_path / "own.yaml"
+        file.write_text(SOUND)
+
+        assert cli.main(["lists", "check", str(file)]) == 0
+
+        printed = capsys.readouterr()
+        assert printed.out == f"{file} is sound: it changes how 1 path is treated.\n"
+        assert printed.err == ""
+
+    @pytest.mark.parametrize(
+        ("content", "faults"),
+        [
+            pytest.param(
+                "whitelist:\n  torch: [mmm]\nblaklist: {}\n", [":2: 'torch' has no 'mmm'", ":3: "], id="names"
+            ),
+            pytest.param("promote: {torch: [{name: 1}, exq]}\n", [":1: name: found", ":1: "], id="two on a line"),
+            pytest.param("whitelist:\n  ]\n", [":2: not valid YAML"], id="not YAML"),
+            pytest.param("whitelist: {torch: [mm]}\n\0", [":2: not valid YAML"], id="a control character"),
+            pytest.param("blacklist: {torch: [mm, 'two\n\n  lines']}\n", [":1: 'torch' has no"], id="a name in lines"),
+            pytest.param("just a sentence\n", [":1: found"], id="no mapping"),
+            pytest.param("whitelist: !!python/object:os.system {}\n", [":1: "], id="an object"),
+            pytest.param(b"\xff\xfe\xfa", [":1: "], id="not text"),
+            pytest.param("whitelist: " + 10_000 * "[", [": "], id="too deep"),
+        ],
+    )
+    def test_each_fault_is_one_line_and_the_status_1(
+        self, content: str | bytes, faults: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = tmp_path / "own.yaml"
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+        assert cli.main(["lists", "check", str(file)]) == 1
+
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        lines = printed.out.splitlines()
+        assert len(lines) == len(faults)
+        for line, fault in zip(lines, faults, strict=True):
+            assert line.startswith(f"{file}{fault}")
+
+    @pytest.mark.parametrize(
+        ("name", "why"),
+        [("missing.yaml", "No such file"), ("", "Is a directory"), ("two\nlines.yaml", "No such file")],
+        ids=["missing", "folder", "name in lines"],
+    )
+    def test_what_cannot_be_read_is_a_fault(
+        self, name: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main(["lists", "check", str(tmp_path / name)]) == 1
+
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith(f"{tmp_path / name}: ".replace("\n", " "))
+        assert why in line
+
+    def test_a_pipe_can_be_checked(self) -> None:
+        done = python("-m", "ampatch", "lists", "check", "/dev/stdin", stdin=SOUND)
+
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == "/dev/stdin is sound: it changes how 1 path is treated.\n"
+
+    def test_a_name_that_the_output_cannot_encode_is_escaped(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+        monkeypatch.setattr(sys, "stdout", output)
+
+        assert cli.main(["lists", "check", os.fsdecode(b"\xff\xe2\x82\xac.yaml")]) == 1
+
+        assert output.buffer.getvalue().startswith(rb"\udcff\u20ac.yaml: ")
+
+
+class TestDiff:
+    @pytest.mark.parametrize("name", PEERS)
+    @pytest.mark.parametrize("dtype", list_reports.BOTH, ids=str)
+    def test_it_compares_a_peer_with_the_shipped_lists(
+        self, name: str, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main(["lists", "diff", name, "--half-dtype", str(dtype).removeprefix("torch.")]) == 0
+
+        assert capsys.readouterr().out.splitlines() == list_reports.difference(peer(name), shipped(), name, [dtype])
+
+    @pytest.mark.parametrize(
+        ("name", "half_dtypes"),
+        [
+            ("apex", "float16"),
+            ("torch_autocast_cuda", "float16 and bfloat16"),
+            ("torch_autocast_cpu", "float16 and bfloat16"),
+        ],
+    )
+    def test_by_default_it_compares_in_the_half_types_that_the_peer_has(
+        self, name: str, half_dtypes: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main(["lists", "diff", name]) == 0
+
+        assert f" paths treated differently in {half_dtypes}: " in capsys.readouterr().out.splitlines()[-1]
+
+
+class TestEnds:
+    """Cut short, it ends quietly."""
+
+    def test_ctrl_c_is_status_130(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        def interrupted(*_arguments: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(list_reports, "policy", interrupted)
+
+        assert cli.main(["lists", "show"]) == 130
+        assert capsys.readouterr() == ("", "")
+
+    def test_an_error_raised_on_purpose_is_status_1_and_a_line(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def fail(_arguments: object) -> int:
+            raise UsageError("out of order:\n  do this first.")
+
+        monkeypatch.setattr(demo, "run", fail)
+
+        assert cli.main(["demo"]) == 1
+        assert capsys.readouterr() == ("", "ampatch: error: out of order: do this first.\n")
+
+    @pytest.mark.parametrize("arguments", [["lists", "show"], ["--help"]], ids=" ".join)
+    def test_a_reader_that_has_stopped_reading_is_status_141(self, arguments: list[str]) -> None:
+        reading, writing = os.pipe()
+        os.close(reading)
+        try:
+            done = python("-m", "ampatch", *arguments, stdout=writing)
+        finally:
+            os.close(writing)
+
+        assert (done.returncode, done.stderr) == (141, "")
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+    @pytest.mark.parametrize("arguments", [["lists", "show"], ["--help"]], ids=" ".join)
+    def test_a_full_disk_is_status_1_and_a_line(self, arguments: list[str]) -> None:
+        with Path("/dev/full").open("w") as full:
+            done = python("-m", "ampatch", *arguments, stdout=full.fileno())
+
+        assert (done.returncode, done.stderr) == (1, "ampatch: error: [Errno 28] No space left on device\n")
+
+    def test_without_a_standard_output_it_still_gives_its_status(self) -> None:
+        program = (
+            "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, '-m', 'ampatch', *sys.argv[1:]])"
+        )
+
+        done = python("-c", program, "lists", "check", os.devnull)
+
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_module_is_the_command() -> None:
+    done = python("-W", "error", "-m", "ampatch", "--version")
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"ampatch {ampatch.__version__}\n", "")

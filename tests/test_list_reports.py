@@ -1,0 +1,227 @@
+"""What `ampatch lists` says: the rules in force, the verdict on a file, the difference to another system."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampatch import list_reports
+from ampatch.cast_lists import PEERS, CastLists, peer, shipped
+from ampatch.errors import AmpError, CastListError, Fault
+
+FLOAT16, BFLOAT16 = [torch.float16], [torch.bfloat16]
+
+
+def lists(**names: object) -> CastLists:
+    """Lists with these in them and nothing else."""
+    return CastLists({}).overlaid(names)
+
+
+class TestPolicy:
+    def test_a_line_is_path_list_source_and_conditions_in_columns(self, tmp_path: Path) -> None:
+        file = tmp_path / "own.yaml"
+        file.write_text(
+            "promote: {torch: [dot]}\n"
+            "blacklist:\n"
+            "  torch: [{name: softmax, via_dtype: true}]\n"
+            "  torch.nn.functional:\n"
+            "  - {name: interpolate, when: {mode: [area, bicubic]}, dtypes: [float16]}\n"
+        )
+
+        assert list_reports.policy(CastLists({}).overlaid(file)) == [
+            f"torch.dot                        promote    {file}:1",
+            f"torch.softmax                    blacklist  {file}:3  via_dtype",
+            f"torch.nn.functional.interpolate  blacklist  {file}:5  float16 only; when mode=area|bicubic",
+        ]
+
+    def test_lines_are_sorted_by_namespace_and_name(self) -> None:
+        policy = list_reports.policy(
+            lists(whitelist={"torch.Tensor": ["mm", "bmm"], "torch": ["mm"]}, blacklist={"torch": ["exp"]})
+        )
+
+        assert [line.split()[0] for line in policy] == ["torch.exp", "torch.mm", "torch.Tensor.bmm", "torch.Tensor.mm"]
+
+    def test_a_function_with_a_rule_for_each_half_type_has_two_lines(self) -> None:
+        entry = {
+            "blacklist": [{"name": "exp", "dtypes": ["float16"]}],
+            "promote": [{"name": "exp", "dtypes": ["bfloat16"]}],
+        }
+
+        assert list_reports.policy(lists(**{name: {"torch": entries} for name, entries in entry.items()})) == [
+            "torch.exp  blacklist  cast_lists  float16 only",
+            "torch.exp  promote    cast_lists  bfloat16 only",
+        ]
+
+    def test_equal_rules_from_two_lines_are_two(self, tmp_path: Path) -> None:
+        file = tmp_path / "own.yaml"
+        file.write_text(
+            "promote:\n  torch:\n  - {name: exp, dtypes: [float16]}\n  - {name: exp, dtypes: [bfloat16]}\n  - dot\n"
+        )
+
+        assert list_reports.policy(CastLists({}).overlaid(file)) == [
+            f"torch.dot  promote  {file}:5",
+            f"torch.exp  promote  {file}:3  float16 only",
+            f"torch.exp  promote  {file}:4  bfloat16 only",
+        ]
+
+    def test_asked_about_one_half_type_it_leaves_the_other_and_the_condition_out(self) -> None:
+        rules = lists(blacklist={"torch": [{"name": "exp", "dtypes": ["float16"]}, "log"]})
+
+        assert list_reports.policy(rules, FLOAT16) == [
+            "torch.exp  blacklist  cast_lists",
+            "torch.log  blacklist  cast_lists",
+        ]
+        assert list_reports.policy(rules, BFLOAT16) == ["torch.log  blacklist  cast_lists"]
+
+    def test_the_values_of_a_condition_stand_as_they_are_typed(self) -> None:
+        when = {"inplace": [False], "training": [True, "true", None, 1, "two\nlines"]}
+        rules = lists(blacklist={"torch.nn.functional": [{"name": "rrelu", "when": when}]})
+
+        (line,) = list_reports.policy(rules)
+        assert line.endswith("  when inplace=false, training=true|'true'|null|1|'two  lines'")
+
+    def test_every_shipped_rule_has_its_line(self) -> None:
+        policy = list_reports.policy(shipped())
+
+        assert {line.split()[0] for line in policy} == {str(path) for path, _ in shipped().rules}
+        assert len(policy) == len({(path, rule.source) for (path, _), rule in shipped().rules.items()})
+
+    def test_without_rules_there_are_no_lines(self) -> None:
+        assert list_reports.policy(CastLists({})) == []
+
+
+class TestFaults:
+    def test_each_fault_is_a_line_whatever_it_quotes(self) -> None:
+        error = CastListError([Fault("a.yaml:1", "one\n  in two lines\r\n"), Fault("b\n.yaml", "two")])
+
+        assert list_reports.faults(error) == ["a.yaml:1: one in two lines", "b .yaml: two"]
+
+    def test_any_other_error_is_one_line(self) -> None:
+        assert list_reports.faults(AmpError("first,\nsecond")) == ["first, second"]
+
+
+class TestVerdict:
+    @pytest.mark.parametrize(
+        ("overlay", "changed"),
+        [
+            ({}, "0 paths are"),
+            ({"whitelist": {"torch": ["mm"]}}, "0 paths are"),  # it stands there already
+            ({"unlisted": {"torch": ["log"]}}, "1 path is"),
+            ({"blacklist": {"torch": ["mm", "bmm"]}}, "2 paths are"),
+            ({"unlisted": {"torch": ["conv2d"]}}, "2 paths are"),  # and torch.nn.functional.conv2d
+            ({"blacklist": {"torch": ["sum"]}}, "1 path is"),  # not via_dtype any more
+            ({"banned": {"torch.nn.functional": [{"name": "binary_cross_entropy", "instead": "x"}]}}, "1 path is"),
+            ({"blacklist": {"torch": [{"name": "mm", "dtypes": ["float16"]}]}}, "1 path is"),
+        ],
+        ids=str,
+    )
+    def test_it_counts_what_is_treated_otherwise(self, overlay: dict[str, object], changed: str) -> None:
+        verdict = list_reports.verdict("own.yaml", shipped(), shipped().overlaid(overlay))
+
+        assert verdict == f"own.yaml is sound: it changes how {changed} treated."
+
+    def test_it_says_what_it_had_to_take_on_trust(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "not_imported_yet.py").write_text("raise AssertionError('imported')")
+        monkeypatch.syspath_prepend(tmp_path)
+        after = shipped().overlaid({"blacklist": {"torch": ["mm"], "not_imported_yet": ["f", "g"]}})
+
+        verdict = list_reports.verdict("own.yaml", shipped(), after)
+
+        assert verdict.endswith("3 paths are treated (2 not looked up, being in modules that are not imported yet).")
+
+
+class TestDifference:
+    def difference(self, theirs: CastLists, ours: CastLists, *half_dtypes: list[torch.dtype]) -> list[str]:
+        """The lines without the one that counts them, columns set apart by one space."""
+        lines = list_reports.difference(theirs, ours, "peer", *half_dtypes)
+        return [" ".join(line.split()) for line in lines[:-1]]
+
+    def test_the_lines_are_columns_and_then_a_count(self) -> None:
+        theirs = lists(blacklist={"torch": ["exp", "log"]}, promote={"torch": ["mm"], "torch.nn.functional": ["gelu"]})
+        ours = lists(blacklist={"torch": ["log"]}, whitelist={"torch": ["mm", "bmm"]})
+
+        *lines, count = list_reports.difference(theirs, ours, "peer", FLOAT16)
+
+        assert lines == [
+            "torch.bmm                 -          whitelist",
+            "torch.exp                 blacklist  -",
+            "torch.mm                  promote    whitelist",
+            "torch.nn.functional.gelu  promote    -",
+        ]
+        assert count.startswith("4 paths treated differently in float16: ")
+        assert count.endswith(": 1 listed by both, 2 by peer (left) only, 1 by ampatch (right) only.")
+
+    def test_where_nothing_differs_there_is_the_count_alone(self) -> None:
+        assert list_reports.difference(shipped(), shipped(), "peer", FLOAT16) == [
+            "0 paths treated differently in float16."
+        ]
+
+    def test_another_name_of_a_function_is_no_difference(self) -> None:
+        assert torch.nn.functional.conv2d is torch.conv2d
+        theirs = lists(whitelist={"torch": ["conv2d"]})
+        ours = lists(whitelist={"torch": ["conv2d"], "torch.nn.functional": ["conv2d"]})
+
+        assert self.difference(theirs, ours) == []
+        assert self.difference(ours, theirs) == []
+        assert self.difference(lists(whitelist={"torch.nn.functional": ["conv2d"]}), theirs) == []
+
+    def test_a_method_is_not_the_function_of_its_name(self) -> None:
+        assert self.difference(lists(whitelist={"torch": ["mm"]}), lists(whitelist={"torch.Tensor": ["mm"]})) == [
+            "torch.mm whitelist -",
+            "torch.Tensor.mm - whitelist",
+        ]
+
+    @pytest.mark.parametrize(
+        ("condition", "shown"),
+        [
+            ({"when": {"mode": ["area"]}}, "when mode=area"),
+            ({"dtypes": ["float16"]}, "float16 only"),
+            ({"dtypes": ["float16"], "when": {"mode": ["area"]}}, "float16 only; when mode=area"),
+        ],
+        ids=["when", "dtypes", "both"],
+    )
+    def test_our_conditions_are_shown_and_make_a_difference(self, condition: dict[str, object], shown: str) -> None:
+        theirs = lists(blacklist={"torch.nn.functional": ["interpolate"]})
+        ours = lists(blacklist={"torch.nn.functional": [{"name": "interpolate", **condition}]})
+
+        assert self.difference(theirs, ours) == [f"torch.nn.functional.interpolate blacklist blacklist ({shown})"]
+
+    def test_one_half_type_is_compared_apart(self) -> None:
+        theirs, ours = (
+            lists(blacklist={"torch": ["exp"]}),
+            lists(blacklist={"torch": [{"name": "exp", "dtypes": ["float16"]}]}),
+        )
+
+        assert self.difference(theirs, ours) == ["torch.exp blacklist blacklist (float16 only)"]
+        assert self.difference(theirs, ours, FLOAT16) == []
+        assert self.difference(theirs, ours, BFLOAT16) == ["torch.exp blacklist -"]
+
+    def test_two_lists_of_ours_stand_side_by_side(self) -> None:
+        ours = lists(
+            blacklist={"torch": [{"name": "exp", "dtypes": ["float16"]}]},
+            promote={"torch": [{"name": "exp", "dtypes": ["bfloat16"]}]},
+        )
+
+        assert self.difference(lists(), ours) == ["torch.exp - blacklist (float16 only), promote (bfloat16 only)"]
+
+    def test_how_a_rule_is_carried_out_is_no_difference(self) -> None:
+        ours = lists(blacklist={"torch": [{"name": "sum", "via_dtype": True}]})
+
+        assert self.difference(lists(blacklist={"torch": ["sum"]}), ours) == []
+
+    def test_a_name_that_torch_lacks_is_no_difference(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch, "of_another_release", len, raising=False)
+        theirs = lists(whitelist={"torch": ["of_another_release"]})
+        assert self.difference(theirs, lists()) == ["torch.of_another_release whitelist -"]
+
+        monkeypatch.delattr(torch, "of_another_release")
+
+        assert self.difference(theirs, lists()) == []
+
+    @pytest.mark.parametrize("name", PEERS)
+    def test_a_path_has_one_line_for_each_system(self, name: str) -> None:
+        paths = [line.split()[0] for line in self.difference(peer(name), shipped())]
+
+        assert len(paths) == len(set(paths)) > 0
