@@ -1,0 +1,64 @@
+"""The handwritten digits: read from the package's own data, and split into a part to train on and a part to test on.
+
+Owns nothing but the file `data/digits.csv.gz` and its form. Must never reach for the network, and needs no more
+than the standard library and torch.
+"""
+
+from __future__ import annotations
+
+import gzip
+from dataclasses import dataclass
+from importlib.resources import files
+
+import torch
+from torch import Tensor
+
+CLASSES = 10
+SIDE = 8
+FULL_INK = 16
+
+# Which image is tested on stays the same whatever seed a run has, so that accuracies of any two runs compare.
+_SPLIT_SEED = 0
+_TEST_SHARE = 0.2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Digits:
+    """Images with their labels.
+
+    Attributes:
+        images: float32 of shape (count, 1, 8, 8), from 0 (no ink) to 1.
+        labels: int64 of shape (count,), from 0 to 9.
+    """
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: Tensor) -> Digits:
+        """The digits at the positions in ``index``."""
+        return Digits(self.images[index], self.labels[index])
+
+
+def load() -> Digits:
+    """All 1,797 digits, in the order of the file."""
+    resource = files("ampatch.demo") / "data" / "digits.csv.gz"
+    with resource.open("rb") as compressed, gzip.open(compressed, "rt", encoding="ascii") as text:
+        rows = torch.tensor([[int(value) for value in line.split(",")] for line in text])
+    pixels, labels = rows[:, :-1], rows[:, -1]
+    return Digits(pixels.reshape(-1, 1, SIDE, SIDE) / FULL_INK, labels)
+
+
+def split(digits: Digits) -> tuple[Digits, Digits]:
+    """The digits to train on and those to test on: always the same ones, a fifth of every class in the second."""
+    generator = torch.Generator().manual_seed(_SPLIT_SEED)
+    train, test = [], []
+    for label in range(CLASSES):
+        where = (digits.labels == label).nonzero().flatten()
+        where = where[torch.randperm(len(where), generator=generator)]
+        tested = round(len(where) * _TEST_SHARE)
+        test.append(where[:tested])
+        train.append(where[tested:])
+    return digits[torch.cat(train)], digits[torch.cat(test)]

@@ -1,0 +1,58 @@
+"""What the demo shows of its results: a table to read, and the same as JSON.
+
+Only turns results into text and puts it in its place; nothing here trains, and no number is computed here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ampatch.demo.training import Result
+
+_COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
+    ("level", lambda result: result.opt_level),
+    ("half dtype", lambda result: result.half_dtype or "-"),
+    ("test accuracy", lambda result: f"{result.test_accuracy:.2%}"),
+    ("final loss", lambda result: f"{result.final_loss:.4f}"),
+    ("ms a step", lambda result: f"{result.ms_per_step:.2f}"),
+    ("casts a step", lambda result: f"{result.casts_per_step:.1f}"),
+    ("cache hits a step", lambda result: f"{result.cache_hits_per_step:.1f}"),
+    ("skipped steps", lambda result: str(result.skipped_steps)),
+    ("loss scale", lambda result: f"{result.loss_scale:g}"),
+)
+# Words are read from the left, numbers compared from the right.
+_WORDS = 2
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results as lines of text, one line a run below a line of titles."""
+    lines = [[title for title, _ in _COLUMNS]]
+    lines += [[cell(result) for _, cell in _COLUMNS] for result in results]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(_aligned(line, widths)).rstrip() for line in lines)
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+    pairs = list(zip(cells, widths, strict=True))
+    return [cell.ljust(width) for cell, width in pairs[:_WORDS]] + [cell.rjust(width) for cell, width in pairs[_WORDS:]]
+
+
+def as_json(results: Sequence[Result]) -> str:
+    """The results as a JSON list of objects whose keys are the fields of ``Result``."""
+    return json.dumps([asdict(result) for result in results], indent=2) + "\n"
+
+
+def check_writable(path: Path) -> None:
+    """Opens ``path`` for writing and leaves things as they were: a file keeps its contents, an absent one stays absent.
+
+    Raises:
+        OSError: it cannot be opened for writing.
+    """
+    existed = path.exists()
+    with path.open("a", encoding="utf-8"):
+        pass
+    if not existed:
+        path.unlink()

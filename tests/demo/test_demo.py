@@ -1,0 +1,289 @@
+"""`ampatch demo`: its data, its network, its report, and what it claims of mixed precision."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampatch import demo
+from ampatch.demo import digits, report, training
+from ampatch.demo.network import DigitsNetwork
+from ampatch.demo.training import Result
+
+KEYS = [
+    "opt_level",
+    "half_dtype",
+    "test_accuracy",
+    "final_loss",
+    "ms_per_step",
+    "casts_per_step",
+    "cache_hits_per_step",
+    "skipped_steps",
+    "loss_scale",
+]
+FLOAT32 = Result("O0", None, 0.99443, 0.00841, 7.126, 0.0, 0.0, 0, 1.0)
+MIXED = Result("O1", "float16", 1.0, 0.01234, 45.0, 31.25, 4.5, 2, 16384.0)
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="ampatch demo")
+    demo.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def column(table: str, title: str) -> list[str]:
+    """The cells below a title, by where the title stands; columns of numbers are aligned on the right."""
+    head, *lines = table.splitlines()
+    end = head.index(title) + len(title)
+    return [line[:end].split()[-1] for line in lines]
+
+
+class TestDigits:
+    def test_the_file_is_the_one_its_readme_describes(self) -> None:
+        folder = files("ampatch.demo") / "data"
+        checksum = hashlib.sha256(gzip.decompress((folder / "digits.csv.gz").read_bytes())).hexdigest()
+
+        assert checksum in (folder / "README.md").read_text()
+
+    def test_there_are_1797_images_with_labels(self) -> None:
+        loaded = digits.load()
+
+        assert loaded.images.shape == (1797, 1, 8, 8)
+        assert loaded.images.dtype is torch.float32
+        assert set(loaded.images.unique().tolist()) == {ink / 16 for ink in range(17)}
+        assert loaded.labels.dtype is torch.int64
+        assert loaded.labels.bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+
+    def test_the_first_image_is_a_zero_the_right_way_up(self) -> None:
+        loaded = digits.load()
+
+        assert loaded.labels[0] == 0
+        assert (16 * loaded.images[0, 0, 0]).tolist() == [0, 0, 5, 13, 9, 1, 0, 0]
+
+    def test_the_split_is_the_same_every_time_whatever_the_seed(self) -> None:
+        torch.manual_seed(1)
+        first = digits.split(digits.load())
+        torch.manual_seed(2)
+        second = digits.split(digits.load())
+
+        for one, other in zip(first, second, strict=True):
+            assert torch.equal(one.images, other.images)
+            assert torch.equal(one.labels, other.labels)
+
+    def test_no_digit_is_both_trained_and_tested_on(self) -> None:
+        # Stands in for the images, no two of which need be different, a number of its own for each digit.
+        numbers = torch.arange(1797)
+        train, test = digits.split(digits.Digits(numbers, digits.load().labels))
+
+        assert sorted(torch.cat([train.images, test.images]).tolist()) == numbers.tolist()
+
+    def test_a_fifth_of_every_class_is_tested_on(self) -> None:
+        loaded = digits.load()
+        _, test = digits.split(loaded)
+
+        share = test.labels.bincount() / loaded.labels.bincount()
+        assert torch.allclose(share, torch.full((10,), 0.2), atol=0.005)
+
+
+class TestNetwork:
+    def test_it_gives_ten_scores_an_image_and_a_gradient_to_every_parameter(self) -> None:
+        network = DigitsNetwork()
+
+        scores = network(torch.rand(3, 1, 8, 8))
+        scores.square().sum().backward()
+
+        assert scores.shape == (3, 10)
+        assert all(parameter.grad is not None for parameter in network.parameters())
+
+    def test_it_has_every_kind_of_layer_that_the_lists_tell_apart(self) -> None:
+        kinds = {type(module) for module in DigitsNetwork().modules()}
+
+        assert {torch.nn.Conv2d, torch.nn.BatchNorm2d, torch.nn.LayerNorm, torch.nn.Linear} <= kinds
+
+
+class TestReport:
+    def test_the_table_has_a_line_a_run(self) -> None:
+        table = report.table([FLOAT32, MIXED])
+
+        assert column(table, "level") == ["O0", "O1"]
+        assert column(table, "test accuracy") == ["99.44%", "100.00%"]
+        assert column(table, "final loss") == ["0.0084", "0.0123"]
+        assert column(table, "ms a step") == ["7.13", "45.00"]
+        assert column(table, "casts a step") == ["0.0", "31.2"]
+        assert column(table, "cache hits a step") == ["0.0", "4.5"]
+        assert column(table, "skipped steps") == ["0", "2"]
+        assert column(table, "loss scale") == ["1", "16384"]
+
+    def test_a_level_without_a_half_type_shows_a_dash(self) -> None:
+        _, float32, mixed = report.table([FLOAT32, MIXED]).splitlines()
+
+        assert float32.split()[:2] == ["O0", "-"]
+        assert mixed.split()[:2] == ["O1", "float16"]
+
+    def test_the_json_holds_the_same(self) -> None:
+        float32, mixed = json.loads(report.as_json([FLOAT32, MIXED]))
+
+        assert list(float32) == list(mixed) == KEYS
+        assert float32["half_dtype"] is None
+        assert mixed == dict(zip(KEYS, ["O1", "float16", 1.0, 0.01234, 45.0, 31.25, 4.5, 2, 16384.0], strict=True))
+
+    def test_asking_whether_a_file_can_be_written_changes_nothing(self, tmp_path: Path) -> None:
+        there, absent = tmp_path / "there", tmp_path / "absent"
+        there.write_text("kept")
+
+        report.check_writable(there)
+        report.check_writable(absent)
+
+        assert there.read_text() == "kept"
+        assert not absent.exists()
+
+
+class TestArguments:
+    def test_by_default_float32_stands_beside_both_half_types(self) -> None:
+        arguments = parsed()
+
+        assert arguments.opt_levels == ["O0", "O1"]
+        assert arguments.half_dtype == ["float16", "bfloat16"]
+        assert arguments.json is None
+
+    def test_a_name_that_comes_twice_counts_once(self) -> None:
+        assert parsed("--opt-levels", "O1, O0,O1").opt_levels == ["O1", "O0"]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--opt-levels", "O1,00"], "argument --opt-levels: '00' is not one of O0, O1"),
+            (["--opt-levels", ""], "argument --opt-levels: '' is not one of O0, O1"),
+            (["--half-dtype", "float32"], "argument --half-dtype: 'float32' is not one of float16, bfloat16"),
+            (["--epochs", "0"], "argument --epochs: '0' is not a whole number from 1 to 1000"),
+            (["--epochs", "many"], "argument --epochs: 'many' is not a whole number from 1 to 1000"),
+            (["--seed", "-1"], "argument --seed: '-1' is not a whole number from 0 to 4294967295"),
+            (["--json", "no/such/folder/out.json"], "argument --json: cannot write 'no/such/folder/out.json'"),
+            (["--json", "."], "argument --json: cannot write '.'"),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    )
+    def test_a_bad_one_is_one_clear_line(
+        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as exit_:
+            parsed(*arguments)
+
+        assert exit_.value.code == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"ampatch demo: error: {message}")
+
+
+class TestRun:
+    def test_it_prints_one_table_and_writes_the_same_as_json(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        target = tmp_path / "results.json"
+
+        status = demo.run(parsed("--half-dtype", "bfloat16", "--epochs", "2", "--json", str(target)))
+
+        assert status == 0
+        results = [Result(**entry) for entry in json.loads(target.read_text())]
+        float32, mixed = results
+        printed = capsys.readouterr()
+        assert printed.out == report.table(results) + "\n"
+        assert "\r" not in printed.err, "a progress bar is for terminals"
+        assert (float32.opt_level, float32.half_dtype) == ("O0", None)
+        assert (float32.casts_per_step, float32.cache_hits_per_step) == (0, 0)
+        assert (mixed.opt_level, mixed.half_dtype) == ("O1", "bfloat16")
+        assert mixed.casts_per_step > 0
+        assert mixed.cache_hits_per_step > 0, "the network uses a block twice"
+        assert min(result.test_accuracy for result in results) > 0.5
+
+    def test_on_a_terminal_it_draws_a_progress_bar(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+
+        demo.run(parsed("--opt-levels", "O0", "--epochs", "1"))
+
+        assert "O0: 100%" in capsys.readouterr().err
+
+    def test_ctrl_c_ends_it_with_a_plain_line_and_amp_taken_out(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def interrupted(*_arguments: object) -> None:
+            raise KeyboardInterrupt
+
+        untouched = torch.nn.functional.linear
+        threads = torch.get_num_threads()
+        monkeypatch.setattr(demo, "_advance", interrupted)
+
+        status = demo.run(parsed("--opt-levels", "O1"))
+
+        assert status == 130
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.splitlines()[-1].startswith("Interrupted")
+        assert torch.nn.functional.linear is untouched
+        assert torch.get_num_threads() == threads
+
+    def test_a_report_that_cannot_be_written_after_all_does_not_lose_the_table(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        arguments = parsed("--opt-levels", "O0", "--epochs", "1", "--json", str(tmp_path / "results.json"))
+        arguments.json = tmp_path
+
+        assert demo.run(arguments) == 1
+        printed = capsys.readouterr()
+        assert column(printed.out, "level") == ["O0"]
+        assert printed.err.splitlines()[-1].startswith("The results could not be written")
+
+
+class TestTraining:
+    def test_the_same_seed_gives_the_same_run(self) -> None:
+        train, test = digits.split(digits.load())
+        losses: list[list[float]] = [[], []]
+        for run in losses:
+            torch.manual_seed(len(losses[0]))  # the caller's random numbers have no part in it
+            training.run(train[torch.arange(256)], test, "O0", None, epochs=1, seed=3, on_step=run.append)
+
+        assert losses[0] == losses[1]
+        assert len(losses[0]) == training.steps_per_epoch(train[torch.arange(256)]) == 4
+
+    def test_amp_is_taken_out_when_a_run_raises(self) -> None:
+        train, test = digits.split(digits.load())
+        untouched = torch.nn.functional.linear
+
+        def fail(_loss: float) -> None:
+            raise RuntimeError("in the middle")
+
+        with pytest.raises(RuntimeError, match="in the middle"):
+            training.run(train, test, "O1", torch.bfloat16, epochs=1, seed=0, on_step=fail)
+
+        assert torch.nn.functional.linear is untouched
+
+
+class TestClaims:
+    """What the documentation says of `ampatch demo`, at its own defaults."""
+
+    @pytest.mark.parametrize(
+        "half_dtype",
+        [
+            "bfloat16",
+            # Most CPUs compute float16 in software.
+            pytest.param("float16", marks=pytest.mark.slow),
+        ],
+    )
+    def test_mixed_precision_recognises_97_percent_and_within_a_point_of_float32(
+        self, half_dtype: str, tmp_path: Path
+    ) -> None:
+        target = tmp_path / "results.json"
+
+        demo.run(parsed("--half-dtype", half_dtype, "--json", str(target)))
+
+        float32, mixed = (entry["test_accuracy"] for entry in json.loads(target.read_text()))
+        assert mixed >= 0.97
+        assert abs(mixed - float32) <= 0.01

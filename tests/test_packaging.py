@@ -1,0 +1,158 @@
+"""The package as users get it: built, installed in each of the three ways, and used from there.
+
+Works on a copy of the checkout, because what earlier builds left there (`*.egg-info`, `build/`) can stand in for a file
+that is missing from the package. Each install goes to an environment of its own, which borrows torch from the
+running one.
+"""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+CAST_LISTS = ("whitelist.yaml", "blacklist.yaml", "promote.yaml", "banned.yaml")
+LEFTOVERS = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist")
+
+# Says where the package is, and what of its data is found there, with the size of each file.
+PROBE = """
+import json
+from importlib.resources import files
+import ampatch, ampatch.demo.digits as digits
+
+def found(folder, prefix=""):
+    for item in folder.iterdir():
+        if item.is_dir():
+            yield from found(item, prefix + item.name + "/")
+        else:
+            yield prefix + item.name, len(item.read_bytes())
+
+print(json.dumps({
+    "package": ampatch.__file__,
+    "lists": dict(found(files("ampatch.lists"))),
+    "demo": dict(found(files("ampatch.demo"))),
+    "digits": len(digits.load()),
+}))
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """What a command prints, if it succeeds; nothing of the running interpreter's paths reaches it."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COV_"))}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copy = tmp_path_factory.mktemp("packaging") / "checkout"
+    return Path(shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFTOVERS)))
+
+
+@pytest.fixture(scope="module")
+def built(checkout: Path) -> dict[str, Path]:
+    """An sdist, and a wheel made from that sdist, so that a file missing from the one is missing from the other too."""
+    run(sys.executable, "-m", "build", "--no-isolation", cwd=checkout)
+    (sdist,) = (checkout / "dist").glob("*.tar.gz")
+    (wheel,) = (checkout / "dist").glob("*.whl")
+    return {"sdist": sdist, "wheel": wheel}
+
+
+@pytest.fixture(scope="module", params=["wheel", "sdist", "editable"])
+def installed(
+    request: pytest.FixtureRequest, checkout: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """The folder of an environment's programs, and the folder that its ampatch has to be imported from."""
+    folder = tmp_path_factory.mktemp(request.param)
+    venv.create(folder, with_pip=False)
+    programs = folder / "bin"
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    # A folder named in a .pth file joins sys.path, but the .pth files in it are not read: torch and the other
+    # dependencies are found there, an editable install of ampatch is not.
+    (packages / "borrowed.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    if request.param == "editable":
+        what, home = ["--editable", str(checkout)], checkout
+    else:
+        what, home = [str(request.getfixturevalue("built")[request.param])], packages
+    # --ignore-installed: pip sees the running environment's ampatch through the .pth file, and would leave it at that.
+    options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed"]
+    run(sys.executable, "-m", "pip", "--python", programs / "python", "install", *options, *what, cwd=folder)
+    return programs, home
+
+
+def test_each_kind_of_install_brings_the_lists_the_peers_and_the_digits(
+    installed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    programs, home = installed
+
+    probed = json.loads(run(programs / "python", "-I", "-c", PROBE, cwd=tmp_path))
+
+    assert Path(probed["package"]) == home / "ampatch" / "__init__.py"
+    expected = {
+        path.relative_to(ROOT / "lists").as_posix(): path.stat().st_size for path in (ROOT / "lists").rglob("*.yaml")
+    }
+    assert set(CAST_LISTS) <= set(expected)
+    assert any(name.startswith("peers/") for name in expected)
+    assert expected.items() <= probed["lists"].items()
+    assert probed["digits"] == 1797
+    assert {"data/digits.csv.gz", "data/README.md"} <= set(probed["demo"])
+
+
+def test_each_kind_of_install_brings_the_command(installed: tuple[Path, Path], tmp_path: Path) -> None:
+    programs, _ = installed
+
+    assert "demo" in run(programs / "ampatch", "--help", cwd=tmp_path)
+
+
+def test_the_wheel_holds_every_module_of_the_checkout(checkout: Path, built: dict[str, Path]) -> None:
+    modules = {path.relative_to(checkout).as_posix() for path in (checkout / "ampatch").rglob("*.py")}
+
+    assert modules | {"ampatch/py.typed"} <= set(zipfile.ZipFile(built["wheel"]).namelist())
+
+
+def test_the_license_comes_with_the_wheel(built: dict[str, Path]) -> None:
+    assert any(name.endswith("/licenses/LICENSE") for name in zipfile.ZipFile(built["wheel"]).namelist())
+
+
+def test_torch_is_not_needed_to_build() -> None:
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
+
+    assert [Requirement(line).name for line in build["requires"]] == ["setuptools"]
+
+
+def test_every_dependency_is_pinned() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+    pinned = {canonicalize_name(line.partition("==")[0]): line.partition("==")[2] for line in lines}
+    assert all(pinned.values()), "each line is name==version"
+    assert pinned["torch"] == "2.13.0"
+
+    options = configparser.ConfigParser()
+    options.read(ROOT / "setup.cfg")
+    direct = [options["options"]["install_requires"], *options["options.extras_require"].values()]
+    waiting = [line for block in direct for line in block.split("\n") if line and line[0] != "#"]
+    needed: set[str] = set()
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        name = canonicalize_name(requirement.name)
+        wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        # What a CUDA build of torch brings is pinned by torch itself, and is not there with a CPU build.
+        if wanted and name not in needed and not re.match(r"nvidia-|cuda-|triton", name):
+            needed.add(name)
+            waiting += metadata.requires(name) or []
+    assert needed <= set(pinned)
