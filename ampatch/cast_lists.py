@@ -25,7 +25,7 @@ from torch.torch_version import TorchVersion
 from ampatch import signatures
 from ampatch.errors import AmpError, CastListError, Fault, OptionError, did_you_mean
 from ampatch.opt_levels import HALF_DTYPES
-from ampatch.paths import Path, PathError, find, find_owner
+from ampatch.paths import Path, PathError, find, find_owner, identity
 
 
 class Treatment(enum.Enum):
@@ -109,9 +109,9 @@ class CastLists:
         named = tuple(dict.fromkeys([*self.named, *(path for path, _ in rules), *(path for (path, _), _ in changes)]))
         aliases: dict[object, list[Path]] = {}
         for path in named:
-            aliases.setdefault(_identity(path), []).append(path)
+            aliases.setdefault(identity(path), []).append(path)
         for (path, dtype), rule in changes:
-            for alias in aliases[_identity(path)]:
+            for alias in aliases[identity(path)]:
                 if alias == path or (alias, dtype) not in changed:
                     rules.pop((alias, dtype), None)
                     if rule is not None:
@@ -213,7 +213,7 @@ class _Parsed:
     def add_list(self, node: yaml.Node | None, treatment: Treatment | None) -> None:
         """Reads a list: namespaces to names. Without a treatment, the functions are taken out of their lists."""
         for namespace, names in self._pairs(node, "namespaces with lists of names, such as `torch: [mm, bmm]`"):
-            for entry in self._flat(names):
+            for entry in self._flat(names, []):
                 self._add_entry(entry, namespace, treatment)
 
     def _at(self, line: int) -> str:
@@ -236,14 +236,15 @@ class _Parsed:
                 seen.add(key.value)
                 yield key, value
 
-    def _flat(self, node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> Iterator[yaml.Node]:
-        """The entries of a list, and of the lists in it."""
-        if node in above:
-            self.fault(node, "this list contains itself; take the alias in it out.")
+    def _flat(self, node: yaml.Node, seen: list[yaml.Node]) -> Iterator[yaml.Node]:
+        """The entries of a list, and of the lists in it; ``seen`` are those met before under the same namespace."""
+        if node in seen:
+            self.fault(node, "aliases put this list into itself, or under one namespace twice; take them out.")
         elif _kind(node) == "seq":
+            seen.append(node)
             for item in node.value:
                 if _kind(item) == "seq":
-                    yield from self._flat(item, (*above, node))
+                    yield from self._flat(item, seen)
                 else:
                     yield item
         elif _kind(node) != "null":
@@ -259,7 +260,7 @@ class _Parsed:
         if self._resolve and not self._exists(path, options, node, namespace):
             return
         rule = None if treatment is None else Rule(path, treatment, self._at(listing.line), **options)
-        function = _identity(path) if self._resolve else path
+        function = identity(path) if self._resolve else path
         for dtype in dtypes:
             first = self._first.setdefault((function, dtype), listing)
             again = self._listed.setdefault((path, dtype), listing)
@@ -367,15 +368,6 @@ def _elsewhere(path: Path) -> str | None:
 
 
 _NAMESPACES = ("torch", "torch.nn.functional", "torch.Tensor", "torch.linalg", "torch.special", "torch.fft")
-
-
-def _identity(path: Path) -> object:
-    """What two paths of one function have in common: the function; or the path, where there is nothing to compare."""
-    try:
-        function = find(path)
-    except PathError:
-        return path
-    return path if function is None or function.__hash__ is None else function
 
 
 # The options of an entry. Each reads a node, or raises an `AmpError` with what was found and what was expected.

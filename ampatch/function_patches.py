@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 import wrapt
 
-from ampatch.cast_lists import Rule, Treatment
-from ampatch.errors import AmpWarning, CastListError, did_you_mean
+from ampatch.cast_lists import Rule, Treatment, why_unfit
+from ampatch.errors import AmpWarning, did_you_mean
 from ampatch.patching import MISSING, PatchLedger, bindings, loaded_modules, rebind
 from ampatch.paths import Path, PathError, find_owner
 from ampatch.switch import Switch
@@ -127,15 +127,19 @@ class FunctionPatches:
                 self.rebind(loaded_modules("torch", "ampatch"))
 
     def _patch_imported_rule(self, owner: object, rule: Rule) -> None:
-        try:
-            if hasattr(owner, rule.path.name):
-                self._patch_rule(owner, rule)
-            elif not rule.optional:
-                message = f"{rule.path.namespace!r} was imported and has no {rule.path.name!r}."
-                near = did_you_mean(rule.path.name, dir(owner))
-                warnings.warn(f"{rule.source}: {message}{near}", AmpWarning, stacklevel=2)
-        except CastListError as error:  # an import is no place to raise it
-            warnings.warn(str(error), AmpWarning, stacklevel=2)
+        """What could not be checked when the list was read; an import is no place to raise for it."""
+        name = rule.path.name
+        unfit: str | None
+        if hasattr(owner, name):
+            unfit = why_unfit(rule.path, owner, getattr(owner, name), rule.when, rule.via_dtype)
+        elif rule.optional:
+            return
+        else:
+            unfit = f"{rule.path.namespace!r} was imported and has no {name!r}.{did_you_mean(name, dir(owner))}"
+        if unfit is None:
+            self._patch_rule(owner, rule)
+        else:
+            warnings.warn(f"{rule.source}: {unfit}", AmpWarning, stacklevel=2)
 
     def _patch_rule(self, owner: object, rule: Rule) -> None:
         adapter = functools.partial(self._adapters.for_rule, rule)
@@ -192,4 +196,4 @@ def _own_attribute(owner: object, name: str) -> object:
 
 
 def _reason(path: Path, listed: str) -> str:
-    return f"ampatch: {path} is {listed}, and its arguments were cast by that"
+    return f"ampatch: {path} is {listed}."

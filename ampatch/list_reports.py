@@ -15,7 +15,7 @@ import yaml
 from ampatch.cast_lists import CastLists, Rule, Treatment
 from ampatch.errors import AmpError, CastListError
 from ampatch.opt_levels import HALF_DTYPES
-from ampatch.paths import Path, PathError, find
+from ampatch.paths import Path, PathError, find, identity
 
 BOTH = tuple(HALF_DTYPES.values())
 
@@ -100,7 +100,7 @@ def difference(theirs: CastLists, ours: CastLists, name: str, half_dtypes: Seque
     rows = []
     kinds: Counter[str] = Counter()
     for path in sorted(path for path in listed if _found(path) is not _ABSENT):
-        their, our = ([_decision(rules.get(path) or rules.get(_identity(path))) for rules in side] for side in sides)
+        their, our = ([_decision(rules.get(path) or rules.get(identity(path))) for rules in side] for side in sides)
         if their != our:
             rows.append([str(path), _cell(their, half_dtypes), _cell(our, half_dtypes)])
             kinds["both" if any(their) and any(our) else "theirs" if any(their) else "ours"] += 1
@@ -120,14 +120,8 @@ def _by_any_name(rules: dict[Path, Rule]) -> dict[object, Rule]:
     found: dict[object, Rule] = {}
     for path, rule in rules.items():
         found[path] = rule
-        found.setdefault(_identity(path), rule)
+        found.setdefault(identity(path), rule)
     return found
-
-
-def _identity(path: Path) -> object:
-    """The function at a path; the path itself where there is none to compare."""
-    function = _found(path)
-    return path if function is None or function is _ABSENT or function.__hash__ is None else function
 
 
 def _found(path: Path) -> object | None:

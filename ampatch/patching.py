@@ -42,12 +42,13 @@ class Patch:
     installed: Callable[[], object]
 
     def take_out(self) -> bool:
-        """Puts back what was there; False if somebody else replaced the attribute meanwhile, and it was left alone."""
+        """Puts back what was there; False if somebody else replaced it by something new, which was left alone."""
         owner = self.owner()
         if owner is None:
             return True
-        if vars(owner).get(self.name, MISSING) is not self.installed():
-            return False
+        current = vars(owner).get(self.name, MISSING)
+        if current is not self.installed():
+            return current is self.before
         if self.before is MISSING:
             delattr(owner, self.name)
         else:

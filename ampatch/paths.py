@@ -73,6 +73,15 @@ def find(path: Path) -> object | None:
     return found
 
 
+def identity(path: Path) -> object:
+    """What all paths of one function have in common: the function; or the path, where there is nothing to compare."""
+    try:
+        function = find(path)
+    except PathError:
+        return path
+    return path if function is None or function.__hash__ is None else function
+
+
 def _attribute(owner: object, name: str, namespace: str) -> object:
     try:
         found: object = getattr(owner, name)

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,7 +95,7 @@ class Session:
         self._device_types = set(device_types)
         self._verbose = verbose
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._optimizers: MutableMapping[object, AdoptedOptimizer] = weakref.WeakKeyDictionary()
+        self._optimizers: dict[int, AdoptedOptimizer] = {}  # by id: an optimizer may not be hashable
         self._adapters = Adapters(
             settings.properties.half_dtype, self.cache, self._device_types, allow_banned=settings.allow_banned
         )
@@ -154,8 +154,8 @@ class Session:
         except BaseException:
             self.ledger.undo(since=mark)
             self._models &= known_models
-            for adopted in set(self._optimizers) - known_optimizers:
-                del self._optimizers[adopted]
+            for key in set(self._optimizers) - known_optimizers:
+                del self._optimizers[key]
             self._device_types &= device_types
             raise
 
@@ -175,11 +175,12 @@ class Session:
         """Takes an optimizer in: its ``step`` learns to skip."""
         adopted = AdoptedOptimizer(optimizer, self.switch, self.cache.clear, self._name_of, announce=self._verbose)
         adopted.install(self.ledger)
-        self._optimizers[optimizer] = adopted
+        self._optimizers[id(optimizer)] = adopted
+        self.ledger.on_undo(weakref.finalize(optimizer, self._optimizers.pop, id(optimizer), None).detach, optimizer)
 
     def has_adopted(self, optimizer: object) -> bool:
         """Whether the optimizer is this session's."""
-        return optimizer in self._optimizers
+        return id(optimizer) in self._optimizers
 
     def adopted(self, optimizer: object) -> AdoptedOptimizer:
         """What is known of an optimizer.
@@ -187,14 +188,14 @@ class Session:
         Raises:
             UsageError: it was never handed to ``amp.initialize``.
         """
-        try:
-            return self._optimizers[optimizer]
-        except (KeyError, TypeError):
+        adopted = self._optimizers.get(id(optimizer))
+        if adopted is None:
             check_optimizer(optimizer)
             raise UsageError(
                 f"this {type(optimizer).__name__} was never handed to amp.initialize. Type: model, optimizer = "
                 "amp.initialize(model, optimizer, ...), and use the optimizer that it returns."
-            ) from None
+            )
+        return adopted
 
     def parameter_ids(self) -> set[int]:
         """The ids of all parameters of the adopted models."""
@@ -324,7 +325,7 @@ def decorate(function: Any, kind: str) -> Any:
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(decorate(function.__func__, kind))
     name = getattr(function, "__qualname__", repr(function))
-    reason = f"ampatch: {name} is decorated for the {kind}, and its arguments were cast by that"
+    reason = f"ampatch: {name} is decorated for the {kind}."
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -8,8 +8,9 @@ The cache may never be wrong. Constraints, and how they are kept:
   thread, and lives only inside the outermost forward of an adopted model. Neither ever serves the other.
 - A weight may change under a cast. An entry counts only while the parameter's version counter, its address and its
   ``requires_grad`` are what they were, and the storage at that address still lives, since another one may take its
-  place. A change through ``.data`` that stays in the storage (``p.data.add_()``), between two forwards
-  with grad and no step between, is what no check can see; `clear` is for that.
+  place. Nor does it count once the cast itself was written to, through a view that a function returned. A change
+  through ``.data`` that stays in the storage (``p.data.add_()``), between two forwards with grad and no step between,
+  is what no check can see; `clear` is for that.
 - Nothing may be kept alive. A cast's graph holds its parameter, so a weak reference alone would never die: entries
   whose parameter no Python code holds any more are swept out as the store grows.
 - Tracers (torch.compile, torch.export, torch.jit.trace, make_fx, CUDA graph capture) must record the cast where it is
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 
@@ -52,6 +54,31 @@ class _Entry:
     version: int
     requires_grad: bool
     cast: Tensor
+    cast_version: int
+
+    @classmethod
+    def of(cls, parameter: Tensor, cast: Tensor) -> _Entry:
+        """An entry for a cast just made."""
+        return cls(
+            weakref.ref(parameter),
+            parameter.data_ptr(),
+            weakref.ref(parameter.untyped_storage()),
+            parameter._version,
+            parameter.requires_grad,
+            cast,
+            cast._version,
+        )
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Whether it still is the cast of this parameter."""
+        return (
+            self.parameter() is parameter
+            and self.address == parameter.data_ptr()
+            and self.storage() is not None
+            and self.version == parameter._version
+            and self.requires_grad == parameter.requires_grad
+            and self.cast_version == self.cast._version
+        )
 
 
 # One store: the type cast to, then the parameter's id.
@@ -98,7 +125,7 @@ class WeightCache:
         Returns:
             A tensor of the same shape, linked to ``tensor`` for backward as `Tensor.to` links it.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return tensor.to(dtype)
         store = self._store() if type(tensor) is Parameter else None
         if store is None:
@@ -106,29 +133,15 @@ class WeightCache:
             return tensor.to(dtype)
         entries = store.setdefault(dtype, {})
         entry = entries.get(id(tensor))
-        if (
-            entry is not None
-            and entry.parameter() is tensor
-            and entry.address == tensor.data_ptr()
-            and entry.storage() is not None
-            and entry.version == tensor._version
-            and entry.requires_grad == tensor.requires_grad
-        ):
+        if entry is not None and entry.counts(tensor):
             self.hits += 1
             return entry.cast
         self.casts += 1
-        cast = tensor.to(dtype)
+        cast = _with_version(tensor, dtype)
         if _can_be_kept(tensor, cast):
             if len(entries) >= self._sweep_at:
                 self._sweep(entries)
-            entries[id(tensor)] = _Entry(
-                weakref.ref(tensor),
-                tensor.data_ptr(),
-                weakref.ref(tensor.untyped_storage()),
-                tensor._version,
-                tensor.requires_grad,
-                cast,
-            )
+            entries[id(tensor)] = _Entry.of(tensor, cast)
         return cast
 
     def clear(self) -> None:
@@ -179,6 +192,14 @@ class WeightCache:
             if _abandoned(entry.parameter):
                 entries.pop(key, None)
         self._sweep_at = max(self._SWEEP_FROM, 2 * len(entries))
+
+
+def _with_version(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A cast that tells when it is written to, which one made in inference mode does not."""
+    if not torch.is_inference_mode_enabled():
+        return tensor.to(dtype)
+    with torch.inference_mode(False), torch.no_grad():
+        return tensor.to(dtype)
 
 
 def _can_be_kept(parameter: Tensor, cast: Tensor) -> bool:

@@ -234,7 +234,17 @@ WRONG_TYPE: dict[str, Case] = {
     ),
     "a list that contains itself": (
         "whitelist:\n  torch:\n  - &names\n    - mm\n    - *names\n",
-        [":3: this list contains itself; take the alias in it out."],
+        [":3: aliases put this list into itself, or under one namespace twice; take them out."],
+    ),
+    # Each list twice the one before: read one by one, their names would never come to an end.
+    "a bomb of aliases": (
+        "whitelist:\n  torch:\n  - &a0 [mm]\n" + "".join(f"  - &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 64)),
+        [":3: aliases put this list into itself, or under one namespace twice; take them out."] * 2
+        + [
+            f":{i}: aliases put this list into itself, or under one namespace twice; take them out."
+            for i in range(4, 66)
+            for _ in range(2)
+        ],
     ),
     "a mapping that contains itself": ("whitelist: &all\n  torch: *all\n", [f":1: found a mapping; {NAMES}"]),
 }

@@ -408,9 +408,22 @@ class TestModulesImportedLater:
     def test_that_lack_the_argument_of_a_condition_are_warned_of(self, package):
         package("late_g", ops=LATE)
         rule = {"name": "attend", "when": {"mode": ["fast"]}}
-        told = pytest.warns(AmpWarning, match="no argument 'mode'")
+        told = pytest.warns(AmpWarning, match=r"the argument 'mode', which cannot be told from a call of late_g\.ops")
         with casts_on(cast_lists={"whitelist": {"late_g.ops": [rule]}}), told:
             importlib.import_module("late_g.ops")
+
+    @pytest.mark.parametrize(
+        ("namespace", "name", "unfit"),
+        [
+            ("late_m.ops", "Gate", "is a class, not a function"),
+            ("late_n.ops.SIZE", "bit_count", "expected a module or a class"),
+        ],
+    )
+    def test_where_nothing_can_be_patched_are_warned_of(self, package, namespace, name, unfit):
+        package(namespace[:6], ops=LATE + "SIZE = 3\n")
+        with casts_on(cast_lists={"whitelist": {namespace: [name]}}), pytest.warns(AmpWarning, match=unfit):
+            ops = importlib.import_module(f"{namespace[:6]}.ops")
+        assert (type(ops.Gate), ops.SIZE) == (type, 3)
 
     def test_that_lack_an_optional_name_are_not(self, package):
         package("late_h", ops=LATE)
@@ -649,6 +662,4 @@ def test_owners_of_registrations_are_named_in_errors(neighbour):
     amp.register_half_function(neighbour, "fails")
     with casts_on(), pytest.raises(AttributeError) as caught:
         neighbour.fails(x())
-    assert caught.value.__notes__ == [
-        "ampatch: neighbour.fails is registered for the whitelist, and its arguments were cast by that"
-    ]
+    assert caught.value.__notes__ == ["ampatch: neighbour.fails is registered for the whitelist."]

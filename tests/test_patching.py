@@ -184,6 +184,14 @@ class TestPatchesOfOthers:
         assert ledger.undo() == []
         assert module.own == "of the module"
 
+    def test_that_restored_what_was_there_is_no_concern(self):
+        module, *_ = make_owners()
+        ledger = PatchLedger()
+        ledger.set(module, "own", len)
+        module.own = "of the module"
+        assert ledger.undo() == []
+        assert module.own == "of the module"
+
 
 class TestDeadOwners:
     def test_are_passed_over_and_forgotten(self):

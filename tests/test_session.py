@@ -341,6 +341,20 @@ class TestWhatUsersDoWithTheirObjects:
         amp.deinitialize()
         assert twin.linear(x()).dtype is torch.float32
 
+    def test_an_optimizer_that_compares_and_does_not_hash_is_told_from_its_equal(self):
+        class Equal(torch.optim.SGD):
+            def __eq__(self, other: object) -> bool:
+                return isinstance(other, Equal)
+
+            __hash__ = None
+
+        model = Net()
+        adopted, other = (Equal(model.parameters(), lr=0.1) for _ in range(2))
+        amp.initialize(model, adopted, half_dtype=torch.bfloat16, verbosity=0)
+        assert amp.skipped_steps(adopted) == 0
+        with pytest.raises(UsageError, match="never handed to"):
+            amp.skipped_steps(other)
+
     def test_dropped_models_and_optimizers_are_let_go(self):
         amp.initialize(nn.Module(), half_dtype=torch.bfloat16, verbosity=0)
         model = Net()
@@ -352,3 +366,4 @@ class TestWhatUsersDoWithTheirObjects:
         del model, optimizer, loss
         gc.collect()
         assert [reference() for reference in died] == [None, None, None]
+        assert not session.process.live._optimizers

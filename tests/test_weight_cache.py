@@ -354,6 +354,19 @@ class TestNeverStale:
         with torch.no_grad():
             assert torch.equal(model(x()), reference(model.weight, x(), half))
 
+    @pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
+    def test_after_a_result_that_is_a_view_of_the_cast_was_written_to(self, without_grad):
+        class Transposed(Thrice):
+            def forward(self, value: Tensor) -> Tensor:
+                torch.einsum("ij->ji", self.weight).zero_()
+                return super().forward(value)
+
+        model = Transposed()
+        with without_grad():
+            expected = Thrice.forward(model.bfloat16(), x().bfloat16())
+            adopt(model.float())
+            assert torch.equal(model(x()), expected)
+
 
 class TestForwardStore:
     @pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
