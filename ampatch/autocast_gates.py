@@ -21,7 +21,7 @@ def open_gates(ledger: PatchLedger, switch: Switch) -> None:
     """Lets RNN modules take half input, and keeps attention on the path that the lists reach."""
     ledger.set(nn.RNNBase, "check_input", _check_input_of_any_float(switch))
     # In eval mode MultiheadAttention and the transformer layers would otherwise run as one C++ function, which calls
-    # nothing that could be cast and fails on mixed types. autocast makes them leave that path too.
+    # nothing that could be cast and fails on mixed types. On CUDA autocast does the same.
     ledger.set(torch.backends.mha, "_is_fastpath_enabled", False)
 
 

