@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,11 @@ from ampatch.demo import digits, report, training
 from ampatch.demo.training import Result
 
 HALF_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-# The levels that the demo offers, and whether a half type makes a difference to them.
-OPT_LEVELS = {"O0": False, "O1": True}
+# The levels that the demo offers, with the half types that each is for (None is none at all).
+OPT_LEVELS: dict[str, Sequence[str | None]] = {"O0": [None], "O1": list(HALF_DTYPES), "O4": ["bfloat16"]}
+DEFAULT_OPT_LEVELS = ["O0", "O1"]
 DEFAULT_EPOCHS = 10
 
-# 8 x 8 images keep no more threads busy than this; on a large machine more of them only wait for one another.
-_MAX_THREADS = 2
 _INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended: 128 + SIGINT
 
 
@@ -34,16 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--opt-levels",
         type=_one_or_more(OPT_LEVELS),
-        default=list(OPT_LEVELS),
+        default=DEFAULT_OPT_LEVELS,
         metavar="LEVELS",
-        help=f"opt levels to train at, separated by commas (default: {','.join(OPT_LEVELS)})",
+        help=f"opt levels to train at, of {', '.join(OPT_LEVELS)}, separated by commas (default: "
+        f"{','.join(DEFAULT_OPT_LEVELS)})",
     )
     parser.add_argument(
         "--half-dtype",
         type=_one_or_more(HALF_DTYPES),
         default=list(HALF_DTYPES),
         metavar="DTYPES",
-        help=f"half types to train in, separated by commas (default: {','.join(HALF_DTYPES)}); O0 uses none",
+        help=f"half types to train in, separated by commas (default: {','.join(HALF_DTYPES)}); O0 uses none, and O4 "
+        "bfloat16 whatever stands here",
     )
     parser.add_argument(
         "--epochs",
@@ -74,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         The exit status: 0, 1 if the JSON report could not be written after all, 130 after Ctrl-C.
     """
     try:
-        with _few_threads():
+        with _one_thread():
             results = list(_results(arguments))
     except KeyboardInterrupt:
         _say("Interrupted: nothing was written.")
@@ -93,7 +94,8 @@ def _results(arguments: argparse.Namespace) -> Iterator[Result]:
     train, test = digits.split(digits.load())
     _say(f"Training on {len(train)} digits, testing on {len(test)}, on the CPU, {arguments.epochs} epochs a run.")
     for opt_level in arguments.opt_levels:
-        for name in arguments.half_dtype if OPT_LEVELS[opt_level] else [None]:
+        possible = OPT_LEVELS[opt_level]
+        for name in [name for name in arguments.half_dtype if name in possible] or possible:
             label = f"{opt_level} {name}" if name else opt_level
             half_dtype = HALF_DTYPES[name] if name else None
             # tqdm draws the bar on a terminal only; elsewhere the plain line below stands for it.
@@ -119,9 +121,10 @@ def _advance(bar: tqdm, loss: float) -> None:
 
 
 @contextmanager
-def _few_threads() -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
+    """One is enough for 8 x 8 images; where others use the machine too, several would only wait for one another."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(min(threads, _MAX_THREADS))
+    torch.set_num_threads(1)
     try:
         yield
     finally:

@@ -160,8 +160,8 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--opt-levels", "O1,00"], "argument --opt-levels: '00' is not one of O0, O1"),
-            (["--opt-levels", ""], "argument --opt-levels: '' is not one of O0, O1"),
+            (["--opt-levels", "O1,00"], "argument --opt-levels: '00' is not one of O0, O1, O4"),
+            (["--opt-levels", ""], "argument --opt-levels: '' is not one of O0, O1, O4"),
             (["--half-dtype", "float32"], "argument --half-dtype: 'float32' is not one of float16, bfloat16"),
             (["--epochs", "0"], "argument --epochs: '0' is not a whole number from 1 to 1000"),
             (["--epochs", "many"], "argument --epochs: 'many' is not a whole number from 1 to 1000"),
@@ -201,6 +201,15 @@ class TestRun:
         assert mixed.casts_per_step > 0
         assert mixed.cache_hits_per_step > 0, "the network uses a block twice"
         assert min(result.test_accuracy for result in results) > 0.5
+
+    def test_a_level_that_names_its_half_type_has_that_one(self, tmp_path: Path) -> None:
+        target = tmp_path / "results.json"
+        chosen = ("--opt-levels", "O4,O0", "--half-dtype", "float16")
+
+        demo.run(parsed(*chosen, "--epochs", "1", "--json", str(target)))
+
+        found = [(entry["opt_level"], entry["half_dtype"]) for entry in json.loads(target.read_text())]
+        assert found == [("O4", "bfloat16"), ("O0", None)]
 
     def test_on_a_terminal_it_draws_a_progress_bar(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
