@@ -10,7 +10,7 @@ demo: $(READY)
 	$(VENV)/bin/ampatch demo
 
 test: $(READY)
-	$(RUN) pytest -m "not slow"
+	$(RUN) pytest -n 2 -m "not slow"
 
 slow: $(READY)
 	$(RUN) pytest -m slow

@@ -153,7 +153,7 @@ def initialize(
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale
     )
     properties = opt_levels.resolve(opt_level, half, overrides)
-    _check_available(properties, cast_model_outputs, keep_fp32)
+    _check_available(properties, cast_model_outputs, keep_fp32, model_list)
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise OptionError(f"num_losses is {num_losses!r}; expected a whole number of at least 1.")
     settings = Settings(
@@ -547,7 +547,9 @@ def _lists(overlay: Overlay | None) -> lists_module.CastLists:
     return shipped if overlay is None else shipped.overlaid(overlay)
 
 
-def _check_available(properties: opt_levels.Properties, cast_model_outputs: object, keep_fp32: object) -> None:
+def _check_available(
+    properties: opt_levels.Properties, cast_model_outputs: object, keep_fp32: object, models: Iterable[nn.Module]
+) -> None:
     converts = {
         "opt_level": None if properties.opt_level in _LEVELS_THAT_RUN else properties.opt_level,
         "cast_model_type": None if properties.cast_model_type in (None, torch.float32) else properties.cast_model_type,
@@ -560,6 +562,13 @@ def _check_available(properties: opt_levels.Properties, cast_model_outputs: obje
                 f"{name}={value!r} needs the conversion of weights, which this version does not have; "
                 f"expected one of the levels {', '.join(_LEVELS_THAT_RUN)}."
             )
+    if properties.cast_model_type is torch.float32:
+        for name, parameter in (pair for model in models for pair in model.named_parameters()):
+            if parameter.dtype in opt_levels.HALF_DTYPES.values():
+                raise OptionError(
+                    f"the model's {name} is {parameter.dtype}, where opt_level={properties.opt_level!r} has float32 "
+                    "weights, and this version does not convert any. Type model.float() before making the optimizer."
+                )
 
 
 def _check_optimizers(optimizers: list[Any], models: list[nn.Module], live: Session | None) -> None:

@@ -56,7 +56,7 @@ class _Level:
     half_dtype: torch.dtype | None = None  # None: the caller's choice
 
 
-# The rows of API.md. O4 and O5 are O1 and O2 in bfloat16, under the names that ROCm's Apex gave them.
+# The names and values of Apex's table. O4 and O5 are O1 and O2 in bfloat16, under the names that ROCm's Apex gave them.
 LEVELS = {
     "O0": _Level("float32", False, None, False, 1.0),
     "O1": _Level(None, True, None, None, "dynamic"),

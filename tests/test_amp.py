@@ -260,6 +260,13 @@ class TestLevels:
             assert_same_bits(value, before[name])
 
     @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
+    @pytest.mark.parametrize("options", [{"opt_level": "O0"}, {"opt_level": "O1", "cast_model_type": torch.float32}])
+    def test_half_weights_are_refused_where_they_would_have_to_be_float32(self, model, half_dtype, options):
+        with pytest.raises(amp.OptionError, match=r"model's .* is torch\..*float16, .* Type model\.float\(\)"):
+            initialize(model.to(half_dtype), **options)
+        assert initialize(model.double(), **options) is model
+
+    @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize(("level", "casts"), [("O0", False), ("O1", True)])
     def test_functions_cast_or_do_not(self, model, level, casts, half_dtype):
         initialize(model, opt_level=level, half_dtype=half_dtype)
