@@ -29,7 +29,7 @@ from ampatch.errors import (
     did_you_mean,
 )
 from ampatch.function_patches import Registration
-from ampatch.loss_scaler import LossScaler, make_policy
+from ampatch.loss_scaler import LossScaler, check_loss, make_policy
 from ampatch.optimizers import check_optimizer, parameters_of
 from ampatch.paths import Path
 from ampatch.session import Session, Settings
@@ -142,7 +142,7 @@ def initialize(
         CastListError: the cast lists have faults.
         UsageError: other settings are live, or an optimizer was handed in before.
     """
-    if not enabled:
+    if not _flag("enabled", enabled):
         session.process.disabled = session.process.live is None
         return models if optimizers is None else (models, optimizers)
 
@@ -179,7 +179,8 @@ def initialize(
     _check_optimizers(optimizer_list, model_list, live)
 
     device_types = set().union(*(models_module.device_types(model) for model in model_list)) or _all_device_types()
-    opened = session.open_session(settings, device_types, verbose=bool(verbosity)) if live is None else live
+    opened = session.open_session(settings, device_types) if live is None else live
+    opened.verbose = bool(verbosity)
     try:
         opened.adopt(model_list, optimizer_list)
     except BaseException:
@@ -226,6 +227,7 @@ def init(
     allow_banned: bool = False,
     *,
     half_dtype: torch.dtype | None = None,
+    cast_lists: Overlay | None = None,
     patch_type: torch.dtype | None = None,
 ) -> Handle:
     """Patches torch's functions without adopting a model.
@@ -239,6 +241,7 @@ def init(
         verbose: whether skipped steps are logged.
         allow_banned: whether banned functions run in float32 instead of raising.
         half_dtype: ``torch.float16`` or ``torch.bfloat16``; None: float16 where there is a GPU, else bfloat16.
+        cast_lists: as for `initialize`.
         patch_type: the name that ROCm's Apex had for ``half_dtype``.
 
     Returns:
@@ -246,22 +249,24 @@ def init(
 
     Raises:
         OptionError: an argument has a value that is not allowed.
+        CastListError: the cast lists have faults.
         UsageError: amp is set up already.
     """
-    if not enabled:
+    if not _flag("enabled", enabled):
         session.process.disabled = session.process.live is None
         return Handle(None)
     half = _half_dtype(half_dtype, patch_type, "patch_type", "O1", [])
     properties = opt_levels.resolve("O1", half, opt_levels.Overrides(loss_scale=loss_scale))
     settings = Settings(
         properties,
-        lists_module.shipped(),
+        _lists(cast_lists),
         make_policy(properties.loss_scale),
         allow_banned=bool(allow_banned),
         enable_caching=bool(enable_caching),
         adopts_on_use=True,
     )
-    opened = session.open_session(settings, _all_device_types(), verbose=verbose)
+    opened = session.open_session(settings, _all_device_types())
+    opened.verbose = bool(verbose)
     session.process.disabled = False
     return Handle(opened)
 
@@ -302,16 +307,13 @@ def scale_loss(
         yield loss
         return
     live = _require_session("amp.scale_loss")
-    if not isinstance(loss, Tensor) or not loss.is_floating_point():
-        found = f"a tensor of {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise OptionError(f"the loss is {found}; expected a floating tensor.")
+    check_loss(loss)
     optimizer_list = [check_optimizer(optimizer) for optimizer in _as_list(optimizers)]
     if not optimizer_list:
         raise OptionError("amp.scale_loss got no optimizer, so that gradients would stay scaled; expected one or more.")
+    live.scaler(loss_id)  # raises before anything is adopted
     if live.settings.adopts_on_use:
-        for optimizer in optimizer_list:
-            if not live.has_adopted(optimizer):
-                live.adopt_optimizer(optimizer)
+        live.adopt([], [optimizer for optimizer in optimizer_list if not live.has_adopted(optimizer)])
     with live.scale_loss(loss, optimizer_list, loss_id, delay_unscale, delay_overflow_check) as scaled_loss:
         yield scaled_loss
 
@@ -367,8 +369,9 @@ def load_state_dict(state_dict: Mapping[str, Mapping[str, object]]) -> None:
         known[name].read_state_dict(state_dict[name])  # all are checked before any is changed
     if state_dict.keys() != known.keys():
         warnings.warn(
-            f"the state dict holds {len(state_dict)} loss scalers and there are {len(scalers)}; loaded: "
-            f"{', '.join(common) or 'none'}. The others stay as they are.",
+            f"the state dict holds {', '.join(state_dict) or 'no loss scaler'}, and there "
+            f"{'is' if len(known) == 1 else 'are'} {', '.join(known)}; loaded: {', '.join(common) or 'none'}. Others "
+            "stay as they are.",
             AmpWarning,
             stacklevel=2,
         )
@@ -483,6 +486,10 @@ def promote_function(function: _F) -> _F:
 def _register(owner: Any, name: str, treatment: Treatment, dtype: torch.dtype | None = None) -> None:
     if session.process.live is not None:
         raise UsageError("functions are registered before amp.initialize; type amp.deinitialize() first.")
+    if isinstance(owner, str):
+        raise OptionError(
+            f"found the text {owner!r}; expected the module or class itself: import it, and leave the quotes out."
+        )
     found = getattr(owner, name, None) if isinstance(name, str) else None
     where = getattr(owner, "__name__", repr(owner))
     if found is None:
@@ -506,6 +513,11 @@ def _require_session(what: str) -> Session:
             f"{what} was called before amp.initialize. Type model, optimizer = amp.initialize(model, optimizer) first."
         )
     return live
+
+
+def _flag(name: str, value: object) -> bool:
+    """Any truth value; but of strings only those that a script makes of one, since "no" counts as true in Python."""
+    return bool(opt_levels.check_flag(name, value) if isinstance(value, str) else value)
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -566,8 +578,9 @@ def _check_available(
         for name, parameter in (pair for model in models for pair in model.named_parameters()):
             if parameter.dtype in opt_levels.HALF_DTYPES.values():
                 raise OptionError(
-                    f"the model's {name} is {parameter.dtype}, where opt_level={properties.opt_level!r} has float32 "
-                    "weights, and this version does not convert any. Type model.float() before making the optimizer."
+                    f"the model's parameter {name!r} is {parameter.dtype}, where opt_level={properties.opt_level!r} "
+                    "has float32 weights, and this version does not convert any. Type model.float() before making the "
+                    "optimizer."
                 )
 
 

@@ -54,7 +54,7 @@ class Rule:
     Attributes:
         path: the function's place.
         treatment: the list it stands in.
-        source: file and line, for people: what a rule does, and so whether two are equal, does not depend on it.
+        source: file and line, for people. What a rule does, and so whether two are equal, does not depend on it.
         when: all of these have to hold; empty: it always applies.
         via_dtype: whether a blacklisted function computes in float32 by being passed ``dtype=torch.float32``.
         instead: what the error of a banned function tells the user to do.
@@ -67,7 +67,7 @@ class Rule:
     when: When = ()
     via_dtype: bool = False
     instead: str | None = None
-    optional: bool = False
+    optional: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +162,12 @@ def _read_overlay(overlay: object) -> Changes:
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """That a path stands in a list, and in which line of the file (0 in a mapping, which has none)."""
+    """That a path stands in a list, in which line of the file (0 in a mapping, which has none), and with which rule."""
 
     path: Path
     name: str
     line: int
+    rule: Rule | None
 
 
 class _Parsed:
@@ -256,10 +257,10 @@ class _Parsed:
             return
         path = Path(namespace.value, options.pop("name"))
         dtypes = options.pop("dtypes", tuple(HALF_DTYPES.values()))
-        listing = _Listing(path, UNLISTED if treatment is None else treatment.value, _line(node))
         if self._resolve and not self._exists(path, options, node, namespace):
             return
-        rule = None if treatment is None else Rule(path, treatment, self._at(listing.line), **options)
+        rule = None if treatment is None else Rule(path, treatment, self._at(_line(node)), **options)
+        listing = _Listing(path, UNLISTED if treatment is None else treatment.value, _line(node), rule)
         function = identity(path) if self._resolve else path
         for dtype in dtypes:
             first = self._first.setdefault((function, dtype), listing)
@@ -273,6 +274,13 @@ class _Parsed:
             if again is not listing:
                 where = f", first in line {again.line}" if again.line else ""
                 self.fault(node, f"{path} stands in {listing.name!r} a second time{where}; keep one.")
+                return
+            if rule is not None and first.rule is not None and replace(first.rule, path=path) != rule:
+                where = f" in line {first.line}" if first.line else ""
+                self.fault(
+                    node,
+                    f"{path} is the same function as {first.path}, which has other options{where}; expected the same.",
+                )
                 return
             self._changes.append(((path, dtype), rule))
 
@@ -337,6 +345,8 @@ def why_unfit(path: Path, owner: object, function: Any, when: When = (), via_dty
         return f"{path.namespace!r} is {type(owner).__name__!r}; expected a module or a class."
     if isinstance(owner, type) and owner.__flags__ & _IMMUTABLE:
         return f"{path.namespace!r} is a class in C, and cannot be patched; name a class in Python, as torch.Tensor is."
+    if isinstance(function, type) and function.__flags__ & _IMMUTABLE:
+        return f"{path} is a class, not a function."
     if isinstance(function, type):
         return f"{path} is a class, not a function; name a method of it, such as `{path}: [forward]`."
     if not callable(function):

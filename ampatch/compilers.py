@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.jit._builtins
 import torch.jit._recursive
+from torch import nn
 
 from ampatch.patching import PatchLedger
 
@@ -49,15 +52,16 @@ def read_tables() -> None:
         torch._dynamo.trace_rules.get_tensor_method()
 
 
-def instruct(ledger: PatchLedger, original_of: Callable[[object], object]) -> None:
+def instruct(ledger: PatchLedger, original_of: Callable[[object], object], hooks: Collection[object]) -> None:
     """Tells the compilers of the patches; to be called before the first of them, so that it is taken back last.
 
     Args:
         ledger: takes note of what is installed.
         original_of: gives the original of a wrapper, and anything else as it is.
+        hooks: those that adopted models get.
     """
     _keep_off_disk(ledger)
-    _unwrap_for_torchscript(ledger, original_of)
+    _unwrap_for_torchscript(ledger, original_of, hooks)
     ledger.on_undo(forget_compiled)
 
 
@@ -86,10 +90,13 @@ def _never() -> bool:
     return False
 
 
-def _unwrap_for_torchscript(ledger: PatchLedger, original_of: Callable[[object], object]) -> None:
-    """Has TorchScript compile the originals: it cannot compile wrappers, and what it has compiled is never cast."""
+def _unwrap_for_torchscript(
+    ledger: PatchLedger, original_of: Callable[[object], object], hooks: Collection[object]
+) -> None:
+    """Has TorchScript compile originals, and leave hooks out: it cannot compile what is in Python to cast."""
     find_builtin: Callable[[object], object] = torch.jit._builtins._find_builtin
     compile_function: Callable[[object, object], object] = torch.jit._recursive.try_compile_fn
+    compile_module: Callable[..., object] = torch.jit._recursive.create_script_module
 
     def _find_builtin(function: object) -> object:
         return find_builtin(original_of(function))
@@ -97,5 +104,26 @@ def _unwrap_for_torchscript(ledger: PatchLedger, original_of: Callable[[object],
     def try_compile_fn(function: object, location: object) -> object:
         return compile_function(original_of(function), location)
 
+    def create_script_module(module: nn.Module, *args: Any, **kwargs: Any) -> object:
+        with _without(hooks, module):
+            return compile_module(module, *args, **kwargs)
+
     ledger.set(torch.jit._builtins, "_find_builtin", _find_builtin)
     ledger.set(torch.jit._recursive, "try_compile_fn", try_compile_fn)
+    ledger.set(torch.jit._recursive, "create_script_module", create_script_module)
+
+
+@contextmanager
+def _without(hooks: Collection[object], model: nn.Module) -> Iterator[None]:
+    """The modules of a model lack these hooks until the block ends, and then have all of theirs in the old order."""
+    saved = [(found, dict(found)) for m in model.modules() for found in (m._forward_pre_hooks, m._forward_hooks)]
+    for found, before in saved:
+        for key, hook in before.items():
+            if hook in hooks:
+                del found[key]
+    try:
+        yield
+    finally:
+        for found, before in saved:
+            found.clear()
+            found.update(before)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -84,7 +86,7 @@ class FunctionPatches:
                 self._later.setdefault(rule.path.namespace, []).append(rule)
             else:
                 self._patch_rule(owner, rule)
-        self.rebind(loaded_modules("torch", "ampatch"))
+        self._rebind_modules()
         for namespace in self._later:
             _watch(namespace, self)
 
@@ -105,8 +107,11 @@ class FunctionPatches:
         wrapper, original = self._originals.get(id(function), (function, function))
         return original if wrapper is function else function
 
-    def patch_imported(self) -> None:
+    def patch_imported(self, module: object) -> None:
         """Patches the functions of modules that were imported since.
+
+        Args:
+            module: the one whose import has just ended.
 
         Warns:
             AmpWarning: a module lacks what its rule names.
@@ -114,6 +119,8 @@ class FunctionPatches:
         if not self._switch.active:
             return
         for namespace in list(self._later):
+            if _is_being_imported(namespace, but=module):
+                continue
             rule = self._later[namespace][0]
             try:
                 owner = find_owner(namespace)
@@ -124,7 +131,11 @@ class FunctionPatches:
             if owner is not None:  # else it was only a package above it
                 for rule in self._later.pop(namespace):
                     self._patch_imported_rule(owner, rule)
-                self.rebind(loaded_modules("torch", "ampatch"))
+                self._rebind_modules()
+
+    def _rebind_modules(self) -> None:
+        # What torch's own modules hold is torch's affair, but in torch.functional users find some of its functions too.
+        self.rebind([torch.functional, *loaded_modules("torch", "ampatch")])
 
     def _patch_imported_rule(self, owner: object, rule: Rule) -> None:
         """What could not be checked when the list was read; an import is no place to raise for it."""
@@ -168,7 +179,7 @@ class FunctionPatches:
         self._ledger.set(owner, name, wrapper if kind is None else kind(wrapper))
 
 
-# wrapt's hooks on imports cannot be removed: there is one for each module that a rule ever waited for.
+# wrapt's hooks on imports cannot be removed, and end with the import: one for each module that a rule ever waited for.
 _hooked: set[str] = set()
 _waiting: weakref.WeakSet[FunctionPatches] = weakref.WeakSet()
 
@@ -184,9 +195,18 @@ def _watch(namespace: str, patches: FunctionPatches) -> None:
             wrapt.register_post_import_hook(_imported, module)
 
 
-def _imported(_: object) -> None:
+def _imported(module: types.ModuleType) -> None:
+    _hooked.discard(module.__name__)
     for patches in list(_waiting):
-        patches.patch_imported()
+        patches.patch_imported(module)
+
+
+def _is_being_imported(namespace: str, but: object) -> bool:
+    """Whether the module of a namespace is there and incomplete: it imports others. ``but`` is known to be complete."""
+    parts = namespace.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    module = next((sys.modules[name] for name in prefixes if name in sys.modules), None)
+    return module is not but and bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 def _own_attribute(owner: object, name: str) -> object:

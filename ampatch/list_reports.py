@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import yaml
 
-from ampatch.cast_lists import CastLists, Rule, Treatment
+from ampatch.cast_lists import CastLists, Rule, Treatment, When
 from ampatch.errors import AmpError, CastListError
 from ampatch.opt_levels import HALF_DTYPES
 from ampatch.paths import Path, PathError, find, identity
@@ -25,8 +25,7 @@ _NO_LIST = "-"
 _ABSENT = object()
 
 _T = TypeVar("_T")
-_When = tuple[tuple[str, tuple[object, ...]], ...]
-_Decision = tuple[Treatment, _When]
+_Decision = tuple[Treatment, When]
 
 
 def policy(lists: CastLists, half_dtypes: Sequence[torch.dtype] = BOTH) -> list[str]:
@@ -150,7 +149,7 @@ def _grouped(values: Iterable[_T | None], half_dtypes: Sequence[torch.dtype]) ->
     return groups.items()
 
 
-def _conditions(when: _When, dtypes: Sequence[torch.dtype], asked: Sequence[torch.dtype]) -> list[str]:
+def _conditions(when: When, dtypes: Sequence[torch.dtype], asked: Sequence[torch.dtype]) -> list[str]:
     """The half types, where these are not all that were asked about, and the arguments."""
     only = [] if len(dtypes) == len(asked) else [f"{_NAMES[dtype]} only" for dtype in dtypes]
     arguments = [f"{name}={'|'.join(map(_as_typed, values))}" for name, values in when]

@@ -1,8 +1,8 @@
 """The loss scale: its transition as a pure function, and the scaler that keeps it on the device.
 
 The scheme is that of "Mixed Precision Training" (Micikevicius et al., 2018): halve on overflow, double after a run of
-clean steps; with the hysteresis of Megatron-LM. A static scale answers the same calls and never changes, so that nobody
-asks which kind it is. Knows gradients as tensors only, never as parameters or optimizers.
+clean steps; with the hysteresis of Megatron-LM. A static scale answers the same calls, and neither checks nor changes.
+Knows gradients as tensors only, never as parameters or optimizers.
 """
 
 from __future__ import annotations
@@ -85,6 +85,12 @@ def make_policy(
     if checked != "dynamic":
         return ScalePolicy(False, _checked_scale("loss_scale", checked), factor, window, left, floor, ceiling)
     return ScalePolicy(True, min(max(start, floor), ceiling), factor, window, left, floor, ceiling)
+
+
+def check_loss(loss: object) -> None:
+    """Raises `OptionError` where a loss is no floating tensor."""
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        raise OptionError(f"the loss is {_kind(loss)}; expected a floating tensor.")
 
 
 def first_state(policy: ScalePolicy) -> ScaleState:
@@ -192,7 +198,11 @@ class LossScaler:
 
         Returns:
             float32, of the same shape, on the same device.
+
+        Raises:
+            OptionError: it is no floating tensor.
         """
+        check_loss(loss)
         self.to(loss.device)
         loss = loss.float()
         return loss if self.is_one else loss * self._scale
@@ -200,26 +210,31 @@ class LossScaler:
     def scale_grads_(self, grads: Iterable[Tensor]) -> None:
         """Brings unscaled gradients to the scale, in place: what accumulation onto them needs."""
         if not self.is_one:
-            kernels.multiply_(grads, self._scale)
+            kernels.multiply_(grads, self.snapshot())  # gradients with a graph remember the factor, and the scale moves
 
-    def unscale_(self, grads: Iterable[Tensor | None]) -> Tensor:
+    def unscale_(self, grads: Iterable[Tensor | None], scale: Tensor | None = None) -> Tensor:
         """Divides gradients by the scale in place, and looks for overflow if the scale is dynamic.
 
         Args:
             grads: floating or complex tensors of any shape, dtype and device; None is passed over, sparse ones are
                 coalesced.
+            scale: what they were scaled by, 0-dimensional float32; None: the present scale.
 
         Returns:
             0-dimensional float32, 1 if any element of these gradients was not finite, else 0; always 0 under a static
             scale. Reading it waits for the device.
+
+        Raises:
+            OptionError: there is something else among them, such as a parameter; nothing was changed.
         """
+        there = _checked_gradients(grads)
         found_inf = torch.zeros_like(self._found_inf)
-        there = [grad for grad in grads if grad is not None]
+        inv_scale = (self._scale if scale is None else scale).reciprocal()
         if self.dynamic:
-            kernels.unscale_(there, self._scale.reciprocal(), found_inf)
+            kernels.unscale_(there, inv_scale, found_inf)
             self._found_inf = torch.maximum(self._found_inf, found_inf)
         elif not self.is_one:
-            kernels.multiply_(there, self._scale.reciprocal())
+            kernels.multiply_(there, inv_scale)
         return found_inf
 
     def update(self) -> None:
@@ -306,6 +321,23 @@ class LossScaler:
         self._hysteresis_left = torch.tensor(state.hysteresis_left, dtype=torch.int32, device=device)
         self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self.is_one = not self.policy.dynamic and state.loss_scale == 1
+
+
+def _checked_gradients(grads: object) -> list[Tensor]:
+    expected = "expected gradients, such as (p.grad for p in model.parameters())."
+    if isinstance(grads, Tensor) or not isinstance(grads, Iterable):
+        raise OptionError(f"found {_kind(grads)}; {expected}")
+    there = [grad for grad in grads if grad is not None]
+    for grad in there:
+        if not isinstance(grad, Tensor) or not (grad.is_floating_point() or grad.is_complex()):
+            raise OptionError(f"found {_kind(grad)} among the gradients; {expected}")
+        if grad.requires_grad and grad.is_leaf:
+            raise OptionError(f"found a parameter of shape {tuple(grad.shape)} among the gradients; {expected}")
+    return there
+
+
+def _kind(value: object) -> str:
+    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _checked_scale(name: str, value: object) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import Any
 
+import torch
 from torch import nn
 
 from ampatch.errors import OptionError, UsageError
@@ -20,10 +21,15 @@ def check_model(model: object) -> nn.Module:
     """``model`` itself if amp can adopt it.
 
     Raises:
-        OptionError: it is no module, or is wrapped for several processes or devices already.
+        OptionError: it is no module, was compiled by TorchScript, or is wrapped for several processes or devices.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"found {type(model).__name__} as a model; expected a torch.nn.Module.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise OptionError(
+            "the model was compiled by TorchScript, so that nothing in it can be cast. Hand in the module that it was "
+            "made of."
+        )
     if isinstance(model, _WRAPPERS):
         kind = type(model).__name__
         raise OptionError(

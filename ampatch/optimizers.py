@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ampatch import kernels
-from ampatch.errors import LossScaleError, OptionError, UsageError
+from ampatch.errors import AmpWarning, LossScaleError, OptionError, UsageError
 from ampatch.loss_scaler import LossScaler
 from ampatch.patching import PatchLedger
 from ampatch.switch import Switch
@@ -51,8 +52,7 @@ def check_optimizer(optimizer: object) -> OptimizerLike:
     if missing:
         raise OptionError(
             f"found {type(optimizer).__name__} as an optimizer, which lacks {', '.join(missing)}; expected an "
-            f"object with "
-            "param_groups, step() and zero_grad(), such as torch.optim.SGD(model.parameters(), lr=0.1)."
+            "object with param_groups, step() and zero_grad(), such as torch.optim.SGD(model.parameters(), lr=0.1)."
         )
     return optimizer  # type: ignore[return-value]
 
@@ -128,6 +128,18 @@ class AdoptedOptimizer:
         # as the optimizer and this name.
         step.__name__ = "step"
         ledger.set(optimizer, "step", types.MethodType(step, optimizer))
+        ledger.on_undo(self._let_go, optimizer)
+
+    def _let_go(self) -> None:
+        """Takes gradients away that nobody would unscale any more."""
+        if self.scaled_by is not None and not self.scaled_by.is_open and self.has_gradients():
+            self.scaled_by.abandon()
+            warnings.warn(
+                "amp was taken out while gradients were scaled, since the last amp.scale_loss had delay_unscale=True; "
+                "they were set to None.",
+                AmpWarning,
+                stacklevel=2,
+            )
 
     def step(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Steps or skips.
@@ -136,18 +148,7 @@ class AdoptedOptimizer:
             UsageError: the gradients are still scaled.
             LossScaleError: they overflowed with the loss scale at its floor.
         """
-        if self.scaled_by is not None:
-            if self.has_gradients():
-                raise UsageError(
-                    "optimizer.step() was called on gradients that are still scaled: "
-                    + (
-                        "it stands inside the amp.scale_loss block. Move it behind the block."
-                        if self.scaled_by.is_open
-                        else "the last amp.scale_loss had delay_unscale=True. Leave it out in the last block before "
-                        "the step."
-                    )
-                )
-            self.leave_scale()
+        self._check_unscaled("optimizer.step() was called")
         passes, self.passes = self.passes, []
         overflowed = [scaled_pass for scaled_pass in passes if scaled_pass.overflowed]
         try:
@@ -182,6 +183,21 @@ class AdoptedOptimizer:
         if len(self.passes) >= self._MANY_PASSES:
             overflowed = {earlier.scaler_id: earlier for earlier in self.passes if earlier.overflowed}
             self.passes = list(overflowed.values())
+
+    def _check_unscaled(self, what: str) -> None:
+        if self.scaled_by is None:
+            return
+        if self.has_gradients():
+            raise UsageError(
+                f"{what} on gradients that are still scaled: "
+                + (
+                    "it stands inside the amp.scale_loss block. Move it behind the block."
+                    if self.scaled_by.is_open
+                    else "the last amp.scale_loss had delay_unscale=True. Leave it out in the last block before the "
+                    "step; or, to drop the gradients, type optimizer.zero_grad(), which has to set them to None."
+                )
+            )
+        self.leave_scale()
 
     def _skip(self, overflowed: Sequence[ScaledPass]) -> None:
         self.skipped_steps += 1
@@ -226,6 +242,7 @@ class AdoptedOptimizer:
         def with_casts() -> Any:
             with self._switch.resumed():
                 result = closure()
+            self._check_unscaled("a closure of optimizer.step(closure) returned")
             if self.passes:
                 self.passes.clear()
                 raise UsageError(
@@ -274,7 +291,6 @@ class ScaledPass:
         Raises:
             UsageError: they are scaled already, by another scale or by a block around this one.
         """
-        self._scale = self.scaler.snapshot()
         for optimizer in self._optimizers:
             self._check_may_follow(optimizer)
         unscaled = [optimizer for optimizer in self._optimizers if optimizer.scaled_by is None]
@@ -296,7 +312,7 @@ class ScaledPass:
         if delay_unscale:
             return
         with self._whole():
-            found_inf = self.scaler.unscale_(_gradients(self._optimizers))
+            found_inf = self.scaler.unscale_(_gradients(self._optimizers), self._scale)
             for optimizer in self._optimizers:
                 optimizer.leave_scale()
         if self.scaler.dynamic:

@@ -81,12 +81,20 @@ class PatchLedger:
         return tuple(step for step in list(self._steps.values()) if isinstance(step, Patch))
 
     def set(self, owner: object, name: str, value: object) -> None:
-        """Replaces an attribute of ``owner``, recording what its own ``__dict__`` held."""
+        """Replaces an attribute of ``owner``, recording what its own ``__dict__`` held.
+
+        Raises:
+            TypeError: the owner does not keep its attributes itself; it was left as it was.
+        """
         number = next(self._numbers)
         reference = self._reference(owner, number)
-        before = vars(owner).get(name, MISSING)
+        before, reached = vars(owner).get(name, MISSING), getattr(owner, name, MISSING)
         setattr(owner, name, value)
-        self._steps[number] = Patch(reference, name, before, _weakly(vars(owner).get(name, MISSING)))
+        installed = vars(owner).get(name, MISSING)
+        if installed is MISSING:  # it handed the attribute on, and undoing could not find it
+            setattr(owner, name, reached)
+            raise TypeError(f"{type(owner).__name__!r} object does not keep the attribute {name!r} itself")
+        self._steps[number] = Patch(reference, name, before, _weakly(installed))
 
     def on_undo(self, callback: Callable[[], object], owner: object = None) -> None:
         """Registers what takes out something that is no attribute, such as a hook.

@@ -75,10 +75,10 @@ class Session:
     Args:
         settings: what the session is to do.
         device_types: of the tensors that are cast; grows as models join.
-        verbose: whether skipped steps are logged.
 
     Attributes:
         settings: as given.
+        verbose: whether the skipped steps of optimizers adopted from now on are logged.
         switch: whether casts are on.
         cache: casts of weights.
         ledger: everything that was installed.
@@ -86,14 +86,14 @@ class Session:
         adapters: what decorated functions do to their arguments, by kind.
     """
 
-    def __init__(self, settings: Settings, device_types: Iterable[str], verbose: bool = True) -> None:
+    def __init__(self, settings: Settings, device_types: Iterable[str]) -> None:
         self.settings = settings
+        self.verbose = True
         self.switch = Switch()
         self.cache = WeightCache(settings.enable_caching)
         self.ledger = PatchLedger()
         self.scalers = tuple(LossScaler.from_policy(settings.scale_policy) for _ in range(settings.num_losses))
         self._device_types = set(device_types)
-        self._verbose = verbose
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: dict[int, AdoptedOptimizer] = {}  # by id: an optimizer may not be hashable
         self._adapters = Adapters(
@@ -111,7 +111,7 @@ class Session:
         """Patches what the settings ask for, and turns casts on."""
         if self.patches_functions:
             compilers.read_tables()
-            compilers.instruct(self.ledger, self._functions.original_of)
+            compilers.instruct(self.ledger, self._functions.original_of, (before_forward, after_forward))
             rules = self.settings.lists.for_half(self.settings.properties.half_dtype).values()
             self._functions.install(rules, process.registered)
             autocast_gates.open_gates(self.ledger, self.switch)
@@ -137,7 +137,7 @@ class Session:
             names = ", ".join(
                 sorted(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}" for owner, name in foreign)
             )
-            message = f"{names} were replaced by somebody else after amp patched them, and were left as they are."
+            message = f"patched by amp, replaced by somebody else since, and so left alone: {names}."
             warnings.warn(message, AmpWarning, stacklevel=4)
 
     # Models and optimizers
@@ -172,9 +172,19 @@ class Session:
             self.ledger.on_undo(weakref.finalize(model, self.cache.clear).detach, model)
 
     def adopt_optimizer(self, optimizer: OptimizerLike) -> None:
-        """Takes an optimizer in: its ``step`` learns to skip."""
-        adopted = AdoptedOptimizer(optimizer, self.switch, self.cache.clear, self._name_of, announce=self._verbose)
-        adopted.install(self.ledger)
+        """Takes an optimizer in: its ``step`` learns to skip.
+
+        Raises:
+            OptionError: its ``step`` cannot be replaced.
+        """
+        try:
+            adopted = AdoptedOptimizer(optimizer, self.switch, self.cache.clear, self._name_of, announce=self.verbose)
+            adopted.install(self.ledger)
+        except (AttributeError, TypeError) as error:
+            raise OptionError(
+                f"the step of this {type(optimizer).__name__} cannot be replaced on the object ({error}); expected an "
+                "optimizer that keeps its own attributes. Hand in the optimizer inside it, if there is one."
+            ) from error
         self._optimizers[id(optimizer)] = adopted
         self.ledger.on_undo(weakref.finalize(optimizer, self._optimizers.pop, id(optimizer), None).detach, optimizer)
 
@@ -192,7 +202,8 @@ class Session:
         if adopted is None:
             check_optimizer(optimizer)
             raise UsageError(
-                f"this {type(optimizer).__name__} was never handed to amp.initialize. Type: model, optimizer = "
+                f"this {type(optimizer).__name__} was never handed to amp.initialize (or with enabled=False, while amp "
+                "was on for another model). Type: model, optimizer = "
                 "amp.initialize(model, optimizer, ...), and use the optimizer that it returns."
             )
         return adopted
@@ -235,8 +246,9 @@ class Session:
     ) -> Iterator[Tensor]:
         """The block behind ``amp.scale_loss``."""
         scaler = self.scaler(loss_id)
-        scaled_pass = ScaledPass(scaler, loss_id, [self.adopted(optimizer) for optimizer in optimizers])
-        scaled = scaler.scale(loss)
+        adopted = [self.adopted(optimizer) for optimizer in optimizers]
+        scaled = scaler.scale(loss)  # moves the scale to the loss's device
+        scaled_pass = ScaledPass(scaler, loss_id, adopted)
         scaled_pass.begin()
         try:
             yield scaled
@@ -283,7 +295,7 @@ class Process:
 process = Process()
 
 
-def open_session(settings: Settings, device_types: Iterable[str], verbose: bool = True) -> Session:
+def open_session(settings: Settings, device_types: Iterable[str]) -> Session:
     """Makes a session and installs it; if that fails, everything is as it was.
 
     Raises:
@@ -291,7 +303,7 @@ def open_session(settings: Settings, device_types: Iterable[str], verbose: bool 
     """
     if process.live is not None:
         raise UsageError("amp is set up already; type amp.deinitialize() first.")
-    session = Session(settings, device_types, verbose)
+    session = Session(settings, device_types)
     try:
         session.install()
     except BaseException:
@@ -321,9 +333,14 @@ def decorate(function: Any, kind: str) -> Any:
     Args:
         function: a function, builtin, static method or class method.
         kind: a key of `Session.adapters`.
+
+    Raises:
+        OptionError: it is none of these.
     """
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(decorate(function.__func__, kind))
+    if not callable(function):
+        raise OptionError(f"found {function!r} to decorate; expected a function. Type the decorator above its `def`.")
     name = getattr(function, "__qualname__", repr(function))
     reason = f"ampatch: {name} is decorated for the {kind}."
 

@@ -6,9 +6,9 @@ The cache may never be wrong. Constraints, and how they are kept:
   stores: the *iteration* store serves code that records gradients, and is dropped at the end of a ``scale_loss`` block
   and at every optimizer step; the *forward* store serves code that does not (``no_grad``, inference mode), belongs to a
   thread, and lives only inside the outermost forward of an adopted model. Neither ever serves the other.
-- A weight may change under a cast. An entry counts only while the parameter's version counter, its address and its
-  ``requires_grad`` are what they were, and the storage at that address still lives, since another one may take its
-  place. Nor does it count once the cast itself was written to, through a view that a function returned. A change
+- A weight may change under a cast. An entry counts only while the parameter's version counter, its address and layout
+  and its ``requires_grad`` are what they were, and the storage at that address still lives, since another one may take
+  its place. Nor does it count once the cast itself was written to, through a view that a function returned. A change
   through ``.data`` that stays in the storage (``p.data.add_()``), between two forwards with grad and no step between,
   is what no check can see; `clear` is for that.
 - Nothing may be kept alive. A cast's graph holds its parameter, so a weak reference alone would never die: entries
@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 from torch._C import _get_tracing_state, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 from torch.nn import Parameter
@@ -52,6 +52,7 @@ class _Entry:
     parameter: weakref.ref[Tensor]
     address: int
     storage: weakref.ref[torch.UntypedStorage]
+    layout: tuple[torch.dtype, torch.Size, tuple[int, ...]]
     version: int
     requires_grad: bool
     cast: Tensor
@@ -64,6 +65,7 @@ class _Entry:
             weakref.ref(parameter),
             parameter.data_ptr(),
             weakref.ref(parameter.untyped_storage()),
+            (parameter.dtype, parameter.shape, parameter.stride()),
             parameter._version,
             parameter.requires_grad,
             cast,
@@ -76,6 +78,7 @@ class _Entry:
             self.parameter() is parameter
             and self.address == parameter.data_ptr()
             and self.storage() is not None
+            and self.layout == (parameter.dtype, parameter.shape, parameter.stride())
             and self.version == parameter._version
             and self.requires_grad == parameter.requires_grad
             and self.cast_version == self.cast._version
@@ -179,7 +182,9 @@ class WeightCache:
         """The store that may be used here and now; None under a tracer."""
         if not self._enabled or _get_tracing_state() is not None or _len_torch_dispatch_stack() or self._capturing():
             return None
-        return self._iteration if is_grad_enabled() else self._thread.store
+        # In inference mode nothing is recorded, whatever enable_grad() says.
+        records = is_grad_enabled() and not is_inference_mode_enabled()
+        return self._iteration if records else self._thread.store
 
     def _sweep(self, entries: dict[int, _Entry]) -> None:
         """Drops entries whose parameter is held by nothing but the graph of its own cast.
@@ -195,7 +200,7 @@ class WeightCache:
 
 def _with_version(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A cast that tells when it is written to, which one made in inference mode does not."""
-    if not torch.is_inference_mode_enabled():
+    if not is_inference_mode_enabled():
         return tensor.to(dtype)
     with torch.inference_mode(False), torch.no_grad():
         return tensor.to(dtype)
@@ -228,8 +233,8 @@ def _abandoned(parameter: weakref.ref[Tensor]) -> bool:
 
 def _count_references_of_abandoned() -> int:
     """What `_references` says of a parameter that only a cast's graph holds, measured, since it is torch's affair."""
-    parameter = Parameter(torch.zeros(1, device="cpu"))
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
+        parameter = Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
         cast = parameter.to(torch.bfloat16)
     reference: weakref.ref[Tensor] = weakref.ref(parameter)
     del parameter

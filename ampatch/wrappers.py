@@ -12,6 +12,7 @@ import operator
 import sys
 import types
 from collections.abc import Callable, Set
+from types import NoneType
 from typing import Any
 
 import torch
@@ -38,9 +39,6 @@ Adapter = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 _IN_PLACE_OPERATORS = frozenset(
     f"__i{name}__" for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
 ) | {"__setitem__"}
-
-# Names under which torch's builtins take their first argument besides ``input``, for those who come from numpy.
-_NUMPY_NAMES = ("x", "a", "x1")
 
 
 def is_in_place(name: str) -> bool:
@@ -94,8 +92,8 @@ class Adapters:
         def where_it_applies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             for reader, values in readers:
                 value = reader(args, kwargs)
-                # A tensor is compared element by element, and equals none of them.
-                if isinstance(value, Tensor) or value not in values:
+                # A tensor or an array is compared element by element, and equals none of them.
+                if not isinstance(value, (str, int, float, NoneType)) or value not in values:
                     return args, kwargs
             return adapter(args, kwargs)
 
@@ -224,17 +222,20 @@ class Adapters:
         return args, kwargs
 
     def _in_place(self, path: Path, original: Function | None, refuse_half: bool) -> Adapter:
-        names = (*parameter_names(original)[:1], *_NUMPY_NAMES) if original is not None else ()
+        names = parameter_names(original)[:1] if original is not None else ()
+        first = argument_reader(original, names[0]) if original is not None and names else None
+        form = path.name.removeprefix("__i").removesuffix("__") if path.name in _IN_PLACE_OPERATORS else path.name[:-1]
+        advice = "Call it on tensor.float()."
+        if path.name != "__setitem__":
+            advice = f"Use the form that is not in place ({form}), or call it on tensor.float()."
 
         def in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            written = args[0] if args else next((kwargs[name] for name in names if name in kwargs), None)
+            written = args[0] if args else None if first is None else first(args, kwargs)
             if not isinstance(written, Tensor):
                 return args, kwargs
             if refuse_half and self._is_half(written):
-                name = path.name[3:-2] if path.name.startswith("__") else path.name.rstrip("_")
                 raise BannedFunctionError(
-                    f"{path} would compute in {written.dtype} and write there, but {name} is computed in float32 "
-                    f"under amp. Use the form that is not in place ({name}), or call it on tensor.float()."
+                    f"{path} would write to a tensor of {written.dtype}, but is computed in float32 under amp. {advice}"
                 )
             return self._as_written(written, args, kwargs)
 
@@ -301,10 +302,11 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> F
                 return original(*args, **kwargs)
         adapted = None
         try:
-            if has_torch_function(args):
+            if has_torch_function((*args, *kwargs.values()) if kwargs else args):
                 # Who overrides knows the original; torch looks some functions up by name, and would find the wrapper.
                 adapted = _adapted_for_override(adapter, args, kwargs)
-                return handle_torch_function(original, adapted[0], *adapted[0], **adapted[1])
+                relevant = (*adapted[0], *adapted[1].values())
+                return handle_torch_function(original, relevant, *adapted[0], **adapted[1])
             adapted = adapter(args, kwargs)
             return original(*adapted[0], **adapted[1])
         except Exception as error:
@@ -335,5 +337,5 @@ def _adapted_for_override(adapter: Adapter, args: tuple[Any, ...], kwargs: dict[
 
     Objects that stand for a tensor without being one cannot be cast, and then nothing beside them is.
     """
-    overriding = [value for value in args if hasattr(type(value), "__torch_function__")]
+    overriding = [value for value in (*args, *kwargs.values()) if hasattr(type(value), "__torch_function__")]
     return adapter(args, kwargs) if all(isinstance(value, Tensor) for value in overriding) else (args, kwargs)

@@ -9,8 +9,11 @@ from types import ModuleType
 import pytest
 import torch
 import torch._dynamo  # replaces some of torch itself when it is imported, which must not happen within a test
+import torch._functorch.aot_autograd
 import torch._inductor
 import torch.backends.mha
+import torch.jit._builtins
+import torch.jit._recursive
 import torch.overrides
 from hypothesis import settings as hypothesis_settings
 from samples import LIST_NAMES, entries, resolve
@@ -43,6 +46,12 @@ OWN_ATTRIBUTES = {
     "torch.nn.RNNBase": torch.nn.RNNBase,
     "torch.backends.mha": torch.backends.mha,
     "torch.optim.Optimizer": torch.optim.Optimizer,
+    "torch.functional": torch.functional,
+    "torch.utils.checkpoint": torch.utils.checkpoint,
+    "torch.utils.checkpoint.CheckpointFunction": torch.utils.checkpoint.CheckpointFunction,
+    "torch.jit._builtins": torch.jit._builtins,
+    "torch.jit._recursive": torch.jit._recursive,
+    "torch._functorch.aot_autograd": torch._functorch.aot_autograd,
     **PATCHED_OWNERS,
 }
 

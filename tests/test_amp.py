@@ -454,6 +454,19 @@ class TestInit:
             assert not torch.equal(model.weight, before)
         assert "step" not in vars(optimizer)
 
+    def test_optimizer_of_a_loss_that_is_refused_is_not_adopted(self, model, optimizer):
+        with (
+            amp.init(),
+            pytest.raises(amp.OptionError, match="loss_id is 7"),
+            amp.scale_loss(loss_of(model), optimizer, loss_id=7),
+        ):
+            pytest.fail("the block was entered")
+        assert "step" not in vars(optimizer)
+
+    def test_cast_lists(self):
+        with amp.init(half_dtype=torch.bfloat16, cast_lists={"unlisted": {"torch": ["mm"]}}):
+            assert product().dtype is torch.float32
+
     @pytest.mark.parametrize(("loss_scale", "expected"), [("dynamic", 2.0**16), (1.0, 1), ("64", 64)])
     def test_loss_scale(self, loss_scale, expected):
         with amp.init(loss_scale=loss_scale):
@@ -475,6 +488,14 @@ class TestInit:
             for _ in range(2):
                 model(torch.ones(1, 3))
             assert (amp.cast_counts().cache_hits > 0) is enable_caching
+
+    @pytest.mark.parametrize("verbosity", [0, 1])
+    def test_verbosity_is_that_of_the_call_that_brought_the_optimizer(self, model, optimizer, verbosity, caplog):
+        amp.initialize(nn.Module(), half_dtype=torch.float16, verbosity=1 - verbosity)
+        amp.initialize(model, optimizer, half_dtype=torch.float16, verbosity=verbosity)
+        backward(loss_of(model) * math.inf, optimizer)
+        optimizer.step()
+        assert ("Gradient overflow" in caplog.text) is bool(verbosity)
 
     @pytest.mark.parametrize("verbose", [False, True])
     def test_verbose(self, model, optimizer, verbose, caplog):
@@ -581,10 +602,14 @@ class TestState:
     @pytest.mark.parametrize(
         ("keys", "told", "scales"),
         [
-            ([], "holds 0 loss scalers and there are 2; loaded: none", [65536, 32768]),
-            ([0], "holds 1 loss scalers and there are 2; loaded: loss_scaler0", [8, 32768]),
-            ([0, 1, 2], "holds 3 loss scalers and there are 2; loaded: loss_scaler0, loss_scaler1", [8, 16]),
-            ([1, 2], "holds 2 loss scalers and there are 2; loaded: loss_scaler1", [65536, 16]),
+            ([], "holds no loss scaler, and there are loss_scaler0, loss_scaler1; loaded: none", [65536, 32768]),
+            ([0], "holds loss_scaler0, and there are loss_scaler0, loss_scaler1; loaded: loss_scaler0", [8, 32768]),
+            (
+                [0, 1, 2],
+                "holds loss_scaler0, loss_scaler1, loss_scaler2, and there .*; loaded: loss_scaler0, loss_scaler1",
+                [8, 16],
+            ),
+            ([1, 2], "holds loss_scaler1, loss_scaler2, and there are .*; loaded: loss_scaler1", [65536, 16]),
         ],
         ids=str,
     )

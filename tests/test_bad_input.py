@@ -6,6 +6,7 @@ That torch is as it was is asserted after every test (`conftest.py`).
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,12 @@ class Bench:
 
 def other_optimizer() -> torch.optim.Optimizer:
     return torch.optim.Adam(nn.Linear(3, 3).parameters())
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(nn.Linear(2, 2))
 
 
 @dataclass(frozen=True)
@@ -143,6 +150,7 @@ CAST_LISTS = [
 ]
 
 OPTIONS = [
+    option("enabled is 'no'; expected True, False", enabled="no"),
     option("opt_level is '01'; .*type opt_level='O1'", opt_level="01"),
     option("opt_level is 1; .*type opt_level='O1'", opt_level=1),
     option("opt_level is 'O7'; expected one of O0, O1", opt_level="O7"),
@@ -256,10 +264,17 @@ TOO_EARLY = [
         lambda _: amp.register_half_function(torch, "__version__"),
         r"torch\.__version__ is .*; expected a function",
     ),
+    Mistake(
+        "register-text",
+        lambda _: amp.register_half_function("torch", "mm"),
+        "found the text 'torch'; expected the module or class itself",
+    ),
+    Mistake("decorate-text", lambda _: amp.half_function("mm"), "found 'mm' to decorate; expected a function"),
     Mistake("register-no-name", lambda _: amp.register_half_function(torch, 3), "torch has no 3 to register"),
 ]
 
 ONCE_SET_UP = [
+    Mistake("script-module", lambda _: amp.initialize(scripted()), "compiled by TorchScript, .* Hand in the module"),
     Mistake("loss-no-tensor", lambda bench: bench.scale(3.0), "the loss is float; expected a floating tensor"),
     Mistake(
         "loss-of-integers",
@@ -278,7 +293,7 @@ ONCE_SET_UP = [
     Mistake(
         "optimizer-never-adopted",
         lambda bench: bench.scale(optimizers=other_optimizer()),
-        r"this Adam was never handed to amp\.initialize\. Type: model, optimizer = amp\.initialize",
+        r"this Adam was never handed to amp\.initialize .*\. Type: model, optimizer = amp\.initialize",
         UsageError,
     ),
     Mistake(
@@ -415,7 +430,7 @@ def test_failure_after_torch_was_patched_takes_the_patches_out_again() -> None:
         def zero_grad(self) -> None: ...
 
     model = nn.Linear(2, 2)
-    with pytest.raises(TypeError):
+    with pytest.raises(amp.OptionError, match="step of this Slotted cannot be replaced"):
         amp.initialize(model, Slotted(model.parameters()), verbosity=0)
     assert session.process.live is None
     assert not model._forward_hooks

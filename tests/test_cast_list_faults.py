@@ -46,6 +46,7 @@ ENTRY = "expected a function's name, or a mapping such as {name: exp, dtypes: [f
 HALF_TYPES = "expected a list of half types, such as [float16]."
 CONDITION = "expected arguments with lists of values, such as {mode: [bicubic, area]}."
 VALUE = "expected text, a number, true, false or null."
+SAME = "is the same function as"
 VERSION = "expected a torch version in quotes, such as '2.10'."
 TWICE = "stands here a second time; keep one."
 KEEP_ONE = "keep one of them."
@@ -231,6 +232,10 @@ WRONG_TYPE: dict[str, Case] = {
     "a merge key": (
         "whitelist: &a {torch: [mm]}\npromote:\n  <<: *a\n",
         [f":3: found << (which YAML reads as merge; {QUOTE}) as a key; {NAMESPACES}"],
+    ),
+    "two names of one function with different options": (
+        "whitelist:\n  torch: [{name: conv2d, when: {groups: [2]}}]\n  torch.nn.functional: [conv2d]\n",
+        [f":3: torch.nn.functional.conv2d {SAME} torch.conv2d, which has other options in line 2; expected the same."],
     ),
     "a list that contains itself": (
         "whitelist:\n  torch:\n  - &names\n    - mm\n    - *names\n",

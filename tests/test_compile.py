@@ -6,6 +6,7 @@ autograd and torch's decompositions.
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import subprocess
@@ -359,6 +360,18 @@ class TestTorchScript:
         assert during.dtype is torch.float32
         torch.testing.assert_close(during, module(*inputs))
         assert after(*inputs).dtype is torch.float32
+
+    @pytest.mark.parametrize("copied", [False, True])
+    def test_adopted_models_compile_and_keep_their_hooks(self, copied):
+        model = amp.initialize(nn.Sequential(nn.Linear(4, 4)), half_dtype=torch.bfloat16, verbosity=0)
+        model = copy.deepcopy(model) if copied else model
+        before = [list(hooks.items()) for hooks in (model._forward_pre_hooks, model._forward_hooks)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            scripted = torch.jit.script(model)
+        assert scripted(torch.ones(1, 4)).dtype is torch.float32
+        assert model(torch.ones(1, 4)).dtype is torch.bfloat16
+        assert [list(hooks.items()) for hooks in (model._forward_pre_hooks, model._forward_hooks)] == before
 
     def test_functions_compile_while_patched(self):
         def function(x: Tensor) -> Tensor:

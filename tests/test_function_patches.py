@@ -135,7 +135,8 @@ class TestNamespaces:
         with casts_on(torch.float16):
             during = held()
         changed = {".".join(key) for key, value in during.items() if before.get(key) is not value}
-        assert changed - {str(path) for path in RULES} == {
+        second_names = {f"torch.functional.{path.name}" for path in RULES if path.namespace == "torch"}
+        assert changed - {str(path) for path in RULES} - second_names == {
             "torch.nn.RNNBase.check_input",
             "torch.backends.mha._is_fastpath_enabled",
             "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
@@ -143,6 +144,7 @@ class TestNamespaces:
             "torch._functorch.aot_autograd.should_use_remote_autograd_cache",
             "torch.jit._builtins._find_builtin",
             "torch.jit._recursive.try_compile_fn",
+            "torch.jit._recursive.create_script_module",
         }
 
 
@@ -162,6 +164,12 @@ class TestNamesBoundEarlier:
             assert neighbour.matrix_product is torch.mm
             assert neighbour.matrix_product is not original
         assert neighbour.matrix_product is original
+
+    def test_are_found_where_torch_offers_a_second_name(self):
+        assert torch.functional.einsum is torch.einsum
+        with casts_on():
+            assert torch.functional.einsum("ij,jk", x(), x().t()).dtype is torch.bfloat16
+        assert torch.functional.einsum is torch.einsum
 
     def test_are_left_alone_where_they_are_something_else(self, neighbour):
         neighbour.linear = original = lambda *args: args
@@ -187,7 +195,7 @@ class TestNamesBoundEarlier:
         neighbour.product = torch.mm
         amp.initialize(nn.Module(), verbosity=0)
         neighbour.product = theirs = lambda *args: args
-        with pytest.warns(AmpWarning, match=r"neighbour\.product were replaced by somebody else"):
+        with pytest.warns(AmpWarning, match=r"replaced by somebody else since, .*: neighbour\.product\."):
             amp.deinitialize()
         assert neighbour.product is theirs
 
@@ -203,7 +211,7 @@ class TestPatchesOfOthers:
 
         try:
             torch.mm = theirs
-            with pytest.warns(AmpWarning, match=r"torch\.mm were replaced by somebody else"):
+            with pytest.warns(AmpWarning, match=r"replaced by somebody else since, .*: torch\.mm\."):
                 amp.deinitialize()
             assert torch.mm is theirs
             assert torch.mm(x(), x().t()).dtype is torch.float32
@@ -454,6 +462,24 @@ class TestModulesImportedLater:
             ops = importlib.import_module("late_k.ops")
         with casts_on(torch.bfloat16, cast_lists=lists):
             assert ops.attend(x()).dtype is torch.bfloat16
+
+    def test_are_complete_when_they_are_patched(self, package):
+        package("late_o", __init__="from late_o import ops\n" + LATE, ops=LATE)
+        package("late_p", __init__="import late_o\n" + LATE)
+        names = {"late_o": ["attend"], "late_o.ops": ["attend"], "late_o.Gate": ["open"], "late_p": ["attend"]}
+        with casts_on(cast_lists={"whitelist": names}):
+            late_p = importlib.import_module("late_p")
+            late_o = late_p.late_o
+            calls = [late_o.attend, late_o.ops.attend, late_o.Gate().open, late_p.attend]
+            assert [call(x()).dtype for call in calls] == [torch.bfloat16] * 4
+
+    def test_are_patched_again_when_they_are_imported_again(self, package):
+        package("late_q", ops=LATE)
+        for half in (torch.float16, torch.bfloat16):
+            with casts_on(half, cast_lists={"whitelist": {"late_q.ops": ["attend"]}}):
+                assert importlib.import_module("late_q.ops").attend(x()).dtype is half
+            for name in ("late_q.ops", "late_q"):
+                del sys.modules[name]
 
     def test_do_not_gather_hooks_session_by_session(self, package):
         wrapt_hooks = sys.modules["wrapt.importer"]._post_import_hooks

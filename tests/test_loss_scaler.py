@@ -12,10 +12,12 @@ import torch
 from helpers import HALF_DTYPES, assert_same_bits, dtype_name
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from ampatch.errors import OptionError
 from ampatch.loss_scaler import LossScaler, ScalePolicy, ScaleState, first_state, make_policy, next_state
+
+MODEL = nn.Linear(2, 3)
 
 
 def after(overflows: str, policy: ScalePolicy) -> ScaleState:
@@ -228,6 +230,25 @@ class TestScaler:
         scaler.unscale_([grad])
         (second,) = torch.autograd.grad(grad**2, weight)
         assert second.item() == 2 * 12 * 12
+
+    @pytest.mark.parametrize(
+        ("grads", "found"),
+        [
+            (MODEL, "found Linear;"),
+            (torch.ones(2), "found a tensor of torch.float32;"),
+            (MODEL.parameters(), r"found a parameter of shape \(3, 2\) among"),
+            ([torch.ones(2, dtype=torch.long)], "found a tensor of torch.int64 among"),
+            ([1.0], "found float among"),
+        ],
+        ids=["model", "tensor", "parameters", "integers", "numbers"],
+    )
+    def test_what_is_no_gradient_is_refused(self, grads, found):
+        with pytest.raises(OptionError, match=f"{found}.*expected gradients, such as"):
+            LossScaler().unscale_(grads)
+
+    def test_what_is_no_loss_is_refused(self):
+        with pytest.raises(OptionError, match="the loss is float; expected a floating tensor"):
+            LossScaler().scale(1.0)
 
     def test_training_loop_without_the_context_manager(self):
         def train(scaler: LossScaler | None) -> Tensor:

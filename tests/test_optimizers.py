@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from ampatch import amp, session
-from ampatch.errors import LossScaleError, OptionError, UsageError
+from ampatch.errors import AmpWarning, LossScaleError, OptionError, UsageError
 from ampatch.optimizers import AdoptedOptimizer
 
 SCALE = 2.0**16
@@ -118,8 +118,9 @@ def loss_of(model: nn.Module, index: int) -> Tensor:
 
 
 def initialize(model: Any, optimizer: Any, **options: Any) -> None:
-    """Without casts, and with a dynamic scale."""
-    amp.initialize(model, optimizer, **{"opt_level": "O0", "loss_scale": "dynamic", "verbosity": 0, **options})
+    """Without casts unless a level is given, and with a dynamic scale."""
+    level = {} if "opt_level" in options else {"opt_level": "O1", "patch_torch_functions": False}
+    amp.initialize(model, optimizer, **{**level, "loss_scale": "dynamic", "verbosity": 0, **options})
 
 
 def backward(loss: Tensor, optimizers: Any, **options: Any) -> None:
@@ -608,13 +609,15 @@ class TestGradients:
 
     @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
     @pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
-    def test_with_a_graph_can_be_differentiated_again(self, loss_scale):
+    @pytest.mark.parametrize("blocks", [1, 2])
+    def test_with_a_graph_can_be_differentiated_again(self, blocks, loss_scale):
         model, reference = linear(), linear()
         optimizer = SGD(model.parameters())
         initialize(model, optimizer, loss_scale=loss_scale)
-        with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
-            scaled_loss.backward(create_graph=True)
-        loss_of(reference, 0).backward(create_graph=True)
+        for index in range(blocks):
+            with amp.scale_loss(loss_of(model, index), optimizer) as scaled_loss:
+                scaled_loss.backward(create_graph=True)
+            loss_of(reference, index).backward(create_graph=True)
         assert_same_bits(model.weight.grad, reference.weight.grad)
         second, wanted = [
             torch.autograd.grad(module.weight.grad.square().sum(), module.weight)[0] for module in (model, reference)
@@ -767,6 +770,33 @@ class TestCallsOutOfOrder:
             loss_of(reference[index], index).backward()
             assert_same_bits(model[index].weight.grad, reference[index].weight.grad)
 
+    def test_block_inside_another_that_overflows_leaves_the_other_its_scale(self):
+        models = [linear(), linear()]
+        optimizers = [SGD(model.parameters()) for model in models]
+        initialize(models, optimizers)
+        with amp.scale_loss(loss_of(models[0], 0), optimizers[0]) as scaled_loss:
+            scaled_loss.backward()
+            overflow(models[1], optimizers[1])
+        reference = linear()
+        loss_of(reference, 0).backward()
+        assert_same_bits(models[0].weight.grad, reference.weight.grad)
+
+    def test_closure_whose_gradients_stay_scaled_does_not_step(self):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, loss_scale=128.0)
+        before = model.weight.detach().clone()
+
+        def closure() -> Tensor:
+            loss = loss_of(model, 0)
+            backward(loss, optimizer, delay_unscale=True)
+            return loss
+
+        with pytest.raises(UsageError, match=r"a closure of optimizer\.step\(closure\) returned on .* still scaled"):
+            optimizer.step(closure)
+        assert_same_bits(model.weight, before)
+        optimizer.zero_grad()
+
     def test_adding_up_gradients_of_two_scales_raises_and_changes_nothing(self, model, optimizer):
         overflow(model, optimizer, loss_id=1)
         optimizer.step()
@@ -779,6 +809,7 @@ class TestCallsOutOfOrder:
         ):
             pytest.fail("the block was entered")
         assert_same_bits(model.weight.grad, before)
+        optimizer.zero_grad()
 
     def test_losses_of_two_scales_may_not_be_delayed_together_even_where_the_scales_are_equal_as_yet(
         self, model, optimizer
@@ -789,6 +820,7 @@ class TestCallsOutOfOrder:
             amp.scale_loss(loss_of(model, 1), optimizer, loss_id=1),
         ):
             pytest.fail("the block was entered")
+        optimizer.zero_grad()
 
     @pytest.mark.parametrize("step", [False, True], ids=["next-block", "step-and-next-block"])
     @pytest.mark.parametrize("clear", ["none", "model-none"])
@@ -1203,6 +1235,38 @@ class TestCopies:
 
 
 class TestLifetime:
+    @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
+    def test_gradients_that_nobody_would_unscale_are_taken_away_with_a_word(self, half_dtype):
+        weight = nn.Parameter(torch.ones(3, dtype=half_dtype))
+        optimizer = SGD([weight])
+        initialize(nn.ParameterList([weight]), optimizer)
+        backward(weight.sum(), optimizer)
+        backward(weight.sum(), optimizer, delay_unscale=True)
+        assert weight.grad.dtype is torch.float32
+        with pytest.warns(AmpWarning, match="gradients were scaled, .* set to None"):
+            amp.deinitialize()
+        weight.sum().backward()
+        assert_same_bits(weight.grad, torch.ones_like(weight))
+
+    def test_optimizer_that_hands_its_attributes_on_is_refused_and_the_one_inside_stays_as_it_was(self):
+        class Around:
+            def __init__(self, inside: object) -> None:
+                object.__setattr__(self, "inside", inside)
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(self.inside, name)
+
+            def __setattr__(self, name: str, value: object) -> None:
+                setattr(self.inside, name, value)
+
+        model = linear()
+        optimizer = SGD(model.parameters())
+        around, step = Around(optimizer), optimizer.step
+        with pytest.raises(OptionError, match=r"step of this Around cannot be replaced .* Hand in the"):
+            initialize(model, around)
+        assert optimizer.step == step
+        initialize(model, optimizer)
+
     @pytest.mark.parametrize("level", ["O0", "O1"])
     @pytest.mark.parametrize("scheduled", [False, True], ids=["plain", "with-scheduler"])
     def test_optimizer_and_model_that_are_dropped_are_collected(self, scheduled, level):

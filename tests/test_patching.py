@@ -146,6 +146,22 @@ class TestSet:
         assert ledger.patches == ()
         assert ledger.undo() == []
 
+    def test_owner_that_hands_its_attributes_on_is_refused_and_nothing_stays(self):
+        class Around:
+            inside = types.SimpleNamespace(name="before")
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(self.inside, name)
+
+            def __setattr__(self, name: str, value: object) -> None:
+                setattr(self.inside, name, value)
+
+        owner, ledger = Around(), PatchLedger()
+        with pytest.raises(TypeError, match="does not keep the attribute 'name' itself"):
+            ledger.set(owner, "name", "after")
+        assert owner.name == "before"
+        assert ledger.patches == ()
+
     def test_owner_that_cannot_be_referred_to_weakly_is_refused_untouched(self):
         class Slotted:
             __slots__ = ("__dict__",)

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from conftest import OWN_ATTRIBUTES
 from helpers import assert_same_bits
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from ampatch import amp, session
-from ampatch.errors import AmpWarning, UsageError
+from ampatch.errors import AmpWarning, OptionError, UsageError
 from ampatch.function_patches import FunctionPatches
 from ampatch.session import process
 
@@ -163,7 +164,7 @@ class TestTakingDown:
     def test_reports_what_somebody_else_replaced_at_the_line_that_took_it_down(self):
         model = amp.initialize(Net(), verbosity=0)
         model.activation = torch.tanh
-        with pytest.warns(AmpWarning, match=r"Net\.activation were replaced by somebody else") as caught:
+        with pytest.warns(AmpWarning, match=r"replaced by somebody else since, .*: Net\.activation\.") as caught:
             amp.deinitialize()
         assert caught[0].filename == __file__
         assert model.activation is torch.tanh
@@ -200,6 +201,18 @@ def sealed() -> Iterator[object]:
     return Sealed
 
 
+def test_every_place_in_torch_that_is_patched_is_compared_after_every_test():
+    amp.initialize(Net(), half_dtype=torch.float16, verbosity=0)
+    owners = {id(patch.owner()): patch.owner() for patch in process.live.ledger.patches}
+    compared = {id(owner) for owner in OWN_ATTRIBUTES.values()}
+    others = [owner for key, owner in owners.items() if key not in compared and not isinstance(owner, nn.Module)]
+    assert not [name for name in map(module_name, others) if name.partition(".")[0] == "torch"]
+
+
+def module_name(owner: object) -> str:
+    return owner.__module__ if isinstance(owner, type) else owner.__name__
+
+
 class TestFailureHalfWay:
     """Everything is as it was, and the next attempt works."""
 
@@ -228,7 +241,7 @@ class TestFailureHalfWay:
     def test_of_an_optimizer_of_a_first_session(self):
         model = Net()
         good, closed = torch.optim.SGD(model.parameters(), lr=0.1), Closed(model.parameters(), lr=0.1)
-        self.attempt(AttributeError, model, good, closed)
+        self.attempt(OptionError, model, good, closed)
         assert process.live is None
         assert not patched()
         model, good = amp.initialize(model, good, verbosity=0)
@@ -238,7 +251,7 @@ class TestFailureHalfWay:
         first = amp.initialize(Net(), verbosity=0)
         live, model = process.live, Net()
         good, closed = torch.optim.SGD(model.parameters(), lr=0.1), Closed(model.parameters(), lr=0.1)
-        self.attempt(AttributeError, model, good, closed)
+        self.attempt(OptionError, model, good, closed)
         assert process.live is live
         assert first.linear(x()).dtype is torch.bfloat16
         assert not live.has_adopted(good)

@@ -194,6 +194,18 @@ class TestGradients:
         model(x()).float().sum().backward()
         assert torch.equal(model.weight.grad, once)
 
+    def test_after_grad_was_enabled_in_inference_mode_are_right(self, half):
+        class Part(Thrice):
+            def forward(self, value: Tensor) -> Tensor:
+                with torch.enable_grad():
+                    return super().forward(value)
+
+        model = adopt(Part(), half)
+        with torch.inference_mode():
+            model(x())
+        model(x()).float().sum().backward()
+        assert model.weight.grad is not None
+
     def test_of_a_part_with_grad_in_a_forward_without_are_right(self, half):
         class Mixed(Thrice):
             def forward(self, value: Tensor) -> Tensor:
@@ -242,6 +254,14 @@ def swap_for_another_storage_at_the_same_address(model: Thrice) -> None:
     model.weight.data = torch.frombuffer(memory, dtype=torch.float32).view(4, 4)
 
 
+def transpose(model: Thrice) -> None:
+    model.weight.data = model.weight.data.t()
+
+
+def shear(model: Thrice) -> None:
+    model.weight.data = model.weight.data.as_strided((4, 4), (2, 1))
+
+
 def swap_with_an_average(model: Thrice) -> None:
     average = model.weight.detach().clone() * 0.5
     model.weight.data, average = average, model.weight.data
@@ -286,6 +306,8 @@ CHANGES = (
     add_without_grad,
     swap_data,
     swap_for_another_storage_at_the_same_address,
+    transpose,
+    shear,
     swap_with_an_average,
     load,
     load_by_assignment,

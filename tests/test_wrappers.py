@@ -308,6 +308,15 @@ class TestInPlace:
         written.sum().backward()
         assert value.grad.tolist() == [1, 1]
 
+    def test_item_assignment_can_be_blacklisted_and_says_what_to_do(self):
+        written = torch.zeros(3, dtype=torch.bfloat16)
+        told = pytest.raises(
+            BannedFunctionError, match=r"__setitem__ would write .* amp\. Call it on tensor\.float\(\)\.$"
+        )
+        with casts_on(cast_lists={"blacklist": {"torch.Tensor": ["__setitem__"]}}), told:
+            written[0] = 1.0
+        assert written.tolist() == [0, 0, 0]
+
     def test_allowed_banned_function_runs_in_float32(self):
         x = torch.full((2,), 0.5, dtype=torch.float16)
         with amp.init(allow_banned=True, half_dtype=torch.float16):
@@ -351,6 +360,7 @@ OVERRIDDEN = {
     "method": (Tensor.matmul, lambda x: x.matmul(x)),
     "operator": (Tensor.__matmul__, lambda x: x @ x),
     "function in Python": (F.softmax, lambda x: F.softmax(x, 0)),
+    "function in Python, by keyword": (F.softmax, lambda x: F.softmax(input=x, dim=0)),
 }
 
 
@@ -371,7 +381,7 @@ class TestSubclasses:
         with casts_on(half):
             result = call(ones(2, 2).as_subclass(Traced))
         assert type(result) is Traced
-        assert result.dtype == (torch.float32 if kind == "function in Python" else half)
+        assert result.dtype == (torch.float32 if "in Python" in kind else half)
 
     @both_halves
     @pytest.mark.parametrize("kind", OVERRIDDEN)
@@ -380,7 +390,7 @@ class TestSubclasses:
         with casts_on(half):
             result = call(ones(2, 2).as_subclass(Image))
         assert type(result) is Tensor
-        assert result.dtype == (torch.float32 if kind == "function in Python" else half)
+        assert result.dtype == (torch.float32 if "in Python" in kind else half)
 
     @both_halves
     def test_parameter_and_buffer_are_tensors_like_any_other(self, half):

@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from ampatch.demo import digits, report, training
 from ampatch.demo.training import Result
+from ampatch.opt_levels import HALF_DTYPES
 
-HALF_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # The levels that the demo offers, with the half types that each is for (None is none at all).
 OPT_LEVELS: dict[str, Sequence[str | None]] = {"O0": [None], "O1": list(HALF_DTYPES), "O4": ["bfloat16"]}
 DEFAULT_OPT_LEVELS = ["O0", "O1"]
