@@ -89,12 +89,16 @@ class PatchLedger:
         number = next(self._numbers)
         reference = self._reference(owner, number)
         before, reached = vars(owner).get(name, MISSING), getattr(owner, name, MISSING)
-        setattr(owner, name, value)
-        installed = vars(owner).get(name, MISSING)
-        if installed is MISSING:  # it handed the attribute on, and undoing could not find it
-            setattr(owner, name, reached)
-            raise TypeError(f"{type(owner).__name__!r} object does not keep the attribute {name!r} itself")
-        self._steps[number] = Patch(reference, name, before, _weakly(installed))
+        # Noted before it is done, so that Ctrl-C leaves nothing behind that `undo` does not know of.
+        self._steps[number] = Patch(reference, name, before, _weakly(value))
+        try:
+            setattr(owner, name, value)
+            if vars(owner).get(name, MISSING) is not value:  # it handed the attribute on, and undoing could not find it
+                setattr(owner, name, reached)
+                raise TypeError(f"{type(owner).__name__!r} object does not keep the attribute {name!r} itself")
+        except Exception:
+            del self._steps[number]
+            raise
 
     def on_undo(self, callback: Callable[[], object], owner: object = None) -> None:
         """Registers what takes out something that is no attribute, such as a hook.

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from samples import LIST_NAMES, LISTS, entries, flatten, lacks
 
@@ -25,12 +26,16 @@ def peer_names(peer: str) -> set[str]:
     }
 
 
-def explained_names() -> list[str]:
-    """What stands in the first column of the table of names without an entry."""
-    _, _, section = DOCUMENT.read_text(encoding="utf-8").partition("## Names without an entry\n")
+def table(heading: str) -> list[tuple[list[str], list[str]]]:
+    """The names in the first and in the second column of the table under a heading, row by row."""
+    _, _, section = DOCUMENT.read_text(encoding="utf-8").partition(f"## {heading}\n")
     section, _, _ = section.partition("\n## ")
-    rows = [line for line in section.splitlines() if line.startswith("| `")]
-    return [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    return [(re.findall(r"`([^`]+)`", first), re.findall(r"`([^`]+)`", second)) for first, second in rows]
+
+
+def explained_names() -> list[str]:
+    return [name for names, _ in table("Names without an entry") for name in names]
 
 
 @pytest.mark.parametrize("peer", PEERS)
@@ -51,3 +56,12 @@ def test_reasons_are_given_once_and_for_names_without_an_entry():
 
 def test_reasons_are_given_for_names_of_a_peer_only():
     assert set(explained_names()) <= set().union(*map(peer_names, PEERS))
+
+
+def test_operators_under_other_names_are_reached_by_functions_with_an_entry_or_a_reason():
+    rows = table("Operators under other names")
+    assert rows
+    for operators, functions in rows:
+        assert all(hasattr(torch.ops.aten, operator) for operator in operators)
+        assert set(functions) <= LISTED | set(explained_names())
+        assert len(functions) == 1

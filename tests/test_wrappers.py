@@ -310,9 +310,7 @@ class TestInPlace:
 
     def test_item_assignment_can_be_blacklisted_and_says_what_to_do(self):
         written = torch.zeros(3, dtype=torch.bfloat16)
-        told = pytest.raises(
-            BannedFunctionError, match=r"__setitem__ would write .* amp\. Call it on tensor\.float\(\)\.$"
-        )
+        told = pytest.raises(BannedFunctionError, match=r"__setitem__ would write .* Call it on tensor\.float\(\)")
         with casts_on(cast_lists={"blacklist": {"torch.Tensor": ["__setitem__"]}}), told:
             written[0] = 1.0
         assert written.tolist() == [0, 0, 0]

@@ -25,8 +25,6 @@ OPT_LEVELS: dict[str, Sequence[str | None]] = {"O0": [None], "O1": list(HALF_DTY
 DEFAULT_OPT_LEVELS = ["O0", "O1"]
 DEFAULT_EPOCHS = 10
 
-_INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended: 128 + SIGINT
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `ampatch demo` to ``parser``, for `run`."""
@@ -72,14 +70,14 @@ def run(arguments: argparse.Namespace) -> int:
         arguments: what a parser with `add_arguments` made of the command line.
 
     Returns:
-        The exit status: 0, 1 if the JSON report could not be written after all, 130 after Ctrl-C.
+        The exit status: 0, or 1 if the JSON report could not be written after all.
     """
     try:
         with _one_thread():
             results = list(_results(arguments))
     except KeyboardInterrupt:
         _say("Interrupted: nothing was written.")
-        return _INTERRUPTED
+        raise
     print(report.table(results))
     if arguments.json is not None:
         try:

@@ -230,9 +230,9 @@ class TestRun:
         threads = torch.get_num_threads()
         monkeypatch.setattr(demo, "_advance", interrupted)
 
-        status = demo.run(parsed("--opt-levels", "O1"))
+        with pytest.raises(KeyboardInterrupt):
+            demo.run(parsed("--opt-levels", "O1"))
 
-        assert status == 130
         printed = capsys.readouterr()
         assert printed.out == ""
         assert printed.err.splitlines()[-1].startswith("Interrupted")
@@ -278,14 +278,7 @@ class TestTraining:
 class TestClaims:
     """What the documentation says of `ampatch demo`, at its own defaults."""
 
-    @pytest.mark.parametrize(
-        "half_dtype",
-        [
-            "bfloat16",
-            # Most CPUs compute float16 in software.
-            pytest.param("float16", marks=pytest.mark.slow),
-        ],
-    )
+    @pytest.mark.parametrize("half_dtype", ["float16", "bfloat16"])
     def test_mixed_precision_recognises_97_percent_and_within_a_point_of_float32(
         self, half_dtype: str, tmp_path: Path
     ) -> None:
