@@ -62,8 +62,8 @@ def torch_now() -> dict[tuple[str, str], object]:
         (owner, name): value
         for owner, held in OWN_ATTRIBUTES.items()
         for name, value in vars(held).items()
-        # Bar Python's own: modules imported meanwhile, and its note on a class that was pickled.
-        if name != "__slotnames__" and not isinstance(value, ModuleType)
+        # Bar Python's own: modules imported meanwhile, its notes on a class that was pickled and on warnings given.
+        if name not in ("__slotnames__", "__warningregistry__") and not isinstance(value, ModuleType)
     }
     reached = {(repr(owner), name): getattr(owner, name, None) for owner, name in OVERRIDABLE}
     return own | reached
