@@ -108,7 +108,8 @@ def initialize(
     May be called again: further models join under the same settings.
 
     Args:
-        models: a module, or a list of modules, not yet wrapped for several processes.
+        models: a module, or a list of modules, not wrapped for several processes or devices, nor compiled by
+            TorchScript.
         optimizers: an optimizer, a list of them, or None. Anything with ``param_groups``, ``step`` and ``zero_grad``.
         enabled: False gives everything back untouched, and turns every other call into a no-op.
         opt_level: "O0" (float32), "O1" (functions cast by the lists), "O4" (O1 in bfloat16).
@@ -194,7 +195,12 @@ def initialize(
 
 
 def deinitialize() -> None:
-    """Undoes everything: torch, models and optimizers are as they were. Does nothing where amp is not set up."""
+    """Undoes everything: torch, models and optimizers are as they were. Does nothing where amp is not set up.
+
+    Warns:
+        AmpWarning: gradients were still scaled, after ``delay_unscale=True``, and were set to None; or somebody else
+            replaced what amp had patched, and was left in place.
+    """
     session.process.disabled = False
     live = session.process.live
     if live is not None:
@@ -313,7 +319,8 @@ def scale_loss(
         raise OptionError("amp.scale_loss got no optimizer, so that gradients would stay scaled; expected one or more.")
     live.scaler(loss_id)  # raises before anything is adopted
     if live.settings.adopts_on_use:
-        live.adopt([], [optimizer for optimizer in optimizer_list if not live.has_adopted(optimizer)])
+        new = {id(optimizer): optimizer for optimizer in optimizer_list if not live.has_adopted(optimizer)}
+        live.adopt([], new.values())
     with live.scale_loss(loss, optimizer_list, loss_id, delay_unscale, delay_overflow_check) as scaled_loss:
         yield scaled_loss
 
@@ -353,7 +360,7 @@ def load_state_dict(state_dict: Mapping[str, Mapping[str, object]]) -> None:
         OptionError: unexpected keys, or values that no scaler can have; nothing was changed.
 
     Warns:
-        AmpWarning: the number of scalers differs; those that both have are loaded.
+        AmpWarning: the names of the scalers differ; those that both have are loaded.
     """
     if _is_disabled():
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import operator
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -415,7 +416,7 @@ def _read_when(node: yaml.Node) -> When:
         if argument.value in when:
             raise AmpError(f"the argument {argument.value!r} stands there a second time; keep one.")
         when[argument.value] = tuple(_scalar(value) for value in _items(values, expected))
-    return tuple(when.items())
+    return tuple(sorted(when.items(), key=operator.itemgetter(0)))
 
 
 def _read_version(node: yaml.Node) -> TorchVersion:

@@ -93,7 +93,10 @@ def _never() -> bool:
 def _unwrap_for_torchscript(
     ledger: PatchLedger, original_of: Callable[[object], object], hooks: Collection[object]
 ) -> None:
-    """Has TorchScript compile originals, and leave hooks out: it cannot compile what is in Python to cast."""
+    """Has TorchScript compile the originals, and models without amp's hooks.
+
+    It can compile neither wrappers nor hooks, and so what it has compiled is never cast.
+    """
     find_builtin: Callable[[object], object] = torch.jit._builtins._find_builtin
     compile_function: Callable[[object, object], object] = torch.jit._recursive.try_compile_fn
     compile_module: Callable[..., object] = torch.jit._recursive.create_script_module

@@ -6,6 +6,7 @@ modules that are imported later. Installs through the ledger only; how arguments
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -20,7 +21,7 @@ import wrapt
 
 from ampatch.cast_lists import Rule, Treatment, why_unfit
 from ampatch.errors import AmpWarning, did_you_mean
-from ampatch.patching import MISSING, PatchLedger, bindings, loaded_modules, rebind
+from ampatch.patching import MISSING, PatchLedger, RefusedError, bindings, loaded_modules, rebind
 from ampatch.paths import Path, PathError, find_owner
 from ampatch.switch import Switch
 from ampatch.wrappers import Adapter, Adapters, Function, wrap
@@ -94,7 +95,8 @@ class FunctionPatches:
         """Names that ``owners`` bound to an original before it was patched are bound to its wrapper."""
         originals: dict[int, object] = {key: original for key, (original, _) in self._wrappers.items()}
         for owner, name, original in bindings(owners, originals):
-            self._ledger.set(owner, name, self._wrappers[id(original)][1])
+            with contextlib.suppress(AttributeError, RefusedError):  # who keeps attributes elsewhere keeps the original
+                self._ledger.set(owner, name, self._wrappers[id(original)][1])
 
     def release(self, owners: Iterable[object]) -> None:
         """After the ledger was undone: ``owners`` and modules that took a wrapper from its place get the original."""
@@ -179,7 +181,7 @@ class FunctionPatches:
         self._ledger.set(owner, name, wrapper if kind is None else kind(wrapper))
 
 
-# wrapt's hooks on imports cannot be removed, and end with the import: one for each module that a rule ever waited for.
+# wrapt's hooks on imports cannot be removed, and are used up by the import. Here: the modules that have one now.
 _hooked: set[str] = set()
 _waiting: weakref.WeakSet[FunctionPatches] = weakref.WeakSet()
 
@@ -206,7 +208,10 @@ def _is_being_imported(namespace: str, but: object) -> bool:
     parts = namespace.split(".")
     prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     module = next((sys.modules[name] for name in prefixes if name in sys.modules), None)
-    return module is not but and bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+    spec = getattr(module, "__spec__", None)
+    # By the spec too: a module may have put another object in its own place, which has its spec then.
+    known = module is but or spec is getattr(but, "__spec__", None)
+    return not known and bool(getattr(spec, "_initializing", False))
 
 
 def _own_attribute(owner: object, name: str) -> object:

@@ -41,7 +41,7 @@ def unscale_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
     for group in _by_kind(plain):
         device = group[0].device
         if device == found_inf.device:
-            torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inv_scale)
+            torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inv_scale.to(device, non_blocking=True))
         else:
             there = torch.zeros_like(found_inf, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(group, there, inv_scale.to(device, non_blocking=True))

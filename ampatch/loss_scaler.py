@@ -233,7 +233,7 @@ class LossScaler:
         if self.dynamic:
             kernels.unscale_(there, inv_scale, found_inf)
             self._found_inf = torch.maximum(self._found_inf, found_inf)
-        elif not self.is_one:
+        elif scale is not None or not self.is_one:
             kernels.multiply_(there, inv_scale)
         return found_inf
 

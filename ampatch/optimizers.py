@@ -11,7 +11,6 @@ import contextlib
 import functools
 import logging
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ampatch import kernels
-from ampatch.errors import AmpWarning, LossScaleError, OptionError, UsageError
+from ampatch.errors import LossScaleError, OptionError, UsageError
 from ampatch.loss_scaler import LossScaler
 from ampatch.patching import PatchLedger
 from ampatch.switch import Switch
@@ -112,10 +111,16 @@ class AdoptedOptimizer:
         return any(parameter.grad is not None for parameter in self.parameters())
 
     def install(self, ledger: PatchLedger) -> None:
-        """Replaces ``step`` on the optimizer."""
+        """Replaces ``step`` on the optimizer.
+
+        Raises:
+            TypeError: the optimizer does not keep its attributes itself.
+        """
         optimizer = self._optimizer()
         assert optimizer is not None
         original, switch = optimizer.step, self._switch
+        if "step" not in vars(optimizer) and getattr(original, "__self__", optimizer) is not optimizer:
+            raise TypeError("its step is that of another object")
 
         # wraps() carries over the mark of an LR scheduler that wrapped step before, which it looks for later.
         @functools.wraps(original)
@@ -128,18 +133,18 @@ class AdoptedOptimizer:
         # as the optimizer and this name.
         step.__name__ = "step"
         ledger.set(optimizer, "step", types.MethodType(step, optimizer))
-        ledger.on_undo(self._let_go, optimizer)
 
-    def _let_go(self) -> None:
-        """Takes gradients away that nobody would unscale any more."""
-        if self.scaled_by is not None and not self.scaled_by.is_open and self.has_gradients():
-            self.scaled_by.abandon()
-            warnings.warn(
-                "amp was taken out while gradients were scaled, since the last amp.scale_loss had delay_unscale=True; "
-                "they were set to None.",
-                AmpWarning,
-                stacklevel=2,
-            )
+    def let_go(self) -> bool:
+        """Takes gradients away that nobody would unscale any more; whether there were any."""
+        scaled_by = self.scaled_by
+        if scaled_by is None or scaled_by.is_open:
+            return False
+        lost = self.has_gradients() and not scaled_by.is_one
+        if lost:
+            for parameter in self.parameters():
+                parameter.grad = None
+        self.leave_scale()
+        return lost
 
     def step(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Steps or skips.
@@ -148,7 +153,7 @@ class AdoptedOptimizer:
             UsageError: the gradients are still scaled.
             LossScaleError: they overflowed with the loss scale at its floor.
         """
-        self._check_unscaled("optimizer.step() was called")
+        self._check_unscaled("optimizer.step() was called on gradients that are")
         passes, self.passes = self.passes, []
         overflowed = [scaled_pass for scaled_pass in passes if scaled_pass.overflowed]
         try:
@@ -189,7 +194,7 @@ class AdoptedOptimizer:
             return
         if self.has_gradients():
             raise UsageError(
-                f"{what} on gradients that are still scaled: "
+                f"{what} still scaled: "
                 + (
                     "it stands inside the amp.scale_loss block. Move it behind the block."
                     if self.scaled_by.is_open
@@ -197,7 +202,8 @@ class AdoptedOptimizer:
                     "step; or, to drop the gradients, type optimizer.zero_grad(), which has to set them to None."
                 )
             )
-        self.leave_scale()
+        if not self.scaled_by.is_open:
+            self.leave_scale()
 
     def _skip(self, overflowed: Sequence[ScaledPass]) -> None:
         self.skipped_steps += 1
@@ -242,7 +248,7 @@ class AdoptedOptimizer:
         def with_casts() -> Any:
             with self._switch.resumed():
                 result = closure()
-            self._check_unscaled("a closure of optimizer.step(closure) returned")
+            self._check_unscaled("the closure of optimizer.step(closure) left gradients that are")
             if self.passes:
                 self.passes.clear()
                 raise UsageError(
@@ -264,12 +270,14 @@ class ScaledPass:
 
     Attributes:
         is_open: whether the block has begun and not ended.
+        is_one: whether its scale is static and 1, so that the gradients are what they are without one.
     """
 
     def __init__(self, scaler: LossScaler, scaler_id: int, optimizers: Sequence[AdoptedOptimizer]) -> None:
         self.scaler = scaler
         self.scaler_id = scaler_id
         self.is_open = False
+        self.is_one = scaler.is_one
         self._optimizers = optimizers
         self._found_inf: Tensor | None = None
         self._scale = scaler.snapshot()
@@ -312,7 +320,7 @@ class ScaledPass:
         if delay_unscale:
             return
         with self._whole():
-            found_inf = self.scaler.unscale_(_gradients(self._optimizers), self._scale)
+            found_inf = self.scaler.unscale_([] if self.is_one else _gradients(self._optimizers), self._scale)
             for optimizer in self._optimizers:
                 optimizer.leave_scale()
         if self.scaler.dynamic:

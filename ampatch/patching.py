@@ -25,6 +25,10 @@ class _Missing:
 MISSING = _Missing()
 
 
+class RefusedError(TypeError):
+    """An owner does not keep its attributes itself, so that undoing could not find them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Patch:
     """One attribute that was replaced.
@@ -84,7 +88,7 @@ class PatchLedger:
         """Replaces an attribute of ``owner``, recording what its own ``__dict__`` held.
 
         Raises:
-            TypeError: the owner does not keep its attributes itself; it was left as it was.
+            RefusedError: the owner does not keep its attributes itself; what it handed on was put back.
         """
         number = next(self._numbers)
         reference = self._reference(owner, number)
@@ -93,9 +97,9 @@ class PatchLedger:
         self._steps[number] = Patch(reference, name, before, _weakly(value))
         try:
             setattr(owner, name, value)
-            if vars(owner).get(name, MISSING) is not value:  # it handed the attribute on, and undoing could not find it
+            if vars(owner).get(name, MISSING) is not value:
                 setattr(owner, name, reached)
-                raise TypeError(f"{type(owner).__name__!r} object does not keep the attribute {name!r} itself")
+                raise RefusedError(f"{type(owner).__name__!r} object does not keep the attribute {name!r} itself")
         except Exception:
             del self._steps[number]
             raise

@@ -125,9 +125,10 @@ class Session:
         """Undoes everything, newest first. Wrappers that somebody kept forward unchanged from now on.
 
         Warns:
-            AmpWarning: somebody else patched on top, and was left in place.
+            AmpWarning: somebody else patched on top, and was left in place; or gradients were still scaled.
         """
         self.switch.active = False
+        dropped = [adopted for adopted in list(self._optimizers.values()) if adopted.let_go()]
         try:
             foreign = [patch for patch in self.ledger.undo() if not _is_wrapped_by_scheduler(*patch)]
         finally:
@@ -138,6 +139,9 @@ class Session:
                 sorted(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}" for owner, name in foreign)
             )
             message = f"patched by amp, replaced by somebody else since, and so left alone: {names}."
+            warnings.warn(message, AmpWarning, stacklevel=4)
+        if dropped:
+            message = "gradients that were still scaled, after amp.scale_loss(..., delay_unscale=True), are None now."
             warnings.warn(message, AmpWarning, stacklevel=4)
 
     # Models and optimizers
@@ -202,8 +206,8 @@ class Session:
         if adopted is None:
             check_optimizer(optimizer)
             raise UsageError(
-                f"this {type(optimizer).__name__} was never handed to amp.initialize (or with enabled=False, while amp "
-                "was on for another model). Type: model, optimizer = "
+                f"this {type(optimizer).__name__} was never handed to amp.initialize, or only with enabled=False while "
+                "amp was on for another model. Type: model, optimizer = "
                 "amp.initialize(model, optimizer, ...), and use the optimizer that it returns."
             )
         return adopted
@@ -256,7 +260,8 @@ class Session:
             scaled_pass.abandon()
             raise
         else:
-            scaled_pass.end(delay_unscale, delay_overflow_check)
+            # Nobody would unscale them after `take_down`.
+            scaled_pass.end(delay_unscale and self.switch.active, delay_overflow_check)
         finally:
             self.cache.clear()
 

@@ -12,14 +12,13 @@ import operator
 import sys
 import types
 from collections.abc import Callable, Set
-from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import get_overridable_functions, handle_torch_function, has_torch_function
 
 from ampatch.cast_lists import Rule, Treatment
 from ampatch.casting import CASTABLE, PLAIN, TensorCast, cast_tensors, tensors_in
@@ -93,7 +92,7 @@ class Adapters:
             for reader, values in readers:
                 value = reader(args, kwargs)
                 # A tensor or an array is compared element by element, and equals none of them.
-                if not isinstance(value, (str, int, float, NoneType)) or value not in values:
+                if isinstance(value, Tensor) or getattr(value, "ndim", False) or value not in values:
                     return args, kwargs
             return adapter(args, kwargs)
 
@@ -291,11 +290,14 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> F
         reason: names the function and the list entry; added as a note to errors that come out of a cast call.
     """
     thread = switch.thread
+    overridden = _asking_overrides(original)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not switch.active or thread.off:
+        if not switch.active:
             return original(*args, **kwargs)
+        if thread.off:
+            return overridden(*args, **kwargs)
         # A tracer runs the Python code that stands for an operator's kernel: what that calls is not the user's.
         if not is_dynamo_compiling() and _len_torch_dispatch_stack() and is_below_operators(sys._getframe(1)):
             with switch.disabled():
@@ -303,10 +305,8 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> F
         adapted = None
         try:
             if has_torch_function((*args, *kwargs.values()) if kwargs else args):
-                # Who overrides knows the original; torch looks some functions up by name, and would find the wrapper.
                 adapted = _adapted_for_override(adapter, args, kwargs)
-                relevant = (*adapted[0], *adapted[1].values())
-                return handle_torch_function(original, relevant, *adapted[0], **adapted[1])
+                return overridden(*adapted[0], **adapted[1])
             adapted = adapter(args, kwargs)
             return original(*adapted[0], **adapted[1])
         except Exception as error:
@@ -314,6 +314,30 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> F
             raise
 
     return wrapper
+
+
+def _asking_overrides(original: Function) -> Function:
+    """The original, for calls with a ``__torch_function__`` among the arguments or in a mode.
+
+    Who overrides a function of torch knows the original, but torch's functions in Python name themselves by their
+    global name, where the wrapper stands. So they are not left to ask. Other functions do not ask.
+    """
+    if id(original) not in _overridable():
+        return original
+
+    def overridden(*args: Any, **kwargs: Any) -> Any:
+        relevant = (*args, *kwargs.values())
+        if has_torch_function(relevant):
+            return handle_torch_function(original, relevant, *args, **kwargs)
+        return original(*args, **kwargs)
+
+    return overridden
+
+
+@functools.cache
+def _overridable() -> frozenset[int]:
+    """The ids of the functions that torch lets ``__torch_function__`` override; torch keeps them alive."""
+    return frozenset(id(function) for functions in get_overridable_functions().values() for function in functions)
 
 
 def explain(error: Exception, reason: str, given: Arguments, adapted: Arguments | None) -> None:

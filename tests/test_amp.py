@@ -455,13 +455,19 @@ class TestInit:
         assert "step" not in vars(optimizer)
 
     def test_optimizer_of_a_loss_that_is_refused_is_not_adopted(self, model, optimizer):
-        with (
-            amp.init(),
-            pytest.raises(amp.OptionError, match="loss_id is 7"),
-            amp.scale_loss(loss_of(model), optimizer, loss_id=7),
-        ):
-            pytest.fail("the block was entered")
-        assert "step" not in vars(optimizer)
+        with amp.init():
+            with (
+                pytest.raises(amp.OptionError, match="loss_id is 7"),
+                amp.scale_loss(loss_of(model), optimizer, loss_id=7),
+            ):
+                pytest.fail("the block was entered")
+            assert "step" not in vars(optimizer)
+
+    def test_optimizer_that_stands_there_twice_is_adopted_once(self, model, optimizer):
+        step = optimizer.step
+        with amp.init():
+            backward(loss_of(model), [optimizer, optimizer])
+            assert optimizer.step.__wrapped__ == step
 
     def test_cast_lists(self):
         with amp.init(half_dtype=torch.bfloat16, cast_lists={"unlisted": {"torch": ["mm"]}}):

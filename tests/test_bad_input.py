@@ -293,7 +293,7 @@ ONCE_SET_UP = [
     Mistake(
         "optimizer-never-adopted",
         lambda bench: bench.scale(optimizers=other_optimizer()),
-        r"this Adam was never handed to amp\.initialize .*\. Type: model, optimizer = amp\.initialize",
+        r"this Adam was never handed to amp\.initialize, .*\. Type: model, optimizer = amp\.initialize",
         UsageError,
     ),
     Mistake(

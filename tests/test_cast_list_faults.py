@@ -138,6 +138,7 @@ NO_FUNCTION: dict[str, Case] = {
         "whitelist: {torch.nn: [Linear]}",
         [":1: torch.nn.Linear is a class, not a function; name a method of it, such as `torch.nn.Linear: [forward]`."],
     ),
+    "a class in C": ("whitelist: {torch: [Size]}", [":1: torch.Size is a class, not a function."]),
     "a module": ("whitelist: {torch: [nn]}", [":1: torch.nn is 'module', not a function."]),
     "an attribute": (
         "whitelist: {torch.Tensor: [shape]}",

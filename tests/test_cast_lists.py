@@ -8,8 +8,9 @@ from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path as FilePath
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -68,7 +69,7 @@ class TestShipped:
             for dtype in entry.dtypes:
                 found = rule(shipped(), entry.path, dtype)
                 assert found.treatment.value == name
-                assert found.when == tuple((argument, tuple(values)) for argument, values in entry.when.items())
+                assert found.when == tuple(sorted((argument, tuple(values)) for argument, values in entry.when.items()))
                 assert (found.via_dtype, found.instead or "", found.optional) == (
                     entry.via_dtype,
                     entry.instead,
@@ -84,6 +85,16 @@ class TestShipped:
         for found in shipped().rules.values():
             file, _, line = found.source.partition(":")
             assert found.path.name in lines[file][int(line) - 1]
+
+    def test_rules_are_equal_that_do_the_same(self) -> None:
+        one, other = (
+            shipped().overlaid({"promote": {"torch": [{"name": "conv2d", "when": when, **more}]}})
+            for when, more in (
+                ({"groups": [1], "stride": [1]}, {}),
+                ({"stride": [1], "groups": [1]}, {"optional": True}),
+            )
+        )
+        assert one == other
 
     def test_they_are_read_once(self) -> None:
         assert shipped() is shipped()
@@ -500,6 +511,15 @@ class TestConditions:
             assert F.interpolate(image, scale_factor=2).dtype is torch.float32
             assert F.interpolate(image, None, 2, "nearest").dtype is torch.float32
             assert F.interpolate(image, scale_factor=2, mode="area").dtype is BFLOAT16
+
+    def test_hold_for_numbers_of_numpy_and_for_no_array(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        mine = ModuleType("mine")
+        mine.function = lambda x, places: x
+        monkeypatch.setitem(sys.modules, "mine", mine)
+        x = torch.ones(2, 2, dtype=BFLOAT16)
+        with casts_on(cast_lists=self.cast_by("mine.function", {"places": [1]})):
+            assert mine.function(x, np.int64(1)).dtype is torch.float32
+            assert mine.function(x, np.array([0, 1])).dtype is BFLOAT16
 
     def test_have_all_to_hold(self) -> None:
         image = torch.ones(1, 1, 2, 2, dtype=BFLOAT16)

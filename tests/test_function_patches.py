@@ -171,6 +171,18 @@ class TestNamesBoundEarlier:
             assert torch.functional.einsum("ij,jk", x(), x().t()).dtype is torch.bfloat16
         assert torch.functional.einsum is torch.einsum
 
+    def test_are_left_alone_in_a_module_that_hands_its_attributes_on(self, monkeypatch):
+        class Forwarding(types.ModuleType):
+            def __setattr__(self, name: str, value: object) -> None:
+                setattr(behind, name, value)
+
+        behind, forwarding = types.ModuleType("behind"), Forwarding("forwarding")
+        vars(forwarding)["product"] = behind.product = torch.mm
+        monkeypatch.setitem(sys.modules, "forwarding", forwarding)
+        with casts_on():
+            assert not wrapped(forwarding.product)
+        assert behind.product is torch.mm
+
     def test_are_left_alone_where_they_are_something_else(self, neighbour):
         neighbour.linear = original = lambda *args: args
         with casts_on():
@@ -472,6 +484,12 @@ class TestModulesImportedLater:
             late_o = late_p.late_o
             calls = [late_o.attend, late_o.ops.attend, late_o.Gate().open, late_p.attend]
             assert [call(x()).dtype for call in calls] == [torch.bfloat16] * 4
+
+    def test_may_put_another_module_in_their_own_place(self, package):
+        replace = "lazy = types.ModuleType(__name__)\nlazy.__spec__, lazy.attend = __spec__, attend\n"
+        package("late_r", __init__=f"import sys, types\n{LATE}{replace}sys.modules[__name__] = lazy\n")
+        with casts_on(cast_lists={"whitelist": {"late_r": ["attend"]}}):
+            assert importlib.import_module("late_r").attend(x()).dtype is torch.bfloat16
 
     def test_are_patched_again_when_they_are_imported_again(self, package):
         package("late_q", ops=LATE)

@@ -792,10 +792,27 @@ class TestCallsOutOfOrder:
             backward(loss, optimizer, delay_unscale=True)
             return loss
 
-        with pytest.raises(UsageError, match=r"a closure of optimizer\.step\(closure\) returned on .* still scaled"):
+        with pytest.raises(UsageError, match=r"the closure of optimizer\.step\(closure\) left .* still scaled"):
             optimizer.step(closure)
         assert_same_bits(model.weight, before)
         optimizer.zero_grad()
+
+    def test_step_before_backward_in_a_block_does_not_let_one_after_it_pass(self, model, optimizer):
+        with pytest.raises(UsageError, match=r"inside the amp\.scale_loss block"):  # noqa: SIM117, PT012
+            with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
+                optimizer.step()
+                scaled_loss.backward()
+                optimizer.step()
+
+    def test_scale_that_is_loaded_inside_a_block_is_for_the_next_one(self):
+        model, reference = linear(), linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, loss_scale=128.0)
+        with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            amp.load_state_dict({"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}})
+        loss_of(reference, 0).backward()
+        assert_same_bits(model.weight.grad, reference.weight.grad)
 
     def test_adding_up_gradients_of_two_scales_raises_and_changes_nothing(self, model, optimizer):
         overflow(model, optimizer, loss_id=1)
@@ -1236,17 +1253,44 @@ class TestCopies:
 
 class TestLifetime:
     @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
-    def test_gradients_that_nobody_would_unscale_are_taken_away_with_a_word(self, half_dtype):
+    @pytest.mark.parametrize("inside", [False, True])
+    def test_gradients_that_were_not_unscaled_yet_are_unscaled_or_taken_away_with_a_word(self, half_dtype, inside):
         weight = nn.Parameter(torch.ones(3, dtype=half_dtype))
         optimizer = SGD([weight])
-        initialize(nn.ParameterList([weight]), optimizer)
+        initialize(nn.ParameterList([weight]), optimizer, init_scale=2.0**10)
         backward(weight.sum(), optimizer)
-        backward(weight.sum(), optimizer, delay_unscale=True)
-        assert weight.grad.dtype is torch.float32
-        with pytest.warns(AmpWarning, match="gradients were scaled, .* set to None"):
-            amp.deinitialize()
+        with amp.scale_loss(weight.sum(), optimizer, delay_unscale=True) as scaled_loss:
+            scaled_loss.backward()
+            if inside:
+                amp.deinitialize()
+        if inside:
+            assert_same_bits(weight.grad, torch.full_like(weight, 2))
+        else:
+            assert weight.grad.dtype is torch.float32
+            with pytest.warns(AmpWarning, match="still scaled, .* are None now") as caught:
+                amp.deinitialize()
+            assert weight.grad is None
+            assert caught[0].filename == __file__
+        weight.grad = None
         weight.sum().backward()
         assert_same_bits(weight.grad, torch.ones_like(weight))
+
+    def test_gradients_that_are_unscaled_or_of_scale_one_stay(self):
+        models = [linear(), linear()]
+        optimizers = [SGD(model.parameters()) for model in models]
+        initialize(models, optimizers)
+        backward(loss_of(models[0], 0) + loss_of(models[1], 0), optimizers, delay_unscale=True)
+        backward(loss_of(models[0], 1), optimizers[0])
+        models[1].zero_grad()
+        before = models[0].weight.grad.clone()
+        amp.deinitialize()
+        assert_same_bits(models[0].weight.grad, before)
+        initialize(models, optimizers, loss_scale=1.0)
+        optimizers[0].zero_grad()
+        backward(loss_of(models[0], 0), optimizers[0], delay_unscale=True)
+        before = models[0].weight.grad.clone()
+        amp.deinitialize()
+        assert_same_bits(models[0].weight.grad, before)
 
     def test_optimizer_that_hands_its_attributes_on_is_refused_and_the_one_inside_stays_as_it_was(self):
         class Around:
@@ -1265,6 +1309,7 @@ class TestLifetime:
         with pytest.raises(OptionError, match=r"step of this Around cannot be replaced .* Hand in the"):
             initialize(model, around)
         assert optimizer.step == step
+        assert "step" not in vars(optimizer)
         initialize(model, optimizer)
 
     @pytest.mark.parametrize("level", ["O0", "O1"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from ampatch import amp, session
+from ampatch import amp, session, weight_cache
 from ampatch.weight_cache import WeightCache
 
 
@@ -504,6 +506,12 @@ class TestNothingGrows:
                 loss.backward()
             optimizer.step()
             assert len(cache()) == 0
+
+    def test_whatever_mode_the_package_is_imported_in(self):
+        code = "import torch\nwith torch.inference_mode():\n    torch.set_default_dtype(torch.bfloat16)\n"
+        code += "    from ampatch import weight_cache\nprint(weight_cache._REFERENCES_OF_ABANDONED)"
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        assert int(found) == weight_cache._REFERENCES_OF_ABANDONED
 
     def test_where_weights_in_use_fill_the_store(self):
         """Entries that are still of use survive a sweep, or at least are cast again."""

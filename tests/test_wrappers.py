@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 import traceback
+import types
 from typing import NamedTuple
 
 import pytest
@@ -363,6 +365,35 @@ OVERRIDDEN = {
 
 
 class TestSubclasses:
+    @pytest.mark.parametrize("kind", [kind for kind in OVERRIDDEN if "Python" in kind])
+    def test_override_is_asked_about_the_function_that_it_knows_without_casts_too(self, kind):
+        function, call = OVERRIDDEN[kind]
+        x = ones(2, 2).as_subclass(Traced)
+        with casts_on(), amp.disable_casts():
+            assert call(x).dtype is torch.float32
+        assert function in Traced.calls
+        Traced.calls = ()
+
+    def test_function_that_torch_lets_nobody_override_runs_in_the_mode(self, monkeypatch):
+        library = types.ModuleType("library")
+        library.zeros = lambda x: torch.zeros(2).to(torch.get_default_dtype())
+        monkeypatch.setitem(sys.modules, "library", library)
+        with casts_on(cast_lists={"whitelist": {"library": ["zeros"]}}), torch.device("meta"):
+            assert library.zeros(ones(2)).device.type == "meta"
+
+    def test_stand_in_by_keyword_keeps_what_is_beside_it_uncast(self):
+        beside = []
+
+        class Scaled(Diagonal):
+            @classmethod
+            def __torch_function__(cls, func, types, args=(), kwargs=None):
+                beside.append(kwargs["mat2"].dtype)
+                return kwargs["mat2"]
+
+        with casts_on():
+            torch.mm(input=Scaled(ones(2)), mat2=ones(2, 2))
+        assert beside == [torch.float32]
+
     @pytest.mark.parametrize("kind", OVERRIDDEN)
     def test_override_is_asked_about_the_function_that_it_knows(self, kind):
         function, call = OVERRIDDEN[kind]
