@@ -29,7 +29,7 @@ from ampatch.errors import (
     did_you_mean,
 )
 from ampatch.function_patches import Registration
-from ampatch.loss_scaler import LossScaler, check_loss, make_policy
+from ampatch.loss_scaler import LossScaler, make_policy
 from ampatch.optimizers import check_optimizer, parameters_of
 from ampatch.paths import Path
 from ampatch.session import Session, Settings
@@ -313,14 +313,9 @@ def scale_loss(
         yield loss
         return
     live = _require_session("amp.scale_loss")
-    check_loss(loss)
     optimizer_list = [check_optimizer(optimizer) for optimizer in _as_list(optimizers)]
     if not optimizer_list:
         raise OptionError("amp.scale_loss got no optimizer, so that gradients would stay scaled; expected one or more.")
-    live.scaler(loss_id)  # raises before anything is adopted
-    if live.settings.adopts_on_use:
-        new = {id(optimizer): optimizer for optimizer in optimizer_list if not live.has_adopted(optimizer)}
-        live.adopt([], new.values())
     with live.scale_loss(loss, optimizer_list, loss_id, delay_unscale, delay_overflow_check) as scaled_loss:
         yield scaled_loss
 

@@ -123,12 +123,11 @@ class FunctionPatches:
         for namespace in list(self._later):
             if _is_being_imported(namespace, but=module):
                 continue
-            rule = self._later[namespace][0]
             try:
                 owner = find_owner(namespace)
             except PathError as error:
-                del self._later[namespace]
-                warnings.warn(f"{rule.source}: {error}", AmpWarning, stacklevel=2)
+                source = self._later.pop(namespace)[0].source
+                warnings.warn(f"{source}: {error}", AmpWarning, stacklevel=2)
                 continue
             if owner is not None:  # else it was only a package above it
                 for rule in self._later.pop(namespace):
@@ -209,9 +208,8 @@ def _is_being_imported(namespace: str, but: object) -> bool:
     prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     module = next((sys.modules[name] for name in prefixes if name in sys.modules), None)
     spec = getattr(module, "__spec__", None)
-    # By the spec too: a module may have put another object in its own place, which has its spec then.
-    known = module is but or spec is getattr(but, "__spec__", None)
-    return not known and bool(getattr(spec, "_initializing", False))
+    # Told by the spec: a module may have put another object in its own place, and given it this.
+    return spec is not getattr(but, "__spec__", None) and bool(getattr(spec, "_initializing", False))
 
 
 def _own_attribute(owner: object, name: str) -> object:

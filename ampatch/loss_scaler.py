@@ -87,12 +87,6 @@ def make_policy(
     return ScalePolicy(True, min(max(start, floor), ceiling), factor, window, left, floor, ceiling)
 
 
-def check_loss(loss: object) -> None:
-    """Raises `OptionError` where a loss is no floating tensor."""
-    if not isinstance(loss, Tensor) or not loss.is_floating_point():
-        raise OptionError(f"the loss is {_kind(loss)}; expected a floating tensor.")
-
-
 def first_state(policy: ScalePolicy) -> ScaleState:
     """The state that a scale starts in."""
     return ScaleState(policy.init_scale, 0, policy.hysteresis)
@@ -202,7 +196,8 @@ class LossScaler:
         Raises:
             OptionError: it is no floating tensor.
         """
-        check_loss(loss)
+        if not isinstance(loss, Tensor) or not loss.is_floating_point():
+            raise OptionError(f"the loss is {_kind(loss)}; expected a floating tensor.")
         self.to(loss.device)
         loss = loss.float()
         return loss if self.is_one else loss * self._scale
@@ -212,13 +207,12 @@ class LossScaler:
         if not self.is_one:
             kernels.multiply_(grads, self.snapshot())  # gradients with a graph remember the factor, and the scale moves
 
-    def unscale_(self, grads: Iterable[Tensor | None], scale: Tensor | None = None) -> Tensor:
+    def unscale_(self, grads: Iterable[Tensor | None]) -> Tensor:
         """Divides gradients by the scale in place, and looks for overflow if the scale is dynamic.
 
         Args:
             grads: floating or complex tensors of any shape, dtype and device; None is passed over, sparse ones are
                 coalesced.
-            scale: what they were scaled by, 0-dimensional float32; None: the present scale.
 
         Returns:
             0-dimensional float32, 1 if any element of these gradients was not finite, else 0; always 0 under a static
@@ -228,13 +222,16 @@ class LossScaler:
             OptionError: there is something else among them, such as a parameter; nothing was changed.
         """
         there = _checked_gradients(grads)
+        return self.unscale_by_([] if self.is_one else there, self._scale)
+
+    def unscale_by_(self, grads: Iterable[Tensor], scale: Tensor) -> Tensor:
+        """As `unscale_`, of gradients that need no check, by the scale that they have: it may have moved since."""
         found_inf = torch.zeros_like(self._found_inf)
-        inv_scale = (self._scale if scale is None else scale).reciprocal()
         if self.dynamic:
-            kernels.unscale_(there, inv_scale, found_inf)
+            kernels.unscale_(grads, scale.reciprocal(), found_inf)
             self._found_inf = torch.maximum(self._found_inf, found_inf)
-        elif scale is not None or not self.is_one:
-            kernels.multiply_(there, inv_scale)
+        else:
+            kernels.multiply_(grads, scale.reciprocal())
         return found_inf
 
     def update(self) -> None:

@@ -141,10 +141,16 @@ class AdoptedOptimizer:
             return False
         lost = self.has_gradients() and not scaled_by.is_one
         if lost:
-            for parameter in self.parameters():
-                parameter.grad = None
-        self.leave_scale()
+            self.drop_gradients()
+        else:
+            self.leave_scale()
         return lost
+
+    def drop_gradients(self) -> None:
+        """Sets all of them to None, and so takes them off the scale."""
+        for parameter in self.parameters():
+            parameter.grad = None
+        self.leave_scale()
 
     def step(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Steps or skips.
@@ -320,7 +326,8 @@ class ScaledPass:
         if delay_unscale:
             return
         with self._whole():
-            found_inf = self.scaler.unscale_([] if self.is_one else _gradients(self._optimizers), self._scale)
+            gradients = [] if self.is_one else _gradients(self._optimizers)
+            found_inf = self.scaler.unscale_by_(gradients, self._scale)
             for optimizer in self._optimizers:
                 optimizer.leave_scale()
         if self.scaler.dynamic:
@@ -343,9 +350,7 @@ class ScaledPass:
         """The block raised: no gradient is left half done, and the next iteration starts clean."""
         self.is_open = False
         for optimizer in self._optimizers:
-            for parameter in optimizer.parameters():
-                parameter.grad = None
-            optimizer.leave_scale()
+            optimizer.drop_gradients()
             optimizer.passes.clear()
 
     def announce(self) -> None:

@@ -243,15 +243,17 @@ class Session:
     def scale_loss(
         self,
         loss: Tensor,
-        optimizers: Sequence[object],
+        optimizers: Sequence[OptimizerLike],
         loss_id: int,
         delay_unscale: bool,
         delay_overflow_check: bool,
     ) -> Iterator[Tensor]:
         """The block behind ``amp.scale_loss``."""
         scaler = self.scaler(loss_id)
-        adopted = [self.adopted(optimizer) for optimizer in optimizers]
         scaled = scaler.scale(loss)  # moves the scale to the loss's device
+        if self.settings.adopts_on_use:
+            self.adopt([], {id(new): new for new in optimizers if not self.has_adopted(new)}.values())
+        adopted = [self.adopted(optimizer) for optimizer in optimizers]
         scaled_pass = ScaledPass(scaler, loss_id, adopted)
         scaled_pass.begin()
         try:

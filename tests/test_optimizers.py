@@ -123,7 +123,11 @@ def initialize(model: Any, optimizer: Any, **options: Any) -> None:
     amp.initialize(model, optimizer, **{**level, "loss_scale": "dynamic", "verbosity": 0, **options})
 
 
-def backward(loss: Tensor, optimizers: Any, **options: Any) -> None:
+def backward(loss: Tensor, optimizers: Any, *, with_amp: bool = True, **options: Any) -> None:
+    """Through a block; or, to compare with, as torch does it alone."""
+    if not with_amp:
+        loss.backward()
+        return
     with amp.scale_loss(loss, optimizers, **options) as scaled_loss:
         scaled_loss.backward()
 
@@ -188,11 +192,7 @@ class TestSkippedStep:
                     assert_same_state(snapshot(model, optimizer), before)
                     assert amp.step_was_skipped(optimizer)
                 optimizer.zero_grad()
-                loss = loss_of(model, index)
-                if skipping:
-                    backward(loss, optimizer)
-                else:
-                    loss.backward()
+                backward(loss_of(model, index), optimizer, with_amp=skipping)
                 optimizer.step()
             return snapshot(model, optimizer)
 
@@ -214,10 +214,7 @@ class TestSkippedStep:
                     assert amp.step_was_skipped(optimizer)
                 optimizer.zero_grad()
                 loss = model(torch.tensor([index, index, 4])).square().sum()
-                if skipping:
-                    backward(loss, optimizer)
-                else:
-                    loss.backward()
+                backward(loss, optimizer, with_amp=skipping)
                 optimizer.step()
             return snapshot(model, optimizer)
 
@@ -427,14 +424,12 @@ class TestLearningRateScheduler:
             scheduler = scheduler or make(optimizer)
             rates = []
             for index in range(4):
+                overflows = with_amp and skipped_first and index == 0
                 optimizer.zero_grad()
-                if with_amp:
-                    backward(loss_of(model, index) * (OVERFLOW if skipped_first and index == 0 else 1), optimizer)
-                else:
-                    loss_of(model, index).backward()
+                backward(loss_of(model, index) * (OVERFLOW if overflows else 1), optimizer, with_amp=with_amp)
                 optimizer.step()
                 if with_amp:
-                    assert amp.step_was_skipped(optimizer) is (skipped_first and index == 0)
+                    assert amp.step_was_skipped(optimizer) is overflows
                 scheduler.step()
                 rates += scheduler.get_last_lr()
             amp.deinitialize()
@@ -645,10 +640,7 @@ class TestGradients:
                 initialize(nn.ParameterList([weight]), optimizer)
             for _ in range(2):
                 loss = (weight * (3 + 1j if dtype.is_complex else 3)).abs().square().sum()
-                if with_amp:
-                    backward(loss, optimizer)
-                else:
-                    loss.backward()
+                backward(loss, optimizer, with_amp=with_amp)
             optimizer.step()
             return weight.detach()
 
@@ -1057,10 +1049,7 @@ class TestStep:
             def closure() -> Tensor:
                 optimizer.zero_grad()
                 loss = loss_of(model, 0)
-                if with_amp:
-                    backward(loss, optimizer)
-                else:
-                    loss.backward()
+                backward(loss, optimizer, with_amp=with_amp)
                 return loss
 
             for _ in range(2):
