@@ -9,14 +9,15 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ampatch import cast_lists as lists_module
+from ampatch import conversion, opt_levels, session
 from ampatch import models as models_module
-from ampatch import opt_levels, session
 from ampatch.cast_lists import Overlay, Treatment
 from ampatch.errors import (
     AmpError,
@@ -29,8 +30,9 @@ from ampatch.errors import (
     did_you_mean,
 )
 from ampatch.function_patches import Registration
-from ampatch.loss_scaler import LossScaler, make_policy
-from ampatch.optimizers import check_optimizer, parameters_of
+from ampatch.loss_scaler import LossScaler, is_of_grad_scaler, make_policy, settings_unlike
+from ampatch.optimizer_state import parameters_of
+from ampatch.optimizers import check_optimizer
 from ampatch.paths import Path
 from ampatch.session import Session, Settings
 from ampatch.weight_cache import CastCounts
@@ -73,9 +75,6 @@ logger = logging.getLogger("ampatch")
 
 _F = TypeVar("_F")
 
-# What the levels need that convert weights. They are in the table, and refused by name until it is here.
-_LEVELS_THAT_RUN = ("O0", "O1", "O4")
-
 
 def initialize(
     models: Any,
@@ -99,7 +98,7 @@ def initialize(
     scale_factor: float = 2.0,
     scale_window: int = 2000,
     hysteresis: int = 1,
-    exact_hooks: bool = False,  # noqa: ARG001 - nothing skips inside an optimizer's kernel yet, so that hooks are exact
+    exact_hooks: bool = False,
     keep_fp32: Any = None,
     patch_torch_functions_type: torch.dtype | None = None,
 ) -> Any:
@@ -112,13 +111,15 @@ def initialize(
             TorchScript.
         optimizers: an optimizer, a list of them, or None. Anything with ``param_groups``, ``step`` and ``zero_grad``.
         enabled: False gives everything back untouched, and turns every other call into a no-op.
-        opt_level: "O0" (float32), "O1" (functions cast by the lists), "O4" (O1 in bfloat16).
+        opt_level: "O0" (float32), "O1" (functions cast by the lists), "O2" (half weights, float32 masters), "O3" (half
+            weights), "O4" and "O5" (O1 and O2 in bfloat16).
         cast_model_type: the type of the weights, where the level converts them.
         patch_torch_functions: whether functions cast by the lists; None: as the level says.
         keep_batchnorm_fp32: whether batch norm stays in float32, where the level converts weights.
         master_weights: whether the optimizer updates float32 copies, where the level converts weights.
         loss_scale: a positive number, or "dynamic"; None: as the level says, and 1 for bfloat16.
-        cast_model_outputs: the type of the model's outputs, where the level converts weights.
+        cast_model_outputs: the type of the model's outputs; None: float32 where the level converts weights, else as
+            they are.
         num_losses: how many losses have a scale of their own.
         verbosity: 0 is silent; 1 logs skipped steps to the logger "ampatch".
         min_loss_scale: the floor of a dynamic scale; None: 2**-24.
@@ -130,8 +131,10 @@ def initialize(
         scale_factor: by which it grows and backs off.
         scale_window: clean steps before it grows.
         hysteresis: overflows before it backs off.
-        exact_hooks: that a skipped step fires none of the optimizer's step hooks. Always so today.
-        keep_fp32: submodules that stay in float32, where the level converts weights.
+        exact_hooks: that a skipped step fires none of the optimizer's step hooks, at the price of waiting for the
+            device: optimizers with ``fused=True`` skip in their own kernel otherwise.
+        keep_fp32: submodules that stay in float32, where the level makes weights half: names, patterns (``"*.norm"``)
+            or classes, one or a list.
         patch_torch_functions_type: the name that ROCm's Apex had for ``half_dtype``.
 
     Returns:
@@ -141,7 +144,8 @@ def initialize(
     Raises:
         OptionError: an argument has a value that is not allowed, or that contradicts another.
         CastListError: the cast lists have faults.
-        UsageError: other settings are live, or an optimizer was handed in before.
+        UsageError: other settings are live, an optimizer was handed in before, or a parameter is in two optimizers
+            that would each have a float32 master of it.
     """
     if not _flag("enabled", enabled):
         session.process.disabled = session.process.live is None
@@ -154,7 +158,12 @@ def initialize(
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale
     )
     properties = opt_levels.resolve(opt_level, half, overrides)
-    _check_available(properties, cast_model_outputs, keep_fp32, model_list)
+    kept = conversion.check_keep_fp32(keep_fp32)
+    if kept and properties.cast_model_type not in conversion.HALVES:
+        raise OptionError(
+            f"keep_fp32 contradicts opt_level={opt_level!r}, which does not convert the model's weights to half. Leave "
+            "keep_fp32 out, or use opt_level='O2'."
+        )
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise OptionError(f"num_losses is {num_losses!r}; expected a whole number of at least 1.")
     settings = Settings(
@@ -170,6 +179,9 @@ def initialize(
             max_loss_scale=max_loss_scale,
         ),
         num_losses,
+        keep_fp32=kept,
+        cast_model_outputs=opt_levels.check_output_type(cast_model_outputs),
+        exact_hooks=_flag("exact_hooks", exact_hooks),
     )
     live = session.process.live
     if live is not None and live.settings != settings:
@@ -178,6 +190,7 @@ def initialize(
             f"amp.deinitialize() first, or give the same arguments."
         )
     _check_optimizers(optimizer_list, model_list, live)
+    conversion.check_matches([*model_list, *(live.models if live is not None else ())], kept)
 
     device_types = set().union(*(models_module.device_types(model) for model in model_list)) or _all_device_types()
     opened = session.open_session(settings, device_types) if live is None else live
@@ -334,10 +347,16 @@ def disable_casts() -> Iterator[None]:
 def master_params(optimizer: Any) -> Iterator[Tensor]:
     """Iterates over the parameters that an optimizer updates: clip the gradients of these.
 
+    Where a level has float32 masters, these are the masters.
+
     Raises:
         OptionError: it is no optimizer.
     """
-    return parameters_of(check_optimizer(optimizer))
+    live = session.process.live
+    checked = check_optimizer(optimizer)
+    if live is not None and live.has_adopted(optimizer):
+        live.adopted(optimizer).bring_up_to_date()
+    return parameters_of(checked)
 
 
 def state_dict() -> dict[str, dict[str, float | int]]:
@@ -348,27 +367,44 @@ def state_dict() -> dict[str, dict[str, float | int]]:
     return {f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(scalers)}
 
 
-def load_state_dict(state_dict: Mapping[str, Mapping[str, object]]) -> None:
-    """Takes over what `state_dict` gave, here or in Apex.
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Takes over what `state_dict` gave, here or in Apex, or what ``torch.amp.GradScaler.state_dict()`` did.
+
+    Settings stay those of `initialize`: a ``GradScaler``'s factors and interval are not loaded, and a static scale
+    keeps its value, since one that was dynamic would overflow unnoticed where nothing is checked. A dynamic scale comes
+    within ``min_loss_scale`` and ``max_loss_scale``, as it would after the next step.
+
+    Args:
+        state_dict: states of scalers under "loss_scaler0" and on; or the state of a ``GradScaler``, which becomes that
+            of "loss_scaler0".
 
     Raises:
         OptionError: unexpected keys, or values that no scaler can have; nothing was changed.
 
     Warns:
-        AmpWarning: the names of the scalers differ; those that both have are loaded.
+        AmpWarning: the names of the scalers differ; those that both have are loaded. Or a ``GradScaler`` had other
+            settings.
     """
     if _is_disabled():
         return
-    scalers = _require_session("amp.load_state_dict").scalers
+    live = _require_session("amp.load_state_dict")
     if not isinstance(state_dict, Mapping):
-        raise OptionError(f"found {type(state_dict).__name__}; expected the dict that amp.state_dict() returned.")
+        raise OptionError(
+            f"found {type(state_dict).__name__}; expected the dict that amp.state_dict() returned, or that of a "
+            "torch.amp.GradScaler."
+        )
+    if is_of_grad_scaler(state_dict):
+        state_dict = {"loss_scaler0": state_dict}
     unexpected = [key for key in state_dict if not (str(key).startswith("loss_scaler") and str(key)[11:].isdigit())]
     if unexpected:
-        raise OptionError(f"the state dict has unexpected keys {unexpected}; expected loss_scaler0, loss_scaler1, ...")
-    known = {f"loss_scaler{index}": scaler for index, scaler in enumerate(scalers)}
+        raise OptionError(
+            f"the state dict has unexpected keys {unexpected}; expected loss_scaler0, loss_scaler1, ..., or what a "
+            "torch.amp.GradScaler saved and nothing else. Of a whole checkpoint, give the part that amp.state_dict() "
+            "returned."
+        )
+    known = {f"loss_scaler{index}": scaler for index, scaler in enumerate(live.scalers)}
     common = [name for name in known if name in state_dict]
-    for name in common:
-        known[name].read_state_dict(state_dict[name])  # all are checked before any is changed
+    states = {name: known[name].read_state_dict(state_dict[name]) for name in common}  # all, before any is changed
     if state_dict.keys() != known.keys():
         warnings.warn(
             f"the state dict holds {', '.join(state_dict) or 'no loss scaler'}, and there "
@@ -377,8 +413,20 @@ def load_state_dict(state_dict: Mapping[str, Mapping[str, object]]) -> None:
             AmpWarning,
             stacklevel=2,
         )
-    for name in common:
-        known[name].load_state_dict(state_dict[name])
+    other = settings_unlike(live.settings.scale_policy, *(state_dict[name] for name in common))
+    if other:
+        warnings.warn(
+            f"the GradScaler had {other}, which is not loaded. To have it here, give scale_factor and scale_window to "
+            "amp.initialize.",
+            AmpWarning,
+            stacklevel=2,
+        )
+    for name, state in states.items():
+        policy = known[name].policy
+        if not policy.dynamic and live.verbose and state.loss_scale != policy.init_scale:
+            logger.info("%s was saved at %g, and is static here: %g", name, state.loss_scale, policy.init_scale)
+        kept = state if policy.dynamic else replace(state, loss_scale=policy.init_scale)
+        known[name].load_state_dict(asdict(kept))
 
 
 def get_loss_scale(loss_id: int = 0) -> float:
@@ -559,31 +607,6 @@ def _all_device_types() -> set[str]:
 def _lists(overlay: Overlay | None) -> lists_module.CastLists:
     shipped = lists_module.shipped()
     return shipped if overlay is None else shipped.overlaid(overlay)
-
-
-def _check_available(
-    properties: opt_levels.Properties, cast_model_outputs: object, keep_fp32: object, models: Iterable[nn.Module]
-) -> None:
-    converts = {
-        "opt_level": None if properties.opt_level in _LEVELS_THAT_RUN else properties.opt_level,
-        "cast_model_type": None if properties.cast_model_type in (None, torch.float32) else properties.cast_model_type,
-        "cast_model_outputs": cast_model_outputs,
-        "keep_fp32": keep_fp32,
-    }
-    for name, value in converts.items():
-        if value is not None:
-            raise OptionError(
-                f"{name}={value!r} needs the conversion of weights, which this version does not have; "
-                f"expected one of the levels {', '.join(_LEVELS_THAT_RUN)}."
-            )
-    if properties.cast_model_type is torch.float32:
-        for name, parameter in (pair for model in models for pair in model.named_parameters()):
-            if parameter.dtype in opt_levels.HALF_DTYPES.values():
-                raise OptionError(
-                    f"the model's parameter {name!r} is {parameter.dtype}, where opt_level={properties.opt_level!r} "
-                    "has float32 weights, and this version does not convert any. Type model.float() before making the "
-                    "optimizer."
-                )
 
 
 def _check_optimizers(optimizers: list[Any], models: list[nn.Module], live: Session | None) -> None:

@@ -12,6 +12,11 @@ import torch
 from torch import Tensor
 
 
+def in_use() -> str:
+    """Which kernels do the work here, and why, in a sentence for people."""
+    return "torch's own multi-tensor kernels, as this version of ampatch has no compiled extension"
+
+
 def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
     """Multiplies every tensor by a scalar tensor in place.
 
@@ -50,6 +55,43 @@ def unscale_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
         finite = values_of(grad.detach()).isfinite().all()
         found_inf.masked_fill_(~finite.to(found_inf.device, non_blocking=True), 1)
     multiply_(recorded, inv_scale)
+
+
+def widened(grads: list[Tensor]) -> list[Tensor]:
+    """Float32 copies of half gradients.
+
+    Args:
+        grads: float16 or bfloat16 tensors of any shape, layout and device.
+    """
+    wide = [
+        torch.empty_like(grad, dtype=torch.float32) if grad.layout is torch.strided else grad.to(torch.float32)
+        for grad in grads
+    ]
+    dense = [index for index, grad in enumerate(grads) if grad.layout is torch.strided]
+    copy_([wide[index] for index in dense], [grads[index] for index in dense])
+    return wide
+
+
+def copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies each source into its target, of another type perhaps.
+
+    Args:
+        targets: dense tensors of any dtype and device.
+        sources: as many, of the same shapes.
+    """
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def add_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Adds each source to its target in place.
+
+    Args:
+        targets: dense tensors of any dtype and device.
+        sources: as many, of the same shapes, dtypes and devices.
+    """
+    if targets:
+        torch._foreach_add_(targets, sources)
 
 
 def zero_after_overflow_(grads: Iterable[Tensor], found_inf: Tensor) -> None:

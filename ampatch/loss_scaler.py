@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,10 @@ from torch import Tensor
 from ampatch import kernels
 from ampatch.errors import AmpError, OptionError
 from ampatch.opt_levels import LossScale, check_loss_scale
+
+# The keys of a saved state. The first two of each are what a scaler cannot do without: the scale and its clean steps.
+_KEYS = ("loss_scale", "unskipped", "hysteresis_left")
+_GRAD_SCALER_KEYS = ("scale", "_growth_tracker", "growth_factor", "backoff_factor", "growth_interval")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,7 @@ class LossScaler:
     Attributes:
         policy: how it behaves.
         is_one: whether it is static and 1, so that scaling changes nothing and costs nothing.
+        age: how often the scale was set or may have moved, known without asking the device.
 
     Raises:
         OptionError: a value out of range.
@@ -140,6 +146,7 @@ class LossScaler:
 
     policy: ScalePolicy
     is_one: bool
+    age: int = 0
     _scale: Tensor
     _unskipped: Tensor
     _hysteresis_left: Tensor
@@ -250,6 +257,7 @@ class LossScaler:
                 ceiling=policy.ceiling,
             )
             self._found_inf.zero_()
+            self.age += 1
         else:
             self._unskipped += 1
 
@@ -279,15 +287,18 @@ class LossScaler:
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Takes over a saved state.
+        """Takes over a saved state: one of `state_dict`, of Apex, or of ``torch.amp.GradScaler``.
 
         Raises:
             OptionError: a key is missing, unknown, or holds no such number; nothing was changed.
         """
-        self._set(self.read_state_dict(state_dict), self._scale.device)
+        with torch.inference_mode(False):  # what is made within could not be written to by the next `update`
+            self._set(self.read_state_dict(state_dict), self._scale.device)
 
     def read_state_dict(self, state_dict: Mapping[str, object]) -> ScaleState:
         """The state that a dict holds, checked, without taking it over.
+
+        A dynamic scale comes within this policy's floor and ceiling, as it would at the next `update`.
 
         Raises:
             OptionError: a key is missing, unknown, or holds no such number.
@@ -296,7 +307,7 @@ class LossScaler:
             raise OptionError(
                 f"found {type(state_dict).__name__} as the state of a loss scaler; expected what state_dict() returned."
             )
-        known = ("loss_scale", "unskipped", "hysteresis_left")
+        known = _GRAD_SCALER_KEYS if is_of_grad_scaler(state_dict) else _KEYS
         unexpected = [key for key in state_dict if key not in known]
         missing = [key for key in known[:2] if key not in state_dict]
         if unexpected or missing:
@@ -304,12 +315,17 @@ class LossScaler:
                 f"the state of a loss scaler has unexpected keys {unexpected} and lacks {missing}; expected "
                 f"{', '.join(known[:2])}."
             )
+        scale_key, unskipped_key = known[:2]
         try:
-            scale = _checked_scale("loss_scale", state_dict["loss_scale"])
-            unskipped = _count("unskipped", state_dict["unskipped"], least=0)
+            scale = _checked_scale(scale_key, state_dict[scale_key])
+            unskipped = _count(unskipped_key, state_dict[unskipped_key], least=0)
             left = _count("hysteresis_left", state_dict.get("hysteresis_left", self.policy.hysteresis), least=-(2**31))
+            for key in _GRAD_SCALER_KEYS[2:]:
+                _checked_scale(key, state_dict.get(key, 1.0))
         except AmpError as error:
             raise OptionError(f"the state of a loss scaler is not sound: {error}") from None
+        if self.dynamic:
+            scale = min(max(scale, self.policy.floor), self.policy.ceiling)
         return ScaleState(scale, unskipped, left)
 
     def _set(self, state: ScaleState, device: torch.device) -> None:
@@ -318,6 +334,28 @@ class LossScaler:
         self._hysteresis_left = torch.tensor(state.hysteresis_left, dtype=torch.int32, device=device)
         self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self.is_one = not self.policy.dynamic and state.loss_scale == 1
+        self.age += 1
+
+
+def is_of_grad_scaler(state_dict: Mapping[Any, object]) -> bool:
+    """Whether a saved state is what ``torch.amp.GradScaler.state_dict()`` returns, or a part of it."""
+    return bool(state_dict) and all(key in _GRAD_SCALER_KEYS for key in state_dict)
+
+
+def settings_unlike(policy: ScalePolicy, *state_dicts: Mapping[Any, object]) -> str:
+    """How any of these, where a ``GradScaler`` saved it, reacted to overflows otherwise than a policy does; for a text.
+
+    Empty where none did, and for a static scale, which does not react.
+    """
+    here = {"growth_factor": policy.factor, "backoff_factor": 1 / policy.factor, "growth_interval": policy.window}
+    saved = [state_dict for state_dict in state_dicts if policy.dynamic and is_of_grad_scaler(state_dict)]
+    unlike = {
+        f"{name}={state_dict[name]} ({value:g} here)": None
+        for state_dict in saved
+        for name, value in here.items()
+        if state_dict.get(name, value) != value
+    }
+    return ", ".join(unlike)
 
 
 def _checked_gradients(grads: object) -> list[Tensor]:

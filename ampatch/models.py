@@ -5,12 +5,14 @@ Hooks are handed in as module-level functions without state, so that an adopted 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+import functools
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch
 from torch import nn
 
+from ampatch.casting import cast_floating
 from ampatch.errors import OptionError, UsageError
 from ampatch.patching import PatchLedger
 
@@ -73,6 +75,44 @@ def hook_forward(
     """Calls ``before`` and ``after`` around every forward of the model; ``after`` also where the forward raises."""
     ledger.on_undo(model.register_forward_pre_hook(before).remove, model)
     ledger.on_undo(model.register_forward_hook(after, always_call=True).remove, model)
+
+
+def flatten_recurrent(model: nn.Module) -> None:
+    """Has recurrent layers put their weights into one block of memory again, as cuDNN wants them."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+
+
+def hook_casts(model: nn.Module, ledger: PatchLedger, inputs: torch.dtype | None, outputs: torch.dtype) -> None:
+    """Casts what is floating in the arguments of every forward of the model to one type, and in its result to another.
+
+    A copy of the model goes on casting by itself: the hooks know their types, and nothing else.
+    """
+    if inputs is not None:
+        before = functools.partial(_cast_arguments, inputs)
+        ledger.on_undo(model.register_forward_pre_hook(before, with_kwargs=True).remove, model)
+    ledger.on_undo(model.register_forward_hook(functools.partial(_cast_result, outputs)).remove, model)
+
+
+def hook_state_dict(
+    modules: Iterable[nn.Module],
+    ledger: PatchLedger,
+    after_state_dict: Callable[[nn.Module, Any, str, Any], None],
+    before_load: Callable[..., None],
+) -> None:
+    """Calls ``after_state_dict`` and ``before_load`` for every one of the modules: parts are saved as the whole is."""
+    for module in modules:
+        ledger.on_undo(module.register_state_dict_post_hook(after_state_dict).remove, module)
+        ledger.on_undo(module.register_load_state_dict_pre_hook(before_load).remove, module)
+
+
+def _cast_arguments(dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+
+def _cast_result(dtype: torch.dtype, _: nn.Module, __: tuple[Any, ...], result: Any) -> Any:
+    return cast_floating(result, dtype)
 
 
 def named_parameters(models: Set[nn.Module]) -> dict[int, str]:

@@ -164,6 +164,19 @@ def check_model_type(dtype: object) -> torch.dtype | None:
     )
 
 
+def check_output_type(dtype: object) -> torch.dtype | None:
+    """``dtype`` itself if a model's outputs can be cast to it.
+
+    Raises:
+        OptionError: they cannot.
+    """
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        return dtype
+    raise OptionError(
+        f"cast_model_outputs is {dtype!r}; expected a floating type such as torch.float32, or None for the level's own."
+    )
+
+
 def check_flag(name: str, value: object) -> bool | None:
     """True, False or None from a flag, which scripts also give as the strings "True" and "False".
 

@@ -1,27 +1,29 @@
-"""An adopted optimizer, and the pass of gradients through a ``scale_loss`` block.
+"""An adopted optimizer: whether its step runs, is skipped, or is refused.
 
-Owns which gradients are scaled, which passes overflowed, and whether a step runs or is skipped. The user's optimizer
-stays the object it was; only its ``step`` is replaced on the instance, through the ledger. Knows nothing of casts but
-the switch.
+Owns which of its gradients are scaled, and which passes the next step depends on. The user's optimizer stays the object
+it was; only its methods are replaced on the instance, through the ledger. Knows nothing of casts but the switch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
-from ampatch import kernels
+from ampatch import kernels, optimizer_state
 from ampatch.errors import LossScaleError, OptionError, UsageError
-from ampatch.loss_scaler import LossScaler
+from ampatch.master_weights import MasterWeights
+from ampatch.optimizer_state import Snapshot
 from ampatch.patching import PatchLedger
+from ampatch.scaling import Scaling
 from ampatch.switch import Switch
 
 logger = logging.getLogger("ampatch")
@@ -56,27 +58,24 @@ def check_optimizer(optimizer: object) -> OptimizerLike:
     return optimizer  # type: ignore[return-value]
 
 
-def parameters_of(optimizer: OptimizerLike) -> Iterator[Tensor]:
-    """The tensors that an optimizer updates, group by group."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 class AdoptedOptimizer:
     """What amp knows of one optimizer.
 
     Args:
         optimizer: the user's; referred to weakly.
+        masters: its float32 masters; none where the level has none.
         switch: the session's; off while ``step`` runs, since an optimizer's own arithmetic is not to be cast.
         after_step: called at the end of every step, skipped or not.
-        name_of: a parameter's name for messages.
+        name_of: a model's parameter's name, for messages.
+        others: all optimizers of the session.
+        dynamic: whether a scale is dynamic, so that a step may have to be taken back.
+        exact_hooks: whether to read the overflow before every step, so that a skipped one fires no hooks.
         announce: whether a skipped step is logged.
 
     Attributes:
-        skipped_steps: steps skipped so far.
-        step_was_skipped: whether the last one was.
+        masters: as given.
         passes: what came through blocks with a dynamic scale since the last step, the latest last.
-        scaled_by: the pass whose scale the gradients have at present; None: they are unscaled.
+        scaled_by: what scale the gradients have at present; None: they are unscaled.
     """
 
     # So many passes without a step mean that there may never be one: they are not to pile up.
@@ -85,36 +84,40 @@ class AdoptedOptimizer:
     def __init__(
         self,
         optimizer: OptimizerLike,
+        masters: MasterWeights,
         switch: Switch,
         after_step: Callable[[], object],
         name_of: Callable[[Tensor], str],
+        others: Callable[[], Iterable[AdoptedOptimizer]],
+        *,
+        dynamic: bool = True,
+        exact_hooks: bool = False,
         announce: bool = True,
     ) -> None:
-        self.skipped_steps = 0
-        self.step_was_skipped = False
-        self.passes: list[ScaledPass] = []
-        self.scaled_by: ScaledPass | None = None
+        self.masters = masters
+        self.passes: list[Scaling] = []
+        self.scaled_by: Scaling | None = None
         self._optimizer = weakref.ref(optimizer)
         self._switch = switch
         self._after_step = after_step
         self._name_of = name_of
+        self._others = others
+        self._dynamic = dynamic
+        self._exact_hooks = exact_hooks
         self._announce = announce
+        self._skipped_steps = 0
+        self._last_was_skipped = False
+        self._unsettled: deque[list[Scaling]] = deque()  # steps that the optimizer ran or skipped by itself
+        self._near_floor = False
         self._widened: list[tuple[Tensor, torch.dtype | None, torch.dtype]] = []
-
-    def parameters(self) -> Iterator[Tensor]:
-        """The tensors that the optimizer updates."""
-        optimizer = self._optimizer()
-        return iter(()) if optimizer is None else parameters_of(optimizer)
-
-    def has_gradients(self) -> bool:
-        """Whether there is any gradient."""
-        return any(parameter.grad is not None for parameter in self.parameters())
+        self._left_scaled: list[TensorWeakRef] = []
 
     def install(self, ledger: PatchLedger) -> None:
-        """Replaces ``step`` on the optimizer.
+        """Replaces ``step`` on the optimizer, and its parameters by masters where there are to be some.
 
         Raises:
             TypeError: the optimizer does not keep its attributes itself.
+            UsageError: a parameter is in two optimizers that would each have a master of it.
         """
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -133,6 +136,76 @@ class AdoptedOptimizer:
         # as the optimizer and this name.
         step.__name__ = "step"
         ledger.set(optimizer, "step", types.MethodType(step, optimizer))
+        self.masters.install(ledger)
+
+    # What became of steps
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped; waits for the device."""
+        self._settle(wait=True)
+        return self._last_was_skipped
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped so far; waits for the device."""
+        self._settle(wait=True)
+        return self._skipped_steps
+
+    # Gradients
+
+    def bring_up_to_date(self) -> None:
+        """Has masters be there for all parameters that should have one, with the gradients that they should have."""
+        self.masters.complete()
+        if self.scaled_by is None:
+            self.masters.follow_gradients()
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The tensors that the optimizer updates."""
+        optimizer = self._optimizer()
+        return iter(()) if optimizer is None else optimizer_state.parameters_of(optimizer)
+
+    def has_gradients(self) -> bool:
+        """Whether there is any gradient where backward puts them."""
+        return any(self.masters.parameter_of(parameter).grad is not None for parameter in self.parameters())
+
+    def drop_gradients(self) -> None:
+        """Sets all of them to None, and so takes them off the scale."""
+        for parameter in self.parameters():
+            parameter.grad = None
+        self.masters.clear_gradients()
+        self.leave_scale()
+
+    def widen_half_gradients(self, but: Collection[int]) -> None:
+        """Makes half gradients float32 for as long as they are scaled, since at the scale they could overflow.
+
+        Args:
+            but: ids of parameters to leave out.
+        """
+        for parameter in self.parameters():
+            grad = None if id(parameter) in but else parameter.grad
+            if grad is not None and grad.dtype in (torch.float16, torch.bfloat16) and not grad.is_sparse:
+                self._widened.append((parameter, parameter.grad_dtype, grad.dtype))
+                _set_gradient(parameter, grad.float(), torch.float32)
+
+    def note_scaled(self) -> None:
+        """Remembers whose gradients are left scaled, to find them should the optimizer be gone."""
+        parameters = map(self.masters.parameter_of, self.parameters())
+        self._left_scaled = [TensorWeakRef(parameter) for parameter in parameters if parameter.grad is not None]
+
+    def leave_scale(self) -> None:
+        """The gradients are unscaled now, or gone: those that were widened are half again."""
+        self.scaled_by = None
+        self._left_scaled.clear()
+        for parameter, allowed, dtype in self._widened:
+            _set_gradient(parameter, None if parameter.grad is None else parameter.grad.to(dtype), allowed)
+        self._widened.clear()
+
+    def retype_state(self, dtype_before: Callable[[Tensor], torch.dtype | None]) -> None:
+        """Has the optimizer's state follow parameters that were converted."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer_state.retype(optimizer, dtype_before)
 
     def let_go(self) -> bool:
         """Takes gradients away that nobody would unscale any more; whether there were any."""
@@ -146,54 +219,153 @@ class AdoptedOptimizer:
             self.leave_scale()
         return lost
 
-    def drop_gradients(self) -> None:
-        """Sets all of them to None, and so takes them off the scale."""
-        for parameter in self.parameters():
-            parameter.grad = None
-        self.leave_scale()
+    def optimizer_died(self) -> None:
+        """Takes away gradients that it left scaled: another optimizer would take them as they are."""
+        left = [parameter for reference in self._left_scaled if (parameter := reference()) is not None]
+        if left and self.scaled_by is not None and not self.scaled_by.is_one:
+            for parameter in left:
+                parameter.grad = None
+            logger.warning("An optimizer was deleted whose gradients were still scaled: they are None now.")
+        self._widened.clear()
+
+    def check_shared(self, what: str, also: Collection[AdoptedOptimizer] = ()) -> None:
+        """Raises `UsageError` where another optimizer left gradients scaled of parameters that this one has too.
+
+        Args:
+            what: what would be done to these gradients.
+            also: optimizers that it would be done to as well, and whose gradients therefore may be scaled.
+        """
+        for other in list(self._others()):
+            if other is self or other in also or other.scaled_by is None or other.scaled_by.is_one:
+                continue
+            if not other.scaled_by.is_open and not other.has_gradients():
+                other.leave_scale()
+            else:
+                theirs = set(map(id, map(other.masters.parameter_of, other.parameters())))
+                for parameter in map(self.masters.parameter_of, self.parameters()):
+                    if parameter.grad is not None and id(parameter) in theirs:
+                        raise UsageError(
+                            f"{what} the gradient of {self._name_of(parameter)}, which another optimizer has as well, "
+                            "and which is still scaled by a block of amp.scale_loss for that one. Hand both optimizers "
+                            "to amp.scale_loss."
+                        )
+
+    def remember(self, scaling: Scaling) -> None:
+        """Takes note of a pass that the next step depends on."""
+        self.passes.append(scaling)
+        if len(self.passes) >= self._MANY_PASSES:
+            overflowed = {earlier.scaler_id: earlier for earlier in self.passes if earlier.overflowed}
+            self.passes = list(overflowed.values())
+
+    # Steps
 
     def step(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Steps or skips.
+
+        Args:
+            original: the user's own ``step``.
+            args: what it was called with.
+            kwargs: the same by keyword. A closure sees casts on, and half weights that are the masters'.
+
+        Returns:
+            What the step returns; of a skipped one, None, or what its closure returned last.
 
         Raises:
             UsageError: the gradients are still scaled.
             LossScaleError: they overflowed with the loss scale at its floor.
         """
         self._check_unscaled("optimizer.step() was called on gradients that are")
+        self.check_shared("optimizer.step() would use")
+        self._settle(wait=False)
+        self.bring_up_to_date()
+        self.masters.synchronise()
         passes, self.passes = self.passes, []
-        overflowed = [scaled_pass for scaled_pass in passes if scaled_pass.overflowed]
         try:
-            self.step_was_skipped = bool(overflowed)
+            if self._skips_by_itself(passes, args, kwargs):
+                return self._step_or_skip(original, passes)
+            overflowed = [scaling for scaling in passes if scaling.overflowed]
+            self._last_was_skipped = bool(overflowed)
             if overflowed:
                 self._skip(overflowed)
                 return None
-            args, kwargs = self._with_closure_cast(args, kwargs)
-            with self._switch.disabled():
-                return original(*args, **kwargs)
+            return self._step(original, args, kwargs)
         finally:
+            self.masters.clear_gradients()
             self._after_step()
 
-    def widen_half_gradients(self) -> None:
-        """Makes half gradients float32 for as long as they are scaled, since at the scale they could overflow."""
-        for parameter in self.parameters():
-            grad = parameter.grad
-            if grad is not None and grad.dtype in (torch.float16, torch.bfloat16) and not grad.is_sparse:
-                self._widened.append((parameter, parameter.grad_dtype, grad.dtype))
-                _set_gradient(parameter, grad.float(), torch.float32)
+    def _step(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = _closure(args, kwargs)
+        if closure is not None:
+            with_casts = functools.partial(self._evaluate, closure)
+            args, kwargs = ((with_casts, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": with_casts})
+        # An overflow in a later evaluation of the closure finds the parameters moved already.
+        may_go_back = closure is not None and self._dynamic and not _evaluates_first(self._optimizer())
+        before = Snapshot(self._optimizer()) if may_go_back else None
+        try:
+            with self._switch.disabled():
+                return original(*args, **kwargs)
+        except _ClosureOverflowedError as error:
+            if before is not None:
+                before.restore()
+            self._last_was_skipped = True
+            self._skip(error.overflowed)
+            return error.result
+        finally:
+            self.masters.write()
 
-    def leave_scale(self) -> None:
-        """The gradients are unscaled now, or gone: those that were widened are half again."""
-        self.scaled_by = None
-        for parameter, allowed, dtype in self._widened:
-            _set_gradient(parameter, None if parameter.grad is None else parameter.grad.to(dtype), allowed)
-        self._widened.clear()
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Calls the closure as the code around the step would."""
+        self.masters.write()
+        with self._switch.resumed():
+            result = closure()
+        self._check_unscaled("the closure of optimizer.step(closure) left gradients that are")
+        self.masters.follow_gradients()
+        passes, self.passes = self.passes, []
+        overflowed = [scaling for scaling in passes if scaling.overflowed]
+        if overflowed:
+            raise _ClosureOverflowedError(overflowed, result)
+        return result
 
-    def remember(self, scaled_pass: ScaledPass) -> None:
-        """Takes note of a pass that the next step depends on."""
-        self.passes.append(scaled_pass)
-        if len(self.passes) >= self._MANY_PASSES:
-            overflowed = {earlier.scaler_id: earlier for earlier in self.passes if earlier.overflowed}
-            self.passes = list(overflowed.values())
+    def _step_or_skip(self, original: Callable[..., Any], passes: list[Scaling]) -> Any:
+        """A step of an optimizer that skips in its own kernel where ``found_inf`` is not 0: nobody waits."""
+        optimizer: Any = self._optimizer()
+        found = [scaling.found_inf for scaling in passes if scaling.found_inf is not None]
+        found_inf = functools.reduce(lambda one, other: torch.maximum(one, other), found)
+        # torch's own protocol between GradScaler and its optimizers. The gradients are unscaled already.
+        optimizer.grad_scale, optimizer.found_inf = None, found_inf
+        try:
+            with self._switch.disabled():
+                return original()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+            self.masters.write()
+            for scaling in passes:
+                scaling.send()
+            self._unsettled.append(passes)
+
+    def _skips_by_itself(self, passes: Sequence[Scaling], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        optimizer = self._optimizer()
+        return (
+            bool(passes)
+            and not args
+            and not kwargs
+            and not self._exact_hooks
+            and not self._near_floor
+            and getattr(optimizer, "_step_supports_amp_scaling", False)
+            and isinstance(optimizer, torch.optim.Optimizer)
+            and _has_state(optimizer)
+        )
+
+    def _settle(self, wait: bool) -> None:
+        """Reads what became of steps that nobody waited for, in their order."""
+        while self._unsettled and (wait or all(scaling.has_arrived for scaling in self._unsettled[0])):
+            overflowed = [scaling for scaling in self._unsettled.popleft() if scaling.overflowed]
+            self._last_was_skipped = bool(overflowed)
+            if overflowed:
+                self._skipped_steps += 1
+                # The next overflow is to be an error that names parameters, while their gradients are there.
+                self._near_floor = any(scaling.ended_at_floor for scaling in overflowed)
+                self._announce_skip(overflowed)
 
     def _check_unscaled(self, what: str) -> None:
         if self.scaled_by is None:
@@ -211,23 +383,26 @@ class AdoptedOptimizer:
         if not self.scaled_by.is_open:
             self.leave_scale()
 
-    def _skip(self, overflowed: Sequence[ScaledPass]) -> None:
-        self.skipped_steps += 1
+    def _skip(self, overflowed: Sequence[Scaling]) -> None:
+        self._skipped_steps += 1
         optimizer = self._optimizer()
         if isinstance(optimizer, torch.optim.Optimizer):
             # An LR scheduler warns of a scheduler step before the first optimizer step unless this says that there was
             # one.
             optimizer._opt_called = True  # type: ignore[attr-defined]
-        for scaled_pass in overflowed:
-            if scaled_pass.began_at_floor:
+        for scaling in overflowed:
+            if scaling.began_at_floor:
                 raise LossScaleError(
-                    f"loss scaler {scaled_pass.scaler_id} is at its floor of {scaled_pass.scaler.policy.floor:g} "
+                    f"loss scaler {scaling.scaler_id} is at its floor of {scaling.scaler.policy.floor:g} "
                     f"and the gradients still overflow, so no scale can help: {self._not_finite()}. Look for a loss "
                     "that is not finite, or a learning rate that is too high; with half_dtype=torch.bfloat16 no loss "
                     "scale is needed."
                 )
+        self._announce_skip(overflowed)
+
+    def _announce_skip(self, overflowed: Sequence[Scaling]) -> None:
         if self._announce:
-            for last in {scaled_pass.scaler_id: scaled_pass for scaled_pass in overflowed}.values():
+            for last in {scaling.scaler_id: scaling for scaling in overflowed}.values():
                 last.announce()
 
     def _not_finite(self) -> str:
@@ -237,153 +412,47 @@ class AdoptedOptimizer:
                 values = kernels.values_of(parameter.grad)
                 infs, nans = int(values.isinf().sum()), int(values.isnan().sum())
                 if infs or nans:
-                    lines.append(f"{self._name_of(parameter)} ({infs} inf, {nans} nan of {values.numel()})")
+                    name = self._name_of(self.masters.parameter_of(parameter))
+                    lines.append(f"{name} ({infs} inf, {nans} nan of {values.numel()})")
         if not lines:
             return "the gradients were cleared since, so that none can be named"
         more = f" and {len(lines) - 10} more" if len(lines) > 10 else ""
         return f"gradients that are not finite: {', '.join(lines[:10])}{more}"
 
-    def _with_closure_cast(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with a closure that sees casts on, as the code around the step does."""
-        closure = args[0] if args else kwargs.get("closure")
-        if not callable(closure):
-            return args, kwargs
 
-        def with_casts() -> Any:
-            with self._switch.resumed():
-                result = closure()
-            self._check_unscaled("the closure of optimizer.step(closure) left gradients that are")
-            if self.passes:
-                self.passes.clear()
-                raise UsageError(
-                    "optimizer.step(closure) does not work with a dynamic loss scale yet: an overflow inside the "
-                    "closure could not skip the step. Use half_dtype=torch.bfloat16 or loss_scale=1.0."
-                )
-            return result
+class _ClosureOverflowedError(BaseException):
+    """Leads out of an optimizer's step, past whatever it catches, when its closure overflowed."""
 
-        return ((with_casts, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": with_casts})
+    def __init__(self, overflowed: Sequence[Scaling], result: Any) -> None:
+        super().__init__()
+        self.overflowed = overflowed
+        self.result = result
 
 
-class ScaledPass:
-    """One ``scale_loss`` block: brings the gradients to the scale, and back.
+def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    closure = args[0] if args else kwargs.get("closure")
+    return closure if callable(closure) else None
 
-    Args:
-        scaler: the scale of this loss.
-        scaler_id: its number, for messages.
-        optimizers: whose gradients the block works on; a parameter in two of them is handled once.
 
-    Attributes:
-        is_open: whether the block has begun and not ended.
-        is_one: whether its scale is static and 1, so that the gradients are what they are without one.
+def _evaluates_first(optimizer: object) -> bool:
+    """Whether a step calls its closure once, before it changes anything: all optimizers of torch but LBFGS do."""
+    kind = type(optimizer)
+    return getattr(torch.optim, kind.__name__, None) is kind and kind is not torch.optim.LBFGS
+
+
+def _has_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer has made the state that it will use: a first step that skips in its kernel would make some.
+
+    SGD with momentum would even go on from memory that nobody has written to (torch 2.13).
     """
-
-    def __init__(self, scaler: LossScaler, scaler_id: int, optimizers: Sequence[AdoptedOptimizer]) -> None:
-        self.scaler = scaler
-        self.scaler_id = scaler_id
-        self.is_open = False
-        self.is_one = scaler.is_one
-        self._optimizers = optimizers
-        self._found_inf: Tensor | None = None
-        self._scale = scaler.snapshot()
-        self._announced = False
-
-    @functools.cached_property
-    def overflowed(self) -> bool:
-        """Whether a gradient was not finite; waits for the device."""
-        return self._found_inf is not None and bool(self._found_inf)
-
-    @property
-    def began_at_floor(self) -> bool:
-        """Whether the scale could not have backed off further; waits for the device."""
-        return float(self._scale) <= self.scaler.policy.floor
-
-    def begin(self) -> None:
-        """Brings what gradients there are to the scale, so that backward adds to them what is of their kind.
-
-        Raises:
-            UsageError: they are scaled already, by another scale or by a block around this one.
-        """
-        for optimizer in self._optimizers:
-            self._check_may_follow(optimizer)
-        unscaled = [optimizer for optimizer in self._optimizers if optimizer.scaled_by is None]
-        with self._whole():
-            for optimizer in unscaled:
-                if optimizer.passes and optimizer.passes[-1]._found_inf is not None:
-                    # What overflowed stays infinite, and this pass is to be judged by itself.
-                    kernels.zero_after_overflow_(_gradients([optimizer]), optimizer.passes[-1]._found_inf)
-                if not self.scaler.is_one:
-                    optimizer.widen_half_gradients()
-            self.scaler.scale_grads_(_gradients(unscaled))
-            for optimizer in self._optimizers:
-                optimizer.scaled_by = self
-        self.is_open = True
-
-    def end(self, delay_unscale: bool, delay_overflow_check: bool) -> None:
-        """The block ended: unscales, looks for overflow, lets the scale react."""
-        self.is_open = False
-        if delay_unscale:
-            return
-        with self._whole():
-            gradients = [] if self.is_one else _gradients(self._optimizers)
-            found_inf = self.scaler.unscale_by_(gradients, self._scale)
-            for optimizer in self._optimizers:
-                optimizer.leave_scale()
-        if self.scaler.dynamic:
-            self._found_inf = found_inf
-            for optimizer in self._optimizers:
-                optimizer.remember(self)
-        if not delay_overflow_check:
-            self.scaler.update()
-
-    @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Work on the gradients that is done for all of them, or leaves none: memory may run out on the way."""
-        try:
-            yield
-        except BaseException:
-            self.abandon()
-            raise
-
-    def abandon(self) -> None:
-        """The block raised: no gradient is left half done, and the next iteration starts clean."""
-        self.is_open = False
-        for optimizer in self._optimizers:
-            optimizer.drop_gradients()
-            optimizer.passes.clear()
-
-    def announce(self) -> None:
-        """Logs the skipped step, once however many optimizers skip for it."""
-        if not self._announced:
-            self._announced = True
-            now = self.scaler.state.loss_scale
-            change = "reducing loss scale to" if now < float(self._scale) else "keeping loss scale at"
-            logger.warning("Gradient overflow. Skipping step, loss scaler %d %s %s", self.scaler_id, change, now)
-
-    def _check_may_follow(self, optimizer: AdoptedOptimizer) -> None:
-        earlier = optimizer.scaled_by
-        if earlier is None:
-            return
-        if earlier.is_open:
-            raise UsageError(
-                "this amp.scale_loss stands inside another one for the same optimizer, so that its gradients would be "
-                "unscaled twice. End the outer block first, or add the losses up and scale their sum."
-            )
-        if not optimizer.has_gradients():
-            optimizer.leave_scale()
-        elif earlier.scaler is not self.scaler or bool(earlier._scale != self._scale):
-            raise UsageError(
-                f"the gradients of an optimizer are scaled by loss scaler {earlier.scaler_id} at "
-                f"{float(earlier._scale):g}, and this amp.scale_loss would add gradients scaled by loss scaler "
-                f"{self.scaler_id} at {float(self._scale):g}. Leave out delay_unscale=True in the block before."
-            )
-
-
-def _gradients(optimizers: Iterable[AdoptedOptimizer]) -> list[Tensor]:
-    """The gradients that are there, each once."""
-    parameters = dict.fromkeys(parameter for optimizer in optimizers for parameter in optimizer.parameters())
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for group in optimizer.param_groups:
+        stateless = isinstance(optimizer, torch.optim.SGD) and not group["momentum"]
+        for parameter in group["params"]:
+            if parameter.grad is not None and not stateless:
+                state = optimizer.state.get(parameter)
+                if not state or None in state.values():
+                    return False
+    return True
 
 
 def _set_gradient(parameter: Tensor, grad: Tensor | None, allowed: torch.dtype | None) -> None:

@@ -19,14 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ampatch import autocast_gates, compilers, models, opt_levels
+from ampatch import autocast_gates, compilers, conversion, models, opt_levels, optimizer_state
 from ampatch.cast_lists import CastLists
+from ampatch.conversion import HALVES, Conversion, KeepFloat32
 from ampatch.errors import AmpWarning, OptionError, UsageError
 from ampatch.function_patches import FunctionPatches, Registration
 from ampatch.loss_scaler import LossScaler, ScalePolicy
+from ampatch.master_weights import MasterWeights
 from ampatch.opt_levels import Properties
-from ampatch.optimizers import AdoptedOptimizer, OptimizerLike, ScaledPass, check_optimizer
+from ampatch.optimizers import AdoptedOptimizer, OptimizerLike, check_optimizer
 from ampatch.patching import PatchLedger
+from ampatch.scaled_pass import ScaledPass
 from ampatch.switch import Switch
 from ampatch.weight_cache import WeightCache
 from ampatch.wrappers import Adapters, explain
@@ -44,6 +47,9 @@ class Settings:
         allow_banned: whether banned functions run in float32 instead of raising.
         enable_caching: whether cast weights are kept.
         adopts_on_use: whether an optimizer is adopted by the first loss that is scaled for it.
+        keep_fp32: submodules that stay in float32 where weights are converted.
+        cast_model_outputs: the type of the models' outputs; None: float32 where weights are converted, else as it is.
+        exact_hooks: whether a skipped step fires no hooks, at the price of waiting for the device.
     """
 
     properties: Properties
@@ -53,6 +59,9 @@ class Settings:
     allow_banned: bool = False
     enable_caching: bool = True
     adopts_on_use: bool = False
+    keep_fp32: KeepFloat32 = ()
+    cast_model_outputs: torch.dtype | None = None
+    exact_hooks: bool = False
 
     def difference(self, other: Settings) -> str:
         """What tells two settings apart, for a message; empty if nothing does."""
@@ -64,6 +73,9 @@ class Settings:
             "allow_banned": "allow_banned",
             "enable_caching": "enable_caching",
             "adopts_on_use": "amp.init and amp.initialize",
+            "keep_fp32": "keep_fp32",
+            "cast_model_outputs": "cast_model_outputs",
+            "exact_hooks": "exact_hooks",
         }
         parts += [text for name, text in names.items() if getattr(self, name) != getattr(other, name)]
         return ", ".join(part for part in parts if part)
@@ -83,6 +95,7 @@ class Session:
         cache: casts of weights.
         ledger: everything that was installed.
         scalers: one for each loss.
+        conversion: what was done to the models' weights.
         adapters: what decorated functions do to their arguments, by kind.
     """
 
@@ -96,6 +109,7 @@ class Session:
         self._device_types = set(device_types)
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: dict[int, AdoptedOptimizer] = {}  # by id: an optimizer may not be hashable
+        self.conversion = Conversion()
         self._adapters = Adapters(
             settings.properties.half_dtype, self.cache, self._device_types, allow_banned=settings.allow_banned
         )
@@ -133,6 +147,7 @@ class Session:
             foreign = [patch for patch in self.ledger.undo() if not _is_wrapped_by_scheduler(*patch)]
         finally:
             self._functions.release(module for model in self._models for module in model.modules())
+            self._restore_weights()
             self.cache.clear()
         if foreign:
             names = ", ".join(
@@ -148,7 +163,7 @@ class Session:
 
     def adopt(self, models: Iterable[nn.Module], optimizers: Iterable[OptimizerLike]) -> None:
         """Takes models and optimizers in; if one of them cannot be, then none of them is."""
-        mark, device_types = self.ledger.mark(), set(self._device_types)
+        mark, first, device_types = self.ledger.mark(), self.conversion.mark(), set(self._device_types)
         known_models, known_optimizers = set(self._models), set(self._optimizers)
         try:
             for model in models:
@@ -157,32 +172,85 @@ class Session:
                 self.adopt_optimizer(optimizer)
         except BaseException:
             self.ledger.undo(since=mark)
+            self.conversion.restore(since=first)
             self._models &= known_models
             for key in set(self._optimizers) - known_optimizers:
                 del self._optimizers[key]
             self._device_types &= device_types
             raise
+        # Last, since what is rounded here could not be taken back.
+        self.conversion.forget_unclaimed()
+        for optimizer in optimizers:
+            optimizer_state.retype(optimizer, self.conversion.dtype_before)
 
     def adopt_model(self, model: nn.Module) -> None:
-        """Takes a model in: hooks its forward, rebinds the functions that it keeps as attributes."""
+        """Takes a model in: converts its weights, hooks its forward, rebinds the functions that it keeps.
+
+        Raises:
+            OptionError: its weights cannot be converted.
+        """
         self._device_types |= models.device_types(model)
         if model in self._models:
             return
         self._models.add(model)
+        self._convert(model)
         if self.patches_functions:
-            models.hook_forward(model, self.ledger, before_forward, after_forward)
             self._functions.rebind(model.modules())
             # A cast's graph holds its weight, and so would keep a model's weights when the model has gone.
             self.ledger.on_undo(weakref.finalize(model, self.cache.clear).detach, model)
 
+    def _convert(self, model: nn.Module) -> None:
+        properties = self.settings.properties
+        dtype, outputs = properties.cast_model_type, self.settings.cast_model_outputs
+        if dtype is not None:
+            plan = conversion.plan(model, dtype, bool(properties.keep_batchnorm_fp32), self.settings.keep_fp32)
+            self.conversion.convert(plan)
+            models.flatten_recurrent(model)
+            for module in plan.guarded:
+                models.hook_casts(module, self.ledger, inputs=torch.float32, outputs=dtype)
+            if dtype in HALVES:
+                models.hook_state_dict(model.modules(), self.ledger, after_state_dict, before_load_state_dict)
+        if dtype is not None or outputs is not None:
+            models.hook_casts(model, self.ledger, inputs=dtype, outputs=outputs or torch.float32)
+        if dtype is not None or self.patches_functions:
+            models.hook_forward(model, self.ledger, before_forward, after_forward)
+
+    def _restore_weights(self) -> None:
+        """Gives weights back the types they had; optimizers that are still there have their state follow."""
+        now = {id(p): p.dtype for adopted in self._optimizers.values() for p in adopted.parameters()}
+        self.conversion.restore()
+        for adopted in self._optimizers.values():
+            adopted.retype_state(lambda parameter: now.get(id(parameter)))
+        for model in self._models:
+            models.flatten_recurrent(model)
+
     def adopt_optimizer(self, optimizer: OptimizerLike) -> None:
-        """Takes an optimizer in: its ``step`` learns to skip.
+        """Takes an optimizer in: its ``step`` learns to skip, and it gets masters of half weights where there are any.
 
         Raises:
             OptionError: its ``step`` cannot be replaced.
+            UsageError: a parameter is in two optimizers that would each have a master of it.
         """
+        settings = self.settings
+        for adopted in self._optimizers.values():
+            if any(adopted.masters.is_master(parameter) for parameter in optimizer_state.parameters_of(optimizer)):
+                raise UsageError(
+                    f"this {type(optimizer).__name__} updates float32 masters that belong to another optimizer. Hand "
+                    "only one of the two to amp.initialize: the outer one, if one is wrapped around the other."
+                )
+        wanted = bool(settings.properties.master_weights) and settings.properties.cast_model_type in HALVES
         try:
-            adopted = AdoptedOptimizer(optimizer, self.switch, self.cache.clear, self._name_of, announce=self.verbose)
+            adopted = AdoptedOptimizer(
+                optimizer,
+                MasterWeights(optimizer, self.conversion, wanted),
+                self.switch,
+                self.cache.clear,
+                self._name_of,
+                self._optimizers.values,
+                dynamic=settings.scale_policy.dynamic,
+                exact_hooks=settings.exact_hooks,
+                announce=self.verbose,
+            )
             adopted.install(self.ledger)
         except (AttributeError, TypeError) as error:
             raise OptionError(
@@ -190,7 +258,8 @@ class Session:
                 "optimizer that keeps its own attributes. Hand in the optimizer inside it, if there is one."
             ) from error
         self._optimizers[id(optimizer)] = adopted
-        self.ledger.on_undo(weakref.finalize(optimizer, self._optimizers.pop, id(optimizer), None).detach, optimizer)
+        finalizer = weakref.finalize(optimizer, _forget_optimizer, self._optimizers, id(optimizer))
+        self.ledger.on_undo(finalizer.detach, optimizer)
 
     def has_adopted(self, optimizer: object) -> bool:
         """Whether the optimizer is this session's."""
@@ -212,9 +281,20 @@ class Session:
             )
         return adopted
 
+    @property
+    def models(self) -> list[nn.Module]:
+        """The adopted models that are still there."""
+        return list(self._models)
+
     def parameter_ids(self) -> set[int]:
-        """The ids of all parameters of the adopted models."""
-        return set(models.named_parameters(self._models))
+        """The ids of all parameters of the adopted models, and of their masters."""
+        updated = {id(parameter) for adopted in self._optimizers.values() for parameter in adopted.parameters()}
+        return updated | set(models.named_parameters(self._models))
+
+    def synchronise_weights(self) -> None:
+        """Has half weights and their masters follow what was written into either of them."""
+        for adopted in list(self._optimizers.values()):
+            adopted.masters.synchronise()
 
     def check_device(self, model: nn.Module) -> None:
         """Raises `UsageError` where a model was moved to another type of device than amp was set up for."""
@@ -271,6 +351,13 @@ class Session:
 def _is_wrapped_by_scheduler(owner: object, name: str) -> bool:
     """Whether an attribute is an optimizer's step that an LR scheduler counts: ours below it forwards unchanged."""
     return hasattr(getattr(owner, name, None), "_wrapped_by_lr_sched")
+
+
+def _forget_optimizer(optimizers: dict[int, AdoptedOptimizer], key: int) -> None:
+    """Runs when an adopted optimizer has died."""
+    adopted = optimizers.pop(key, None)
+    if adopted is not None:
+        adopted.optimizer_died()
 
 
 def _forget_casts(cache: weakref.ref[WeightCache]) -> Any:
@@ -375,6 +462,7 @@ def before_forward(model: nn.Module, _: object) -> None:
     session = process.live
     if session is not None and not torch.compiler.is_compiling():
         session.check_device(model)
+        session.synchronise_weights()
         session.cache.enter_forward(model)
 
 
@@ -383,3 +471,31 @@ def after_forward(model: nn.Module, _: object, __: object) -> None:
     session = process.live
     if session is not None and not torch.compiler.is_compiling():
         session.cache.exit_forward(model)
+
+
+def after_state_dict(module: nn.Module, saved: dict[str, Any], prefix: str, _: object) -> None:
+    """Runs for every submodule of a converted model: what it saves is float32, with the masters' bits."""
+    session = process.live
+    if session is not None:
+        for name, tensor in conversion.own_tensors(module):
+            value = saved.get(prefix + name)
+            if isinstance(value, Tensor) and value.dtype in HALVES and tensor in session.conversion:
+                saved[prefix + name] = session.conversion.float32_of(tensor)
+
+
+def before_load_state_dict(
+    module: nn.Module, saved: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
+) -> None:
+    """Runs for every submodule of a converted model: its masters take their values before these are narrowed."""
+    session = process.live
+    if session is None:
+        return
+    if local_metadata.get("assign_to_params_buffers"):
+        raise UsageError(
+            "load_state_dict(assign=True) would replace the half parameters that amp converted. Leave assign out, or "
+            "type amp.deinitialize() first."
+        )
+    for name, tensor in conversion.own_tensors(module):
+        value = saved.get(prefix + name)
+        if isinstance(value, Tensor) and tensor in session.conversion:
+            session.conversion.load(tensor, value)

@@ -34,3 +34,27 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
     as_bytes = [tensor.detach().contiguous().cpu().flatten().view(torch.uint8) for tensor in (actual, expected)]
     assert torch.equal(*as_bytes)
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """What a nested state holds, tensors and plain values, in order."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _flat(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value
+
+
+def assert_same_state(actual: Any, expected: Any) -> None:
+    """Nested states with the same plain values, and tensors of the same bits."""
+    pairs = list(zip(_flat(actual), _flat(expected), strict=True))
+    assert pairs
+    for found, wanted in pairs:
+        if isinstance(wanted, Tensor):
+            assert_same_bits(found, wanted)
+        else:
+            assert found == wanted

@@ -249,7 +249,7 @@ class TestHalfDtype:
 
 
 class TestLevels:
-    """The rows of the table that this version has."""
+    """The rows of the table; of the conversion of weights, tests/test_conversion.py has more."""
 
     @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
@@ -261,10 +261,14 @@ class TestLevels:
 
     @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("options", [{"opt_level": "O0"}, {"opt_level": "O1", "cast_model_type": torch.float32}])
-    def test_half_weights_are_refused_where_they_would_have_to_be_float32(self, model, half_dtype, options):
-        with pytest.raises(amp.OptionError, match=r"model's .* is torch\..*float16, .* Type model\.float\(\)"):
-            initialize(model.to(half_dtype), **options)
-        assert initialize(model.double(), **options) is model
+    def test_half_weights_become_float32_where_the_level_has_them(self, model, half_dtype, options):
+        initialize(model.to(half_dtype), **options)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        assert model(torch.ones(1, 3, dtype=half_dtype)).dtype is torch.float32
+        amp.deinitialize()
+        assert {parameter.dtype for parameter in model.parameters()} == {half_dtype}
+        initialize(model.double(), **options)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
 
     @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize(("level", "casts"), [("O0", False), ("O1", True)])

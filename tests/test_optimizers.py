@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF_DTYPES, assert_same_bits, dtype_name
+from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR
 
 from ampatch import amp, session
 from ampatch.errors import AmpWarning, LossScaleError, OptionError, UsageError
@@ -134,29 +135,6 @@ def backward(loss: Tensor, optimizers: Any, *, with_amp: bool = True, **options:
 
 def overflow(model: nn.Module, optimizers: Any, **options: Any) -> None:
     backward(loss_of(model, 0) * OVERFLOW, optimizers, **options)
-
-
-def flat(value: Any) -> Iterator[Any]:
-    """What a nested state holds, tensors and plain values, in order."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from flat(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from flat(item)
-    else:
-        yield value
-
-
-def assert_same_state(actual: Any, expected: Any) -> None:
-    pairs = list(zip(flat(actual), flat(expected), strict=True))
-    assert pairs
-    for found, wanted in pairs:
-        if isinstance(wanted, Tensor):
-            assert_same_bits(found, wanted)
-        else:
-            assert found == wanted
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -400,28 +378,109 @@ class TestSeveralOptimizers:
         assert_same_bits(model.weight.grad, 2 * reference.weight.grad)
 
 
-SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {
+class TestSharedParameter:
+    """Two optimizers with one parameter: gradients of two scales are never added up, nor used scaled."""
+
+    @pytest.fixture
+    def model(self) -> nn.Module:
+        return linear()
+
+    @pytest.fixture
+    def optimizers(self, model) -> list[torch.optim.Optimizer]:
+        optimizers = [SGD(model.parameters()), SGD(model.parameters())]
+        initialize(model, optimizers, num_losses=2)
+        backward(loss_of(model, 0), optimizers[0], delay_unscale=True)
+        return optimizers
+
+    def test_block_for_the_other_one_while_gradients_are_scaled_raises_and_changes_nothing(self, model, optimizers):
+        before = model.weight.grad.clone()
+        with (
+            pytest.raises(
+                UsageError, match=r"add to the gradient of weight, .* Hand both optimizers to amp\.scale_loss"
+            ),
+            amp.scale_loss(loss_of(model, 1), optimizers[1]),
+        ):
+            pytest.fail("the block was entered")
+        assert_same_bits(model.weight.grad, before)
+        model.weight.grad = None
+
+    def test_step_of_the_other_one_raises(self, model, optimizers):
+        before = model.weight.detach().clone()
+        with pytest.raises(UsageError, match=r"optimizer\.step\(\) would use the gradient of weight"):
+            optimizers[1].step()
+        assert_same_bits(model.weight.detach(), before)
+        model.weight.grad = None
+
+    def test_block_for_both_unscales_once(self, model, optimizers):
+        backward(loss_of(model, 1), optimizers)
+        reference = linear()
+        for index in range(2):
+            loss_of(reference, index).backward()
+        assert_same_bits(model.weight.grad, reference.weight.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def test_cleared_gradients_are_of_no_scale(self, model, optimizers):
+        model.zero_grad()
+        backward(loss_of(model, 1), optimizers[1])
+        optimizers[1].step()
+
+    def test_optimizer_that_dies_with_gradients_scaled_takes_them_along(self, model, optimizers, log):
+        optimizers.pop(0)
+        gc.collect()
+        assert model.weight.grad is None
+        assert log() == ["An optimizer was deleted whose gradients were still scaled: they are None now."]
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
+    "MultiplicativeLR": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda _: 0.9),
     "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+    "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 3]),
+    "ConstantLR": lr_scheduler.ConstantLR,
+    "LinearLR": lr_scheduler.LinearLR,
+    "ExponentialLR": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5),
+    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 5),
+    "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2),
+    "PolynomialLR": lr_scheduler.PolynomialLR,
+    "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.1, 0.5, step_size_up=2),
     "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10),
+    "ReduceLROnPlateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+    "ChainedScheduler": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    ),
     "SequentialLR": lambda optimizer: lr_scheduler.SequentialLR(
         optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.5)], [2]
     ),
+    "SWALR": lambda optimizer: SWALR(optimizer, swa_lr=0.05),
 }
 
 
 class TestLearningRateScheduler:
     """Warnings are errors here, so that a scheduler which finds fault with `step` fails these tests."""
 
+    def test_every_class_of_torch_is_here(self):
+        names = {
+            name
+            for name, value in vars(lr_scheduler).items()
+            if isinstance(value, type)
+            and issubclass(value, lr_scheduler.LRScheduler)
+            and value.__module__ == lr_scheduler.__name__
+        }
+        assert names - {"LRScheduler", "_LRScheduler"} == SCHEDULERS.keys() - {"SWALR"}
+
+    @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
     @pytest.mark.parametrize("skipped_first", [False, True], ids=["steps", "first-step-skipped"])
     @pytest.mark.parametrize("made", ["before", "after"])
     @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
-    def test_made_before_or_after_initialize_goes_its_way(self, make, made, skipped_first):
+    def test_made_before_or_after_initialize_goes_its_way(self, make, made, skipped_first, level):
         def rates(model: nn.Module, with_amp: bool) -> list[float]:
             optimizer = MOMENTUM(model.parameters())
             scheduler = make(optimizer) if made == "before" or not with_amp else None
             if with_amp:
-                initialize(model, optimizer)
+                initialize(model, optimizer, opt_level=level, half_dtype=torch.bfloat16)
             scheduler = scheduler or make(optimizer)
+            arguments = (1.0,) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else ()
             rates = []
             for index in range(4):
                 overflows = with_amp and skipped_first and index == 0
@@ -430,11 +489,11 @@ class TestLearningRateScheduler:
                 optimizer.step()
                 if with_amp:
                     assert amp.step_was_skipped(optimizer) is overflows
-                scheduler.step()
+                scheduler.step(*arguments)
                 rates += scheduler.get_last_lr()
             amp.deinitialize()
             optimizer.step()
-            scheduler.step()
+            scheduler.step(*arguments)
             return rates
 
         assert rates(linear(), with_amp=True) == rates(linear(), with_amp=False)
@@ -1057,23 +1116,6 @@ class TestStep:
             return model.weight
 
         assert_same_bits(train(with_amp=True), train(with_amp=False))
-
-    def test_closure_under_a_dynamic_scale_raises(self):
-        model = linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer)
-        before = model.weight.detach().clone()
-
-        def closure() -> None:
-            overflow(model, optimizer)
-
-        with pytest.raises(UsageError, match="dynamic loss scale"):
-            optimizer.step(closure)
-        assert_same_bits(model.weight, before)
-        optimizer.zero_grad()
-        backward(loss_of(model, 0), optimizer)
-        optimizer.step()
-        assert not amp.step_was_skipped(optimizer)
 
     def test_without_any_block_is_a_plain_step(self):
         model, reference = linear(), linear()

@@ -1,0 +1,115 @@
+"""What an optimizer keeps, moved from one parameter to another and brought back, whatever its class.
+
+Looks at ``param_groups`` and, where there is one, ``state`` (a mapping by parameter), as all of torch's optimizers have
+them. Owns nothing; knows neither masters nor scales.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampatch.casting import CASTABLE, cast_tensors
+from ampatch.errors import OptionError
+
+
+def parameters_of(optimizer: Any) -> Iterator[Tensor]:
+    """The tensors that an optimizer updates, group by group."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def replace_parameters(optimizer: Any, replacement_of: Callable[[Tensor], tuple[Tensor, torch.dtype] | None]) -> None:
+    """Puts other tensors in the place of some, and has their state follow.
+
+    Args:
+        optimizer: anything with ``param_groups``.
+        replacement_of: gives the tensor to take another's place, with the type that its state is to have; or None.
+
+    Raises:
+        OptionError: the optimizer does not keep what is put into its groups; nothing was changed.
+    """
+    replaced: dict[Tensor, tuple[Tensor, torch.dtype]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            replacement = replacement_of(parameter)
+            if replacement is not None:
+                # In the list that is there: some optimizers (LBFGS) hold on to it.
+                with contextlib.suppress(TypeError):
+                    group["params"][place] = replacement[0]
+                if optimizer.param_groups[index]["params"][place] is not replacement[0]:
+                    raise OptionError(
+                        f"the param_groups of this {type(optimizer).__name__} cannot be written to, so that it cannot "
+                        "update float32 masters. Hand in the optimizer inside it, or use master_weights=False."
+                    )
+                replaced[parameter] = replacement
+    state = _state(optimizer)
+    if replaced and state:
+        moved = {}
+        for key, value in state.items():
+            now, dtype = replaced.get(key, (key, None))
+            moved[now] = value if dtype is None else retyped(value, key.dtype, dtype)
+        state.clear()
+        state.update(moved)
+
+
+def retype(optimizer: Any, dtype_before: Callable[[Tensor], torch.dtype | None]) -> None:
+    """Gives the state of parameters whose type has changed the new type, as ``load_state_dict`` would."""
+    state = _state(optimizer)
+    for parameter in parameters_of(optimizer):
+        before = dtype_before(parameter)
+        if state and before is not None and before is not parameter.dtype and parameter in state:
+            state[parameter] = retyped(state[parameter], before, parameter.dtype)
+
+
+def retyped(value: Any, before: torch.dtype, now: torch.dtype) -> Any:
+    """Nested state with its tensors of one type in another; numbers that are tensors, such as step counts, stay."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(now) if tensor.dtype is before and tensor.dtype in CASTABLE and tensor.dim() else tensor
+
+    return cast_tensors(value, cast)
+
+
+class Snapshot:
+    """What an optimizer and its parameters are at a moment, to go back to."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._parameters = [(parameter, parameter.detach().clone()) for parameter in parameters_of(optimizer)]
+        themselves: dict[int, Any] = {id(parameter): parameter for parameter, _ in self._parameters}
+        self._groups = [_copied(_options(group), themselves) for group in optimizer.param_groups]
+        self._state = _copied(dict(_state(optimizer) or {}), themselves)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Brings all of it back, bit for bit; the parameters stay the objects they are."""
+        for parameter, values in self._parameters:
+            parameter.copy_(values)
+        for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for name in _options(group).keys() - options.keys():
+                del group[name]
+            group.update(options)
+        state = _state(self._optimizer)
+        if state is not None:
+            state.clear()
+            state.update(self._state)
+
+
+def _state(optimizer: Any) -> MutableMapping[Tensor, Any] | None:
+    state = getattr(optimizer, "state", None)
+    return state if isinstance(state, MutableMapping) else None
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _copied(value: Any, themselves: dict[int, Any]) -> Any:
+    """A deep copy in which the parameters are still themselves."""
+    return copy.deepcopy(value, dict(themselves))

@@ -1,0 +1,142 @@
+"""One ``scale_loss`` block: brings gradients to the scale, and back.
+
+Owns nothing beyond its block: what outlasts it is a `Scaling`, which the adopted optimizers remember.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from torch import Tensor
+
+from ampatch import kernels
+from ampatch.errors import UsageError
+from ampatch.loss_scaler import LossScaler
+from ampatch.optimizers import AdoptedOptimizer
+from ampatch.scaling import Scaling
+
+
+class ScaledPass:
+    """The gradients' way through one block.
+
+    Args:
+        scaler: the scale of this loss.
+        scaler_id: its number, for messages.
+        optimizers: whose gradients the block works on; a parameter in two of them is handled once.
+    """
+
+    def __init__(self, scaler: LossScaler, scaler_id: int, optimizers: Sequence[AdoptedOptimizer]) -> None:
+        self._scaler = scaler
+        self._optimizers = list(dict.fromkeys(optimizers))
+        self._scaling = Scaling(scaler, scaler_id)
+
+    def begin(self) -> None:
+        """Brings what gradients there are to the scale, so that backward adds to them what is of their kind.
+
+        Raises:
+            UsageError: they are scaled already, by another scale or by a block around this one.
+        """
+        for optimizer in self._optimizers:
+            self._check_may_follow(optimizer)
+        unscaled = [optimizer for optimizer in self._optimizers if optimizer.scaled_by is None]
+        # A parameter of two optimizers may be at the scale already, by one of them.
+        scaled = {
+            id(parameter)
+            for optimizer in self._optimizers
+            if optimizer.scaled_by is not None
+            for parameter in optimizer.parameters()
+        }
+        with self._whole():
+            for optimizer in unscaled:
+                optimizer.bring_up_to_date()
+                optimizer.masters.hide_gradients()
+                if optimizer.passes and optimizer.passes[-1].found_inf is not None:
+                    # What overflowed stays infinite, and this pass is to be judged by itself.
+                    kernels.zero_after_overflow_(_gradients(optimizer.parameters()), optimizer.passes[-1].found_inf)
+                if not self._scaler.is_one:
+                    optimizer.widen_half_gradients(but=scaled)
+            self._scaler.scale_grads_(_in_place(unscaled, but=scaled))
+            for optimizer in self._optimizers:
+                optimizer.scaled_by = self._scaling
+        self._scaling.is_open = True
+
+    def end(self, delay_unscale: bool, delay_overflow_check: bool) -> None:
+        """The block ended: unscales, looks for overflow, lets the scale react."""
+        self._scaling.is_open = False
+        if delay_unscale:
+            for optimizer in self._optimizers:
+                optimizer.note_scaled()
+            return
+        with self._whole():
+            found_inf = self._unscale()
+            for optimizer in self._optimizers:
+                optimizer.leave_scale()
+        if self._scaler.dynamic:
+            self._scaling.found_inf = found_inf
+            for optimizer in self._optimizers:
+                optimizer.remember(self._scaling)
+        if not delay_overflow_check:
+            self._scaler.update()
+
+    def abandon(self) -> None:
+        """The block raised: no gradient is left half done, and the next iteration starts clean."""
+        self._scaling.is_open = False
+        for optimizer in self._optimizers:
+            optimizer.drop_gradients()
+            optimizer.passes.clear()
+
+    def _unscale(self) -> Tensor:
+        masters = [optimizer.masters for optimizer in self._optimizers]
+        widened = [each.widened() for each in masters]
+        # Half gradients with a graph of their own stay the user's to differentiate, and are unscaled for that.
+        recorded = [grad for each in masters for grad in each.new_gradients() if grad.requires_grad]
+        gradients = [*_in_place(self._optimizers), *recorded, *(grad for pairs in widened for _, grad in pairs)]
+        found_inf = self._scaler.unscale_by_([] if self._scaling.is_one else gradients, self._scaling.scale)
+        for each, pairs in zip(masters, widened, strict=True):
+            each.add(pairs)
+        return found_inf
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Work on the gradients that is done for all of them, or leaves none: memory may run out on the way."""
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _check_may_follow(self, optimizer: AdoptedOptimizer) -> None:
+        optimizer.check_shared("this amp.scale_loss would add to", self._optimizers)
+        earlier = optimizer.scaled_by
+        if earlier is None:
+            return
+        if earlier.is_open:
+            raise UsageError(
+                "this amp.scale_loss stands inside another one for the same optimizer, so that its gradients would be "
+                "unscaled twice. End the outer block first, or add the losses up and scale their sum."
+            )
+        if not optimizer.has_gradients():
+            optimizer.leave_scale()
+        elif not earlier.is_same_scale(self._scaling):
+            raise UsageError(
+                f"the gradients of an optimizer are scaled by loss scaler {earlier.scaler_id} at "
+                f"{float(earlier.scale):g}, and this amp.scale_loss would add gradients scaled by loss scaler "
+                f"{self._scaling.scaler_id} at {float(self._scaling.scale):g}. Leave out delay_unscale=True in the "
+                "block before."
+            )
+
+
+def _in_place(optimizers: Iterable[AdoptedOptimizer], but: Collection[int] = ()) -> list[Tensor]:
+    """The gradients that are scaled and unscaled where they are: those of parameters without a master."""
+    return _gradients(
+        parameter
+        for optimizer in optimizers
+        for parameter in optimizer.parameters()
+        if id(parameter) not in but and not optimizer.masters.is_master(parameter)
+    )
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients that are there, each once."""
+    return [parameter.grad for parameter in dict.fromkeys(parameters) if parameter.grad is not None]

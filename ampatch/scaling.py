@@ -1,0 +1,117 @@
+"""A scale that gradients were brought to once, and what came of it: whether they overflowed.
+
+The values stay on the device until somebody asks; `send` has them copied to the host without anybody waiting. Knows
+gradients by their verdict only.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from ampatch.loss_scaler import LossScaler
+
+logger = logging.getLogger("ampatch")
+
+
+class Scaling:
+    """One use of a loss scale.
+
+    Args:
+        scaler: the scale of a loss.
+        scaler_id: its number, for messages.
+
+    Attributes:
+        is_open: whether gradients may still be added at this scale in the block that began it.
+        is_one: whether the scale is static and 1, so that the gradients are what they are without one.
+        scale: the scale as it was: 0-dimensional float32, on the device.
+        found_inf: 0-dimensional float32, not 0 if a gradient was not finite; None until that is known, and under a
+            static scale.
+    """
+
+    def __init__(self, scaler: LossScaler, scaler_id: int) -> None:
+        self.scaler = scaler
+        self.scaler_id = scaler_id
+        self.is_open = False
+        self.is_one = scaler.is_one
+        self.scale = scaler.snapshot()
+        self.found_inf: Tensor | None = None
+        self._age = scaler.age
+        self._announced = False
+        self._sent: _HostCopy | None = None
+
+    def is_same_scale(self, other: Scaling) -> bool:
+        """Whether gradients of the two may be added up; waits for the device only if the scale may have moved."""
+        if self.scaler is not other.scaler:
+            return False
+        return self._age == other._age or bool(self.scale == other.scale)
+
+    def send(self) -> None:
+        """Starts to copy what `overflowed` and `announce` need to the host."""
+        assert self.found_inf is not None
+        values = torch.stack([self.found_inf, self.scale, self.scaler.snapshot()])
+        self._sent = _HostCopy(values)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether what was sent can be read without waiting."""
+        return self._sent is not None and self._sent.has_arrived
+
+    @functools.cached_property
+    def overflowed(self) -> bool:
+        """Whether a gradient was not finite; waits for the device."""
+        if self._sent is not None:
+            return self._values[0] != 0
+        return self.found_inf is not None and bool(self.found_inf)
+
+    @property
+    def began_at_floor(self) -> bool:
+        """Whether the scale could not have backed off further; waits for the device."""
+        return self._values[1] <= self.scaler.policy.floor
+
+    @property
+    def ended_at_floor(self) -> bool:
+        """Whether the scale was at its floor when it was sent; waits for the device."""
+        return self._values[2] <= self.scaler.policy.floor
+
+    def announce(self) -> None:
+        """Logs the skipped step, once however many optimizers skip for it."""
+        if not self._announced:
+            self._announced = True
+            _, before, now = self._values
+            change = "reducing loss scale to" if now < before else "keeping loss scale at"
+            logger.warning("Gradient overflow. Skipping step, loss scaler %d %s %s", self.scaler_id, change, now)
+
+    @property
+    def _values(self) -> tuple[float, ...]:
+        if self._sent is None:
+            self.send()
+        assert self._sent is not None
+        return self._sent.values
+
+
+class _HostCopy:
+    """Numbers on their way from the device to the host."""
+
+    def __init__(self, on_device: Tensor) -> None:
+        self._event: torch.Event | None = None
+        if on_device.device.type == "cpu":
+            self._numbers = on_device
+        else:
+            pinned = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
+            self._numbers = pinned.copy_(on_device, non_blocking=True)
+            self._event = torch.Event(on_device.device)
+            self._event.record()
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._event is None or self._event.query()
+
+    @functools.cached_property
+    def values(self) -> tuple[float, ...]:
+        if self._event is not None:
+            self._event.synchronize()
+        return tuple(self._numbers.tolist())

@@ -1,0 +1,464 @@
+"""Of models whose weights amp converts: which type each tensor gets, what stays float32, and the casts around forwards."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
+
+from ampatch import amp
+from ampatch.errors import OptionError
+
+LEVELS = {"O2": {"opt_level": "O2"}, "O3": {"opt_level": "O3"}, "O5": {"opt_level": "O5"}}
+
+
+@pytest.fixture(params=HALF_DTYPES, ids=dtype_name)
+def half_dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    dtype: torch.dtype = request.param
+    return dtype
+
+
+def initialize(model: Any, optimizer: Any = None, **options: Any) -> None:
+    amp.initialize(model, optimizer, **{"opt_level": "O2", "verbosity": 0, **options})
+
+
+def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Of all parameters and buffers, by name."""
+    return {name: tensor.dtype for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def train(model: nn.Module, inputs: Tensor, steps: int = 2, **options: Any) -> Tensor:
+    """Some steps under amp; returns the last output."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    initialize(model, optimizer, init_scale=2.0**7, **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        output = model(inputs)
+        with amp.scale_loss(output.float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        assert not amp.step_was_skipped(optimizer)
+    return output.detach()
+
+
+class TestLevels:
+    """The table's row of weights, of batch norm, and of masters."""
+
+    @pytest.mark.parametrize(
+        ("level", "weights", "norm"),
+        [("O2", "half", "float32"), ("O3", "half", "half"), ("O5", "half", "float32")],
+    )
+    def test_give_weights_and_batch_norm_their_types(self, level, weights, norm, half_dtype):
+        if level == "O5":
+            half_dtype = torch.bfloat16
+        types = {"half": half_dtype, "float32": torch.float32}
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        initialize(model, opt_level=level, half_dtype=half_dtype)
+        assert dtypes(model) == {
+            "0.weight": types[weights],
+            "0.bias": types[weights],
+            "1.weight": types[norm],
+            "1.bias": types[norm],
+            "1.running_mean": types[norm],
+            "1.running_var": types[norm],
+            "1.num_batches_tracked": torch.int64,
+        }
+        assert model(torch.ones(2, 3)).dtype is torch.float32
+
+    @pytest.mark.parametrize("value", [False, "False", True, "True"])
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_keep_batchnorm_fp32_overrides(self, level, value):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        initialize(model, opt_level=level, keep_batchnorm_fp32=value)
+        assert dtypes(model)["1.weight"] is (torch.float32 if str(value) == "True" else torch.bfloat16)
+
+    @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+    def test_cast_model_type_overrides(self, level, half_dtype):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        initialize(model, opt_level=level, cast_model_type=half_dtype, keep_batchnorm_fp32=False)
+        assert set(dtypes(model).values()) == {half_dtype, torch.int64}
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_do_not_patch_functions_unless_asked_to(self, level):
+        initialize(nn.Linear(2, 2), opt_level=level)
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+        amp.deinitialize()
+        initialize(nn.Linear(2, 2), opt_level=level, patch_torch_functions=True)
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
+
+    def test_patched_functions_train_half_weights(self, half_dtype):
+        model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Softmax(dim=1), nn.Linear(4, 2))
+        assert train(model, torch.ones(2, 3), half_dtype=half_dtype, patch_torch_functions=True).isfinite().all()
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_second_model_joins(self, level):
+        first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+        initialize(first, opt_level=level)
+        initialize(second, opt_level=level)
+        initialize(first, opt_level=level)
+        assert dtypes(first) == dtypes(second) == {"weight": torch.bfloat16, "bias": torch.bfloat16}
+        assert len(first._forward_hooks) == len(second._forward_hooks)
+
+    def test_frozen_weights_are_half_again_in_float32_afterwards(self, half_dtype):
+        model = nn.Linear(3, 3).requires_grad_(False)
+        weight = model.weight.detach().clone()
+        initialize(model, half_dtype=half_dtype)
+        amp.deinitialize()
+        assert_same_bits(model.weight.detach(), weight.to(half_dtype).float())
+
+    def test_failure_gives_the_float32_bits_back(self):
+        model, optimizer = nn.Linear(3, 3), None
+        model.register_buffer("offset", torch.tensor([0.1]))
+        before = copy.deepcopy(model.state_dict())
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        after_step = copy.deepcopy([model.state_dict(), optimizer.state_dict(), model.weight.grad])
+        with pytest.raises(OptionError, match="cannot be replaced"):
+            initialize(model, [optimizer, Slotted(model.parameters())], opt_level="O3")
+        assert_same_state([model.state_dict(), optimizer.state_dict(), model.weight.grad], after_step)
+        assert not torch.equal(before["weight"], model.weight)
+
+
+class Slotted:
+    """An optimizer on which no `step` can be put."""
+
+    __slots__ = ("__weakref__", "param_groups")
+
+    def __init__(self, parameters: Any) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+
+NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(3), (4, 3)),
+    "BatchNorm1d-of-sequences": (lambda: nn.BatchNorm1d(3), (4, 3, 5)),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(3), (4, 3, 2, 2)),
+    "BatchNorm3d": (lambda: nn.BatchNorm3d(3), (4, 3, 2, 2, 2)),
+    "SyncBatchNorm": (lambda: nn.SyncBatchNorm(3), (4, 3, 2, 2)),
+    "BatchNorm2d-without-statistics": (lambda: nn.BatchNorm2d(3, track_running_stats=False), (4, 3, 2, 2)),
+    "BatchNorm2d-without-weights": (lambda: nn.BatchNorm2d(3, affine=False), (4, 3, 2, 2)),
+    **{
+        f"InstanceNorm{n}d": (lambda n=n: getattr(nn, f"InstanceNorm{n}d")(3, True, track_running_stats=True), shape)
+        for n, shape in [(1, (4, 3, 5)), (2, (4, 3, 2, 2)), (3, (4, 3, 2, 2, 2))]
+    },
+}
+
+
+class TestBatchNorm:
+    @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+    @pytest.mark.parametrize(("make", "shape"), NORMS.values(), ids=NORMS)
+    def test_stays_float32_takes_half_natively_and_hands_half_on(self, make, shape, training, half_dtype):
+        model = nn.Sequential(make(), nn.Conv1d(3, 3, 1) if len(shape) == 3 else nn.Identity()).train(training)
+        seen: list[torch.dtype] = []
+        model[0].register_forward_hook(lambda module, inputs, output: seen.extend([inputs[0].dtype, output.dtype]))
+        initialize(model, half_dtype=half_dtype)
+        inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        output = model(inputs)
+        assert seen == [half_dtype, half_dtype]
+        assert output.dtype is torch.float32
+        assert {dtype for name, dtype in dtypes(model[0]).items() if "batches" not in name} <= {torch.float32}
+        if not isinstance(model[1], nn.Identity):
+            return
+        expected = copy.deepcopy(model[0])(inputs.to(half_dtype).float())
+        torch.testing.assert_close(output, expected, rtol=2e-2, atol=2e-2)
+
+    def test_instance_norm_without_statistics_is_converted(self):
+        model = nn.InstanceNorm2d(3, affine=True)
+        initialize(model)
+        assert model.weight.dtype is torch.bfloat16
+
+    def test_trains(self, half_dtype):
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3))
+        before = model[1].running_mean.clone()
+        assert train(model, torch.randn(4, 1, 6, 6), half_dtype=half_dtype).isfinite().all()
+        assert not torch.equal(model[1].running_mean, before)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.tail = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.seen.append(x.dtype)
+        x = self.norm(x)
+        self.seen.append(x.dtype)
+        for layer in self.tail:
+            x = layer(x)
+            self.seen.append(x.dtype)
+        return x
+
+
+class TestKeepFloat32:
+    @pytest.mark.parametrize(
+        ("keep", "kept"),
+        [
+            ("norm", ["norm"]),
+            (["norm"], ["norm"]),
+            (("norm", "first"), ["first", "norm"]),
+            ("n*", ["norm"]),
+            ("tail.*", ["tail.0", "tail.1"]),
+            ("tail", ["tail.0", "tail.1"]),
+            ("tail.1", ["tail.1"]),
+            (nn.LayerNorm, ["norm"]),
+            ("LayerNorm", ["norm"]),
+            ([nn.Linear, "norm"], ["first", "norm", "tail.0", "tail.1"]),
+            ("*", ["first", "norm", "tail.0", "tail.1"]),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_by_name_by_pattern_and_by_class(self, level, keep, kept):
+        model = Block()
+        initialize(model, opt_level=level, keep_fp32=keep)
+        found = {name.rpartition(".")[0] for name, dtype in dtypes(model).items() if dtype is torch.float32}
+        assert sorted(found) == kept
+
+    @pytest.mark.parametrize("keep", ["norm", "tail", "tail.1", nn.Linear, "*"], ids=str)
+    def test_computes_in_float32_among_half_layers_which_get_half(self, keep, half_dtype):
+        model = Block()
+        computed = []
+        for module in model.modules():
+            if isinstance(module, (nn.Linear, nn.LayerNorm)):
+                module.register_forward_hook(
+                    lambda module, args, _: computed.append((module.weight.dtype, args[0].dtype))
+                )
+        output = train(model, torch.ones(2, 4), half_dtype=half_dtype, keep_fp32=keep)
+        assert all(weight is given for weight, given in computed)
+        assert {weight for weight, _ in computed} >= {torch.float32}
+        assert set(model.seen) == {half_dtype}
+        assert output.dtype is torch.float32
+
+    def test_result_is_that_of_float32(self, half_dtype):
+        model = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
+        inputs = torch.randn(3, 4).to(half_dtype)
+        wanted = model(inputs.float()).to(half_dtype).float()
+        initialize(model, half_dtype=half_dtype, keep_fp32="1")
+        assert_same_bits(model(inputs).detach(), wanted.detach())
+
+    def test_second_model_need_not_have_what_the_first_one_has(self):
+        model = Block()
+        initialize(model, keep_fp32="norm")
+        other = nn.Sequential(nn.Linear(2, 2))
+        initialize(other, keep_fp32="norm")
+        assert other[0].weight.dtype is torch.bfloat16
+
+    def test_shared_weights_are_kept_where_all_their_modules_are(self):
+        model = Block()
+        model.tail[1].weight = model.first.weight
+        initialize(model, keep_fp32=["first", "tail.1"])
+        assert model.tail[1].weight is model.first.weight
+        assert model.first.weight.dtype is torch.float32
+
+
+class TestTensors:
+    def test_shared_parameters_and_buffers_stay_shared(self, half_dtype):
+        model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+        model[1].weight = model[0].weight
+        table = torch.ones(2)
+        model[0].register_buffer("table", table)
+        model[1].register_buffer("table", table)
+        initialize(model, half_dtype=half_dtype)
+        assert model[0].weight is model[1].weight
+        assert model[0].table is model[1].table
+        assert model[0].weight.dtype is model[0].table.dtype is half_dtype
+        amp.deinitialize()
+        assert model[0].weight is model[1].weight
+        assert model[0].weight.dtype is torch.float32
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64, torch.complex64], ids=dtype_name)
+    def test_what_is_not_single_or_half_stays_as_it_is(self, dtype):
+        model = nn.Linear(2, 2)
+        model.register_buffer("other", torch.ones(2, dtype=dtype))
+        initialize(model)
+        assert model.other.dtype is dtype
+
+    def test_gradients_that_are_there_follow(self, half_dtype):
+        model = nn.Linear(2, 2)
+        model(torch.ones(1, 2)).sum().backward()
+        grad = model.weight.grad.clone()
+        initialize(model, opt_level="O3", half_dtype=half_dtype)
+        assert_same_bits(model.weight.grad, grad.to(half_dtype))
+
+    def test_state_of_an_optimizer_without_masters_follows_and_comes_back(self, half_dtype):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        initialize(model, optimizer, opt_level="O3", half_dtype=half_dtype)
+        assert [state["exp_avg"].dtype for state in optimizer.state.values()] == [half_dtype] * 2
+        assert [state["step"].dtype for state in optimizer.state.values()] == [torch.float32] * 2
+        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        amp.deinitialize()
+        assert [state["exp_avg"].dtype for state in optimizer.state.values()] == [torch.float32] * 2
+
+    def test_hooks_on_parameters_go_on_firing(self):
+        model = nn.Linear(2, 2)
+        fired = []
+        model.weight.register_hook(lambda grad: fired.append(grad.dtype))
+        model.weight.register_post_accumulate_grad_hook(lambda parameter: fired.append("accumulated"))
+        initialize(model)
+        model(torch.ones(1, 2)).sum().backward()
+        assert fired == [torch.bfloat16, "accumulated"]
+
+    def test_recurrent_layers_train(self, half_dtype):
+        class Last(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.lstm = nn.LSTM(3, 4, num_layers=2, batch_first=True)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.lstm(x)[0]
+
+        assert train(Last(), torch.randn(2, 5, 3), half_dtype=half_dtype).isfinite().all()
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).T
+
+
+PARAMETRIZED: dict[str, Callable[[], nn.Module]] = {
+    "custom": lambda: _parametrized(nn.Linear(4, 4), Symmetric()),
+    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
+    "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
+    "old-spectral_norm": lambda: spectral_norm(nn.Linear(4, 4)),
+    "old-weight_norm": lambda: weight_norm(nn.Linear(4, 4)),
+}
+
+
+def _parametrized(module: nn.Module, parametrization: nn.Module) -> nn.Module:
+    parametrize.register_parametrization(module, "weight", parametrization)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("make", PARAMETRIZED.values(), ids=PARAMETRIZED)
+class TestParametrizedModule:
+    def test_trains_and_comes_back(self, make, half_dtype):
+        torch.manual_seed(0)
+        model = nn.Sequential(make(), nn.Linear(4, 2))
+        names = list(model.state_dict())
+        parameters = [name for name, _ in model.named_parameters()]
+        output = train(model, torch.randn(3, 4), half_dtype=half_dtype)
+        assert output.isfinite().all()
+        assert {dtypes(model)[name] for name in parameters} == {half_dtype}
+        saved = model.state_dict()
+        assert list(saved) == names
+        assert {value.dtype for value in saved.values()} == {torch.float32}
+        amp.deinitialize()
+        assert {dtypes(model)[name] for name in parameters} == {torch.float32}
+        for name, value in model.state_dict().items():
+            assert_same_bits(value, saved[name])
+        model(torch.randn(3, 4))
+
+
+class Pair(NamedTuple):
+    scores: Tensor
+    labels: Tensor
+
+
+@dataclass
+class Batch:
+    image: Tensor
+    index: Tensor
+    name: str = "batch"
+
+
+class Echo(nn.Module):
+    """Hands back what it was given, and notes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.args, self.kwargs = args, kwargs
+        return args[0] if args else kwargs
+
+
+class TestCastsAroundForward:
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_inputs_are_half_inside_and_outputs_float32(self, level):
+        model = Echo()
+        initialize(model, opt_level=level)
+        batch = Batch(torch.ones(2), torch.arange(2))
+        nested = {"pair": Pair(torch.ones(2), torch.arange(2)), "list": [torch.ones(1), "text", None, 3.5]}
+        result = model(nested, batch, mask=torch.ones(2, dtype=torch.float64))
+        inside = model.args[0]
+        assert type(inside["pair"]) is Pair
+        assert (inside["pair"].scores.dtype, inside["pair"].labels.dtype) == (torch.bfloat16, torch.int64)
+        assert inside["list"][0].dtype is torch.bfloat16
+        assert inside["list"][1:] == ["text", None, 3.5]
+        assert type(model.args[1]) is Batch
+        assert (model.args[1].image.dtype, model.args[1].index.dtype) == (torch.bfloat16, torch.int64)
+        assert model.kwargs["mask"].dtype is torch.float64
+        assert result["pair"].scores.dtype is torch.float32
+        # What the caller holds is as it was.
+        assert nested["pair"].scores.dtype is batch.image.dtype is torch.float32
+
+    @pytest.mark.parametrize("output", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=dtype_name)
+    @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+    def test_cast_model_outputs_decides_about_outputs_at_every_level(self, level, output):
+        model = nn.Linear(2, 2)
+        initialize(model, opt_level=level, half_dtype=torch.float16, cast_model_outputs=output)
+        assert model(torch.ones(1, 2)).dtype is output
+
+    def test_gradients_flow_through_them(self, half_dtype):
+        model = nn.Linear(2, 2)
+        initialize(model, half_dtype=half_dtype)
+        inputs = torch.ones(1, 2, requires_grad=True)
+        model(inputs).sum().backward()
+        assert inputs.grad.dtype is torch.float32
+        assert model.weight.grad.dtype is half_dtype
+
+    def test_output_that_is_its_input_is_not_changed_in_place(self):
+        model = Echo()
+        initialize(model)
+        inputs = [torch.ones(1)]
+        model(inputs)
+        assert inputs[0].dtype is torch.float32
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_copy_is_independent_also_once_amp_is_off(self, level):
+        model = Block()
+        initialize(model, opt_level=level, keep_fp32="norm")
+        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        for twin in twins:
+            assert dtypes(twin) == dtypes(model)
+            assert twin(torch.ones(1, 4)).dtype is torch.float32
+        with torch.no_grad():
+            model.first.weight.zero_()
+        amp.deinitialize()
+        for twin in twins:
+            assert twin(torch.ones(1, 4)).dtype is torch.float32
+            assert twin.first.weight.any()
+        assert model(torch.ones(1, 4)).dtype is torch.float32
+
+    @pytest.mark.parametrize("fullgraph", [True, False])
+    def test_hold_under_torch_compile(self, half_dtype, fullgraph):
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+        initialize(model, half_dtype=half_dtype, keep_fp32="2")
+        wanted = copy.deepcopy(model)(torch.ones(3, 2))
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+        found = compiled(torch.ones(3, 2))
+        assert found.dtype is torch.float32
+        torch.testing.assert_close(found, wanted)

@@ -1,0 +1,961 @@
+"""Of float32 masters at O2: made, stepped, cleared, saved, loaded and given back.
+
+The reference is what `Reference` does by hand: a half model beside float32 parameters that a plain optimizer updates.
+Both compute the same numbers in the same order, so that all bits are compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
+from test_optimizers import MOMENTUM, OPTIMIZERS, SGD, Larc
+from torch import Tensor, nn
+
+from ampatch import amp
+from ampatch.errors import AmpWarning, OptionError, UsageError
+
+SCALE = 2.0**8
+OVERFLOW = 1e38
+
+IMPLEMENTATIONS = {
+    **OPTIMIZERS,
+    "Adam-capturable": functools.partial(torch.optim.Adam, foreach=True),
+    "Adadelta-foreach": functools.partial(torch.optim.Adadelta, foreach=True),
+    "Adamax-foreach": functools.partial(torch.optim.Adamax, foreach=True),
+    "ASGD-foreach": functools.partial(torch.optim.ASGD, foreach=True),
+    "NAdam-foreach": functools.partial(torch.optim.NAdam, foreach=True),
+    "RAdam-foreach": functools.partial(torch.optim.RAdam, foreach=True),
+    "RMSprop-foreach": functools.partial(torch.optim.RMSprop, foreach=True),
+    "Rprop-foreach": functools.partial(torch.optim.Rprop, foreach=True),
+    "Adafactor-foreach": functools.partial(torch.optim.Adafactor, foreach=True),
+}
+
+
+class OwnWay(torch.optim.SGD):
+    """Moves its parameters, and notes things in state and group, before it calls its closure."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor]) -> Tensor:
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+            group["moved"] = True
+            for parameter in group["params"]:
+                parameter.mul_(0.5)
+                self.state[parameter]["half"] = parameter.clone()
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    """Matrices only, as Muon wants them."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False))
+
+
+def batch(index: int) -> Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(index))
+
+
+def loss_of(model: nn.Module, index: int) -> Tensor:
+    return model(batch(index)).float().square().mean()
+
+
+def initialize(model: Any, optimizer: Any = None, **options: Any) -> None:
+    options = {"opt_level": "O2", "half_dtype": torch.float16, "loss_scale": "dynamic", "init_scale": SCALE, **options}
+    amp.initialize(model, optimizer, verbosity=0, **options)
+
+
+def backward(loss: Tensor, optimizer: Any, **options: Any) -> None:
+    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
+def masters(optimizer: Any) -> list[Tensor]:
+    return list(amp.master_params(optimizer))
+
+
+class Reference:
+    """The same by hand."""
+
+    def __init__(self, model: nn.Module, half_dtype: torch.dtype, make: Callable[..., torch.optim.Optimizer]) -> None:
+        self.masters = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
+        self.model = copy.deepcopy(model).to(half_dtype)
+        self.optimizer = make(self.masters)
+
+    def backward(self, index: int, factor: float = 1.0) -> Tensor:
+        """Adds the gradients of a loss to the masters'."""
+        self.model.zero_grad()
+        half_dtype = next(self.model.parameters()).dtype
+        loss = self.model(batch(index).to(half_dtype)).float().square().mean()
+        (loss * factor * SCALE).backward()
+        for master, parameter in zip(self.masters, self.model.parameters(), strict=True):
+            new = parameter.grad.float() / SCALE
+            master.grad = new if master.grad is None else master.grad + new
+        return loss
+
+    def write(self) -> None:
+        with torch.no_grad():
+            for master, parameter in zip(self.masters, self.model.parameters(), strict=True):
+                parameter.copy_(master)
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> None:
+        if closure is None:
+            self.optimizer.step()
+        else:
+            self.optimizer.step(closure)
+        self.write()
+        self.optimizer.zero_grad()
+
+    def assert_is(self, model: nn.Module, optimizer: Any) -> None:
+        for mine, theirs in [(self.masters, masters(optimizer)), (self.model.parameters(), model.parameters())]:
+            for wanted, found in zip(mine, theirs, strict=True):
+                assert_same_bits(found, wanted)
+
+
+@pytest.fixture(params=HALF_DTYPES, ids=dtype_name)
+def half_dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    dtype: torch.dtype = request.param
+    return dtype
+
+
+class TestTraining:
+    @pytest.mark.parametrize("make", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+    def test_is_what_it_is_by_hand_with_every_optimizer_and_a_skipped_step_is_as_if_it_had_not_been(
+        self, make, half_dtype
+    ):
+        for overflow_at in (0, 2):
+            model = network()
+            reference, optimizer = Reference(model, half_dtype, make), make(model.parameters())
+            initialize(model, optimizer, half_dtype=half_dtype)
+            for index in range(4):
+                if index == overflow_at:
+                    before = copy.deepcopy([model.state_dict(), optimizer.state_dict(), list(model.parameters())])
+                    backward(loss_of(model, index) * OVERFLOW, optimizer)
+                    optimizer.step()
+                    assert amp.step_was_skipped(optimizer)
+                    after = [model.state_dict(), optimizer.state_dict(), list(model.parameters())]
+                    assert_same_state(after, before)
+                    amp.load_state_dict({"loss_scaler0": {"loss_scale": SCALE, "unskipped": 0}})
+                backward(loss_of(model, index), optimizer)
+                optimizer.step()
+                reference.backward(index)
+                reference.step()
+                reference.assert_is(model, optimizer)
+            assert_same_state(optimizer.state_dict(), reference.optimizer.state_dict())
+            amp.deinitialize()
+
+    @pytest.mark.parametrize("delay_unscale", [False, True], ids=["unscaled-each-time", "unscaled-at-the-end"])
+    def test_gradients_add_up_over_micro_batches(self, delay_unscale, half_dtype):
+        model = network()
+        reference, optimizer = Reference(model, half_dtype, SGD), SGD(model.parameters())
+        initialize(model, optimizer, half_dtype=half_dtype)
+        for index in range(3):
+            backward(loss_of(model, index), optimizer, delay_unscale=delay_unscale and index < 2)
+            reference.backward(index)
+        for master, wanted in zip(masters(optimizer), reference.masters, strict=True):
+            tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2}[half_dtype] if delay_unscale else 0
+            torch.testing.assert_close(master.grad, wanted.grad, rtol=tolerance, atol=tolerance / 100)
+        optimizer.step()
+        assert not amp.step_was_skipped(optimizer)
+
+    def test_static_scale_of_one_needs_no_block(self, half_dtype):
+        model, other = network(), network()
+        optimizer, plain = MOMENTUM(model.parameters()), MOMENTUM(other.parameters())
+        initialize([model, other], [optimizer, plain], half_dtype=half_dtype, loss_scale=1.0)
+        for index in range(3):
+            backward(loss_of(model, index), optimizer)
+            loss_of(other, index).backward()
+            optimizer.step()
+            plain.step()
+            for left, right in zip(masters(optimizer), masters(plain), strict=True):
+                assert_same_bits(left, right)
+        assert not torch.equal(masters(optimizer)[0], network()[0].weight)
+
+    def test_parameters_of_several_groups_keep_their_options(self, half_dtype):
+        def make(parameters: Any) -> torch.optim.Optimizer:
+            first, second = parameters
+            groups = [{"params": [first], "weight_decay": 0.1}, {"params": [second], "lr": 0.5}]
+            return torch.optim.AdamW(groups, lr=0.01)
+
+        model = network()
+        reference, optimizer = Reference(model, half_dtype, make), make(model.parameters())
+        initialize(model, optimizer, half_dtype=half_dtype)
+        for index in range(3):
+            backward(loss_of(model, index), optimizer)
+            optimizer.step()
+            reference.backward(index)
+            reference.step()
+        reference.assert_is(model, optimizer)
+
+    def test_clipping_between_block_and_step(self, half_dtype):
+        model = network()
+        reference, optimizer = Reference(model, half_dtype, SGD), SGD(model.parameters())
+        initialize(model, optimizer, half_dtype=half_dtype)
+        backward(loss_of(model, 0), optimizer)
+        reference.backward(0)
+        norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.01)
+        assert_same_bits(norm, nn.utils.clip_grad_norm_(reference.masters, 0.01))
+        optimizer.step()
+        reference.step()
+        reference.assert_is(model, optimizer)
+
+    def test_small_updates_add_up_that_half_weights_would_lose(self, half_dtype):
+        weight = nn.Parameter(torch.ones(1))
+        model, optimizer = nn.ParameterList([weight]), torch.optim.SGD([weight], lr=1.0)
+        initialize(model, optimizer, half_dtype=half_dtype)
+        for _ in range(100):
+            backward(weight.float().sum() * 1e-4, optimizer)
+            optimizer.step()
+        assert masters(optimizer)[0].item() == pytest.approx(0.99, abs=1e-3)
+        assert_same_bits(weight.detach(), masters(optimizer)[0].detach().to(half_dtype))
+
+    def test_sparse_gradients_are_unscaled_and_checked(self, half_dtype):
+        torch.manual_seed(0)
+        model = nn.Embedding(5, 3, sparse=True)
+        optimizer = torch.optim.SparseAdam(list(model.parameters()))
+        master = nn.Parameter(model.weight.detach().clone())
+        plain = torch.optim.SparseAdam([master])
+        initialize(model, optimizer, half_dtype=half_dtype)
+        for index in range(3):
+            if index == 1:
+                before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+                backward(model(torch.tensor([1, 1, 4])).square().sum() * OVERFLOW, optimizer)
+                optimizer.step()
+                assert amp.step_was_skipped(optimizer)
+                assert_same_state([model.state_dict(), optimizer.state_dict()], before)
+            indices = torch.tensor([index, index, 4])
+            for _ in range(2):
+                backward(model(indices).square().sum(), optimizer)
+            assert masters(optimizer)[0].grad.is_sparse
+            twin = nn.Embedding(5, 3, sparse=True, _weight=master.detach().to(half_dtype))
+            (twin(indices).float().square().sum() * SCALE).backward()
+            master.grad = twin.weight.grad.coalesce().float() * 2 / SCALE
+            optimizer.step()
+            plain.step()
+            assert_same_bits(masters(optimizer)[0].detach(), master.detach())
+
+    @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+    def test_gradients_with_a_graph_can_be_differentiated_again(self, half_dtype):
+        weight = nn.Parameter(torch.tensor([0.5, 2.0]))
+        model, optimizer = nn.ParameterList([weight]), SGD([weight])
+        initialize(model, optimizer, half_dtype=half_dtype)
+        with amp.scale_loss(weight.float().pow(3).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward(create_graph=True)
+        assert masters(optimizer)[0].grad.tolist() == [0.75, 12]
+        (second,) = torch.autograd.grad(weight.grad.sum(), weight)
+        assert second.tolist() == [3, 12]
+        weight.grad = None
+
+    def test_retained_graph_and_two_passes_in_a_block(self, half_dtype):
+        model = network()
+        reference, optimizer = Reference(model, half_dtype, SGD), SGD(model.parameters())
+        initialize(model, optimizer, half_dtype=half_dtype)
+        loss = loss_of(model, 0)
+        for _ in range(2):
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward(retain_graph=True)
+            reference.backward(0)
+        optimizer.step()
+        reference.step()
+        reference.assert_is(model, optimizer)
+
+
+class TestMasters:
+    def test_have_the_float32_bits_from_before_and_belong_to_every_half_parameter(self, half_dtype):
+        model = network()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer = SGD(model.parameters())
+        parameters = list(model.parameters())
+        initialize(model, optimizer, half_dtype=half_dtype)
+        for parameter, master, wanted in zip(parameters, masters(optimizer), before, strict=True):
+            assert parameter.dtype is half_dtype
+            assert_same_bits(master.detach(), wanted)
+            assert_same_bits(parameter.detach(), wanted.to(half_dtype))
+        assert [id(one) for one in model.parameters()] == [id(one) for one in parameters]
+        assert optimizer.param_groups[0]["params"] == masters(optimizer)
+
+    def test_frozen_parameter_has_none_until_it_is_unfrozen(self):
+        model = network()
+        model[0].weight.requires_grad_(False)
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        assert masters(optimizer)[0] is model[0].weight
+        backward(loss_of(model, 0), optimizer)
+        optimizer.step()
+        frozen = model[0].weight.detach().clone()
+        model[0].weight.requires_grad_(True)
+        backward(loss_of(model, 0), optimizer)
+        assert masters(optimizer)[0].dtype is torch.float32
+        optimizer.step()
+        assert not torch.equal(model[0].weight, frozen)
+
+    def test_parameter_without_gradient_is_skipped(self):
+        model, unused = network(), nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW([*model.parameters(), *unused.parameters()], weight_decay=0.5)
+        initialize([model, unused], optimizer)
+        before = copy.deepcopy(unused.state_dict())
+        backward(loss_of(model, 0), optimizer)
+        optimizer.step()
+        assert_same_state(unused.state_dict(), before)
+        assert len(optimizer.state) == 2
+
+    def test_double_parameters_and_integers_are_left_alone(self):
+        model = nn.Module()
+        model.wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        model.narrow = nn.Parameter(torch.ones(2))
+        model.register_buffer("count", torch.tensor(3))
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        assert [parameter.dtype for parameter in model.parameters()] == [torch.float64, torch.float16]
+        assert masters(optimizer)[0] is model.wide
+        assert model.count.dtype is torch.int64
+
+    def test_half_model_gets_masters_too_and_is_half_again_afterwards(self, half_dtype):
+        model = network().to(half_dtype)
+        optimizer = MOMENTUM(model.parameters())
+        loss_of_half = model(batch(0).to(half_dtype)).square().sum()
+        loss_of_half.backward()
+        optimizer.step()
+        initialize(model, optimizer, half_dtype=half_dtype)
+        assert {master.dtype for master in masters(optimizer)} == {torch.float32}
+        assert {state["momentum_buffer"].dtype for state in optimizer.state.values()} == {torch.float32}
+        backward(loss_of(model, 0), optimizer)
+        optimizer.step()
+        amp.deinitialize()
+        assert {parameter.dtype for parameter in model.parameters()} == {half_dtype}
+        assert {state["momentum_buffer"].dtype for state in optimizer.state.values()} == {half_dtype}
+
+    def test_state_and_gradients_from_before_are_carried_over(self, half_dtype):
+        model, reference = network(), network()
+        optimizer, plain = torch.optim.Adam(model.parameters()), torch.optim.Adam(reference.parameters())
+        for module, stepping in [(model, optimizer), (reference, plain)]:
+            for index in range(2):
+                stepping.zero_grad()
+                loss_of(module, index).backward()
+                stepping.step()
+            stepping.zero_grad()
+            loss_of(module, 2).backward()
+        initialize(model, optimizer, half_dtype=half_dtype)
+        assert_same_state(optimizer.state_dict(), plain.state_dict())
+        for master, wanted in zip(masters(optimizer), reference.parameters(), strict=True):
+            assert_same_bits(master.grad, wanted.grad)
+        optimizer.step()
+        plain.step()
+        for master, wanted in zip(masters(optimizer), reference.parameters(), strict=True):
+            assert_same_bits(master.detach(), wanted.detach())
+
+    def test_marks_on_parameters_are_on_masters(self):
+        model = network()
+        model[0].weight.no_weight_decay = True
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        assert masters(optimizer)[0].no_weight_decay is True
+
+    def test_shared_parameter_has_one(self, half_dtype):
+        model = network()
+        model.append(nn.Tanh()).append(nn.Linear(3, 6, bias=False))
+        model.tied = nn.Linear(6, 3, bias=False)
+        model.tied.weight = model[2].weight
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, half_dtype=half_dtype)
+        assert model.tied.weight is model[2].weight
+        assert model.tied.weight.dtype is half_dtype
+        assert len(masters(optimizer)) == 3
+
+    def test_master_weights_can_be_left_out_at_o2_and_asked_for_at_o3(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, master_weights=False)
+        assert masters(optimizer) == list(model.parameters())
+        amp.deinitialize()
+        initialize(model, optimizer, opt_level="O3", master_weights=True)
+        assert {master.dtype for master in masters(optimizer)} == {torch.float32}
+
+
+class TestAddedGroups:
+    @pytest.mark.parametrize("when", ["before-backward", "after-backward", "after-step", "after-skipped-step"])
+    def test_have_masters_whenever_they_are_added(self, when):
+        model = network()
+        optimizer = MOMENTUM(model[0].parameters())
+        initialize(model, optimizer)
+        if when != "before-backward":
+            backward(loss_of(model, 0) * (OVERFLOW if "skipped" in when else 1), optimizer)
+        if "step" in when:
+            optimizer.step()
+            model.zero_grad()
+        else:
+            model[2].weight.grad = None
+        optimizer.add_param_group({"params": (parameter for parameter in model[2].parameters()), "lr": 0.5})
+        assert [master.dtype for master in masters(optimizer)] == [torch.float32] * 2
+        if when != "after-backward":
+            backward(loss_of(model, 1), optimizer)
+        before = [master.detach().clone() for master in masters(optimizer)]
+        grads = [None if master.grad is None else master.grad.clone() for master in masters(optimizer)]
+        optimizer.step()
+        assert grads[0] is not None
+        assert (grads[1] is None) == (when == "after-backward")
+        if grads[1] is not None:
+            torch.testing.assert_close(masters(optimizer)[1], before[1] - 0.5 * grads[1])
+
+    def test_same_parameter_again_is_refused_and_nothing_was_added(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        with pytest.raises(UsageError, match="more than one parameter group"):
+            optimizer.add_param_group({"params": [model[0].weight]})
+        assert len(optimizer.param_groups) == 1
+        backward(loss_of(model, 0), optimizer)
+        optimizer.step()
+
+    def test_parameter_of_another_optimizer_is_refused_and_nothing_was_added(self):
+        model = network()
+        optimizers = [SGD(model[0].parameters()), SGD(model[2].parameters())]
+        initialize(model, optimizers)
+        with pytest.raises(UsageError, match=r"\(6, 4\) is in two optimizers"):
+            optimizers[1].add_param_group({"params": [model[0].weight]})
+        assert len(optimizers[1].param_groups) == 1
+        backward(loss_of(model, 0), optimizers)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+CLEARINGS: dict[str, Callable[[nn.Module, Any], object]] = {
+    "optimizer": lambda _, optimizer: optimizer.zero_grad(),
+    "optimizer-zeros": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, _: model.zero_grad(),
+    "model-zeros": lambda model, _: model.zero_grad(set_to_none=False),
+    "none": lambda model, _: [setattr(parameter, "grad", None) for parameter in model.parameters()],
+    "zero_": lambda model, _: [parameter.grad.zero_() for parameter in model.parameters() if parameter.grad is not None],
+}
+
+
+class TestClearing:
+    @pytest.mark.parametrize("clear", CLEARINGS.values(), ids=CLEARINGS)
+    @pytest.mark.parametrize("delay_unscale", [False, True], ids=["unscaled", "scaled"])
+    def test_between_passes_drops_what_was_there(self, clear, delay_unscale):
+        model = network()
+        reference, optimizer = Reference(model, torch.float16, SGD), SGD(model.parameters())
+        initialize(model, optimizer)
+        backward(loss_of(model, 0), optimizer, delay_unscale=delay_unscale)
+        clear(model, optimizer)
+        backward(loss_of(model, 1), optimizer)
+        reference.backward(1)
+        for master, wanted in zip(masters(optimizer), reference.masters, strict=True):
+            assert_same_bits(master.grad, wanted.grad)
+        optimizer.step()
+        reference.step()
+        reference.assert_is(model, optimizer)
+
+    @pytest.mark.parametrize("clear", CLEARINGS.values(), ids=CLEARINGS)
+    def test_before_the_step_leaves_nothing_to_do(self, clear):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        before = copy.deepcopy(model.state_dict())
+        backward(loss_of(model, 0), optimizer)
+        clear(model, optimizer)
+        assert not any(bool(master.grad.any()) for master in masters(optimizer) if master.grad is not None)
+        optimizer.step()
+        assert_same_state(model.state_dict(), before)
+
+    @pytest.mark.parametrize("overflows", [False, True])
+    def test_a_step_clears_skipped_or_not(self, overflows):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        backward(loss_of(model, 0) * (OVERFLOW if overflows else 1), optimizer)
+        assert masters(optimizer)[0].grad is not None
+        optimizer.step()
+        assert [parameter.grad for parameter in (*masters(optimizer), *model.parameters())] == [None] * 4
+
+    def test_inside_a_block_before_backward(self):
+        model = network()
+        reference, optimizer = Reference(model, torch.float16, SGD), SGD(model.parameters())
+        initialize(model, optimizer)
+        backward(loss_of(model, 0), optimizer)
+        with amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:
+            optimizer.zero_grad()
+            scaled_loss.backward()
+        reference.backward(1)
+        assert_same_bits(masters(optimizer)[0].grad, reference.masters[0].grad)
+
+    def test_block_that_raises_leaves_no_gradients(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        backward(loss_of(model, 0), optimizer)
+        with pytest.raises(ZeroDivisionError), amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            raise ZeroDivisionError
+        assert [parameter.grad for parameter in (*masters(optimizer), *model.parameters())] == [None] * 4
+
+
+class TestGradientsOfTheModel:
+    def test_show_the_masters_in_half(self, half_dtype):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, half_dtype=half_dtype)
+        for index in range(2):
+            backward(loss_of(model, index), optimizer)
+            for parameter, master in zip(model.parameters(), masters(optimizer), strict=True):
+                assert_same_bits(parameter.grad, master.grad.to(half_dtype))
+
+    def test_are_scaled_inside_the_block_and_what_runs_there_counts(self, half_dtype):
+        model = network()
+        reference, optimizer = Reference(model, half_dtype, SGD), SGD(model.parameters())
+        initialize(model, optimizer, half_dtype=half_dtype)
+        with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            for parameter in model.parameters():  # as an all-reduce over two ranks does
+                parameter.grad.mul_(2)
+        reference.backward(0)
+        for master, wanted in zip(masters(optimizer), reference.masters, strict=True):
+            assert_same_bits(master.grad, 2 * wanted.grad)
+
+    def test_clipping_them_warns_and_names_the_masters(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        backward(loss_of(model, 0), optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        with pytest.warns(AmpWarning, match=r"clip_grad_norm_\(amp\.master_params\("):
+            optimizer.step()
+
+    def test_clipping_them_takes_effect_in_half(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        backward(loss_of(model, 0), optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+        with pytest.warns(AmpWarning, match="rounded to half"):
+            norm = nn.utils.get_total_norm([master.grad for master in amp.master_params(optimizer)])
+        assert norm.item() == pytest.approx(1e-2, rel=1e-2)
+
+    def test_backward_without_a_block_after_one_with_adds_up_and_warns(self):
+        model = network()
+        reference, optimizer = Reference(model, torch.float16, SGD), SGD(model.parameters())
+        initialize(model, optimizer)
+        backward(loss_of(model, 0), optimizer)
+        loss_of(model, 1).backward()
+        reference.backward(0)
+        reference.backward(1)
+        with pytest.warns(AmpWarning, match="every backward"):
+            found = masters(optimizer)
+        for master, wanted in zip(found, reference.masters, strict=True):
+            torch.testing.assert_close(master.grad, wanted.grad, rtol=1e-2, atol=1e-4)
+
+    def test_backward_without_a_block_before_one_with_adds_up(self):
+        model = network()
+        reference, optimizer = Reference(model, torch.float16, SGD), SGD(model.parameters())
+        initialize(model, optimizer)
+        loss_of(model, 0).backward()
+        backward(loss_of(model, 1), optimizer)
+        reference.backward(0)
+        reference.backward(1)
+        for master, wanted in zip(masters(optimizer), reference.masters, strict=True):
+            torch.testing.assert_close(master.grad, wanted.grad, rtol=1e-2, atol=1e-4)
+
+
+class TestWritingWeights:
+    """What somebody writes into a model's weights, or into a master, is not lost at the next step."""
+
+    def test_into_half_weights_reaches_the_masters_and_no_other_element_is_rounded(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        expected = masters(optimizer)[0].detach().clone()
+        expected[0, 1] = 0.25
+        with torch.no_grad():
+            model[0].weight[0, 1] = 0.25
+        optimizer.step()
+        assert_same_bits(masters(optimizer)[0].detach(), expected)
+
+    def test_another_tensor_in_data(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        model[0].weight.data = torch.full((6, 4), 0.25, dtype=torch.float16)
+        optimizer.step()
+        assert_same_bits(masters(optimizer)[0].detach(), torch.full((6, 4), 0.25))
+
+    def test_into_masters_reaches_the_half_weights_before_the_next_forward(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        with torch.no_grad():
+            for master in amp.master_params(optimizer):
+                master.clamp_(-0.01, 0.01)
+        model(batch(0))
+        assert float(model[0].weight.detach().abs().max()) <= 0.0101
+        assert float(model.state_dict()["0.weight"].abs().max()) <= 0.01
+
+    def test_into_masters_is_saved(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        with torch.no_grad():
+            masters(optimizer)[0].fill_(0.1)
+        assert_same_bits(model.state_dict()["0.weight"], torch.full((6, 4), 0.1))
+
+    def test_model_converted_by_somebody_else_is_an_error(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        model.float()
+        with pytest.raises(UsageError, match=r"became torch\.float32 after amp\.initialize"):
+            model(batch(0))
+        model.half()
+
+
+class TestStateDict:
+    def test_is_float32_with_the_masters_bits_for_the_whole_and_for_every_part(self, half_dtype):
+        model = nn.Sequential(network(), nn.BatchNorm1d(3))
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, half_dtype=half_dtype)
+        for index in range(2):
+            backward(loss_of(model, index), optimizer)
+            optimizer.step()
+        saved = model.state_dict()
+        assert {value.dtype for value in saved.values()} == {torch.float32, torch.int64}
+        for (name, _), master in zip(model.named_parameters(), masters(optimizer), strict=True):
+            assert_same_bits(saved[name], master.detach())
+        assert_same_bits(model[0][0].state_dict()["weight"], saved["0.0.weight"])
+        assert list(saved) == list(copy.deepcopy(network()).state_dict(prefix="0.")) + [
+            f"1.{name}" for name in nn.BatchNorm1d(3).state_dict()
+        ]
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_loaded_before_or_after_initialize_sets_both_copies(self, when, half_dtype):
+        model, saved = network(), network(seed=1).state_dict()
+        optimizer = SGD(model.parameters())
+        if when == "before":
+            model.load_state_dict(saved)
+        initialize(model, optimizer, half_dtype=half_dtype)
+        if when == "after":
+            assert model.load_state_dict(saved).missing_keys == []
+        for parameter, master, wanted in zip(model.parameters(), masters(optimizer), saved.values(), strict=True):
+            assert_same_bits(master.detach(), wanted)
+            assert_same_bits(parameter.detach(), wanted.to(half_dtype))
+        optimizer.step()
+        assert_same_state(model.state_dict(), saved)
+
+    def test_of_a_part_is_loaded_into_both_copies(self):
+        model, saved = network(), network(seed=1)[2].state_dict()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        model[2].load_state_dict(saved)
+        assert_same_bits(masters(optimizer)[1].detach(), saved["weight"])
+        assert_same_bits(model.state_dict()["2.weight"], saved["weight"])
+
+    def test_of_the_wrong_shape_is_torchs_error_and_the_masters_stay(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            model.load_state_dict({**before, "0.weight": torch.ones(2, 2)})
+        assert_same_state(model.state_dict(), before)
+
+    def test_assign_raises_before_anything_changed(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(UsageError, match="assign=True"):
+            model.load_state_dict(network(seed=1).state_dict(), assign=True)
+        assert_same_state(model.state_dict(), before)
+        assert model[0].weight.dtype is torch.float16
+
+    def test_outlives_the_optimizer(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        for index in range(3):
+            backward(loss_of(model, index), optimizer)
+            optimizer.step()
+        wanted = [master.detach().clone() for master in masters(optimizer)]
+        del optimizer
+        gc.collect()
+        for value, master in zip(model.state_dict().values(), wanted, strict=True):
+            assert_same_bits(value, master)
+        another = MOMENTUM(model.parameters())
+        initialize(model, another)
+        for found, master in zip(masters(another), wanted, strict=True):
+            assert_same_bits(found.detach(), master)
+
+    def test_of_a_frozen_parameter_is_its_half_weights_in_float32(self):
+        model = network()
+        model[0].weight.requires_grad_(False)
+        initialize(model, SGD(model.parameters()))
+        saved = model.state_dict()
+        assert_same_bits(saved["0.weight"], model[0].weight.float())
+
+    def test_of_running_statistics_in_half_is_what_batch_norm_has_written(self, half_dtype):
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        initialize(model, opt_level="O3", half_dtype=half_dtype)
+        model(batch(0) + 5)
+        wanted = model[1].running_mean.float()
+        assert wanted.any()
+        assert_same_bits(model.state_dict()["1.running_mean"], wanted)
+        model(batch(1) + 5)
+        wanted = model[1].running_mean.float()
+        amp.deinitialize()
+        assert_same_bits(model[1].running_mean, wanted)
+
+    def test_of_buffers_keeps_the_float32_values_they_had_until_they_change(self):
+        model = network()
+        model.register_buffer("frequencies", torch.tensor([0.1, 0.2, 0.3]))
+        initialize(model, SGD(model.parameters()))
+        assert model.frequencies.dtype is torch.float16
+        assert_same_bits(model.state_dict()["frequencies"], torch.tensor([0.1, 0.2, 0.3]))
+        model.frequencies[1] = 5
+        saved = model.state_dict()["frequencies"]
+        assert_same_bits(saved, torch.tensor([0.1, 5, 0.3]))
+        amp.deinitialize()
+        assert_same_bits(model.frequencies, torch.tensor([0.1, 5, 0.3]))
+
+
+class TestCopies:
+    @pytest.mark.parametrize(
+        "duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
+    )
+    def test_of_model_and_optimizer_are_an_ordinary_pair(self, duplicate, half_dtype):
+        model = network()
+        optimizer = MOMENTUM(model.parameters())
+        initialize(model, optimizer, half_dtype=half_dtype)
+        backward(loss_of(model, 0), optimizer)
+        optimizer.step()
+        twin_model, twin = duplicate((model, optimizer))
+        assert twin.param_groups[0]["params"] == list(twin_model.parameters())
+        assert list(twin.state) == list(twin_model.parameters())
+        before = copy.deepcopy(model.state_dict())
+        twin_model(batch(0)).sum().backward()
+        twin.step()
+        assert_same_state(model.state_dict(), before)
+        assert not torch.equal(twin_model[0].weight, model[0].weight)
+        initialize(twin_model, twin, half_dtype=half_dtype)
+        backward(loss_of(twin_model, 0), twin)
+        twin.step()
+        assert_same_state(model.state_dict(), before)
+
+    def test_of_the_model_casts_by_itself_and_has_no_masters(self, half_dtype):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, half_dtype=half_dtype)
+        twin = copy.deepcopy(model)
+        wanted = twin(batch(0))
+        backward(loss_of(model, 0), optimizer)
+        optimizer.step()
+        assert_same_bits(twin(batch(0)), wanted)
+        assert twin.state_dict()["0.weight"].dtype is half_dtype
+        twin.state_dict()["0.weight"].zero_()  # as an average of weights is written by many
+        assert not twin[0].weight.any()
+        amp.deinitialize()
+        assert twin(batch(0)).dtype is torch.float32
+
+    def test_is_still_the_optimizer_it_was(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        before = repr(optimizer)
+        initialize(model, optimizer)
+        assert repr(optimizer) == before
+        assert type(optimizer) is torch.optim.SGD
+
+
+class TestClosure:
+    def closure(self, model: nn.Module, optimizer: Any, seen: list[float], factors: Iterator[float]) -> Any:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, 0)
+            seen.append(loss.item())
+            backward(loss * next(factors), optimizer)
+            return loss
+
+        return closure
+
+    def test_lbfgs_is_what_it_is_by_hand_and_sees_a_new_loss_each_time(self, half_dtype):
+        make = functools.partial(torch.optim.LBFGS, max_iter=4, line_search_fn="strong_wolfe")
+        model = network()
+        reference, optimizer = Reference(model, half_dtype, make), make(model.parameters())
+        initialize(model, optimizer, half_dtype=half_dtype)
+        seen: list[float] = []
+        ones = iter(lambda: 1.0, None)
+
+        def by_hand() -> Tensor:
+            reference.write()
+            reference.optimizer.zero_grad()
+            return reference.backward(0)
+
+        for _ in range(2):
+            optimizer.step(self.closure(model, optimizer, seen, ones))
+            reference.step(by_hand)
+            reference.assert_is(model, optimizer)
+        assert len(set(seen)) > 4
+        assert seen[-1] < seen[0]
+
+    @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+    @pytest.mark.parametrize("overflow_at", [0, 1, 3])
+    @pytest.mark.parametrize("name", ["LBFGS", "SGD", "Adam-fused"])
+    def test_that_overflows_skips_the_step_and_everything_is_as_before(self, name, overflow_at, level):
+        make: Any = {"LBFGS": functools.partial(torch.optim.LBFGS, max_iter=6), **OPTIMIZERS}[name]
+        model = network()
+        optimizer = make(model.parameters())
+        initialize(model, optimizer, opt_level=level)
+        seen: list[float] = []
+        optimizer.step(self.closure(model, optimizer, seen, iter(lambda: 1.0, None)))
+        first = len(seen)
+        before = copy.deepcopy([model.state_dict(), optimizer.state_dict(), list(model.parameters())])
+        factors = (OVERFLOW if index == overflow_at else 1.0 for index in range(100))
+        result = optimizer.step(self.closure(model, optimizer, seen, factors))
+        assert isinstance(result, Tensor)
+        if name != "LBFGS" and overflow_at > 0:
+            assert not amp.step_was_skipped(optimizer)
+            return
+        assert len(seen) == first + overflow_at + 1
+        assert amp.step_was_skipped(optimizer)
+        assert amp.skipped_steps(optimizer) == 1
+        assert_same_state([model.state_dict(), optimizer.state_dict(), list(model.parameters())], before)
+        assert amp.get_loss_scale() == SCALE / 2
+        optimizer.step(self.closure(model, optimizer, seen, iter(lambda: 1.0, None)))
+        assert not amp.step_was_skipped(optimizer)
+
+
+    @pytest.mark.parametrize("started", [False, True], ids=["first-step", "later-step"])
+    @pytest.mark.parametrize("make", [*IMPLEMENTATIONS.values(), OwnWay], ids=[*IMPLEMENTATIONS, "own-way"])
+    def test_that_overflows_changes_nothing_with_every_optimizer(self, make, started):
+        model = network()
+        optimizer = make(model.parameters())
+        initialize(model, optimizer)
+        if started:
+            optimizer.step(self.closure(model, optimizer, [], iter([1.0])))
+        before = copy.deepcopy([model.state_dict(), optimizer.state_dict(), list(model.parameters())])
+        optimizer.step(self.closure(model, optimizer, [], iter([OVERFLOW])))
+        assert amp.step_was_skipped(optimizer)
+        assert_same_state([model.state_dict(), optimizer.state_dict(), list(model.parameters())], before)
+        optimizer.step(self.closure(model, optimizer, [], iter([1.0])))
+        assert not torch.equal(model.state_dict()["0.weight"], before[0]["0.weight"])
+
+
+class TestDeinitialize:
+    def test_gives_back_float32_weights_from_the_masters(self, half_dtype):
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters())
+        parameters, attributes = list(model.parameters()), set(vars(optimizer))
+        initialize(model, optimizer, half_dtype=half_dtype)
+        backward(loss_of(model, 0), optimizer)
+        optimizer.step()
+        backward(loss_of(model, 1), optimizer)
+        wanted = [(master.detach().clone(), master.grad.clone()) for master in masters(optimizer)]
+        state = copy.deepcopy(optimizer.state_dict())
+        amp.deinitialize()
+        assert optimizer.param_groups[0]["params"] == parameters == list(model.parameters())
+        for parameter, (values, grad) in zip(parameters, wanted, strict=True):
+            assert_same_bits(parameter.detach(), values)
+            assert_same_bits(parameter.grad, grad)
+        assert_same_state(optimizer.state_dict(), state)
+        assert list(optimizer.state) == parameters
+        assert set(vars(optimizer)) == attributes
+        for module in model.modules():
+            assert not (module._forward_hooks or module._forward_pre_hooks)
+            assert not (module._state_dict_hooks or module._load_state_dict_pre_hooks)
+        optimizer.step()
+        assert model(batch(0)).dtype is torch.float32
+
+    def test_and_again_is_exact(self, half_dtype):
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters())
+        other, plain = copy.deepcopy((model, optimizer))
+        for _ in range(2):
+            initialize(model, optimizer, half_dtype=half_dtype)
+            backward(loss_of(model, 0), optimizer)
+            optimizer.step()
+            amp.deinitialize()
+        initialize(other, plain, half_dtype=half_dtype)
+        for _ in range(2):
+            backward(loss_of(other, 0), plain)
+            plain.step()
+        assert_same_state(model.state_dict(), other.state_dict())
+        assert_same_state(optimizer.state_dict(), plain.state_dict())
+
+    def test_masters_go_with_model_and_optimizer(self):
+        keeper = network()
+        initialize(keeper, SGD(keeper.parameters()))
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        backward(loss_of(model, 0), optimizer)
+        optimizer.step()
+        gone = [weakref.ref(optimizer), weakref.ref(model), weakref.ref(masters(optimizer)[0])]
+        del optimizer, model
+        gc.collect()
+        assert [reference() for reference in gone] == [None] * 3
+
+
+class TestBadInput:
+    def test_parameter_in_two_optimizers_is_refused_and_nothing_changed(self):
+        model = network()
+        optimizers = [SGD(model.parameters()), SGD(model[0].parameters())]
+        before = copy.deepcopy(model.state_dict())
+        attributes = [set(vars(optimizer)) for optimizer in optimizers]
+        with pytest.raises(UsageError, match=r"shape \(6, 4\) is in two optimizers.*one of them only"):
+            initialize(model, optimizers)
+        assert_same_state(model.state_dict(), before)
+        assert [set(vars(optimizer)) for optimizer in optimizers] == attributes
+        assert optimizers[0].param_groups[0]["params"] == list(model.parameters())
+        assert not model._forward_hooks
+
+    def test_wrapper_around_an_adopted_optimizer_is_refused(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        with pytest.raises(UsageError, match="masters that belong to another optimizer"):
+            initialize([], Larc(optimizer))
+
+    def test_groups_that_cannot_be_written_to_are_refused_and_nothing_changed(self):
+        class Frozen(Larc):
+            @property
+            def param_groups(self) -> list[dict[str, Any]]:
+                return [{**group, "params": tuple(group["params"])} for group in self.optim.param_groups]
+
+        model = network()
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(OptionError, match=r"param_groups of this Frozen cannot be written to"):
+            initialize(model, Frozen(SGD(model.parameters())))
+        assert_same_state(model.state_dict(), before)
+
+    def test_wrapper_that_is_no_optimizer_of_torch_has_masters(self):
+        model, reference = network(), network()
+        wrapper, plain = Larc(MOMENTUM(model.parameters())), Larc(MOMENTUM(reference.parameters()))
+        initialize([model, reference], [wrapper, plain])
+        for stepping, module in [(wrapper, model), (plain, reference)]:
+            backward(loss_of(module, 0), stepping)
+            assert stepping.step() == "stepped"
+        assert_same_state(model.state_dict(), reference.state_dict())
+        assert not torch.equal(model[0].weight, network()[0].weight.half())
+
+
+@pytest.mark.gpu
+def test_masters_follow_a_model_that_is_moved() -> None:
+    model = network()
+    optimizer = SGD(model.parameters())
+    initialize(model, optimizer)
+    wanted = [master.detach().clone() for master in masters(optimizer)]
+    model.to("cuda")
+    amp.deinitialize()
+    for parameter, values in zip(model.parameters(), wanted, strict=True):
+        assert parameter.is_cuda
+        assert_same_bits(parameter.detach(), values)
