@@ -1,65 +1,87 @@
 """`ampatch demo`: trains a small network on handwritten digits in float32 and in mixed precision, and compares the two.
 
 This file owns the command: its arguments, what it says while it runs, and how it ends. All it tells of precision
-comes from `training.run`, which uses the public API only; it must never reach behind that.
+comes from `training.run`, which uses the public API only; it must never reach behind that. Ctrl-C is waited for until a
+step has ended, and then saves: `--resume` goes on from there and, on the same machine with the same torch, comes to the
+same results.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
+import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from ampatch.demo import digits, report, training
-from ampatch.demo.training import Result
+from ampatch.demo import checkpoints, digits, interrupts, report, training
+from ampatch.demo.checkpoints import Checkpoint
+from ampatch.demo.plan import OPT_LEVELS, Plan
+from ampatch.demo.training import Result, State
+from ampatch.errors import OptionError
 from ampatch.opt_levels import HALF_DTYPES
 
-# The levels that the demo offers, with the half types that each is for (None is none at all).
-OPT_LEVELS: dict[str, Sequence[str | None]] = {"O0": [None], "O1": list(HALF_DTYPES), "O4": ["bfloat16"]}
-DEFAULT_OPT_LEVELS = ["O0", "O1"]
-DEFAULT_EPOCHS = 10
+DEFAULTS = Plan()
+DEFAULT_CHECKPOINT = Path("ampatch-demo.pt")
+# The arguments that a plan is made of, by its fields.
+_PLAN_ARGUMENTS = {
+    "opt_levels": "--opt-levels",
+    "half_dtypes": "--half-dtype",
+    "epochs": "--epochs",
+    "seed": "--seed",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `ampatch demo` to ``parser``, for `run`."""
+    """Adds the arguments of `ampatch demo` to ``parser``, for `run`. None stands for those that were not given."""
     parser.add_argument(
         "--opt-levels",
         type=_one_or_more(OPT_LEVELS),
-        default=DEFAULT_OPT_LEVELS,
         metavar="LEVELS",
-        help=f"opt levels to train at, of {', '.join(OPT_LEVELS)}, separated by commas (default: "
-        f"{','.join(DEFAULT_OPT_LEVELS)})",
+        help=f"opt levels to train at, separated by commas (default: {_listed(DEFAULTS.opt_levels)})",
     )
     parser.add_argument(
         "--half-dtype",
+        dest="half_dtypes",
         type=_one_or_more(HALF_DTYPES),
-        default=list(HALF_DTYPES),
         metavar="DTYPES",
-        help=f"half types to train in, separated by commas (default: {','.join(HALF_DTYPES)}); O0 uses none, and O4 "
-        "bfloat16 whatever stands here",
+        help=f"half types to train in, separated by commas (default: {_listed(DEFAULTS.half_dtypes)}); O0 uses none, "
+        "and O4 and O5 bfloat16 whatever stands here",
     )
     parser.add_argument(
         "--epochs",
         type=_integer(1, 1000),
-        default=DEFAULT_EPOCHS,
         metavar="N",
-        help="how often each run sees every digit (default: %(default)s)",
+        help=f"how often each run sees every digit (default: {DEFAULTS.epochs})",
     )
     parser.add_argument(
         "--seed",
         type=_integer(0, 2**32 - 1),
-        default=0,
         metavar="N",
-        help="decides the first weights and the order of the digits (default: %(default)s)",
+        help=f"decides the first weights and the order of the digits (default: {DEFAULTS.seed})",
     )
     parser.add_argument(
-        "--json", type=_writable_file, default=None, metavar="FILE", help="also write the results to FILE, as JSON"
+        "--json", type=_writable(report.check_writable), metavar="FILE", help="also write the results to FILE, as JSON"
+    )
+    parser.add_argument(
+        "--save",
+        type=_writable(checkpoints.check_target),
+        metavar="FILE",
+        help="where Ctrl-C saves how far it has come, in place of what is there (default: the file given to --resume, "
+        f"or {DEFAULT_CHECKPOINT})",
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="go on from what Ctrl-C saved, with the arguments that it began with, to the same results",
     )
 
 
@@ -71,51 +93,144 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns:
         The exit status: 0, or 1 if the JSON report could not be written after all.
+
+    Raises:
+        CheckpointError: the file given to `--resume` cannot be resumed from.
+        OptionError: an argument contradicts that file.
+        KeyboardInterrupt: after Ctrl-C; it was saved, or has been said why not.
     """
     try:
-        with _one_thread():
-            results = list(_results(arguments))
-    except KeyboardInterrupt:
-        _say("Interrupted: nothing was written.")
+        with _one_thread(), interrupts.held_back() as interrupt:
+            start = _start(arguments)
+            target = arguments.save or arguments.resume or DEFAULT_CHECKPOINT
+            results = _train(start, _Keeper(interrupt, start, target))
+    except KeyboardInterrupt as interruption:
+        _say(str(interruption) or "Interrupted: nothing was saved.")
         raise
     print(report.table(results))
-    if arguments.json is not None:
+    if start.json is not None:
         try:
-            arguments.json.write_text(report.as_json(results), encoding="utf-8")
+            Path(start.json).write_text(report.as_json(results), encoding="utf-8")
         except OSError as error:
             _say(f"The results could not be written: {error}")
             return 1
     return 0
 
 
-def _results(arguments: argparse.Namespace) -> Iterator[Result]:
+def _start(arguments: argparse.Namespace) -> Checkpoint:
+    """Where to begin: with nothing, or with what was saved."""
+    given = {name: getattr(arguments, name) for name in _PLAN_ARGUMENTS if getattr(arguments, name) is not None}
+    json = None if arguments.json is None else str(arguments.json.absolute())
+    if arguments.resume is None:
+        return Checkpoint(replace(DEFAULTS, **given), json, finished=[], running=None)
+    saved = checkpoints.load(arguments.resume)
+    for name, value in given.items():
+        before = getattr(saved.plan, name)
+        if value != before:
+            argument = _PLAN_ARGUMENTS[name]
+            raise OptionError(
+                f"{argument} {_listed(value)} contradicts {str(arguments.resume)!r}, which began with {argument} "
+                f"{_listed(before)}. Leave {argument} out, or --resume to train from the start."
+            )
+    if json is None and saved.json is not None:
+        try:
+            report.check_writable(Path(saved.json))
+        except OSError as error:
+            raise OptionError(
+                f"{str(arguments.resume)!r} began with --json {saved.json}, which cannot be written "
+                f"({error.strerror or error}). Type --json with another file."
+            ) from error
+    return replace(saved, json=json or saved.json)
+
+
+def _train(start: Checkpoint, keeper: _Keeper) -> list[Result]:
     train, test = digits.split(digits.load())
-    _say(f"Training on {len(train)} digits, testing on {len(test)}, on the CPU, {arguments.epochs} epochs a run.")
-    for opt_level in arguments.opt_levels:
-        possible = OPT_LEVELS[opt_level]
-        for name in [name for name in arguments.half_dtype if name in possible] or possible:
-            label = f"{opt_level} {name}" if name else opt_level
-            half_dtype = HALF_DTYPES[name] if name else None
-            # tqdm draws the bar on a terminal only; elsewhere the plain line below stands for it.
-            bar = tqdm(desc=label, total=arguments.epochs * training.steps_per_epoch(train), unit="step", disable=None)
-            with bar:
-                result = training.run(
-                    train,
-                    test,
-                    opt_level,
-                    half_dtype,
-                    epochs=arguments.epochs,
-                    seed=arguments.seed,
-                    on_step=partial(_advance, bar),
-                )
-            if bar.disable:
-                _say(f"{label}: {result.test_accuracy:.2%} of the test digits recognised.")
-            yield result
+    plan, results, state = start.plan, list(start.finished), start.running
+    _say(f"Training on {len(train)} digits, testing on {len(test)}, on the CPU, {plan.epochs} epochs a run.")
+    runs = plan.runs()
+    if results or state is not None:
+        _say(f"Going on after {len(results)} of {len(runs)} runs{'' if state is None else ' and a part of the next'}.")
+    for planned in runs[len(results) :]:
+        # tqdm draws the bar on a terminal only; elsewhere the plain line below stands for it.
+        bar = tqdm(
+            desc=str(planned),
+            total=plan.epochs * training.steps_per_epoch(train),
+            initial=0 if state is None else training.steps_done(state),
+            unit="step",
+            disable=None,
+        )
+        with bar:
+            result = training.run(
+                train,
+                test,
+                planned.opt_level,
+                planned.dtype,
+                epochs=plan.epochs,
+                seed=plan.seed,
+                on_step=partial(_after_step, bar, keeper, results),
+                resume_from=state,
+            )
+        if bar.disable:
+            _say(f"{planned}: {result.test_accuracy:.2%} of the test digits recognised.")
+        results, state = [*results, result], None
+        keeper.stop_if_asked(results, None)
+    return results
 
 
-def _advance(bar: tqdm, loss: float) -> None:
+def _after_step(bar: tqdm, keeper: _Keeper, finished: list[Result], loss: float, state: Callable[[], State]) -> None:
     bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
     bar.update()
+    keeper.stop_if_asked(finished, state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Keeper:
+    """Saves where Ctrl-C was pressed.
+
+    Attributes:
+        interrupt: tells whether it was.
+        start: what the demo began with.
+        target: the file to save to.
+    """
+
+    interrupt: interrupts.Interrupt
+    start: Checkpoint
+    target: Path
+
+    def stop_if_asked(self, finished: list[Result], state: Callable[[], State] | None) -> None:
+        """Saves and stops, if Ctrl-C was pressed.
+
+        Args:
+            finished: the results so far.
+            state: gives the state of the run that has begun; None where none has.
+
+        Raises:
+            KeyboardInterrupt: with the last words on it.
+        """
+        if not self.interrupt.requested:
+            return
+        reached = replace(self.start, finished=finished, running=None if state is None else state())
+        try:
+            checkpoints.save(reached, self.target)
+        except OSError as error:
+            raise KeyboardInterrupt(
+                f"Interrupted, and how far it had come could not be saved: {error}. Type --save to have it saved "
+                "elsewhere next time."
+            ) from error
+        raise KeyboardInterrupt(
+            f"Interrupted. To go on, type: {_program()} demo --resume {shlex.quote(str(self.target))}"
+        )
+
+
+def _program() -> str:
+    """How this program was called, for a line that can be typed as it stands."""
+    called = Path(sys.argv[0])
+    if called.parts[-2:] == ("ampatch", "__main__.py"):
+        return f"{shlex.quote(sys.executable)} -m ampatch"
+    found = shutil.which("ampatch")
+    if called.name != "ampatch" or (found is not None and called.absolute() == Path(found).absolute()):
+        return "ampatch"
+    return shlex.quote(str(called))
 
 
 @contextmanager
@@ -132,6 +247,11 @@ def _one_thread() -> Iterator[None]:
 def _say(line: str) -> None:
     """Progress and trouble go to standard error, so that standard output is the table alone."""
     print(line, file=sys.stderr, flush=True)
+
+
+def _listed(value: list[str] | int) -> str:
+    """As it is typed."""
+    return ",".join(value) if isinstance(value, list) else str(value)
 
 
 def _one_or_more(known: Collection[str]) -> Callable[[str], list[str]]:
@@ -160,11 +280,15 @@ def _integer(minimum: int, maximum: int) -> Callable[[str], int]:
     return read
 
 
-def _writable_file(text: str) -> Path:
+def _writable(check: Callable[[Path], None]) -> Callable[[str], Path]:
     """Fails while the arguments are read, and not after a minute of training."""
-    path = Path(text)
-    try:
-        report.check_writable(path)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot write {text!r}: {error.strerror}") from None
-    return path
+
+    def read(text: str) -> Path:
+        path = Path(text)
+        try:
+            check(path)
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"cannot write {text!r}: {error.strerror or error}") from None
+        return path
+
+    return read

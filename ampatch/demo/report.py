@@ -6,6 +6,7 @@ Only turns results into text and puts it in its place; nothing here trains, and 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("test accuracy", lambda result: f"{result.test_accuracy:.2%}"),
     ("final loss", lambda result: f"{result.final_loss:.4f}"),
     ("ms a step", lambda result: f"{result.ms_per_step:.2f}"),
+    ("peak memory (MiB)", lambda result: f"{result.peak_memory_mib:.2f}"),
     ("casts a step", lambda result: f"{result.casts_per_step:.1f}"),
     ("cache hits a step", lambda result: f"{result.cache_hits_per_step:.1f}"),
     ("skipped steps", lambda result: str(result.skipped_steps)),
@@ -41,8 +43,13 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 
 def as_json(results: Sequence[Result]) -> str:
-    """The results as a JSON list of objects whose keys are the fields of ``Result``."""
-    return json.dumps([asdict(result) for result in results], indent=2) + "\n"
+    """The results as a JSON list of objects whose keys are the fields of ``Result``. JSON has no NaN: it is null."""
+    objects = [{key: _or_null(value) for key, value in asdict(result).items()} for result in results]
+    return json.dumps(objects, indent=2, allow_nan=False) + "\n"
+
+
+def _or_null(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_writable(path: Path) -> None:

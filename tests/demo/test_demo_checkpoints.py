@@ -1,0 +1,220 @@
+"""The file that Ctrl-C leaves: there whole or not at all, and one clear error where it cannot be resumed from."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ampatch import cli
+from ampatch.demo import checkpoints, training
+from ampatch.demo.checkpoints import Checkpoint, CheckpointError
+from ampatch.demo.plan import Plan
+from ampatch.demo.training import Result
+
+PLAN = Plan(["O0", "O4"], ["bfloat16"], epochs=2, seed=3)
+FLOAT32 = Result("O0", None, 0.99, 0.0084, 7.1, 7.06, 0.0, 0.0, 0, 1.0)
+STATE = {"progress": {"epoch": 0, "step": 1, "losses": [2.5], "seconds": [0.01]}, "parts": {"model": torch.ones(3)}}
+CHECKPOINT = Checkpoint(PLAN, "/results.json", [FLOAT32], STATE)
+
+
+def contents(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(path, weights_only=True)
+    return content
+
+
+class TestSave:
+    def test_what_is_loaded_is_what_was_saved(self, tmp_path: Path) -> None:
+        checkpoints.save(CHECKPOINT, tmp_path / "demo.pt")
+        loaded = checkpoints.load(tmp_path / "demo.pt")
+
+        assert (loaded.plan, loaded.json, loaded.finished) == (PLAN, "/results.json", [FLOAT32])
+        assert loaded.running is not None
+        assert loaded.running["progress"] == STATE["progress"]
+        assert torch.equal(loaded.running["parts"]["model"], torch.ones(3))
+
+    def test_between_two_runs_there_is_no_state(self, tmp_path: Path) -> None:
+        between = Checkpoint(PLAN, None, [FLOAT32], None)
+        checkpoints.save(between, tmp_path / "demo.pt")
+
+        assert checkpoints.load(tmp_path / "demo.pt") == between
+
+    def test_it_says_in_plain_values_what_it_is(self, tmp_path: Path) -> None:
+        checkpoints.save(CHECKPOINT, tmp_path / "demo.pt")
+        content = contents(tmp_path / "demo.pt")
+
+        assert (content["format"], content["version"]) == ("ampatch demo", 1)
+        assert content["arguments"] == {
+            "opt_levels": ["O0", "O4"],
+            "half_dtypes": ["bfloat16"],
+            "epochs": 2,
+            "seed": 3,
+            "json": "/results.json",
+        }
+        assert content["running"]["run"] == "O4 bfloat16"
+
+    def test_a_link_is_written_through(self, tmp_path: Path) -> None:
+        (tmp_path / "link.pt").symlink_to(tmp_path / "demo.pt")
+
+        checkpoints.save(CHECKPOINT, tmp_path / "link.pt")
+
+        assert (tmp_path / "link.pt").is_symlink()
+        assert checkpoints.load(tmp_path / "demo.pt").plan == PLAN
+
+    @pytest.mark.parametrize("there", [None, b"an earlier one"], ids=["nothing_there", "a_file_there"])
+    @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)
+    def test_one_that_fails_leaves_things_as_they_were(
+        self, error: BaseException, there: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        target = tmp_path / "demo.pt"
+        if there is not None:
+            target.write_bytes(there)
+
+        def fail(_descriptor: int) -> None:
+            raise error
+
+        monkeypatch.setattr(os, "fsync", fail)
+
+        with pytest.raises(type(error)):
+            checkpoints.save(CHECKPOINT, target)
+
+        assert [path.read_bytes() for path in tmp_path.iterdir()] == ([] if there is None else [there])
+
+    @pytest.mark.parametrize("target", [".", "/dev/null", "no/such/folder/demo.pt"])
+    def test_it_takes_the_place_of_nothing_but_a_file(
+        self, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+
+        with pytest.raises(OSError, match=r"is not an ordinary file|there is no folder"):
+            checkpoints.save(CHECKPOINT, Path(target))
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def first_half(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def with_a_bit_flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.ones(3).numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+
+
+def text(path: Path) -> None:
+    path.write_text("opt_level: O1\n")
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)  # opening it would wait for somebody to write
+
+
+def somebody_elses(path: Path) -> None:
+    torch.save({"model": torch.ones(3)}, path)
+
+
+def a_module(path: Path) -> None:
+    torch.save(torch.nn.Linear(1, 1), path)
+
+
+def a_tensor(path: Path) -> None:
+    torch.save(torch.ones(3), path)
+
+
+def a_compiled_script(path: Path) -> None:
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(1, 1), torch.ones(1, 1)), path)
+
+
+def changed(**changes: object) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        torch.save(contents(path) | changes, path)
+
+    return change
+
+
+ARGUMENTS = {"opt_levels": ["O0"], "half_dtypes": ["bfloat16"], "epochs": 2, "seed": 3, "json": None}
+
+BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing": (missing, "cannot be read (No such file or directory)"),
+    "empty": (empty, "is empty"),
+    "a_folder": (a_folder, "is not an ordinary file"),
+    "a_pipe": (a_pipe, "is not an ordinary file"),
+    "cut_short": (cut_short, "is no whole checkpoint"),
+    "first_half": (first_half, "is no whole checkpoint"),
+    "with_a_bit_flipped": (with_a_bit_flipped, "is no whole checkpoint"),
+    "text": (text, "is no whole checkpoint"),
+    "a_module": (a_module, "is no whole checkpoint"),
+    "a_compiled_script": (a_compiled_script, "is no whole checkpoint"),
+    "somebody_elses": (somebody_elses, "was not written by `ampatch demo`"),
+    "a_tensor": (a_tensor, "was not written by `ampatch demo`"),
+    "an_older_format": (changed(version=0), "the format of another version of ampatch: found 0, expected 1"),
+    "a_newer_format": (changed(version=2), "the format of another version of ampatch: found 2, expected 1"),
+    "without_arguments": (changed(arguments=None), "has been changed since"),
+    "an_unknown_argument": (changed(arguments={**ARGUMENTS, "width": 3}), "has been changed since"),
+    "an_unknown_level": (changed(arguments={**ARGUMENTS, "opt_levels": ["O7"]}), "has been changed since"),
+    "results_of_other_runs": (changed(arguments={**ARGUMENTS, "opt_levels": ["O4", "O0"]}), "has been changed since"),
+    "a_state_of_no_run": (changed(arguments=ARGUMENTS), "has been changed since"),
+    "no_state": (changed(running={"state": {}}), "has been changed since"),
+    "half_a_result": (changed(finished=[{"opt_level": "O0"}]), "has been changed since"),
+}
+
+
+class TestLoad:
+    @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+    @pytest.mark.parametrize("name", BAD)
+    def test_a_bad_file_is_one_clear_error_and_nothing_is_trained(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        spoil, message = BAD[name]
+        path = tmp_path / "demo.pt"
+        checkpoints.save(CHECKPOINT, path)
+        spoil(path)
+        monkeypatch.setattr(training, "run", lambda *_args, **_kwargs: pytest.fail("trained"))
+
+        with pytest.raises(CheckpointError):
+            checkpoints.load(path)
+        assert cli.main(["demo", "--resume", str(path)]) == 1
+
+        printed = capsys.readouterr()
+        (line,) = printed.err.splitlines()
+        assert line.startswith(f"ampatch: error: '{path}' ")
+        assert message in line
+        assert "expected a file that `ampatch demo` saved" in line
+        assert "leave --resume out" in line
+        assert printed.out == ""
+
+    def test_the_state_of_another_network_is_one_clear_error_too(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = tmp_path / "demo.pt"
+        checkpoints.save(CHECKPOINT, path)
+
+        assert cli.main(["demo", "--resume", str(path)]) == 1
+
+        assert capsys.readouterr().err.splitlines()[-1] == (
+            "ampatch: error: found the saved state of another network, optimizer or schedule; expected that of this "
+            "version's. Train from the start."
+        )

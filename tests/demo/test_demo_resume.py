@@ -1,0 +1,392 @@
+"""Ctrl-C saves, and `--resume` comes to the results that there would have been without it, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from ampatch import cli, demo
+from ampatch.demo import checkpoints, digits, report, training
+from ampatch.demo.checkpoints import Checkpoint
+from ampatch.demo.plan import Plan, Run
+from ampatch.demo.training import Result, State
+
+CHOSEN = ("--opt-levels", "O0,O4", "--epochs", "2", "--seed", "1")
+STEPS_OF_A_RUN = 46
+DEFAULT = "ampatch-demo.pt"
+
+
+@pytest.fixture(autouse=True)
+def at_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In a folder of its own; and Ctrl-C raises, as it does at a terminal, whoever started these tests."""
+    monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    target = tmp_path_factory.mktemp("uninterrupted") / "results.json"
+    assert cli.main(["demo", *CHOSEN, "--json", str(target)]) == 0
+    return without_times(target)
+
+
+@pytest.fixture
+def ctrl_c_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Has somebody press Ctrl-C twice in the so-and-so-many-th step from now."""
+    after_step = demo._after_step
+
+    def arrange(steps: int) -> None:
+        left = [steps]
+
+        def press(*arguments: Any) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+            after_step(*arguments)
+
+        monkeypatch.setattr(demo, "_after_step", press)
+
+    return arrange
+
+
+def without_times(path: Path) -> list[dict[str, Any]]:
+    """The results of a JSON report, but for what no two runs have in common."""
+    return [
+        {key: value for key, value in entry.items() if key != "ms_per_step"} for entry in json.loads(path.read_text())
+    ]
+
+
+def same(state: State, other: State) -> bool:
+    """Whether two states are the same, bit for bit and type for type."""
+    (leaves, structure), (others, other_structure) = tree_flatten(state), tree_flatten(other)
+    return structure == other_structure and all(
+        isinstance(twin, Tensor) and leaf.dtype is twin.dtype and torch.equal(leaf, twin)
+        if isinstance(leaf, Tensor)
+        else leaf == twin
+        for leaf, twin in zip(leaves, others, strict=True)
+    )
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+class TestInterrupting:
+    @pytest.mark.parametrize(
+        "steps",
+        [1, STEPS_OF_A_RUN, STEPS_OF_A_RUN + 9],
+        ids=["at_once", "at_the_end_of_a_run", "within_the_second_run"],
+    )
+    def test_the_results_are_the_same_bit_for_bit(
+        self,
+        steps: int,
+        uninterrupted: list[dict[str, Any]],
+        ctrl_c_after: Callable[[int], None],
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        ctrl_c_after(steps)
+
+        assert cli.main(["demo", *CHOSEN, "--json", "results.json"]) == 130
+        assert not Path("results.json").exists()
+        program, *command = shlex.split(last_line(capsys).removeprefix("Interrupted. To go on, type: "))
+        assert (program, command) == ("ampatch", ["demo", "--resume", DEFAULT])
+        assert cli.main(command) == 0
+
+        assert without_times(Path("results.json")) == uninterrupted
+        results = [Result(**entry) for entry in json.loads(Path("results.json").read_text())]
+        assert capsys.readouterr().out == report.table(results) + "\n"
+
+    def test_again_and_again(self, uninterrupted: list[dict[str, Any]], ctrl_c_after: Callable[[int], None]) -> None:
+        ctrl_c_after(30)
+        assert cli.main(["demo", *CHOSEN, "--save", "mine.pt"]) == 130
+        for _ in range(2):
+            ctrl_c_after(30)
+            assert cli.main(["demo", "--resume", "mine.pt"]) == 130
+        ctrl_c_after(30)
+        assert cli.main(["demo", "--resume", "mine.pt", "--json", "results.json"]) == 0
+
+        assert without_times(Path("results.json")) == uninterrupted
+        assert not Path(DEFAULT).exists()
+
+    def test_it_ends_with_nothing_printed_and_amp_taken_out(
+        self, ctrl_c_after: Callable[[int], None], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        untouched = torch.nn.functional.linear
+        threads = torch.get_num_threads()
+        ctrl_c_after(2)
+
+        with pytest.raises(KeyboardInterrupt):
+            cli._run(["demo", "--opt-levels", "O4"])
+
+        assert capsys.readouterr().out == ""
+        assert torch.nn.functional.linear is untouched
+        assert torch.get_num_threads() == threads
+
+    def test_what_cannot_be_saved_is_said_and_the_status_stays(
+        self, ctrl_c_after: Callable[[int], None], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        Path(DEFAULT).mkdir()
+        ctrl_c_after(1)
+
+        assert cli.main(["demo", "--opt-levels", "O0"]) == 130
+
+        line = last_line(capsys)
+        assert line.startswith(
+            f"Interrupted, and how far it had come could not be saved: '{DEFAULT}' is not an ordinary"
+        )
+        assert "--save" in line
+
+    def test_one_that_comes_while_it_is_being_saved_changes_nothing(
+        self, ctrl_c_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fsync = os.fsync
+
+        def pressed_meanwhile(descriptor: int) -> None:
+            signal.raise_signal(signal.SIGINT)
+            fsync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", pressed_meanwhile)
+        ctrl_c_after(3)
+
+        assert cli.main(["demo", "--opt-levels", "O0"]) == 130
+        running = checkpoints.load(Path(DEFAULT)).running
+        assert running is not None
+        assert training.steps_done(running) == 3
+        assert [path.name for path in Path().iterdir()] == [DEFAULT]
+
+    def test_between_two_runs_no_state_is_saved(
+        self, uninterrupted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        accuracy = training.accuracy
+
+        def pressed_while_testing(*arguments: Any) -> float:
+            signal.raise_signal(signal.SIGINT)
+            return accuracy(*arguments)
+
+        monkeypatch.setattr(training, "accuracy", pressed_while_testing)
+        assert cli.main(["demo", *CHOSEN]) == 130
+        assert checkpoints.load(Path(DEFAULT)).running is None
+        assert cli.main(["demo", "--resume", DEFAULT]) == 130
+        assert cli.main(["demo", "--resume", DEFAULT, "--json", "results.json"]) == 0
+
+        assert without_times(Path("results.json")) == uninterrupted
+
+    def test_where_ctrl_c_cannot_be_held_back_it_still_ends_with_a_plain_line(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def interrupted(*_arguments: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(demo, "_after_step", interrupted)
+
+        assert cli.main(["demo", "--opt-levels", "O0"]) == 130
+        assert last_line(capsys) == "Interrupted: nothing was saved."
+
+    def test_a_real_one_from_outside(
+        self, uninterrupted: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        # A process that is started in the background may have it ignored.
+        program = (
+            "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+            "from ampatch.cli import main; sys.exit(main())"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", program, "demo", *CHOSEN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as running:
+            assert running.stderr is not None
+            assert running.stderr.readline().startswith("Training on ")
+            running.send_signal(signal.SIGINT)
+            running.send_signal(signal.SIGINT)
+            out, err = running.communicate(timeout=60)
+
+        assert (running.returncode, out) == (130, "")
+        assert err.splitlines() == [f"Interrupted. To go on, type: ampatch demo --resume {DEFAULT}"]
+        assert cli.main(["demo", "--resume", DEFAULT, "--json", "results.json"]) == 0
+        assert without_times(Path("results.json")) == uninterrupted
+
+
+class TestResuming:
+    @pytest.fixture
+    def saved(self, tmp_path: Path) -> Path:
+        """A checkpoint of a demo that had finished all of its runs."""
+        finished = Result("O0", None, 0.99, 0.0084, 7.1, 7.06, 0.0, 0.0, 0, 1.0)
+        plan = Plan(["O0"], ["bfloat16"], epochs=2, seed=3)
+        checkpoints.save(Checkpoint(plan, str(tmp_path / "first.json"), [finished], None), Path(DEFAULT))
+        return Path(DEFAULT)
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            (
+                ["--opt-levels", "O0,O1"],
+                "--opt-levels O0,O1 contradicts 'ampatch-demo.pt', which began with --opt-levels O0",
+            ),
+            (["--half-dtype", "float16"], "--half-dtype float16 contradicts 'ampatch-demo.pt', which began with"),
+            (
+                ["--epochs", "10"],
+                "--epochs 10 contradicts 'ampatch-demo.pt', which began with --epochs 2. Leave --epochs",
+            ),
+            (["--seed", "0"], "--seed 0 contradicts 'ampatch-demo.pt', which began with --seed 3. Leave --seed out"),
+        ],
+        ids=lambda value: value[0] if isinstance(value, list) else "",
+    )
+    def test_an_argument_that_contradicts_the_file_is_one_clear_error(
+        self, given: list[str], message: str, saved: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main(["demo", "--resume", str(saved), *given]) == 1
+
+        printed = capsys.readouterr()
+        (line,) = printed.err.splitlines()
+        assert line.startswith(f"ampatch: error: {message}")
+        assert printed.out == ""
+
+    def test_the_same_arguments_again_are_welcome(self, saved: Path) -> None:
+        same = ("--opt-levels", "O0", "--half-dtype", "bfloat16", "--epochs", "2", "--seed", "3")
+
+        assert cli.main(["demo", "--resume", str(saved), *same]) == 0
+
+    def test_the_report_goes_where_it_was_to_go_from_whatever_folder(
+        self, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+
+        assert cli.main(["demo", "--resume", f"../{saved}"]) == 0
+        assert json.loads((tmp_path / "first.json").read_text())[0]["opt_level"] == "O0"
+
+    def test_or_to_another_file(self, saved: Path, tmp_path: Path) -> None:
+        assert cli.main(["demo", "--resume", str(saved), "--json", "second.json"]) == 0
+
+        assert Path("second.json").exists()
+        assert not (tmp_path / "first.json").exists()
+
+    def test_a_report_that_can_no_longer_be_written_is_said_before_any_training(
+        self, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "first.json").mkdir()
+
+        assert cli.main(["demo", "--resume", str(saved)]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "cannot be written (Is a directory). Type --json with another file" in line
+
+
+@pytest.mark.parametrize(
+    ("called", "on_path", "typed"),
+    [
+        ("bin/ampatch", "bin", "ampatch"),
+        ("bin/ampatch", "", "bin/ampatch"),
+        ("a b/ampatch", "bin", "'a b/ampatch'"),
+        ("package/ampatch/__main__.py", "bin", f"{shlex.quote(sys.executable)} -m ampatch"),
+        ("somebody_elses.py", "bin", "ampatch"),
+    ],
+    ids=["on_the_path", "by_its_path", "by_another_path", "as_a_module", "from_another_program"],
+)
+def test_the_command_to_go_on_is_the_one_that_was_typed(
+    called: str, on_path: str, typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("bin", "a b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "ampatch").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / on_path) if on_path else "")
+    monkeypatch.setattr(sys, "argv", [called])
+
+    assert demo._program() == typed
+
+
+class TestStates:
+    """A run that goes on from a state, saved and loaded, is the run that it was."""
+
+    train, test = (part[torch.arange(200)] for part in digits.split(digits.load()))
+    EPOCHS = 2
+    STEPS = 8
+
+    @pytest.fixture(autouse=True)
+    def without_the_profiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(training, "peak_memory", lambda *_args, **_kwargs: 0)
+
+    def trained(self, planned: Run, on_step: Callable[[float, Callable[[], State]], None], **resumed: Any) -> Result:
+        result = training.run(
+            self.train,
+            self.test,
+            planned.opt_level,
+            planned.dtype,
+            epochs=self.EPOCHS,
+            seed=5,
+            on_step=on_step,
+            **resumed,
+        )
+        return replace(result, ms_per_step=0.0)
+
+    def resumes_exactly(self, planned: Run, steps: int, path: Path) -> None:
+        """Asserts it of a run that is interrupted after so many steps."""
+        whole: list[float] = []
+        parts: list[float] = []
+        last: list[State] = []
+
+        def watch(losses: list[float], loss: float, state: Callable[[], State]) -> None:
+            losses.append(loss)
+            if len(losses) == self.STEPS:
+                last.append(copy.deepcopy(state()["parts"]))
+
+        def interrupt(loss: float, state: Callable[[], State]) -> None:
+            watch(parts, loss, state)
+            if len(parts) == steps:
+                only = Plan([planned.opt_level], [planned.half_dtype or "float16"])
+                checkpoints.save(Checkpoint(only, None, [], state()), path)
+                raise KeyboardInterrupt
+
+        expected = self.trained(planned, partial(watch, whole))
+        with pytest.raises(KeyboardInterrupt):
+            self.trained(planned, interrupt)
+        torch.manual_seed(steps)  # the caller's random numbers have no part in it
+        found = self.trained(planned, partial(watch, parts), resume_from=checkpoints.load(path).running)
+
+        assert parts == whole
+        assert found == expected
+        assert len(whole) == self.STEPS
+        assert same(last[0], last[-1])
+
+    @pytest.mark.parametrize("planned", Plan().runs(), ids=str)
+    def test_at_every_level(self, planned: Run, tmp_path: Path) -> None:
+        self.resumes_exactly(planned, 3, tmp_path / "demo.pt")
+
+    @pytest.mark.parametrize("steps", [1, 4, 5, 8])
+    def test_after_any_step_of_an_epoch(self, steps: int, tmp_path: Path) -> None:
+        self.resumes_exactly(Run("O4", "bfloat16"), steps, tmp_path / "demo.pt")
+
+    @pytest.mark.parametrize("opt_level", ["O1", "O2"])
+    def test_with_a_loss_scale_that_has_backed_off(
+        self, opt_level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # With losses so large the first steps overflow at 2**16, and are skipped.
+        cross_entropy = torch.nn.functional.cross_entropy
+        monkeypatch.setattr(training.F, "cross_entropy", lambda scores, labels: 2.0**10 * cross_entropy(scores, labels))
+        skipped: list[int] = []
+
+        def watch(_loss: float, state: Callable[[], State]) -> None:
+            skipped.append(state()["counts"].get("skipped_steps", 0))
+
+        planned = Run(opt_level, "float16")
+        self.trained(planned, watch)
+
+        assert skipped[2] > 0
+        self.resumes_exactly(planned, 3, tmp_path / "demo.pt")
