@@ -7,6 +7,7 @@ error that ampatch raises on purpose, a closed pipe or Ctrl-C end in a traceback
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,9 +15,9 @@ from contextlib import suppress
 
 import torch
 
-from ampatch import __version__, list_reports
+from ampatch import __version__, amp, doctor, list_reports, session
 from ampatch.cast_lists import PEERS, peer, shipped
-from ampatch.errors import AmpError, CastListError
+from ampatch.errors import AmpError, CastListError, OptionError
 from ampatch.opt_levels import HALF_DTYPES
 
 _FAULT = 1  # argparse itself ends with 2 where the command line is wrong
@@ -82,6 +83,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     _add_show(reports.add_parser("show", help=_SHOW, description=_SHOW))
     _add_check(reports.add_parser("check", help=_CHECK, description=_CHECK))
     _add_diff(reports.add_parser("diff", help=_DIFF, description=_DIFF))
+    _add_doctor(commands.add_parser("doctor", help=_DOCTOR, description=_DOCTOR))
     return parser
 
 
@@ -90,6 +92,7 @@ _LISTS = "Shows, checks and compares the cast lists."
 _SHOW = "Prints the rules in force, each with the file and line it comes from."
 _CHECK = "Says what is wrong with a cast list file, one line a fault."
 _DIFF = "Prints what another system casts otherwise than ampatch's own lists."
+_DOCTOR = "Prints what a bug report needs: versions, devices, kernels, and who has patched what of torch."
 
 
 def _add_demo(parser: argparse.ArgumentParser, asked_for: bool) -> None:
@@ -145,6 +148,49 @@ def _diff(arguments: argparse.Namespace) -> int:
     half_dtypes = arguments.half_dtype or _PEER_HALF_DTYPES.get(arguments.peer, list_reports.BOTH)
     _print(list_reports.difference(peer(arguments.peer), shipped(), arguments.peer, half_dtypes))
     return 0
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "modules",
+        nargs="*",
+        metavar="MODULE",
+        help="a module to import beforehand, such as your own or a plug-in that patches torch",
+    )
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    _import(arguments.modules)
+    if session.process.live is not None:  # by one of the modules
+        _print(doctor.report())
+        return 0
+    try:
+        handle = amp.init()
+    except Exception:  # all the more does the report tell what there is to tell
+        _print(doctor.report())
+        raise
+    with handle:
+        _print(doctor.report())
+    _print(["", "amp was set up for this report alone, with the defaults of amp.init()."])
+    return 0
+
+
+def _import(modules: Iterable[str]) -> None:
+    # The current folder is searched, as by `python -m`, whichever way the command was started.
+    sys.path.insert(0, "")
+    try:
+        for module in modules:
+            try:
+                importlib.import_module(module)
+            except (Exception, SystemExit) as error:  # it may raise whatever it likes
+                raise OptionError(
+                    f"the module {module!r} cannot be imported ({type(error).__name__}: {error}). Type the name that "
+                    "stands after `import`, such as package.module."
+                ) from error
+    finally:
+        with suppress(ValueError):
+            sys.path.remove("")
 
 
 def _add_half_dtype(parser: argparse.ArgumentParser, help_text: str) -> None:

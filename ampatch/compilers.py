@@ -18,6 +18,7 @@ import torch.jit._builtins
 import torch.jit._recursive
 from torch import nn
 
+from ampatch.errors import UsageError
 from ampatch.patching import PatchLedger
 
 # Code of torch that runs below an operator while a tracer is at work, as C++ kernels do when none is. What it calls is
@@ -42,14 +43,24 @@ def read_tables() -> None:
 
     Built later they would take wrappers for torch's functions, for as long as the process lives: torch.compile would
     neither trace the wrappers nor know the originals.
-    """
-    import torch._dynamo.variables.torch  # heavy, but whoever makes an optimizer has imported most of it already
-    import torch.ao.quantization.fx  # torch.compile imports it, and its tables, when it first compiles
 
+    Raises:
+        UsageError: torch cannot read what somebody else has put in the place of one of its functions.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some of torch's own functions are deprecated
-        torch._dynamo.variables.torch.get_overridable_functions()
-        torch._dynamo.trace_rules.get_tensor_method()
+        try:
+            import torch._dynamo.variables.torch  # heavy, but every optimizer imports most of it
+            import torch.ao.quantization.fx  # torch.compile imports it, and its tables, when it first compiles
+
+            torch._dynamo.variables.torch.get_overridable_functions()
+            torch._dynamo.trace_rules.get_tensor_method()
+        except AttributeError as error:
+            raise UsageError(
+                "torch cannot list its own functions, since another tool has put something that is no function in the "
+                f"place of one ({error}). Put a function there, made with functools.wraps; `ampatch doctor MODULE`, "
+                "with the module that does it, names what is not torch's own."
+            ) from error
 
 
 def instruct(ledger: PatchLedger, original_of: Callable[[object], object], hooks: Collection[object]) -> None:

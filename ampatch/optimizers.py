@@ -329,8 +329,7 @@ class AdoptedOptimizer:
     def _step_or_skip(self, original: Callable[..., Any], passes: list[Scaling]) -> Any:
         """A step of an optimizer that skips in its own kernel where ``found_inf`` is not 0: nobody waits."""
         optimizer: Any = self._optimizer()
-        found = [scaling.found_inf for scaling in passes if scaling.found_inf is not None]
-        found_inf = functools.reduce(lambda one, other: torch.maximum(one, other), found)
+        found_inf = torch.stack([scaling.found_inf for scaling in passes if scaling.found_inf is not None]).amax()
         # torch's own protocol between GradScaler and its optimizers. The gradients are unscaled already.
         optimizer.grad_scale, optimizer.found_inf = None, found_inf
         try:

@@ -6,6 +6,9 @@ That torch is as it was is asserted after every test (`conftest.py`).
 from __future__ import annotations
 
 import math
+import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -190,7 +193,7 @@ OPTIONS = [
     option("cast_model_type is 'half'; expected torch.float32", cast_model_type="half"),
     option("patch_torch_functions is 'no'; expected True, False or None", patch_torch_functions="no"),
     option("cast_model_outputs is 'half'; expected a floating type", cast_model_outputs="half"),
-    option("cast_model_outputs is torch.int32; expected a floating type", opt_level="O2", cast_model_outputs=torch.int32),
+    option("cast_model_outputs is torch.int32; expected a floating type", cast_model_outputs=torch.int32),
     option("keep_fp32 contradicts opt_level='O1'.*use opt_level='O2'", keep_fp32=[nn.BatchNorm1d]),
     option("keep_fp32 has 5; expected names of submodules", opt_level="O2", keep_fp32=5),
     option("keep_fp32 has <class 'int'>; expected names", opt_level="O2", keep_fp32=[int]),
@@ -477,3 +480,16 @@ def test_failure_after_torch_was_patched_takes_the_patches_out_again() -> None:
     assert session.process.live is None
     assert not model._forward_hooks
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+
+
+def test_something_that_is_no_function_in_the_place_of_one_is_told() -> None:
+    # In a process of its own, as torch builds its tables only once.
+    script = (
+        "import functools, torch\n"
+        "torch.exp = functools.partial(torch.exp)\n"
+        "from ampatch import amp\n"
+        "try: amp.initialize(torch.nn.Linear(1, 1), verbosity=0)\n"
+        "except amp.UsageError as error: print(error)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert re.search("no function in the place of one .*__name__.*functools.wraps; `ampatch doctor", run.stdout)

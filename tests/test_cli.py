@@ -7,13 +7,15 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import ampatch
-from ampatch import cli, demo, list_reports
+from ampatch import amp, cli, demo, doctor, list_reports, session
 from ampatch.cast_lists import PEERS, peer, shipped
 from ampatch.errors import UsageError
 
@@ -48,7 +50,7 @@ class TestCommandLine:
 
     @pytest.mark.parametrize(
         ("arguments", "commands"),
-        [([], ["demo", "lists"]), (["lists"], ["show", "check", "diff"])],
+        [([], ["demo", "lists", "doctor"]), (["lists"], ["show", "check", "diff"])],
         ids=["top", "lists"],
     )
     def test_help_has_a_sentence_on_each_command(
@@ -266,6 +268,125 @@ class TestDiff:
         assert cli.main(["lists", "diff", name]) == 0
 
         assert f" paths treated differently in {half_dtypes}: " in capsys.readouterr().out.splitlines()[-1]
+
+
+class TestDoctor:
+    @pytest.fixture
+    def write(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+        """Writes a module into the current folder, where the command finds it; undoes what its import did."""
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(F, "linear", F.linear)
+        monkeypatch.setattr(F, "interpolate", F.interpolate)
+        written = []
+
+        def write(name: str, source: str) -> None:
+            written.append(name)
+            (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+
+        path = list(sys.path)
+        yield write
+        for name in written:
+            sys.modules.pop(name, None)
+        assert sys.path == path
+
+    def test_it_reports_on_amp_set_up_for_that_alone(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with amp.init():
+            expected = list(doctor.report())
+
+        assert cli.main(["doctor"]) == 0
+
+        printed = capsys.readouterr()
+        *lines, empty, last = printed.out.splitlines()
+        assert lines == expected
+        assert (empty, last) == ("", "amp was set up for this report alone, with the defaults of amp.init().")
+        assert printed.err == ""
+        assert session.process.live is None
+
+    def test_modules_are_imported_first_in_their_order(
+        self, write: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        write("early", "from torch.nn.functional import linear\n")
+        write("plug_in", "import torch.nn.functional as F\ndef fast(*_): ...\nF.linear = fast\n")
+        write("late", "from torch.nn.functional import linear\n")
+
+        assert cli.main(["doctor", "early", "plug_in", "late"]) == 0
+
+        lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+        assert f"torch.nn.functional.linear: fast of plug_in ({Path.cwd() / 'plug_in.py'}:2)" in lines
+        assert "early.linear: torch.nn.functional.linear" in lines
+        assert "late.linear: torch.nn.functional.linear" not in lines
+
+    def test_where_a_module_sets_amp_up_it_reports_on_that(
+        self, write: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        write("script", "import torch\nfrom ampatch import amp\namp.init(half_dtype=torch.float16)\n")
+
+        assert cli.main(["doctor", "script"]) == 0
+
+        assert capsys.readouterr().out.splitlines() == list(doctor.report())
+        assert session.process.live is not None
+
+    @pytest.mark.parametrize(
+        ("name", "why"),
+        [
+            ("missing", "ModuleNotFoundError: No module named 'missing'"),
+            ("raises", "ValueError: of its own, in lines"),
+            ("ends", "SystemExit: 0"),
+            ("ends.py", "SystemExit: 0"),
+            ("sound.py", "ModuleNotFoundError: No module named 'sound.py'; 'sound' is not a package"),
+            ("", "ValueError: Empty module name"),
+            (".sound", "TypeError: the 'package' argument is required to perform a relative import for '.sound'"),
+        ],
+    )
+    def test_a_module_that_cannot_be_imported_is_status_1_and_a_line(
+        self, name: str, why: str, write: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        write("raises", "raise ValueError('of its own,\\nin lines')\n")
+        write("ends", "raise SystemExit(0)\n")
+        write("sound", "")
+
+        assert cli.main(["doctor", name]) == 1
+
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        (line,) = printed.err.splitlines()
+        assert line.startswith(f"ampatch: error: the module {name!r} cannot be imported ({why})")
+        assert line.endswith(". Type the name that stands after `import`, such as package.module.")
+
+    def test_where_amp_cannot_be_set_up_there_is_the_report_and_why(
+        self, write: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        write("plug_in", "import torch.nn.functional as F\ndef fast(*_): ...\nF.interpolate = fast\n")
+        shipped.cache_clear()
+        try:
+            assert cli.main(["doctor", "plug_in"]) == 1
+        finally:
+            shipped.cache_clear()
+
+        printed = capsys.readouterr()
+        assert f"    torch.nn.functional.interpolate: fast of plug_in ({Path.cwd() / 'plug_in.py'}:2)\n" in printed.out
+        (line,) = printed.err.splitlines()
+        assert line.startswith("ampatch: error: blacklist.yaml:")
+        assert "torch.nn.functional.interpolate" in line
+
+    def test_cut_short_it_leaves_torch_as_it_was(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupted() -> None:
+            assert session.process.live is not None
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(doctor, "report", interrupted)
+
+        assert cli.main(["doctor"]) == 130
+        assert session.process.live is None
+
+    def test_the_current_folder_is_searched_however_it_is_started(self, tmp_path: Path) -> None:
+        (tmp_path / "mine.py").write_text("print('imported')\n")
+        program = f"import os, sys; os.chdir({str(tmp_path)!r}); from ampatch.cli import main; sys.exit(main())"
+
+        done = python("-P", "-c", program, "doctor", "mine")
+
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("imported\nVersions\n")
 
 
 class TestEnds:
