@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ampatch import cast_lists as lists_module
-from ampatch import conversion, opt_levels, session
+from ampatch import conversion_plan, opt_levels, session
 from ampatch import models as models_module
 from ampatch.cast_lists import Overlay, Treatment
 from ampatch.errors import (
@@ -30,7 +30,7 @@ from ampatch.errors import (
     did_you_mean,
 )
 from ampatch.function_patches import Registration
-from ampatch.loss_scaler import LossScaler, is_of_grad_scaler, make_policy, settings_unlike
+from ampatch.loss_scaler import LossScaler, ScaleState, is_of_grad_scaler, make_policy, settings_unlike
 from ampatch.optimizer_state import parameters_of
 from ampatch.optimizers import check_optimizer
 from ampatch.paths import Path
@@ -158,8 +158,13 @@ def initialize(
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale
     )
     properties = opt_levels.resolve(opt_level, half, overrides)
-    kept = conversion.check_keep_fp32(keep_fp32)
-    if kept and properties.cast_model_type not in conversion.HALVES:
+    if cast_lists is not None and not properties.patch_torch_functions:
+        raise OptionError(
+            f"cast_lists contradicts opt_level={opt_level!r}, which does not patch torch's functions. Leave cast_lists "
+            "out, or type patch_torch_functions=True as well."
+        )
+    kept = conversion_plan.check_keep_fp32(keep_fp32)
+    if kept and properties.cast_model_type not in conversion_plan.HALVES:
         raise OptionError(
             f"keep_fp32 contradicts opt_level={opt_level!r}, which does not convert the model's weights to half. Leave "
             "keep_fp32 out, or use opt_level='O2'."
@@ -190,7 +195,7 @@ def initialize(
             f"amp.deinitialize() first, or give the same arguments."
         )
     _check_optimizers(optimizer_list, model_list, live)
-    conversion.check_matches([*model_list, *(live.models if live is not None else ())], kept)
+    conversion_plan.check_matches([*model_list, *(live.models if live is not None else ())], kept)
 
     device_types = set().union(*(models_module.device_types(model) for model in model_list)) or _all_device_types()
     opened = session.open_session(settings, device_types) if live is None else live
@@ -371,8 +376,9 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Takes over what `state_dict` gave, here or in Apex, or what ``torch.amp.GradScaler.state_dict()`` did.
 
     Settings stay those of `initialize`: a ``GradScaler``'s factors and interval are not loaded, and a static scale
-    keeps its value, since one that was dynamic would overflow unnoticed where nothing is checked. A dynamic scale comes
-    within ``min_loss_scale`` and ``max_loss_scale``, as it would after the next step.
+    keeps its value, since one that was dynamic would overflow unnoticed where nothing is checked. A dynamic scale stays
+    where the saved one was static; else it comes within ``min_loss_scale`` and ``max_loss_scale``, as it would after
+    the next step.
 
     Args:
         state_dict: states of scalers under "loss_scaler0" and on; or the state of a ``GradScaler``, which becomes that
@@ -422,11 +428,21 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             stacklevel=2,
         )
     for name, state in states.items():
-        policy = known[name].policy
-        if not policy.dynamic and live.verbose and state.loss_scale != policy.init_scale:
+        _take_over(name, known[name], state, was_static=state_dict[name].get("dynamic") is False, tell=live.verbose)
+
+
+def _take_over(name: str, scaler: LossScaler, state: ScaleState, was_static: bool, tell: bool) -> None:
+    """Loads a checked state, as far as it is of use where a scale is static on one side only."""
+    policy = scaler.policy
+    if policy.dynamic and was_static:
+        if tell:
+            logger.info("%s was saved with a static scale, and is dynamic here: it stays as it is.", name)
+        return
+    if not policy.dynamic and state.loss_scale != policy.init_scale:
+        if tell:
             logger.info("%s was saved at %g, and is static here: %g", name, state.loss_scale, policy.init_scale)
-        kept = state if policy.dynamic else replace(state, loss_scale=policy.init_scale)
-        known[name].load_state_dict(asdict(kept))
+        state = replace(state, loss_scale=policy.init_scale)
+    scaler.load_state_dict(asdict(state))
 
 
 def get_loss_scale(loss_id: int = 0) -> float:

@@ -1,123 +1,46 @@
-"""The conversion of a model's weights to another type, and the way back.
+"""Tensors of a model in another type, with what stands behind them, and the way back.
 
-Owns, for every converted tensor, the type it had before, and its float32 values for as long as somebody needs them: the
-masters of an optimizer, and what buffers held before they were narrowed. Tensors stay the objects they were, so that
-what is shared stays shared. Knows neither optimizers nor sessions.
+Owns, for every converted tensor, the type it had before and, for as long as somebody needs them, its float32 values:
+the master that an optimizer updates, or what a buffer held before it was narrowed. Tensors stay the objects they were,
+so that what is shared stays shared. Knows optimizers as owners of masters only.
 """
 
 from __future__ import annotations
 
-import fnmatch
+import contextlib
+import gc
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ampatch.casting import CASTABLE
-from ampatch.errors import OptionError, UsageError, did_you_mean
-from ampatch.opt_levels import HALF_DTYPES
-
-HALVES = frozenset(HALF_DTYPES.values())
-
-KeepFloat32 = tuple[str | type[nn.Module], ...]
+from ampatch.conversion_plan import HALVES, Plan
+from ampatch.errors import OptionError, UsageError
 
 
-def keeps_statistics(module: nn.Module) -> bool:
-    """Whether a module normalises by running statistics: batch norm, synchronised or not, and instance norm with them.
+class Mark:
+    """A moment in the life of a tensor: tells whether it was written to since, as far as torch counts it."""
 
-    These take half input with float32 weights natively, on the CPU and on CUDA.
-    """
-    return isinstance(module, _NormBase) and (not isinstance(module, _InstanceNorm) or module.track_running_stats)
+    __slots__ = ("_address", "_data", "_version")
 
+    def __init__(self, tensor: Tensor) -> None:
+        # Held, so that no other data can come to lie at its address.
+        self._data = tensor.data
+        self._address = tensor.data_ptr()
+        self._version = tensor._version
 
-def check_keep_fp32(keep_fp32: object) -> KeepFloat32:
-    """Names, patterns and classes as a tuple; one of them alone is a tuple of one.
+    def is_now(self, tensor: Tensor) -> bool:
+        """Whether nothing was written since."""
+        return tensor._version == self._version and tensor.data_ptr() == self._address
 
-    Raises:
-        OptionError: anything else.
-    """
-    if keep_fp32 is None:
-        return ()
-    wanted = tuple(keep_fp32) if isinstance(keep_fp32, (list, tuple, set, frozenset)) else (keep_fp32,)
-    for one in wanted:
-        if not (isinstance(one, str) or (isinstance(one, type) and issubclass(one, nn.Module))):
-            raise OptionError(
-                f"keep_fp32 has {one!r}; expected names of submodules ('encoder.norm'), patterns ('*.norm') or classes "
-                "(torch.nn.LayerNorm, or 'LayerNorm'), one or a list of them."
-            )
-    return wanted
-
-
-def check_matches(models: Iterable[nn.Module], keep_fp32: KeepFloat32) -> None:
-    """Raises `OptionError`, with the nearest names, where one of ``keep_fp32`` matches no submodule at all."""
-    submodules = [(name, module) for model in models for name, module in model.named_modules() if name]
-    for wanted in keep_fp32:
-        if not any(_matches(wanted, name, module) for name, module in submodules):
-            names = [name for name, _ in submodules] + [type(module).__name__ for _, module in submodules]
-            shown = repr(wanted) if isinstance(wanted, str) else wanted.__name__
-            hint = did_you_mean(shown.strip("'"), list(dict.fromkeys(names)))
-            raise OptionError(f"keep_fp32 has {shown}, which matches no submodule of the model.{hint}")
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a conversion will do to a model.
-
-    Attributes:
-        dtypes: each tensor to convert, by ``id``, with the type it is to have.
-        guarded: the submodules that compute in float32 among half ones, and need their inputs and outputs cast.
-    """
-
-    dtypes: Mapping[int, tuple[Tensor, torch.dtype]]
-    guarded: tuple[nn.Module, ...]
-
-
-def plan(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool, keep_fp32: KeepFloat32) -> Plan:
-    """Works out a conversion, and changes nothing.
-
-    Args:
-        model: any module.
-        dtype: the type of the weights.
-        keep_batchnorm_fp32: whether what `keeps_statistics` is float32 all the same.
-        keep_fp32: what else is.
-
-    Raises:
-        OptionError: a tensor that cannot be converted, or that is shared between what is kept and what is not.
-    """
-    kept: dict[nn.Module, None] = {}
-    guarded: dict[nn.Module, None] = {}
-    for name, module in model.named_modules():
-        if keep_batchnorm_fp32 and keeps_statistics(module):
-            kept[module] = None
-        if name and any(_matches(wanted, name, module) for wanted in keep_fp32):
-            guarded.update(dict.fromkeys(_callable_roots(module)))
-            kept.update(dict.fromkeys(module.modules()))
-    inner = {below for module in guarded for below in module.modules() if below is not module}
-
-    found: dict[int, tuple[Tensor, torch.dtype]] = {}
-    names: dict[int, str] = {}
-    for prefix, module in model.named_modules():
-        wanted = torch.float32 if module in kept else dtype
-        for name, tensor in own_tensors(module):
-            path = f"{prefix}.{name}" if prefix else name
-            _check_convertible(path, tensor, wanted)
-            _, other = found.setdefault(id(tensor), (tensor, wanted))
-            if other is not wanted:
-                raise OptionError(
-                    f"{names[id(tensor)]!r} and {path!r} are one tensor, and keep_fp32 keeps only one of the two in "
-                    "float32. Give keep_fp32 the modules of both, or of none."
-                )
-            names.setdefault(id(tensor), path)
-    converted = {key: (tensor, wanted) for key, (tensor, wanted) in found.items() if tensor.dtype in CASTABLE}
-    outermost = [module for module in guarded if module not in inner and not keeps_statistics(module)]
-    return Plan(converted, tuple(outermost) if dtype in HALVES else ())
+    def renew(self, tensor: Tensor) -> None:
+        """The moment is now."""
+        if tensor.data_ptr() != self._address:
+            self._data, self._address = tensor.data, tensor.data_ptr()
+        self._version = tensor._version
 
 
 @dataclass(slots=True, eq=False)
@@ -127,63 +50,128 @@ class Backing:
     Attributes:
         number: in the order in which tensors were converted.
         before: the type that the tensor had.
+        dtype: the type that it got.
         full: its float32 values, where they are kept: behind a parameter that an optimizer updates, the master.
-        owner: whoever updates the master; None: nobody has so far.
-        marks: version and address of the half tensor, and version of ``full``, when the two last were in step.
+        owner: whoever updates the master; None: nobody.
+        half_mark: the half tensor when it last was ``full``, rounded.
+        full_mark: ``full`` at that moment.
     """
 
     number: int
     before: torch.dtype
+    dtype: torch.dtype
     full: Tensor | None = None
     owner: weakref.ref[object] | None = None
-    marks: tuple[int, int, int] = (0, 0, 0)
+    half_mark: Mark | None = None
+    full_mark: Mark | None = None
 
     def note(self, half: Tensor) -> None:
         """The half tensor is the float32 values, rounded."""
         assert self.full is not None
-        self.marks = (half._version, half.data_ptr(), self.full._version)
+        if self.half_mark is None or self.full_mark is None:
+            self.half_mark, self.full_mark = Mark(half), Mark(self.full)
+        else:
+            self.half_mark.renew(half)
+            self.full_mark.renew(self.full)
+
+    def is_in_step(self, half: Tensor) -> bool:
+        """Whether nobody has written to one of the two since `note`, as far as torch counts it."""
+        assert self.full is not None
+        assert self.half_mark is not None
+        assert self.full_mark is not None
+        return self.half_mark.is_now(half) and self.full_mark.is_now(self.full) and half.dtype is self.dtype
+
+    @property
+    def was_updated(self) -> bool:
+        """Whether somebody has written to the float32 values since `note`, as far as torch counts it."""
+        return self.full is not None and self.full_mark is not None and not self.full_mark.is_now(self.full)
 
     @torch.no_grad()
     def synchronise(self, half: Tensor) -> None:
-        """Takes over what somebody wrote into one of the two since `note`; into a parameter, as far as torch counts it.
+        """Takes over what somebody wrote into one of the two since `note`.
 
         Where a half element is still its float32 value, rounded, that value stays, with all its bits.
+
+        Raises:
+            UsageError: the half tensor was given another type or shape.
         """
         assert self.full is not None
+        if half.dtype is not self.dtype or half.shape != self.full.shape:
+            raise UsageError(
+                f"a half tensor of shape {tuple(self.full.shape)} became {half.dtype} of shape {tuple(half.shape)} "
+                "after amp.initialize, which keeps float32 values of it. Type amp.deinitialize() before converting a "
+                "model, and amp.initialize afterwards."
+            )
         if self.full.device != half.device:
             self.full.data = self.full.data.to(half.device)
-        version, address, full_version = self.marks
-        # Writes to buffers are not all counted: batch norm's to its running statistics are not.
-        if not isinstance(half, nn.Parameter) or (half._version, half.data_ptr()) != (version, address):
-            unchanged = self.full.to(half.dtype).view(torch.int16) == half.view(torch.int16)
-            self.full.copy_(torch.where(unchanged, self.full, half.float()))
-        elif self.full._version != full_version:
+        if self.was_updated and self.half_mark is not None and self.half_mark.is_now(half):
             half.copy_(self.full)
         else:
-            return
+            self.full.copy_(self.values(half))
         self.note(half)
+
+    @torch.no_grad()
+    def values(self, tensor: Tensor) -> Tensor:
+        """What a tensor stands for, be it half or converted further by the user: float32 bits where they still count.
+
+        Args:
+            tensor: of the shape of ``full``.
+
+        Returns:
+            Of the wider type of the two, and at least float32.
+        """
+        assert self.full is not None
+        full = self.full.to(tensor.device)
+        dtype = torch.promote_types(full.dtype, tensor.dtype)
+        return torch.where(full.to(self.dtype).to(tensor.dtype) == tensor, full.to(dtype), tensor.to(dtype))
+
+    @torch.no_grad()
+    def load(self, half: Tensor, values: Tensor) -> None:
+        """Takes over values that the half tensor was loaded with, narrowed, as far as it was."""
+        if values.shape == (1,) and half.dim() == 0:  # as scalars were saved once
+            values = values[0]
+        if self.full is not None and values.shape == half.shape == self.full.shape and half.dtype is self.dtype:
+            values = values.to(half.device)
+            kept = torch.where(_same_bits(self.full.to(half.dtype), half), self.full, half.float())
+            self.full.copy_(torch.where(_same_bits(values.to(half.dtype), half), values.float(), kept))
+            self.note(half)
 
 
 class Conversion:
     """What was converted in a session, and the float32 values behind half tensors.
 
-    Everything is known by the tensor's identity, and held weakly: a copy of a model is nobody's business here.
+    Tensors are known by identity, and held weakly: a copy of a model is nobody's business here.
     """
 
     def __init__(self) -> None:
         self._backings = WeakTensorKeyDictionary()
+        self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, torch.dtype]]]
+        self._buffers = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
 
-    def __contains__(self, tensor: Tensor) -> bool:
-        return tensor in self._backings
-
     def convert(self, planned: Plan) -> None:
-        """Gives tensors their types. The float32 values of parameters are kept until `forget_unclaimed`."""
+        """Gives tensors their types. The float32 values of parameters are kept until `forget_unclaimed`.
+
+        Raises:
+            OptionError: a tensor of another model was given another type already.
+        """
         for tensor, dtype in planned.dtypes.values():
-            if tensor not in self._backings:
-                backing = self._back(tensor)
-                if tensor.dtype is not dtype:
-                    _set_dtype(tensor, dtype, backing)
+            if tensor in self._backings and tensor.dtype is not dtype:
+                raise OptionError(
+                    f"a tensor of shape {tuple(tensor.shape)} is shared by two models, of which keep_fp32 keeps only "
+                    "one in float32. Give keep_fp32 the modules of both, or of none."
+                )
+        # Tensors made in inference mode could never be trained.
+        with torch.inference_mode(False):
+            for module, names in planned.buffers.items():
+                known = self._buffers.setdefault(module, {})
+                for name in names:
+                    known.setdefault(name, (next(self._numbers), module._buffers[name].dtype))  # type: ignore[union-attr]
+            for tensor, dtype in planned.dtypes.values():
+                if tensor not in self._backings:
+                    backing = self._back(tensor, dtype)
+                    if tensor.dtype is not dtype:
+                        _set_dtype(tensor, dtype, backing)
 
     def dtype_before(self, tensor: Tensor) -> torch.dtype | None:
         """The type that a tensor had before it was converted; None if it was not."""
@@ -193,124 +181,109 @@ class Conversion:
     def claim(self, parameter: nn.Parameter, owner: object) -> Backing:
         """What stands behind a half parameter, a master from now on, for the one who updates it.
 
-        The master has the parameter's gradient, if there is one.
+        The master has the gradient from before the parameter was narrowed, if there was one.
 
         Raises:
             UsageError: somebody else updates it.
         """
-        backing = self._backings.get(parameter) or self._back(parameter)
-        other = None if backing.owner is None else backing.owner()
-        if other is not None and other is not owner:
-            raise UsageError(
-                f"a parameter of shape {tuple(parameter.shape)} is in two optimizers, which would update two float32 "
-                "masters of it. Put it into one of them only; or leave master weights out (master_weights=False)."
-            )
-        if not isinstance(backing.full, nn.Parameter):
-            backing.full = nn.Parameter(parameter.detach().float())
-        else:
-            if backing.owner is not None:
-                backing.full.grad = None  # that of an optimizer that is gone
+        backing = self._backings.get(parameter) or self._back(parameter, parameter.dtype)
+        if backing.owner is not None and backing.owner() is not owner:
+            gc.collect()  # an adopted optimizer refers to itself, and so outlives its last name for a while
+            if backing.owner() is not None:
+                raise UsageError(
+                    f"a parameter of shape {tuple(parameter.shape)} is in two optimizers, which would update two "
+                    "float32 masters of it. Put it into one of them only, or leave master weights out "
+                    "(master_weights=False). To replace an optimizer, delete the old one first, with its LR schedulers."
+                )
+            assert backing.full is not None
+            backing.full.grad = None  # that of an optimizer that is gone
+        with torch.inference_mode(False):
+            if not isinstance(backing.full, nn.Parameter):
+                backing.full = nn.Parameter(parameter.detach().float())
+                backing.note(parameter)
+            else:
                 backing.synchronise(parameter)
-            backing.full.requires_grad_()
-        if parameter.grad is not None:
-            backing.full.grad, parameter.grad = parameter.grad.float(), None
+        backing.full.requires_grad_()
         vars(backing.full).update(vars(parameter))  # some optimizers go by marks on parameters
         backing.owner = weakref.ref(owner)
-        backing.note(parameter)
         return backing
 
     def release(self, parameter: nn.Parameter) -> None:
-        """Takes a `claim` back."""
+        """Takes a `claim` back; the values are kept until `forget_unclaimed` or `restore`."""
         self._backings[parameter].owner = None
 
     def forget_unclaimed(self) -> None:
         """Lets go of the float32 values of parameters that nobody updates: they are what half weights are to save."""
         for tensor, backing in list(self._backings.items()):
             if isinstance(backing.full, nn.Parameter) and backing.owner is None:
-                grad, backing.full = backing.full.grad, None
+                grad, backing.full, backing.half_mark, backing.full_mark = backing.full.grad, None, None, None
                 if grad is not None:
                     tensor.grad = grad.to(tensor.dtype)
 
-    def float32_of(self, tensor: Tensor) -> Tensor:
-        """A half tensor's values in float32, without rounding where they are kept; these share memory with a master."""
-        backing = self._backings[tensor]
-        if backing.full is None:
-            return tensor.detach().float()
+    def float32_of(self, module: nn.Module, name: str, tensor: Tensor) -> Tensor | None:
+        """A half tensor's values in float32, without rounding where they are kept; these share memory with a master.
+
+        Args:
+            module: the module that the tensor is a parameter or buffer of.
+            name: its name there.
+            tensor: float16 or bfloat16.
+
+        Returns:
+            The master itself; or float32 values; or None if the tensor was not converted.
+        """
+        backing = self._backings.get(tensor)
+        if backing is None:  # a buffer that the module itself has replaced since
+            return tensor.detach().float() if name in self._buffers.get(module, {}) else None
+        if backing.full is None or backing.full.shape != tensor.shape:
+            return tensor.detach().float() if tensor.dtype in HALVES else None
+        if tensor.dtype is not backing.dtype:
+            converted: Tensor = backing.values(tensor)
+            return converted
         backing.synchronise(tensor)
-        full: Tensor = backing.full.detach()
+        full: Tensor = backing.full
         return full
 
     def load(self, tensor: Tensor, values: Tensor) -> None:
-        """Takes over float32 values before the half tensor gets them, narrowed, from ``load_state_dict``."""
-        full = self._backings[tensor].full
-        if full is not None and values.shape == tensor.shape:
-            with torch.no_grad():
-                full.copy_(values)
+        """Takes over values that a half tensor was just loaded with by ``load_state_dict``, with all their bits."""
+        backing = self._backings.get(tensor)
+        if backing is not None:
+            backing.load(tensor, values)
 
     def mark(self) -> int:
         """A point in time for `restore`."""
         return next(self._numbers)
 
     def restore(self, since: int = 0) -> None:
-        """Gives what was converted the type that it had, with the float32 values that are kept."""
-        for tensor, backing in list(self._backings.items()):
-            if backing.number >= since:
-                del self._backings[tensor]
-                _restore(tensor, backing)
+        """Gives what was converted the type that it had, with the float32 values that are kept.
 
-    def _back(self, tensor: Tensor) -> Backing:
-        backing = self._backings[tensor] = Backing(next(self._numbers), tensor.dtype)
+        All of it, also where something raises.
+        """
+        with torch.inference_mode(False), contextlib.ExitStack() as all_of_it:
+            for module, names in list(self._buffers.items()):
+                for name, (number, before) in list(names.items()):
+                    if number >= since:
+                        del names[name]
+                        buffer = module._buffers.get(name)
+                        if buffer is not None and buffer not in self._backings and buffer.dtype in HALVES:
+                            # One that the module itself has put there since.
+                            all_of_it.callback(module._buffers.__setitem__, name, buffer.to(before))
+            for tensor, backing in list(self._backings.items()):
+                if backing.number >= since:
+                    del self._backings[tensor]
+                    all_of_it.callback(_restore, tensor, backing)
+
+    def _back(self, tensor: Tensor, dtype: torch.dtype) -> Backing:
+        backing = self._backings[tensor] = Backing(next(self._numbers), tensor.dtype, dtype)
         return backing
 
 
-def _matches(wanted: str | type[nn.Module], name: str, module: nn.Module) -> bool:
-    if isinstance(wanted, str):
-        return fnmatch.fnmatchcase(name, wanted) or type(module).__name__ == wanted
-    return isinstance(module, wanted)
-
-
-def _callable_roots(module: nn.Module) -> Iterator[nn.Module]:
-    """The module itself; of one that only holds others, such as a ``ModuleList``, those that it holds."""
-    if type(module).forward is nn.Module.forward:
-        for child in module.children():
-            yield from _callable_roots(child)
-    else:
-        yield module
-
-
-def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A module's own parameters and buffers by name, without those of its submodules."""
-    for held in (module._parameters, module._buffers):
-        for name, tensor in held.items():
-            if tensor is not None:
-                yield name, tensor
-
-
-def _check_convertible(path: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    if is_lazy(tensor):
-        raise OptionError(
-            f"the model's {path!r} has no shape yet, so it cannot be converted to {dtype}. Run one batch through the "
-            "model first, then make the optimizer and call amp.initialize."
-        )
-    if tensor.dtype not in CASTABLE or tensor.dtype is dtype:
-        return
-    if tensor.device.type == "meta":
-        raise OptionError(
-            f"the model's {path!r} is on the device 'meta', so there are no values to convert to {dtype}. Type "
-            "model.to_empty(device=...) and load the weights first."
-        )
-    if type(tensor.data) is not Tensor:
-        raise OptionError(
-            f"the model's {path!r} is a {type(tensor.data).__name__}, and only plain tensors can be converted to "
-            f"{dtype}. Use opt_level='O1' or 'O4', which leave weights as they are."
-        )
+def _same_bits(one: Tensor, other: Tensor) -> Tensor:
+    return one.view(torch.int16) == other.detach().view(torch.int16)
 
 
 def _set_dtype(tensor: Tensor, dtype: torch.dtype, backing: Backing) -> None:
     full, grad = tensor.data, tensor.grad  # not detach(), which counts writes to the two together
-    narrowed = full.to(dtype)
-    tensor.grad = None  # torch wants a gradient to be of the parameter's type
-    tensor.data = narrowed
+    _replace(tensor, full.to(dtype))
     if full.dtype is torch.float32 and dtype in HALVES:
         backing.full = nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
         backing.full.grad = grad
@@ -321,11 +294,27 @@ def _set_dtype(tensor: Tensor, dtype: torch.dtype, backing: Backing) -> None:
 
 def _restore(tensor: Tensor, backing: Backing) -> None:
     values, grad = tensor.data, tensor.grad
-    if backing.full is not None:
-        backing.synchronise(tensor)
-        values, grad = backing.full.data, backing.full.grad if grad is None else grad
-    if tensor.dtype is not backing.before:
-        tensor.grad = None
-        tensor.data = values.to(backing.before)
+    if backing.full is not None and tensor.shape == backing.full.shape:
+        if tensor.dtype is backing.dtype:
+            backing.synchronise(tensor)
+            values = backing.full.data
+        elif tensor.is_floating_point():  # converted by the user since
+            values = backing.values(tensor)
+        # Of an optimizer that is gone the half parameter's gradient is what is left.
+        if grad is None and backing.owner is None:
+            grad = backing.full.grad
+    if tensor.dtype is backing.dtype and tensor.dtype is not backing.before:
+        _replace(tensor, values.to(backing.before))
+    elif values is not tensor.data and tensor.dtype is not backing.dtype:
+        tensor.data = values.to(tensor.dtype)
     if grad is not None:
-        tensor.grad = grad.to(backing.before)
+        tensor.grad = grad.to(tensor.dtype)
+
+
+def _replace(tensor: Tensor, data: Tensor) -> None:
+    """Puts data of another type in place; the gradient is gone, as it is to be of the parameter's type."""
+    tensor.grad = None
+    follows = tensor.is_leaf and tensor.grad_dtype is tensor.dtype
+    tensor.data = data
+    if follows and tensor.grad_dtype is not data.dtype:  # somebody has set it, as unscaling half gradients does
+        tensor.grad_dtype = data.dtype

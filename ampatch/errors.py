@@ -7,6 +7,8 @@ package.
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -65,3 +67,14 @@ def did_you_mean(name: object, candidates: Iterable[str]) -> str:
     """A sentence naming the candidates closest to ``name``, with a space in front; empty if none is close."""
     near = difflib.get_close_matches(str(name), list(candidates), n=3, cutoff=0.6)
     return f" Did you mean {' or '.join(repr(candidate) for candidate in near)}?" if near else ""
+
+
+def warn(message: str) -> None:
+    """Warns, of the line outside of ampatch and torch that led here."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, AmpWarning, stacklevel=level)
+
+
+_NOT_THE_USERS = ("ampatch", "contextlib", "functools", "torch")

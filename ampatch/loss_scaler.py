@@ -19,7 +19,7 @@ from ampatch.errors import AmpError, OptionError
 from ampatch.opt_levels import LossScale, check_loss_scale
 
 # The keys of a saved state. The first two of each are what a scaler cannot do without: the scale and its clean steps.
-_KEYS = ("loss_scale", "unskipped", "hysteresis_left")
+_KEYS = ("loss_scale", "unskipped", "hysteresis_left", "dynamic")
 _GRAD_SCALER_KEYS = ("scale", "_growth_tracker", "growth_factor", "backoff_factor", "growth_interval")
 
 
@@ -284,6 +284,8 @@ class LossScaler:
         saved: dict[str, float | int] = {"loss_scale": state.loss_scale, "unskipped": state.unskipped}
         if self.policy.hysteresis > 1:
             saved["hysteresis_left"] = state.hysteresis_left
+        if not self.dynamic:
+            saved["dynamic"] = False  # such a scale is no place for a dynamic one to start from
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
@@ -292,8 +294,7 @@ class LossScaler:
         Raises:
             OptionError: a key is missing, unknown, or holds no such number; nothing was changed.
         """
-        with torch.inference_mode(False):  # what is made within could not be written to by the next `update`
-            self._set(self.read_state_dict(state_dict), self._scale.device)
+        self._set(self.read_state_dict(state_dict), self._scale.device)
 
     def read_state_dict(self, state_dict: Mapping[str, object]) -> ScaleState:
         """The state that a dict holds, checked, without taking it over.
@@ -329,10 +330,11 @@ class LossScaler:
         return ScaleState(scale, unskipped, left)
 
     def _set(self, state: ScaleState, device: torch.device) -> None:
-        self._scale = torch.tensor(state.loss_scale, dtype=torch.float32, device=device)
-        self._unskipped = torch.tensor(state.unskipped, dtype=torch.int32, device=device)
-        self._hysteresis_left = torch.tensor(state.hysteresis_left, dtype=torch.int32, device=device)
-        self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        with torch.inference_mode(False):  # backward may need them, whoever makes them where
+            self._scale = torch.tensor(state.loss_scale, dtype=torch.float32, device=device)
+            self._unskipped = torch.tensor(state.unskipped, dtype=torch.int32, device=device)
+            self._hysteresis_left = torch.tensor(state.hysteresis_left, dtype=torch.int32, device=device)
+            self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self.is_one = not self.policy.dynamic and state.loss_scale == 1
         self.age += 1
 

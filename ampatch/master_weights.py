@@ -9,9 +9,10 @@ Owns the pairs of parameter and master. Knows neither scales nor whether a step 
 
 from __future__ import annotations
 
+import copy
+import enum
 import functools
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,9 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from ampatch import kernels, optimizer_state
-from ampatch.conversion import HALVES, Backing, Conversion
-from ampatch.errors import AmpWarning, UsageError
+from ampatch.conversion import Backing, Conversion
+from ampatch.conversion_plan import HALVES
+from ampatch.errors import UsageError, warn
 from ampatch.patching import PatchLedger
+
+
+class _Gradient(enum.Enum):
+    """What a half parameter's gradient is."""
+
+    NEW = "what backward has left since, or nothing: the master is to get it"
+    SHOWN = "the master's, in half"
+    BASE = "zeros that backward adds to, below which the master keeps what was there before"
 
 
 @dataclass(slots=True, eq=False)
@@ -34,20 +44,45 @@ class _Pair:
         parameter: the model's.
         backing: what stands behind it.
         master: the optimizer's.
-        shown: the half parameter's gradient if it shows the master's; None if it is a new one, or not there.
-        shown_version: of that tensor as it was left.
+        gradient: what the half parameter's gradient is.
+        left: that gradient as amp left it; None if there was none.
+        left_version: of that tensor.
     """
 
     parameter: nn.Parameter
     backing: Backing
     master: nn.Parameter
-    shown: Tensor | None = None
-    shown_version: int = 0
+    gradient: _Gradient = _Gradient.NEW
+    left: Tensor | None = None
+    left_version: int = 0
+
+    def leave(self, gradient: _Gradient) -> None:
+        """Takes note of the gradient that is left in the half parameter."""
+        self.gradient, self.left = gradient, self.parameter.grad
+        self.left_version = 0 if self.left is None else self.left._version
+
+    def clear(self) -> None:
+        """There is no gradient in the half parameter."""
+        self.parameter.grad = None
+        self.leave(_Gradient.NEW)
+
+    @property
+    def was_cleared(self) -> bool:
+        """Whether somebody set the gradient that was left to None, whatever has come since."""
+        grad, left = self.parameter.grad, self.left
+        if left is None or grad is left:
+            return False
+        if grad is None:
+            return True
+        # Sums are in another tensor, too, with create_graph=True (it has a graph), of sparse ones, and where
+        # DistributedDataParallel has its buckets (it is a piece of a larger storage).
+        is_piece = grad.layout is torch.strided and grad.untyped_storage().nbytes() > grad.numel() * grad.itemsize
+        return not (grad.requires_grad or left.layout is not torch.strided or is_piece)
 
     @property
     def has_new_gradient(self) -> bool:
-        """Whether backward left a gradient that the master does not have yet."""
-        return self.shown is None and self.parameter.grad is not None
+        """Whether there is something that the master is to get."""
+        return self.gradient is not _Gradient.SHOWN and self.parameter.grad is not None
 
 
 class MasterWeights:
@@ -62,6 +97,7 @@ class MasterWeights:
 
     def __init__(self, optimizer: Any, conversion: Conversion, wanted: bool) -> None:
         self._wanted = wanted
+        self._compared = False
         self._optimizer = weakref.ref(optimizer)
         self._conversion = conversion
         self._pairs: dict[int, _Pair] = {}  # by id of the half parameter
@@ -96,7 +132,11 @@ class MasterWeights:
             for parameter in optimizer_state.parameters_of(optimizer):
                 if parameter.dtype in HALVES and parameter.requires_grad and isinstance(parameter, nn.Parameter):
                     if id(parameter) in self._pairs or id(parameter) in new:
-                        raise UsageError("some parameters are in more than one parameter group of the optimizer.")
+                        raise UsageError(
+                            f"a parameter of shape {tuple(parameter.shape)} is in more than one parameter group of the "
+                            "optimizer, or in one twice: as itself and as its float32 master, which is what the groups "
+                            "hold. Leave it where amp.initialize put the master."
+                        )
                     backing = self._conversion.claim(parameter, self)
                     assert isinstance(backing.full, nn.Parameter)
                     new[id(parameter)] = _Pair(parameter, backing, backing.full)
@@ -107,6 +147,7 @@ class MasterWeights:
         if new:
             self._pairs.update(new)
             self._parameters.update({id(pair.master): pair.parameter for pair in new.values()})
+            # Its way out is `take_out`, which puts back what has been put in.
             optimizer_state.replace_parameters(
                 optimizer,
                 lambda parameter: (new[id(parameter)].master, torch.float32) if id(parameter) in new else None,
@@ -118,9 +159,13 @@ class MasterWeights:
         before = {id(pair.master): (pair.parameter, pair.backing.before) for pair in self._pairs.values()}
         if optimizer is not None:
             optimizer_state.replace_parameters(optimizer, lambda master: before.get(id(master)))
-        self.hide_gradients()
+        for pair in self._pairs.values():
+            self._conversion.release(pair.parameter)
         self._pairs.clear()
         self._parameters.clear()
+
+    def __len__(self) -> int:
+        return len(self._pairs)
 
     def parameter_of(self, tensor: Tensor) -> Tensor:
         """The model's parameter behind a master; any other tensor is its own."""
@@ -131,10 +176,6 @@ class MasterWeights:
         return id(tensor) in self._parameters
 
     # Gradients
-
-    def has_new_gradients(self) -> bool:
-        """Whether backward left gradients in half parameters that the masters do not have yet."""
-        return any(pair.has_new_gradient for pair in self._pairs.values())
 
     def new_gradients(self) -> list[Tensor]:
         """What backward left in half parameters, in the order of `widened`."""
@@ -148,84 +189,123 @@ class MasterWeights:
     def add(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
         """Adds to the masters' gradients, and shows what they are now in the half parameters."""
         there: list[tuple[Tensor, Tensor]] = []
-        shown: list[_Pair] = []
         for master, grad in gradients:
             if master.grad is None:
                 master.grad = grad
             elif grad.layout is torch.strided and master.grad.layout is torch.strided:
                 there.append((master.grad, grad))
-            else:
-                master.grad = master.grad + grad
-            shown.append(self._pairs[id(self._parameters[id(master)])])
+            else:  # of a dense and a sparse one torch adds the second to the first
+                dense_first = (grad, master.grad) if grad.layout is torch.strided else (master.grad, grad)
+                master.grad = dense_first[0] + dense_first[1]
         kernels.add_([grad for grad, _ in there], [new for _, new in there])
-        self._show(shown)
+        self._show([pair for pair in self._pairs.values() if pair.has_new_gradient])
 
-    def follow_gradients(self) -> None:
+    def follow_clearing(self) -> None:
+        """Drops the masters' gradients where somebody has set those of the half parameters to None."""
+        for pair in self._pairs.values():
+            if pair.was_cleared:
+                pair.master.grad = None
+                pair.gradient, pair.left = _Gradient.NEW, None
+
+    def follow_gradients(self, quietly: bool = False) -> None:
         """Takes over what became of gradients since `add`: cleared, changed, or left by a backward without a scale.
+
+        Args:
+            quietly: without the warning.
 
         Warns:
             AmpWarning: gradients of half parameters were changed after they had been unscaled.
         """
-        changed: list[_Pair] = []
-        for pair in self._pairs.values():
-            if pair.shown is None:
-                continue
-            grad = pair.parameter.grad
-            if grad is None:
-                pair.master.grad = pair.shown = None
-            elif grad is not pair.shown or grad._version != pair.shown_version:
-                changed.append(pair)
-        if changed:
-            # Asked of the device only here, where somebody has written to a gradient: zeros are a cleared one.
-            if any(bool(_gradient(pair.parameter).detach().any()) for pair in changed):
-                warnings.warn(
-                    "gradients of the model's half parameters were changed after amp.scale_loss had ended. The "
-                    "optimizer updates float32 masters, whose gradients are now what was written, rounded to half. "
-                    "Change those of the masters instead, as in torch.nn.utils.clip_grad_norm_(amp.master_params("
-                    "optimizer), max_norm), and put every backward into a block of amp.scale_loss.",
-                    AmpWarning,
-                    stacklevel=3,
-                )
-            for pair in changed:
-                pair.shown = pair.master.grad = None
-        if self.has_new_gradients():
-            self.add(self.widened())
+        self.follow_clearing()
+        changed = [
+            pair
+            for pair in self._pairs.values()
+            if pair.gradient is _Gradient.SHOWN and _gradient(pair.parameter)._version != pair.left_version
+        ]
+        # Asked of the device only here, where somebody has written to gradients, if only by a clipping of nothing.
+        for pair in changed:
+            grad = _gradient(pair.parameter).detach()
+            if pair.master.grad is not None and bool((grad == pair.master.grad.to(grad.dtype)).all()):
+                pair.leave(_Gradient.SHOWN)
+            else:
+                pair.master.grad = None
+                pair.gradient, pair.left = _Gradient.NEW, None
+        changed = [pair for pair in changed if pair.gradient is _Gradient.NEW]
+        # Zeros are a cleared one.
+        if not quietly and any(bool(_gradient(pair.parameter).detach().any()) for pair in changed):
+            warn(
+                "gradients of the model's half parameters were changed after amp.scale_loss had ended. The optimizer "
+                "updates float32 masters, whose gradients are now what was written, rounded to half. Change those of "
+                "the masters instead, as in torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm), "
+                "and put every backward into a block of amp.scale_loss."
+            )
+        widened = self.widened()
+        if widened:
+            self.add(widened)
 
-    def hide_gradients(self) -> None:
-        """Takes shown gradients out of the half parameters, so that backward leaves what is new there and no more."""
-        for pair in self._pairs.values():
-            if pair.shown is not None and pair.parameter.grad is pair.shown:
+    def make_way(self) -> None:
+        """Has what is shown make way for what backward will leave: zeros, so that clearing them can be seen."""
+        shown = [pair for pair in self._pairs.values() if pair.gradient is _Gradient.SHOWN]
+        for pair in shown:
+            grad = _gradient(pair.parameter)
+            if pair.master.grad is None or grad.layout is not torch.strided or grad.requires_grad:
                 pair.parameter.grad = None
-            pair.shown = None
+            else:
+                grad.zero_()
+            pair.leave(_Gradient.BASE)
+
+    def leave_scaled(self) -> None:
+        """Takes note of gradients that stay scaled for a later block, to see whether they are cleared until then."""
+        self.follow_clearing()
+        for pair in self._pairs.values():
+            if pair.gradient is not _Gradient.SHOWN:
+                pair.leave(_Gradient.BASE)
+
+    def surrender_gradients(self, scale: Tensor | None) -> None:
+        """Has masters hold all there is of gradients, at a scale if there is one, for the parameters to take back."""
+        self.follow_clearing()
+        if scale is not None:
+            kernels.multiply_(
+                [pair.master.grad for pair in self._pairs.values() if pair.master.grad is not None], scale
+            )
+        self.add(self.widened())
+        for pair in self._pairs.values():
+            pair.clear()
 
     def clear_gradients(self) -> None:
         """Sets the gradients of masters and half parameters to None."""
         for pair in self._pairs.values():
-            pair.parameter.grad = pair.shown = pair.master.grad = None
+            pair.master.grad = None
+            pair.clear()
 
     # Weights
 
     def synchronise(self) -> None:
-        """Takes over what somebody wrote into half weights or masters since `write`, where torch has counted it.
+        """Takes over what somebody wrote into half weights or masters since `write`.
+
+        Writes by way of ``.data`` are not counted by torch, and it would take a pass over all weights to see them. The
+        first time that is done, for weights that are initialised in that way.
 
         Raises:
             UsageError: the model was converted to another type.
         """
         for pair in self._pairs.values():
-            if pair.parameter.dtype not in HALVES:
-                raise UsageError(
-                    f"a parameter of shape {tuple(pair.parameter.shape)} became {pair.parameter.dtype} after "
-                    "amp.initialize, and its optimizer updates a master of half weights. Type amp.deinitialize() "
-                    "before converting the model, and amp.initialize afterwards."
-                )
-            pair.backing.synchronise(pair.parameter)
+            if not (self._compared and pair.backing.is_in_step(pair.parameter)):
+                pair.backing.synchronise(pair.parameter)
+        self._compared = True
 
     def write(self) -> None:
         """Writes the masters into the half weights, rounded."""
-        pairs = list(self._pairs.values())
+        # An optimizer may write to parameters that have no gradient, and by way of .data, which is not counted. But a
+        # write that is counted breaks graphs that half weights are part of, which are sound where nothing was updated.
+        updated: list[_Pair] = []
+        others: list[_Pair] = []
+        for pair in self._pairs.values():
+            (updated if pair.master.grad is not None or pair.backing.was_updated else others).append(pair)
         with torch.no_grad():
-            kernels.copy_([pair.parameter for pair in pairs], [pair.master for pair in pairs])
-        for pair in pairs:
+            kernels.copy_([pair.parameter for pair in updated], [pair.master for pair in updated])
+            kernels.copy_([pair.parameter.data for pair in others], [pair.master for pair in others])
+        for pair in self._pairs.values():
             pair.backing.note(pair.parameter)
 
     def _show(self, pairs: list[_Pair]) -> None:
@@ -238,8 +318,7 @@ class MasterWeights:
                 plain.append((grad, full))
         kernels.copy_([grad for grad, _ in plain], [full for _, full in plain])
         for pair in pairs:
-            pair.shown = _gradient(pair.parameter)
-            pair.shown_version = pair.shown._version
+            pair.leave(_Gradient.SHOWN)
 
     # What the optimizer's own methods do besides
 
@@ -258,7 +337,7 @@ class MasterWeights:
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         for pair in self._pairs.values():
-            pair.parameter.grad = pair.shown = None
+            pair.clear()
         return result
 
     def _add_param_group(self, original: Callable[..., Any], param_group: Any) -> Any:
@@ -280,10 +359,13 @@ class MasterWeights:
             {**group, "params": [self.parameter_of(parameter) for parameter in group["params"]]}
             for group in state["param_groups"]
         ]
-        state["state"] = type(state["state"])(
-            *([dict] if hasattr(state["state"], "default_factory") else []),
-            {self.parameter_of(key): value for key, value in state["state"].items()},
-        )
+        # Of a defaultdict, as torch's optimizers have, the copy is one too.
+        moved = copy.copy(state["state"])
+        moved.clear()
+        for key, value in state["state"].items():
+            parameter = self.parameter_of(key)
+            moved[parameter] = optimizer_state.retyped(value, key.dtype, parameter.dtype, parameter)
+        state["state"] = moved
         return state
 
 

@@ -100,11 +100,13 @@ def hook_state_dict(
     ledger: PatchLedger,
     after_state_dict: Callable[[nn.Module, Any, str, Any], None],
     before_load: Callable[..., None],
+    after_load: Callable[[nn.Module, Any], None],
 ) -> None:
-    """Calls ``after_state_dict`` and ``before_load`` for every one of the modules: parts are saved as the whole is."""
+    """Calls the three for every one of the modules: parts are saved and loaded as the whole is."""
     for module in modules:
         ledger.on_undo(module.register_state_dict_post_hook(after_state_dict).remove, module)
         ledger.on_undo(module.register_load_state_dict_pre_hook(before_load).remove, module)
+        ledger.on_undo(module.register_load_state_dict_post_hook(after_load).remove, module)
 
 
 def _cast_arguments(dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -53,7 +53,7 @@ def replace_parameters(optimizer: Any, replacement_of: Callable[[Tensor], tuple[
         moved = {}
         for key, value in state.items():
             now, dtype = replaced.get(key, (key, None))
-            moved[now] = value if dtype is None else retyped(value, key.dtype, dtype)
+            moved[now] = value if dtype is None else retyped(value, key.dtype, dtype, key)
         state.clear()
         state.update(moved)
 
@@ -64,15 +64,18 @@ def retype(optimizer: Any, dtype_before: Callable[[Tensor], torch.dtype | None])
     for parameter in parameters_of(optimizer):
         before = dtype_before(parameter)
         if state and before is not None and before is not parameter.dtype and parameter in state:
-            state[parameter] = retyped(state[parameter], before, parameter.dtype)
+            state[parameter] = retyped(state[parameter], before, parameter.dtype, parameter)
 
 
-def retyped(value: Any, before: torch.dtype, now: torch.dtype) -> Any:
-    """Nested state with its tensors of one type in another; numbers that are tensors, such as step counts, stay."""
+def retyped(value: Any, before: torch.dtype, now: torch.dtype, parameter: Tensor) -> Any:
+    """A parameter's state with its tensors of one type in another; tensors that are mere numbers stay."""
 
     def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(now) if tensor.dtype is before and tensor.dtype in CASTABLE and tensor.dim() else tensor
+        is_number = tensor.dim() == 0 and parameter.dim() > 0
+        return tensor.to(now) if tensor.dtype is before and before in CASTABLE and not is_number else tensor
 
+    if isinstance(value, dict) and "step" in value:
+        return {**cast_tensors(value, cast), "step": value["step"]}  # type: ignore[dict-item]
     return cast_tensors(value, cast)
 
 

@@ -6,8 +6,10 @@ it was; only its methods are replaced on the instance, through the ledger. Knows
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import sys
 import types
 import weakref
 from collections import deque
@@ -16,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from ampatch import kernels, optimizer_state
@@ -109,7 +112,7 @@ class AdoptedOptimizer:
         self._last_was_skipped = False
         self._unsettled: deque[list[Scaling]] = deque()  # steps that the optimizer ran or skipped by itself
         self._near_floor = False
-        self._widened: list[tuple[Tensor, torch.dtype | None, torch.dtype]] = []
+        self._widened: list[tuple[Tensor, torch.dtype, torch.dtype | None, torch.dtype]] = []
         self._left_scaled: list[TensorWeakRef] = []
 
     def install(self, ledger: PatchLedger) -> None:
@@ -185,11 +188,12 @@ class AdoptedOptimizer:
         for parameter in self.parameters():
             grad = None if id(parameter) in but else parameter.grad
             if grad is not None and grad.dtype in (torch.float16, torch.bfloat16) and not grad.is_sparse:
-                self._widened.append((parameter, parameter.grad_dtype, grad.dtype))
+                self._widened.append((parameter, parameter.dtype, parameter.grad_dtype, grad.dtype))
                 _set_gradient(parameter, grad.float(), torch.float32)
 
     def note_scaled(self) -> None:
-        """Remembers whose gradients are left scaled, to find them should the optimizer be gone."""
+        """Takes note of gradients that are left scaled: to find them should the optimizer be gone."""
+        self.masters.leave_scaled()
         parameters = map(self.masters.parameter_of, self.parameters())
         self._left_scaled = [TensorWeakRef(parameter) for parameter in parameters if parameter.grad is not None]
 
@@ -197,7 +201,9 @@ class AdoptedOptimizer:
         """The gradients are unscaled now, or gone: those that were widened are half again."""
         self.scaled_by = None
         self._left_scaled.clear()
-        for parameter, allowed, dtype in self._widened:
+        for parameter, own, allowed, dtype in self._widened:
+            if parameter.dtype is not own:  # given back its type by deinitialize inside the block
+                continue
             _set_gradient(parameter, None if parameter.grad is None else parameter.grad.to(dtype), allowed)
         self._widened.clear()
 
@@ -208,15 +214,17 @@ class AdoptedOptimizer:
             optimizer_state.retype(optimizer, dtype_before)
 
     def let_go(self) -> bool:
-        """Takes gradients away that nobody would unscale any more; whether there were any."""
+        """Drops gradients that nobody would unscale any more, if there are any; masters give theirs back."""
         scaled_by = self.scaled_by
-        if scaled_by is None or scaled_by.is_open:
-            return False
-        lost = self.has_gradients() and not scaled_by.is_one
+        is_open = scaled_by is not None and scaled_by.is_open
+        lost = scaled_by is not None and not is_open and not scaled_by.is_one and self.has_gradients()
         if lost:
             self.drop_gradients()
-        else:
+        elif scaled_by is None:
+            self.masters.follow_gradients(quietly=True)
+        elif not is_open:
             self.leave_scale()
+        self.masters.surrender_gradients(scaled_by.scale if is_open and scaled_by is not None else None)
         return lost
 
     def optimizer_died(self) -> None:
@@ -284,7 +292,10 @@ class AdoptedOptimizer:
             if self._skips_by_itself(passes, args, kwargs):
                 return self._step_or_skip(original, passes)
             overflowed = [scaling for scaling in passes if scaling.overflowed]
-            self._last_was_skipped = bool(overflowed)
+            self._settle(wait=bool(passes))
+            self._unsettled.append([])  # in its order behind steps that are not settled yet
+            if self._near_floor and passes:
+                self._near_floor = any(scaling.ended_at_floor for scaling in passes)
             if overflowed:
                 self._skip(overflowed)
                 return None
@@ -302,16 +313,34 @@ class AdoptedOptimizer:
         may_go_back = closure is not None and self._dynamic and not _evaluates_first(self._optimizer())
         before = Snapshot(self._optimizer()) if may_go_back else None
         try:
-            with self._switch.disabled():
+            with self._writing(), self._switch.disabled():
                 return original(*args, **kwargs)
         except _ClosureOverflowedError as error:
             if before is not None:
                 before.restore()
-            self._last_was_skipped = True
+                self.masters.write()
             self._skip(error.overflowed)
             return error.result
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Has half weights written after a step, before the user's hooks see them, and what hooks write be followed."""
+        optimizer = self._optimizer()
+        hooks: list[RemovableHandle] = []
+        if isinstance(optimizer, torch.optim.Optimizer) and self.masters:
+            # Last of those before the step, first of those after it.
+            hooks.append(optimizer.register_step_pre_hook(lambda *_: self.masters.synchronise()))
+            hooks.append(optimizer.register_step_post_hook(lambda *_: self.masters.write()))
+            optimizer._optimizer_step_post_hooks.move_to_end(hooks[-1].id, last=False)  # type: ignore[attr-defined]
+        try:
+            yield
         finally:
-            self.masters.write()
+            for hook in hooks:
+                hook.remove()
+            if hooks and sys.exc_info()[0] is None:
+                self.masters.synchronise()
+            else:
+                self.masters.write()
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Calls the closure as the code around the step would."""
@@ -319,6 +348,7 @@ class AdoptedOptimizer:
         with self._switch.resumed():
             result = closure()
         self._check_unscaled("the closure of optimizer.step(closure) left gradients that are")
+        self.masters.synchronise()
         self.masters.follow_gradients()
         passes, self.passes = self.passes, []
         overflowed = [scaling for scaling in passes if scaling.overflowed]
@@ -333,11 +363,10 @@ class AdoptedOptimizer:
         # torch's own protocol between GradScaler and its optimizers. The gradients are unscaled already.
         optimizer.grad_scale, optimizer.found_inf = None, found_inf
         try:
-            with self._switch.disabled():
+            with self._writing(), self._switch.disabled():
                 return original()
         finally:
             del optimizer.grad_scale, optimizer.found_inf
-            self.masters.write()
             for scaling in passes:
                 scaling.send()
             self._unsettled.append(passes)
@@ -352,6 +381,7 @@ class AdoptedOptimizer:
             and not self._near_floor
             and getattr(optimizer, "_step_supports_amp_scaling", False)
             and isinstance(optimizer, torch.optim.Optimizer)
+            and all(group.get("fused") for group in optimizer.param_groups)  # any of them may say otherwise
             and _has_state(optimizer)
         )
 
@@ -383,6 +413,8 @@ class AdoptedOptimizer:
             self.leave_scale()
 
     def _skip(self, overflowed: Sequence[Scaling]) -> None:
+        self._settle(wait=True)
+        self._last_was_skipped = True
         self._skipped_steps += 1
         optimizer = self._optimizer()
         if isinstance(optimizer, torch.optim.Optimizer):

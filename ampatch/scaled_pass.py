@@ -50,14 +50,15 @@ class ScaledPass:
         with self._whole():
             for optimizer in unscaled:
                 optimizer.bring_up_to_date()
-                optimizer.masters.hide_gradients()
                 if optimizer.passes and optimizer.passes[-1].found_inf is not None:
                     # What overflowed stays infinite, and this pass is to be judged by itself.
                     kernels.zero_after_overflow_(_gradients(optimizer.parameters()), optimizer.passes[-1].found_inf)
+                optimizer.masters.make_way()
                 if not self._scaler.is_one:
                     optimizer.widen_half_gradients(but=scaled)
             self._scaler.scale_grads_(_in_place(unscaled, but=scaled))
             for optimizer in self._optimizers:
+                optimizer.masters.follow_clearing()
                 optimizer.scaled_by = self._scaling
         self._scaling.is_open = True
 
@@ -88,6 +89,8 @@ class ScaledPass:
 
     def _unscale(self) -> Tensor:
         masters = [optimizer.masters for optimizer in self._optimizers]
+        for each in masters:
+            each.follow_clearing()
         widened = [each.widened() for each in masters]
         # Half gradients with a graph of their own stay the user's to differentiate, and are unscaled for that.
         recorded = [grad for each in masters for grad in each.new_gradients() if grad.requires_grad]

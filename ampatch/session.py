@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ampatch import autocast_gates, compilers, conversion, models, opt_levels, optimizer_state
+from ampatch import autocast_gates, compilers, conversion_plan, models, opt_levels, optimizer_state
 from ampatch.cast_lists import CastLists
-from ampatch.conversion import HALVES, Conversion, KeepFloat32
+from ampatch.conversion import Conversion
+from ampatch.conversion_plan import HALVES, KeepFloat32
 from ampatch.errors import AmpWarning, OptionError, UsageError
 from ampatch.function_patches import FunctionPatches, Registration
 from ampatch.loss_scaler import LossScaler, ScalePolicy
@@ -96,6 +97,7 @@ class Session:
         ledger: everything that was installed.
         scalers: one for each loss.
         conversion: what was done to the models' weights.
+        loading: modules in the middle of ``load_state_dict``, with what they load and the prefix of their names in it.
         adapters: what decorated functions do to their arguments, by kind.
     """
 
@@ -110,6 +112,7 @@ class Session:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: dict[int, AdoptedOptimizer] = {}  # by id: an optimizer may not be hashable
         self.conversion = Conversion()
+        self.loading: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
         self._adapters = Adapters(
             settings.properties.half_dtype, self.cache, self._device_types, allow_banned=settings.allow_banned
         )
@@ -173,6 +176,7 @@ class Session:
         except BaseException:
             self.ledger.undo(since=mark)
             self.conversion.restore(since=first)
+            self.conversion.forget_unclaimed()
             self._models &= known_models
             for key in set(self._optimizers) - known_optimizers:
                 del self._optimizers[key]
@@ -202,14 +206,24 @@ class Session:
     def _convert(self, model: nn.Module) -> None:
         properties = self.settings.properties
         dtype, outputs = properties.cast_model_type, self.settings.cast_model_outputs
+        if dtype in HALVES:
+            for other in self._models - {model}:
+                if model in other.modules() or other in model.modules():
+                    raise UsageError(
+                        f"of the models that amp has, one ({type(model).__name__}) is a part of another, or has it as "
+                        f"one ({type(other).__name__}), so that its outputs would be float32 inside a half model. Hand "
+                        "in the outer one only."
+                    )
         if dtype is not None:
-            plan = conversion.plan(model, dtype, bool(properties.keep_batchnorm_fp32), self.settings.keep_fp32)
+            plan = conversion_plan.plan(model, dtype, bool(properties.keep_batchnorm_fp32), self.settings.keep_fp32)
             self.conversion.convert(plan)
             models.flatten_recurrent(model)
             for module in plan.guarded:
                 models.hook_casts(module, self.ledger, inputs=torch.float32, outputs=dtype)
             if dtype in HALVES:
-                models.hook_state_dict(model.modules(), self.ledger, after_state_dict, before_load_state_dict)
+                models.hook_state_dict(
+                    model.modules(), self.ledger, after_state_dict, before_load_state_dict, after_load_state_dict
+                )
         if dtype is not None or outputs is not None:
             models.hook_casts(model, self.ledger, inputs=dtype, outputs=outputs or torch.float32)
         if dtype is not None or self.patches_functions:
@@ -217,9 +231,9 @@ class Session:
 
     def _restore_weights(self) -> None:
         """Gives weights back the types they had; optimizers that are still there have their state follow."""
-        now = {id(p): p.dtype for adopted in self._optimizers.values() for p in adopted.parameters()}
+        now = {id(p): p.dtype for adopted in list(self._optimizers.values()) for p in adopted.parameters()}
         self.conversion.restore()
-        for adopted in self._optimizers.values():
+        for adopted in list(self._optimizers.values()):
             adopted.retype_state(lambda parameter: now.get(id(parameter)))
         for model in self._models:
             models.flatten_recurrent(model)
@@ -232,7 +246,7 @@ class Session:
             UsageError: a parameter is in two optimizers that would each have a master of it.
         """
         settings = self.settings
-        for adopted in self._optimizers.values():
+        for adopted in list(self._optimizers.values()):
             if any(adopted.masters.is_master(parameter) for parameter in optimizer_state.parameters_of(optimizer)):
                 raise UsageError(
                     f"this {type(optimizer).__name__} updates float32 masters that belong to another optimizer. Hand "
@@ -288,13 +302,18 @@ class Session:
 
     def parameter_ids(self) -> set[int]:
         """The ids of all parameters of the adopted models, and of their masters."""
-        updated = {id(parameter) for adopted in self._optimizers.values() for parameter in adopted.parameters()}
+        updated = {id(parameter) for adopted in list(self._optimizers.values()) for parameter in adopted.parameters()}
         return updated | set(models.named_parameters(self._models))
 
     def synchronise_weights(self) -> None:
         """Has half weights and their masters follow what was written into either of them."""
         for adopted in list(self._optimizers.values()):
             adopted.masters.synchronise()
+
+    def complete_masters(self) -> None:
+        """Has masters be there for all half parameters that are updated: those that were unfrozen too."""
+        for adopted in list(self._optimizers.values()):
+            adopted.masters.complete()
 
     def check_device(self, model: nn.Module) -> None:
         """Raises `UsageError` where a model was moved to another type of device than amp was set up for."""
@@ -476,26 +495,53 @@ def after_forward(model: nn.Module, _: object, __: object) -> None:
 def after_state_dict(module: nn.Module, saved: dict[str, Any], prefix: str, _: object) -> None:
     """Runs for every submodule of a converted model: what it saves is float32, with the masters' bits."""
     session = process.live
-    if session is not None:
-        for name, tensor in conversion.own_tensors(module):
-            value = saved.get(prefix + name)
-            if isinstance(value, Tensor) and value.dtype in HALVES and tensor in session.conversion:
-                saved[prefix + name] = session.conversion.float32_of(tensor)
+    if session is None:
+        return
+    for name, tensor in conversion_plan.own_tensors(module):
+        full = session.conversion.float32_of(module, name, tensor)
+        if full is not None:
+            for key in _keys_of(tensor, prefix + name, prefix, saved):
+                saved[key] = full if saved[key] is tensor else full.detach()  # itself with keep_vars=True
+
+
+def _keys_of(tensor: Tensor, expected: str, prefix: str, saved: dict[str, Any]) -> list[str]:
+    """Where a state dict has a tensor: under its name, or under one that the user's own hooks have given it."""
+    if expected in saved:
+        return [expected] if isinstance(saved[expected], Tensor) and saved[expected].dtype is tensor.dtype else []
+    return [
+        key
+        for key, value in saved.items()
+        if key.startswith(prefix) and isinstance(value, Tensor) and value.dtype is tensor.dtype
+        if value.data_ptr() == tensor.data_ptr() and value.shape == tensor.shape
+    ]
 
 
 def before_load_state_dict(
     module: nn.Module, saved: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
 ) -> None:
-    """Runs for every submodule of a converted model: its masters take their values before these are narrowed."""
+    """Runs for every submodule of a converted model, before it is loaded."""
     session = process.live
     if session is None:
         return
+    if not any(session.conversion.dtype_before(parameter) for parameter in module.parameters()):
+        return  # a copy, which is nobody's
     if local_metadata.get("assign_to_params_buffers"):
         raise UsageError(
             "load_state_dict(assign=True) would replace the half parameters that amp converted. Leave assign out, or "
             "type amp.deinitialize() first."
         )
-    for name, tensor in conversion.own_tensors(module):
+    if not prefix:
+        session.complete_masters()
+    session.loading[module] = (saved, prefix)
+
+
+def after_load_state_dict(module: nn.Module, _: object) -> None:
+    """Runs after it was loaded: masters take the values that were narrowed, under the names that hooks gave them."""
+    session = process.live
+    if session is None:
+        return
+    saved, prefix = session.loading.pop(module, ({}, ""))
+    for name, tensor in conversion_plan.own_tensors(module):
         value = saved.get(prefix + name)
-        if isinstance(value, Tensor) and tensor in session.conversion:
+        if isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta":
             session.conversion.load(tensor, value)

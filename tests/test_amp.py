@@ -16,7 +16,7 @@ from helpers import HALF_DTYPES, assert_same_bits, dtype_name
 from torch import Tensor, nn
 
 import ampatch
-from ampatch import amp, session
+from ampatch import amp, opt_levels, session
 from ampatch.errors import AmpWarning, UsageError
 
 
@@ -242,6 +242,10 @@ class TestHalfDtype:
         with amp.init(**{name: half_dtype}):
             assert product().dtype is half_dtype
 
+    def test_of_o5_is_bfloat16(self, model):
+        initialize(model, opt_level="O5")
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
     def test_of_o4_is_bfloat16(self, model):
         initialize(model, opt_level="O4")
         assert product().dtype is torch.bfloat16
@@ -288,7 +292,12 @@ class TestLevels:
             ("O0", torch.float16, 1),
             ("O1", torch.float16, 2.0**16),
             ("O1", torch.bfloat16, 1),
+            ("O2", torch.float16, 2.0**16),
+            ("O2", torch.bfloat16, 1),
+            ("O3", torch.float16, 1),
+            ("O3", torch.bfloat16, 1),
             ("O4", torch.bfloat16, 1),
+            ("O5", torch.bfloat16, 1),
         ],
         ids=str,
     )
@@ -296,7 +305,7 @@ class TestLevels:
         initialize(model, opt_level=level, half_dtype=half_dtype)
         assert amp.get_loss_scale() == loss_scale
 
-    @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+    @pytest.mark.parametrize("level", opt_levels.LEVELS)
     @pytest.mark.parametrize(
         ("loss_scale", "expected"), [("dynamic", 2.0**16), (128, 128), ("128.0", 128), (1.0, 1), (0.5, 0.5)]
     )

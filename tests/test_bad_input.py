@@ -195,6 +195,8 @@ OPTIONS = [
     option("cast_model_outputs is 'half'; expected a floating type", cast_model_outputs="half"),
     option("cast_model_outputs is torch.int32; expected a floating type", cast_model_outputs=torch.int32),
     option("keep_fp32 contradicts opt_level='O1'.*use opt_level='O2'", keep_fp32=[nn.BatchNorm1d]),
+    option("cast_lists contradicts opt_level='O2'.*patch_torch_functions=True", opt_level="O2", cast_lists={}),
+    option("keep_fp32 has 'rest', which matches .*Its submodules are '0', '1' and", opt_level="O2", keep_fp32="rest"),
     option("keep_fp32 has 5; expected names of submodules", opt_level="O2", keep_fp32=5),
     option("keep_fp32 has <class 'int'>; expected names", opt_level="O2", keep_fp32=[int]),
     option(
@@ -262,6 +264,12 @@ OBJECTS = [
         "shared-with-what-is-kept",
         lambda bench: amp.initialize([bench.model, tied()], opt_level="O2", keep_fp32="1"),
         r"'0\.weight' and '1\.weight' are one tensor, and keep_fp32 keeps only one of the two in float32",
+    ),
+    Mistake(
+        "part-of-another-model-at-O2",
+        lambda bench: amp.initialize([bench.model, bench.model[0]], bench.optimizer, opt_level="O2"),
+        r"one \(Linear\) is a part of another, .*\(Sequential\).* Hand in the outer one only",
+        UsageError,
     ),
     Mistake(
         "optimizer-twice-in-a-list",

@@ -1,4 +1,4 @@
-"""Of models whose weights amp converts: which type each tensor gets, what stays float32, and the casts around forwards."""
+"""Of models whose weights amp converts: the type of each tensor, what stays float32, and the casts around forwards."""
 
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ def unreached() -> list[str]:
     """The names in loaded modules that lead to functions without casts."""
     count, details = facts(NAMES)["in loaded modules"]
     assert int(count) == len(details)
-    return details
+    # Other modules of tests, loaded before in this process, hold some as well.
+    return [line for line in details if line.startswith(__name__) or not line.startswith("test_")]
 
 
 def foreign() -> list[str]:

@@ -6,6 +6,7 @@ Both compute the same numbers in the same order, so that all bits are compared.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -439,7 +440,9 @@ CLEARINGS: dict[str, Callable[[nn.Module, Any], object]] = {
     "model": lambda model, _: model.zero_grad(),
     "model-zeros": lambda model, _: model.zero_grad(set_to_none=False),
     "none": lambda model, _: [setattr(parameter, "grad", None) for parameter in model.parameters()],
-    "zero_": lambda model, _: [parameter.grad.zero_() for parameter in model.parameters() if parameter.grad is not None],
+    "zero_": lambda model, _: [
+        parameter.grad.zero_() for parameter in model.parameters() if parameter.grad is not None
+    ],
 }
 
 
@@ -498,9 +501,14 @@ class TestClearing:
         optimizer = SGD(model.parameters())
         initialize(model, optimizer)
         backward(loss_of(model, 0), optimizer)
-        with pytest.raises(ZeroDivisionError), amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:
-            scaled_loss.backward()
-            raise ZeroDivisionError
+
+        def fail_after_backward() -> None:
+            with amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:
+                scaled_loss.backward()
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fail_after_backward()
         assert [parameter.grad for parameter in (*masters(optimizer), *model.parameters())] == [None] * 4
 
 
@@ -616,7 +624,7 @@ class TestWritingWeights:
         optimizer = SGD(model.parameters())
         initialize(model, optimizer)
         model.float()
-        with pytest.raises(UsageError, match=r"became torch\.float32 after amp\.initialize"):
+        with pytest.raises(UsageError, match=r"became torch\.float32 of shape .* after amp\.initialize"):
             model(batch(0))
         model.half()
 
@@ -833,7 +841,6 @@ class TestClosure:
         optimizer.step(self.closure(model, optimizer, seen, iter(lambda: 1.0, None)))
         assert not amp.step_was_skipped(optimizer)
 
-
     @pytest.mark.parametrize("started", [False, True], ids=["first-step", "later-step"])
     @pytest.mark.parametrize("make", [*IMPLEMENTATIONS.values(), OwnWay], ids=[*IMPLEMENTATIONS, "own-way"])
     def test_that_overflows_changes_nothing_with_every_optimizer(self, make, started):
@@ -870,8 +877,8 @@ class TestDeinitialize:
         assert list(optimizer.state) == parameters
         assert set(vars(optimizer)) == attributes
         for module in model.modules():
-            assert not (module._forward_hooks or module._forward_pre_hooks)
-            assert not (module._state_dict_hooks or module._load_state_dict_pre_hooks)
+            hooks = (module._forward_hooks, module._forward_pre_hooks, module._state_dict_hooks)
+            assert not any((*hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks))
         optimizer.step()
         assert model(batch(0)).dtype is torch.float32
 
@@ -959,3 +966,388 @@ def test_masters_follow_a_model_that_is_moved() -> None:
     for parameter, values in zip(model.parameters(), wanted, strict=True):
         assert parameter.is_cuda
         assert_same_bits(parameter.detach(), values)
+
+
+def ones(parameters: list[Tensor]) -> list[float]:
+    return [parameter.grad.flatten()[0].item() for parameter in parameters]
+
+
+class TestGradientsOnTopOfEarlierOnes:
+    """A parameter of which every pass has a gradient of 1, so that sums can be counted."""
+
+    @pytest.fixture
+    def weight(self) -> nn.Parameter:
+        return nn.Parameter(torch.ones(3))
+
+    @pytest.fixture(params=["O1", "O2", "O3"])
+    def optimizer(self, weight, request) -> torch.optim.Optimizer:
+        optimizer = SGD([weight])
+        level = {"patch_torch_functions": False} if request.param == "O1" else {}
+        initialize(nn.ParameterList([weight]), optimizer, opt_level=request.param, **level)
+        backward(weight.float().sum(), optimizer)
+        return optimizer
+
+    def test_add_up(self, weight, optimizer):
+        backward(weight.float().sum(), optimizer)
+        assert ones(masters(optimizer)) == [2]
+
+    @pytest.mark.parametrize("how", ["optimizer", "model", "none"])
+    def test_are_gone_if_they_are_cleared_inside_the_block(self, weight, optimizer, how):
+        with amp.scale_loss(weight.float().sum(), optimizer) as scaled_loss:
+            CLEARINGS[how](nn.ParameterList([weight]), optimizer)
+            scaled_loss.backward()
+        assert ones(masters(optimizer)) == [1]
+
+    @pytest.mark.parametrize("how", ["optimizer", "model", "none"])
+    def test_are_gone_if_they_are_cleared_after_a_delayed_pass(self, weight, optimizer, how):
+        backward(weight.float().sum(), optimizer, delay_unscale=True)
+        CLEARINGS[how](nn.ParameterList([weight]), optimizer)
+        backward(weight.float().sum(), optimizer)
+        assert ones(masters(optimizer)) == [1]
+
+    def test_are_gone_if_they_are_cleared_after_a_delayed_pass_and_the_step_does_nothing(self, weight, optimizer):
+        backward(weight.float().sum(), optimizer, delay_unscale=True)
+        weight.grad = None
+        optimizer.step()
+        assert_same_bits(weight.detach().float(), torch.ones(3))
+
+    @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+    @pytest.mark.parametrize("passes", [1, 2])
+    def test_stay_where_the_new_ones_have_a_graph(self, weight, optimizer, passes):
+        with amp.scale_loss((weight.float().square() / 2).sum(), optimizer) as scaled_loss:
+            for _ in range(passes):
+                scaled_loss.backward(create_graph=True)
+        assert ones(masters(optimizer)) == [1 + passes]
+        weight.grad = None
+
+    def test_that_are_delayed_add_up_with_earlier_ones(self, weight, optimizer):
+        backward(weight.float().sum(), optimizer, delay_unscale=True)
+        backward(weight.float().sum(), optimizer)
+        assert ones(masters(optimizer)) == [3]
+
+    @pytest.mark.parametrize(
+        "state", ["there", "cleared", "added-to", "in-block-before", "in-block-after", "cleared-in-block"]
+    )
+    def test_are_what_they_are_after_deinitialize(self, weight, optimizer, state):
+        if state == "cleared":
+            weight.grad = None
+        elif state == "added-to":
+            weight.float().sum().backward()
+        elif "block" in state:
+            with amp.scale_loss(weight.float().sum(), optimizer) as scaled_loss:
+                if "before" in state:
+                    amp.deinitialize()
+                if "cleared" in state:
+                    weight.grad = None
+                scaled_loss.backward()
+        with contextlib.suppress(AmpWarning):
+            amp.deinitialize()
+        wanted = {"there": [1], "cleared": None, "cleared-in-block": [1]}.get(state, [2])
+        assert (None if weight.grad is None else ones([weight])) == wanted
+        assert weight.dtype is torch.float32
+        assert weight.grad is None or weight.grad.dtype is torch.float32
+
+
+class TestGroupAddedWhileGradientsAreScaled:
+    @pytest.mark.parametrize("how", ["inside", "delayed"])
+    @pytest.mark.parametrize("unfreeze", [False, True])
+    def test_gets_unscaled_gradients(self, how, unfreeze):
+        weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3), requires_grad=not unfreeze)]
+        optimizer = SGD(weights if unfreeze else weights[:1])
+        initialize(nn.ParameterList(weights), optimizer)
+        weights[1].requires_grad_()
+
+        def join() -> None:
+            if unfreeze:
+                masters(optimizer)
+            else:
+                optimizer.add_param_group({"params": [weights[1]]})
+
+        loss = sum(weight.float().sum() for weight in weights)
+        with amp.scale_loss(loss, optimizer, delay_unscale=how == "delayed") as scaled_loss:
+            scaled_loss.backward(retain_graph=True)
+            if how == "inside":
+                join()
+        if how == "delayed":
+            join()
+            backward(loss, optimizer)
+        assert ones(masters(optimizer)) == [2, 2] if how == "delayed" else [1, 1]
+
+
+class TestStepHooks:
+    def test_see_the_new_half_weights_and_what_they_write_stays(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        seen = []
+
+        def clamp(*_: object) -> None:
+            seen.append(model[0].weight.detach().clone())
+            with torch.no_grad():
+                model[0].weight.clamp_(-0.01, 0.01)
+
+        optimizer.register_step_post_hook(clamp)
+        backward(loss_of(model, 0), optimizer)
+        before = model[0].weight.detach().clone()
+        optimizer.step()
+        assert not torch.equal(seen[0], before)
+        assert float(masters(optimizer)[0].detach().abs().max()) <= 0.0101
+        assert len(optimizer._optimizer_step_post_hooks) == 1
+        assert not optimizer._optimizer_step_pre_hooks
+
+    def test_before_the_step_write_to_what_is_updated(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+
+        def zero(*_: object) -> None:
+            with torch.no_grad():
+                model[0].weight.zero_()
+
+        optimizer.register_step_pre_hook(zero)
+        backward(loss_of(model, 0), optimizer)
+        expected = -0.1 * masters(optimizer)[0].grad
+        optimizer.step()
+        torch.testing.assert_close(masters(optimizer)[0].detach(), expected)
+
+
+class TestMoreOfWriting:
+    def test_data_replaced_twice_in_a_row(self):
+        model = nn.Linear(4, 1000)
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        model(batch(0))
+        wanted = model.weight.detach().float() * 4
+        for _ in range(2):
+            model.weight.data = model.weight.data * 2
+        assert_same_bits(model.state_dict()["weight"], wanted)
+
+    def test_by_way_of_data_before_the_first_step_and_before_saving_is_seen(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        model[0].weight.data.fill_(0.25)
+        optimizer.step()
+        assert_same_bits(masters(optimizer)[0].detach(), torch.full((6, 4), 0.25))
+        model[0].weight.data.fill_(0.5)
+        assert_same_bits(model.state_dict()["0.weight"], torch.full((6, 4), 0.5))
+        model[0].weight.data.fill_(0.75)
+        amp.deinitialize()
+        assert_same_bits(model[0].weight.detach(), torch.full((6, 4), 0.75))
+
+    def test_data_of_masters_replaced(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        model(batch(0))
+        for master in amp.master_params(optimizer):
+            master.data = torch.zeros_like(master)
+        assert not model(batch(0)).any()
+
+    def test_by_way_of_data_as_own_optimizers_do_it_and_without_a_gradient(self):
+        class ByData(torch.optim.SGD):
+            def step(self) -> None:
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.data.mul_(0.5)
+
+        model = network()
+        optimizer = ByData(model.parameters(), lr=0.1)
+        initialize(model, optimizer)
+        wanted = [master.detach() * 0.5 for master in masters(optimizer)]
+        optimizer.step()
+        for parameter, values in zip(model.parameters(), wanted, strict=True):
+            assert_same_bits(parameter.detach(), values.half())
+
+    def test_half_weights_that_were_not_updated_are_still_good_for_backward(self):
+        model = nn.Sequential(network(), network())
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        first, second = model[0](batch(0).half()).float().sum(), model[1](batch(0).half()).float().sum()
+        backward(first, optimizer)
+        optimizer.step()
+        backward(second, optimizer)
+        optimizer.step()
+
+    def test_dense_gradient_after_a_sparse_one_and_the_other_way_round(self):
+        for order in ("sparse dense", "dense sparse"):
+            model = nn.Embedding(3, 2, sparse=True)
+            optimizer = SGD(model.parameters())
+            initialize(model, optimizer)
+            for kind in order.split():
+                outputs = model(torch.tensor([0])) if kind == "sparse" else model.weight
+                backward(outputs.float().sum(), optimizer)
+            assert masters(optimizer)[0].grad.to_dense().flatten().tolist() == [2, 2, 1, 1, 1, 1]
+            amp.deinitialize()
+
+    def test_clipping_of_the_model_that_clips_nothing_changes_nothing(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        backward(loss_of(model, 0), optimizer)
+        wanted = [master.grad.clone() for master in masters(optimizer)]
+        nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        for master, grad in zip(masters(optimizer), wanted, strict=True):
+            assert_same_bits(master.grad, grad)
+
+    def test_warning_is_of_the_users_line(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        backward(loss_of(model, 0), optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        with pytest.warns(AmpWarning) as caught:
+            optimizer.step()
+        assert caught[0].filename == __file__
+
+
+class TestGivingBack:
+    def test_goes_on_where_one_tensor_was_converted_by_the_user(self):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        wanted = model[1].weight.detach().clone()
+        initialize(model, SGD(model.parameters()))
+        model[0].float()
+        amp.deinitialize()
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        assert_same_bits(model[1].weight.detach(), wanted)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=dtype_name)
+    def test_and_saving_keep_all_bits_of_a_model_that_the_user_has_converted(self, dtype):
+        model = network()
+        wanted = copy.deepcopy(model.state_dict())
+        initialize(model, SGD(model.parameters()))
+        model.to(dtype)
+        saved = model.state_dict()
+        for name, values in wanted.items():
+            assert torch.equal(saved[name], values)
+        amp.deinitialize()
+        for name, values in wanted.items():
+            assert torch.equal(model.state_dict()[name], values.to(dtype))
+
+    def test_other_half_type_is_an_error_too(self):
+        model = network()
+        initialize(model, SGD(model.parameters()))
+        model.bfloat16()
+        with pytest.raises(UsageError, match=r"became torch\.bfloat16"):
+            model(batch(0))
+
+    def test_second_initialize_that_fails_changes_nothing_and_may_be_tried_again(self):
+        model = nn.Linear(4, 3)
+        initialize(model, half_dtype=torch.bfloat16)
+        model(batch(0)).sum().backward()
+        grad = model.weight.grad.clone()
+        with pytest.raises(UsageError, match="in two optimizers") as kept:
+            initialize(model, [SGD([model.weight]), SGD([model.weight, model.bias])], half_dtype=torch.bfloat16)
+        assert_same_bits(model.weight.grad, grad)
+        initialize(model, SGD(model.parameters()), half_dtype=torch.bfloat16)
+        assert kept is not None
+
+    def test_optimizer_may_be_replaced_without_waiting_for_the_collector(self):
+        gc.disable()
+        try:
+            model = network()
+            optimizer = SGD(model.parameters())
+            initialize(model, optimizer)
+            del optimizer
+            initialize(model, MOMENTUM(model.parameters()))
+        finally:
+            gc.enable()
+
+    @pytest.mark.parametrize("level", ["O2", "O3"])
+    def test_under_inference_mode(self, level):
+        model = network()
+        optimizer = SGD(model.parameters())
+        with torch.inference_mode():
+            initialize(model, optimizer, opt_level=level)
+            model(batch(0))
+        backward(loss_of(model, 0), optimizer)
+        optimizer.step()
+        with torch.inference_mode():
+            amp.deinitialize()
+        assert not model[0].weight.is_inference()
+
+    def test_model_made_under_inference_mode_is_refused(self):
+        with torch.inference_mode():
+            model = network()
+        with pytest.raises(OptionError, match=r"made under torch\.inference_mode"):
+            initialize(model)
+        assert model[0].weight.dtype is torch.float32
+
+    @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.NAdam, torch.optim.ASGD])
+    def test_copy_of_the_optimizer_steps_by_itself(self, make):
+        model = network()
+        optimizer = make(model.parameters())
+        initialize(model, optimizer)
+        backward(loss_of(model, 0), optimizer)
+        optimizer.step()
+        twin_model, twin = copy.deepcopy((model, optimizer))
+        before = twin_model[0].weight.detach().clone()
+        twin_model(batch(0)).sum().backward()
+        twin.step()
+        assert not torch.equal(twin_model[0].weight, before)
+
+    @pytest.mark.parametrize("level", ["O2", "O3"])
+    def test_state_of_a_parameter_without_dimensions(self, level):
+        model = nn.Linear(2, 2)
+        model.register_parameter("temperature", nn.Parameter(torch.tensor(1.0)))
+        optimizer = torch.optim.Adam(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        initialize(model, optimizer, opt_level=level)
+        backward(model.temperature.float(), optimizer)
+        optimizer.step()
+        amp.deinitialize()
+        assert optimizer.state[model.temperature]["exp_avg"].dtype is torch.float32
+
+    def test_buffers_that_the_model_replaces(self):
+        class Average(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("mean", torch.zeros(4))
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.mean = self.mean * 0.5 + x.mean(dim=0) * 0.5
+                return x - self.mean
+
+        model = Average()
+        initialize(model)
+        model(batch(0))
+        assert model.mean.dtype is torch.float16
+        assert model.state_dict()["mean"].dtype is torch.float32
+        amp.deinitialize()
+        assert model.mean.dtype is torch.float32
+        assert model.mean.any()
+
+    def test_module_that_two_models_share_and_one_keeps_is_refused(self):
+        shared = nn.Linear(2, 2)
+        models = [nn.ModuleDict({"head": shared}), nn.ModuleDict({"tail": shared})]
+        with pytest.raises(OptionError, match="shared by two models"):
+            initialize(models, keep_fp32="head")
+        assert shared.weight.dtype is torch.float32
+
+    def test_state_dict_that_keeps_variables_has_the_masters(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        assert list(model.state_dict(keep_vars=True).values()) == masters(optimizer)
+
+
+class TestLoadingUnusualThings:
+    def test_into_a_copy_by_assignment(self):
+        model = network()
+        initialize(model, SGD(model.parameters()))
+        twin = copy.deepcopy(model)
+        twin.load_state_dict(network(seed=1).state_dict(), assign=True)
+        assert twin[0].weight.dtype is torch.float32
+        assert model[0].weight.dtype is torch.float16
+
+    def test_after_a_parameter_was_unfrozen_gives_its_master_every_bit(self):
+        model = network()
+        model[0].weight.requires_grad_(False)
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        model[0].weight.requires_grad_(True)
+        saved = network(seed=1).state_dict()
+        model.load_state_dict(saved)
+        assert_same_bits(masters(optimizer)[0].detach(), saved["0.weight"])

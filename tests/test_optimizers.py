@@ -858,7 +858,7 @@ class TestCallsOutOfOrder:
     def test_scale_that_is_loaded_inside_a_block_is_for_the_next_one(self):
         model, reference = linear(), linear()
         optimizer = SGD(model.parameters())
-        initialize(model, optimizer, loss_scale=128.0)
+        initialize(model, optimizer)
         with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
             scaled_loss.backward()
             amp.load_state_dict({"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}})

@@ -1,0 +1,922 @@
+"""Of checkpoints: saved by `torch.save`, read with `weights_only=True`, and gone on from in another process.
+
+A run that was interrupted has to end with the bits of one that was not: weights, masters, optimizer state, loss scales.
+Run as a script, this file is the other process: it goes on from all checkpoints of a folder.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import math
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ampatch import amp
+from ampatch.errors import AmpWarning, OptionError, UsageError
+
+SCALE = 2.0**10
+OVERFLOW = math.inf
+
+# Every level in every half type that it has.
+LEVELS: dict[str, dict[str, Any]] = {
+    "O0": {"opt_level": "O0"},
+    **{
+        f"{level}-{dtype_name(half_dtype)}": {"opt_level": level, "half_dtype": half_dtype}
+        for level in ("O1", "O2", "O3")
+        for half_dtype in HALF_DTYPES
+    },
+    "O4": {"opt_level": "O4"},
+    "O5": {"opt_level": "O5"},
+}
+WITH_MASTERS = [name for name in LEVELS if name.startswith(("O2", "O5"))]
+
+# Adam's usual epsilon is zero in float16, which is the type of its state at O3. No fused SGD: in the momentum of half
+# parameters on the CPU, torch 2.13 leaves memory that nobody has set.
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-3),
+    "AdamW-fused": functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-3, fused=True),
+    "SGD": functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=0.01),
+}
+MOMENTUM = OPTIMIZERS["SGD"]
+
+# Of twenty steps, ten on either side of the checkpoint. A window of three makes the scale's counter matter: there it
+# stands at one, and from zero the scale would not grow twice before the last overflow.
+STEPS, HALF_WAY = 20, 10
+OVERFLOWS = (4, 5, 8, 15)
+DYNAMIC = {"loss_scale": "dynamic", "init_scale": SCALE, "scale_window": 3}
+
+
+class Network(nn.Module):
+    """A bit of everything: tied weights, a frozen layer, batch statistics, a buffer that stays and one that moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.inner = nn.Linear(16, 16)
+        self.again = nn.Linear(16, 16)
+        self.again.weight = self.inner.weight
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(16, 3)
+        self.register_buffer("offset", torch.rand(16) / 10)
+        self.register_buffer("mean", torch.rand(16))
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = F.relu(self.norm(self.conv(images))).flatten(1)
+        features = self.again(F.relu(self.inner(features)))
+        if self.training:
+            self.mean.mul_(0.9).add_(features.detach().mean(0) / 10)
+        features = self.frozen(features - self.mean) + self.offset
+        return self.head(self.dropout(F.relu(features)))
+
+
+@functools.cache
+def batch(index: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(8, 1, 4, 4, generator=generator), torch.randint(3, (8,), generator=generator)
+
+
+def loss_of(model: nn.Module, index: int) -> Tensor:
+    images, classes = batch(index)
+    return F.cross_entropy(model(images).float(), classes)
+
+
+class Run:
+    """A network in training."""
+
+    def __init__(
+        self,
+        level: str,
+        make_optimizer: Callable[..., torch.optim.Optimizer] = MOMENTUM,
+        *,
+        seed: int = 0,
+        saved: dict[str, Any] | None = None,
+        when: str = "after",
+        **options: Any,
+    ) -> None:
+        """With ``saved``, the run goes on from it, loaded before or after ``amp.initialize``."""
+        torch.manual_seed(seed)
+        self.model = Network()
+        self.optimizer = make_optimizer(self.model.parameters())
+        self.losses: list[float] = []
+        if saved is not None and when == "before":
+            self.load_parts(saved)
+        amp.initialize(self.model, self.optimizer, verbosity=0, **LEVELS[level], **options)
+        if saved is not None:
+            if when == "after":
+                self.load_parts(saved)
+            amp.load_state_dict(saved["amp"])
+            torch.set_rng_state(saved["rng"])
+
+    def load_parts(self, saved: dict[str, Any]) -> None:
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+
+    def backward(self, index: int, factor: float = 1.0, **options: Any) -> None:
+        loss = loss_of(self.model, index)
+        self.losses.append(loss.item())
+        with amp.scale_loss(loss * factor, self.optimizer, **options) as scaled_loss:
+            scaled_loss.backward()
+
+    def train(self, indices: Iterable[int], overflows: Iterable[int] = ()) -> None:
+        for index in indices:
+            self.optimizer.zero_grad()
+            self.backward(index, OVERFLOW if index in overflows else 1.0)
+            self.optimizer.step()
+
+    def checkpoint(self) -> dict[str, Any]:
+        """What a user saves."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "amp": amp.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
+
+    def everything(self) -> dict[str, Any]:
+        """All that may tell two runs apart, as a copy."""
+        state = {
+            **self.checkpoint(),
+            "weights": [tensor.detach() for tensor in (*self.model.parameters(), *self.model.buffers())],
+            "updated": [parameter.detach() for parameter in amp.master_params(self.optimizer)],
+        }
+        return copy.deepcopy(state)
+
+    def assert_copies_agree(self) -> None:
+        """Every parameter is what the optimizer updates, rounded to its type."""
+        for parameter, updated in zip(self.model.parameters(), amp.master_params(self.optimizer), strict=True):
+            assert_same_bits(parameter.detach(), updated.detach().to(parameter.dtype))
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def overflows_of(options: dict[str, Any]) -> tuple[int, ...]:
+    return OVERFLOWS if options else ()
+
+
+# The other process
+
+
+def go_on(folder: Path) -> None:
+    """Goes on from every checkpoint of a folder, loaded before ``amp.initialize`` and after it."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    for path in sorted(folder.glob("*.saved")):
+        for when in ("before", "after"):
+            saved = torch.load(path, weights_only=True)  # anew: an optimizer goes on in the tensors that it loads
+            make_optimizer, options = OPTIMIZERS[saved["make_optimizer"]], saved["options"]
+            run = Run(saved["level"], make_optimizer, seed=1, saved=saved, when=when, **options)
+            run.train(range(HALF_WAY, STEPS), overflows_of(options))
+            torch.save({**run.everything(), "losses": run.losses}, path.with_suffix(f".{when}"))
+            amp.deinitialize()
+
+
+# What pytest runs
+
+
+def id_of(way: tuple[str, dict[str, Any]]) -> str:
+    return f"{way[0]}-{'dynamic' if way[1] else 'default'}"
+
+
+# The fast one exercises most: state for every parameter, and steps that are skipped without the host knowing.
+FAST = ("AdamW-fused", DYNAMIC)
+SLOW = [("AdamW", DYNAMIC), ("SGD", DYNAMIC), ("SGD", {})]
+
+
+@pytest.fixture(scope="module", params=[FAST, *(pytest.param(way, marks=pytest.mark.slow) for way in SLOW)], ids=id_of)
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """A folder with what the other process came to; and by level, what the run without a break did."""
+    make_optimizer, options = request.param
+    folder = tmp_path_factory.mktemp("checkpoints")
+    whole = {}
+    for level in LEVELS:
+        try:
+            run = Run(level, OPTIMIZERS[make_optimizer], **options)
+            run.train(range(HALF_WAY), overflows_of(options))
+            told = {"level": level, "make_optimizer": make_optimizer, "options": options}
+            torch.save({**run.checkpoint(), **told}, folder / f"{level}.saved")
+            run.train(range(HALF_WAY, STEPS), overflows_of(options))
+            whole[level] = {**run.everything(), "losses": run.losses[HALF_WAY:]}
+            assert amp.skipped_steps(run.optimizer) == len(overflows_of(options))
+        finally:
+            amp.deinitialize()
+    other = subprocess.run([sys.executable, __file__, str(folder)], capture_output=True, text=True, check=False)
+    assert (other.returncode, other.stderr) == (0, "")
+    return folder, whole
+
+
+class TestResuming:
+    """Twenty steps in one go; and ten, a checkpoint, another process, and the other ten."""
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_in_another_process_ends_with_every_bit_of_the_run_without_a_break(self, level, when, runs):
+        folder, whole = runs
+        assert_same_state(torch.load(folder / f"{level}.{when}", weights_only=True), whole[level])
+        assert all(tensor.isfinite().all() for tensor in (*whole[level]["weights"], *whole[level]["updated"]))
+
+
+@functools.cache
+def _checkpoint_at(level: str) -> bytes:
+    try:
+        run = Run(level, OPTIMIZERS["AdamW"], init_scale=SCALE)
+        run.train(range(3))
+        file = io.BytesIO()
+        torch.save(run.checkpoint(), file)
+        return file.getvalue()
+    finally:
+        amp.deinitialize()
+
+
+def checkpoint_at(level: str) -> dict[str, Any]:
+    """What a run of three steps saved at a level, with Adam; read anew."""
+    return torch.load(io.BytesIO(_checkpoint_at(level)), weights_only=True)
+
+
+def rounded(name: str, value: Tensor, run: Run, level: str) -> Tensor:
+    """What the state dict of a run says of a value after it was loaded: float32, rounded where it is kept in half only.
+
+    That is a parameter that nobody updates in float32; float32 stands behind a buffer at every level.
+    """
+    parameter = dict(run.model.named_parameters(remove_duplicate=False)).get(name)
+    if parameter is None or (level in WITH_MASTERS and parameter.requires_grad):
+        return value
+    return value.to(parameter.dtype).float()
+
+
+PAIRS = [
+    # Masters on one side at least; the slow ones are all the others.
+    pytest.param(there, here, marks=[] if "O2-float16" in (there, here) else pytest.mark.slow)
+    for there in LEVELS
+    for here in LEVELS
+]
+
+
+class TestOtherLevels:
+    @pytest.mark.parametrize(("there", "here"), PAIRS)
+    def test_take_over_what_was_saved_in_the_types_that_they_keep_it_in(self, there, here):
+        saved, unused = checkpoint_at(there), checkpoint_at(there)
+        run = Run(here, OPTIMIZERS["AdamW"], seed=1, saved=saved)
+
+        found = run.model.state_dict()
+        assert list(found) == list(unused["model"])
+        for name, value in unused["model"].items():
+            assert_same_bits(found[name], rounded(name, value, run, here))
+        for (name, _), updated in zip(run.model.named_parameters(), amp.master_params(run.optimizer), strict=True):
+            assert_same_bits(updated.detach().float(), found[name])
+        run.assert_copies_agree()
+
+        state = run.optimizer.state_dict()["state"]
+        assert state.keys() == unused["optimizer"]["state"].keys()
+        for index, updated in enumerate(amp.master_params(run.optimizer)):
+            for key, value in unused["optimizer"]["state"].get(index, {}).items():
+                assert_same_bits(state[index][key], value if key == "step" else value.to(updated.dtype))
+
+        dynamic = LEVELS[here].get("half_dtype") is torch.float16 and here != "O3-float16"
+        scale = unused["amp"]["loss_scaler0"]
+        if dynamic:
+            assert amp.get_loss_scale() == (scale["loss_scale"] if scale.get("dynamic", True) else 2.0**16)
+        else:
+            assert amp.get_loss_scale() == 1
+
+        before = run.everything()
+        run.train(range(3, 5))
+        assert all(tensor.isfinite().all() for tensor in run.everything()["weights"])
+        assert not torch.equal(run.model.head.weight, before["weights"][-4])
+        assert all(math.isfinite(loss) for loss in run.losses)
+
+    @pytest.mark.parametrize("here", LEVELS)
+    def test_take_over_the_same_before_initialize(self, here):
+        there = "O2-bfloat16"
+        run = Run(here, OPTIMIZERS["AdamW"], seed=1, saved=checkpoint_at(there))
+        after = run.everything()
+        amp.deinitialize()
+        run = Run(here, OPTIMIZERS["AdamW"], seed=1, saved=checkpoint_at(there), when="before")
+        assert_same_state(run.everything(), after)
+
+    def test_a_scale_that_was_dynamic_leaves_a_static_one_as_it_is(self):
+        """A static scale is never checked: with the one that was saved, the weights would be infinite."""
+        run = Run("O3-float16")
+        run.train([0])
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 5}})
+        assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 5, "dynamic": False}}
+        run.backward(1, 2.0**6)
+        run.optimizer.step()
+        assert all(parameter.isfinite().all() for parameter in run.model.parameters())
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+class TestPlainTorch:
+    """A model that amp has nothing to do with."""
+
+    def plain(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = Network()
+        return model, MOMENTUM(model.parameters())
+
+    def test_loads_the_masters(self, level):
+        run = Run(level)
+        run.train(range(3))
+        masters = copy.deepcopy([updated.detach() for updated in amp.master_params(run.optimizer)])
+        saved = through_a_file(run.checkpoint())
+        amp.deinitialize()
+        model, optimizer = self.plain()
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        for parameter, master in zip(model.parameters(), masters, strict=True):
+            assert_same_bits(parameter.detach(), master.float())
+        assert_same_state(optimizer.state_dict(), run.optimizer.state_dict())
+        loss_of(model, 3).backward()
+        optimizer.step()
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_is_loaded_with_every_bit(self, level, when):
+        model, optimizer = self.plain()
+        for index in range(3):
+            optimizer.zero_grad()
+            loss_of(model, index).backward()
+            optimizer.step()
+        saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        run = Run(level, saved={**saved, "amp": scalers((1.0, 0)), "rng": torch.get_rng_state()}, when=when)
+        found = run.model.state_dict()
+        for name, value in model.state_dict().items():
+            assert_same_bits(found[name], rounded(name, value, run, level))
+        run.assert_copies_agree()
+        assert_same_state(run.optimizer.state_dict(), optimizer.state_dict())
+
+
+def duplicate_through_a_file(pair: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(pair, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [duplicate_through_a_file, copy.deepcopy], ids=["torch.save", "deepcopy"])
+@pytest.mark.parametrize("level", LEVELS)
+class TestWhole:
+    """A model and its optimizer in one piece, rather than their state dicts."""
+
+    def test_is_an_ordinary_pair_that_computes_the_same(self, level, duplicate):
+        run = Run(level)
+        run.train(range(3))
+        before = run.everything()
+        images, _ = batch(3)
+        run.model.eval()
+        model, optimizer = duplicate((run.model, run.optimizer))
+        assert_same_state([*model.parameters(), *model.buffers()], before["weights"])
+        assert optimizer.param_groups[0]["params"] == list(model.parameters())
+        assert list(optimizer.state) == [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for index, parameter in enumerate(model.parameters()):  # without a master, the state is of the parameter's type
+            for key, value in before["optimizer"]["state"].get(index, {}).items():
+                assert_same_bits(optimizer.state[parameter][key], value.to(parameter.dtype))
+        assert_same_bits(model(images), run.model(images))
+        model.train()
+        loss_of(model, 3).backward()
+        optimizer.step()
+        assert not torch.equal(model.head.weight, run.model.head.weight)
+        torch.set_rng_state(before["rng"])  # dropout has moved it on
+        assert_same_state(run.everything(), before)
+
+    def test_goes_on_under_amp(self, level, duplicate):
+        run = Run(level)
+        run.train(range(3))
+        before = copy.deepcopy([tensor.detach() for tensor in run.model.parameters()])
+        model, optimizer = duplicate((run.model, run.optimizer))
+        amp.deinitialize()
+        run.model, run.optimizer = model, optimizer
+        amp.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+        assert_same_state([tensor.detach() for tensor in model.parameters()], before)
+        run.train(range(3, 5))
+        run.assert_copies_agree()
+        assert all(tensor.isfinite().all() for tensor in run.everything()["weights"])
+        assert not torch.equal(model.head.weight, before[-2])
+
+
+def linear() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def trained_scaler(factors: Iterable[float], **options: Any) -> torch.amp.GradScaler:
+    """A `GradScaler` that has met these factors of its loss."""
+    scaler = torch.amp.GradScaler("cpu", **options)
+    model, optimizer = linear()
+    for factor in factors:
+        step_with(scaler, model, optimizer, factor)
+    return scaler
+
+
+def step_with(scaler: torch.amp.GradScaler, model: nn.Module, optimizer: Any, factor: float) -> None:
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(3, 2)).sum() * factor).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+CLEAN, SPOILT = 1.0, OVERFLOW
+GRAD_SCALER = {
+    "scale": 8.0,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+    "_growth_tracker": 7,
+}
+
+
+def scalers(*states: tuple[float, int]) -> dict[str, dict[str, float]]:
+    return {f"loss_scaler{index}": {"loss_scale": s, "unskipped": n} for index, (s, n) in enumerate(states)}
+
+
+class TestForeignScales:
+    @pytest.fixture
+    def initialize(self) -> Callable[..., None]:
+        def call(**options: Any) -> None:
+            options = {"opt_level": "O0", "loss_scale": "dynamic", "verbosity": 0, **options}
+            amp.initialize(*linear(), **options)
+
+        return call
+
+    def test_of_apex_are_loaded(self, initialize):
+        initialize(num_losses=2)
+        saved = {
+            "loss_scaler0": {"loss_scale": 32768.0, "unskipped": 17},
+            "loss_scaler1": {"loss_scale": 128.0, "unskipped": 0},
+        }
+        amp.load_state_dict(through_a_file(saved))
+        assert amp.state_dict() == saved
+
+    def test_of_grad_scaler_are_loaded(self, initialize):
+        saved = trained_scaler([CLEAN, SPOILT, CLEAN, CLEAN]).state_dict()
+        initialize()
+        amp.load_state_dict(through_a_file(saved))
+        assert amp.state_dict() == scalers((32768.0, 2))
+
+    def test_of_grad_scaler_go_on_as_they_would_have(self, initialize):
+        (model, optimizer), (plain, plain_optimizer) = linear(), linear()
+        theirs = trained_scaler([CLEAN, SPOILT, CLEAN, CLEAN], init_scale=SCALE, growth_interval=3)
+        amp.initialize(model, optimizer, opt_level="O0", loss_scale="dynamic", scale_window=3, verbosity=0)
+        amp.load_state_dict(theirs.state_dict())
+        scales = []
+        for factor in [CLEAN, SPOILT, CLEAN, CLEAN, SPOILT, CLEAN, CLEAN, CLEAN, CLEAN]:
+            optimizer.zero_grad()
+            with amp.scale_loss(model(torch.ones(3, 2)).sum() * factor, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            step_with(theirs, plain, plain_optimizer, factor)
+            scales.append(amp.get_loss_scale())
+            saved = theirs.state_dict()
+            assert amp.state_dict() == scalers((saved["scale"], saved["_growth_tracker"]))
+        assert len(set(scales)) == 3
+
+    def test_of_grad_scaler_are_loaded_by_a_scaler_alone(self):
+        scaler = amp.LossScaler()
+        scaler.load_state_dict(GRAD_SCALER)
+        assert scaler.state_dict() == {"loss_scale": 8.0, "unskipped": 7}
+
+    def test_of_one_grad_scaler_are_for_the_first_of_several_losses(self, initialize):
+        initialize(num_losses=2, init_scale=SCALE)
+        with pytest.warns(AmpWarning, match="there are loss_scaler0, loss_scaler1; loaded: loss_scaler0. Others stay"):
+            amp.load_state_dict(GRAD_SCALER)
+        assert amp.state_dict() == scalers((8.0, 7), (SCALE, 0))
+
+    def test_of_several_grad_scalers_are_loaded_by_name(self, initialize):
+        initialize(num_losses=2)
+        amp.load_state_dict({"loss_scaler1": {**GRAD_SCALER, "scale": 16.0}, "loss_scaler0": GRAD_SCALER})
+        assert amp.state_dict() == scalers((8.0, 7), (16.0, 7))
+
+    def test_of_a_disabled_grad_scaler_are_none(self, initialize):
+        initialize(init_scale=SCALE)
+        with pytest.warns(AmpWarning, match="holds no loss scaler, and there is loss_scaler0; loaded: none"):
+            amp.load_state_dict(torch.amp.GradScaler("cpu", enabled=False).state_dict())
+        assert amp.state_dict() == scalers((SCALE, 0))
+
+    @pytest.mark.parametrize(
+        ("saved", "expected"),
+        [(2.0**30, 2.0**20), (2.0**-3, 4.0), (2.0**10, 2.0**10)],
+        ids=["above", "below", "within"],
+    )
+    def test_come_within_the_bounds_of_the_present_settings(self, initialize, saved, expected):
+        """As after the next step, which would be skipped in vain, or underflow, at what the bounds are to exclude."""
+        initialize(min_loss_scale=4.0, max_loss_scale=2.0**20)
+        for state in (scalers((saved, 1)), {**GRAD_SCALER, "scale": saved}):
+            amp.load_state_dict(state)
+            assert amp.get_loss_scale() == expected
+
+    def test_leave_a_static_scale_as_it_is(self, initialize, caplog):
+        initialize(loss_scale=128.0)
+        with caplog.at_level("INFO", logger="ampatch"):
+            amp.load_state_dict({**GRAD_SCALER, "growth_interval": 100})
+        assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 7, "dynamic": False}}
+        assert not caplog.messages
+        amp.deinitialize()
+        initialize(loss_scale=128.0, verbosity=1)
+        with caplog.at_level("INFO", logger="ampatch"):
+            amp.load_state_dict(scalers((128.0, 3)))
+            assert not caplog.messages
+            amp.load_state_dict(scalers((64.0, 3)))
+        assert caplog.messages == ["loss_scaler0 was saved at 64, and is static here: 128"]
+
+    @pytest.mark.parametrize(
+        ("options", "told"),
+        [
+            ({"growth_interval": 100}, r"had growth_interval=100 \(2000 here\), which is not loaded"),
+            ({"growth_factor": 4.0}, r"had growth_factor=4.0 \(2 here\), which"),
+            ({"backoff_factor": 0.25}, r"had backoff_factor=0.25 \(0.5 here\), which"),
+        ],
+        ids=["interval", "growth", "backoff"],
+    )
+    def test_of_a_grad_scaler_with_other_settings_are_loaded_without_them(self, initialize, options, told):
+        initialize()
+        with pytest.warns(AmpWarning, match=told):
+            amp.load_state_dict(torch.amp.GradScaler("cpu", init_scale=16.0, **options).state_dict())
+        assert amp.state_dict() == scalers((16.0, 0))
+
+    @pytest.mark.parametrize(
+        ("saved", "message"),
+        [
+            (
+                {**GRAD_SCALER, **scalers((1.0, 0))},
+                r"unexpected keys \['scale', .*; expected loss_scaler0, .*GradScaler",
+            ),
+            ({**GRAD_SCALER, "loss_scale": 8.0, "unskipped": 0}, r"unexpected keys \['scale', .*'unskipped'\]"),
+            (
+                {"loss_scale": 8.0, "unskipped": 0},
+                r"unexpected keys \['loss_scale', 'unskipped'\]; expected loss_scaler0",
+            ),
+            ({"model": {}, "amp": scalers((8.0, 0))}, r"\['model', 'amp'\].*give the part that amp.state_dict\(\) ret"),
+            (
+                {"loss_scaler0": {**GRAD_SCALER, "unskipped": 0}},
+                r"unexpected keys \['scale', .*; expected loss_scale, ",
+            ),
+            ({"loss_scaler0": {}}, r"lacks \['loss_scale', 'unskipped'\]"),
+            ({"scale": 8.0}, r"lacks \['_growth_tracker'\]; expected scale, _growth_tracker"),
+            ({**GRAD_SCALER, "scale": 0.0}, r"not sound: scale is 0.0; expected a number from"),
+            ({**GRAD_SCALER, "scale": math.nan}, "not sound: scale is nan"),
+            ({**GRAD_SCALER, "scale": torch.ones(2)}, r"not sound: scale is tensor\(\[1., 1.\]\)"),
+            ({**GRAD_SCALER, "_growth_tracker": -1}, "not sound: _growth_tracker is -1"),
+            ({**GRAD_SCALER, "_growth_tracker": 1.5}, "not sound: _growth_tracker is 1.5"),
+            ({**GRAD_SCALER, "growth_interval": "often"}, "not sound: growth_interval is 'often'"),
+            ({**GRAD_SCALER, "growth_factor": torch.ones(2)}, "not sound: growth_factor is tensor"),
+            ([GRAD_SCALER], r"found list; expected .* amp.state_dict\(\) returned, or that of a torch.amp.GradScaler"),
+            (3, "found int; expected"),
+            ({"loss_scaler0": None}, "found NoneType as the state of a loss scaler"),
+            ({0: scalers((8.0, 0))["loss_scaler0"]}, r"unexpected keys \[0\]"),
+        ],
+        ids=lambda value: "" if isinstance(value, str) else None,
+    )
+    def test_that_make_no_sense_are_refused_and_none_is_loaded(self, initialize, saved, message):
+        initialize(num_losses=2, init_scale=SCALE)
+        before = amp.state_dict()
+        with pytest.raises(OptionError, match=message) as caught:
+            amp.load_state_dict(saved)
+        assert caught.value.__suppress_context__ or caught.value.__context__ is None
+        assert amp.state_dict() == before
+
+
+class Resumable:
+    """A run, and what it was before somebody tried to load a file into it."""
+
+    def __init__(self, level: str) -> None:
+        self.run = Run(level, **DYNAMIC)
+        self.run.train(range(3))
+        self.before = self.run.everything()
+
+    def load(self, file: Path) -> None:
+        """The order of most scripts."""
+        saved = torch.load(file, weights_only=True)
+        self.run.load_parts(saved)
+        amp.load_state_dict(saved["amp"])
+
+    def assert_nothing_was_loaded(self) -> None:
+        assert_same_state(self.run.everything(), self.before)
+        self.run.train([3])
+        self.run.assert_copies_agree()
+
+
+@pytest.fixture
+def checkpointed(level: str) -> bytes:
+    """The file of a level, made before the test sets up amp for itself."""
+    return _checkpoint_at(level)
+
+
+@pytest.mark.usefixtures("checkpointed")
+@pytest.mark.parametrize("level", ["O1-bfloat16", "O2-float16", "O3-bfloat16"])
+class TestDamage:
+    @pytest.mark.parametrize("part", [0.0, 0.001, 0.1, 0.5, 0.9, 0.999])
+    def test_of_a_file_that_was_cut_short_is_torchs_error(self, level, part, checkpointed, tmp_path):
+        resumable, file = Resumable(level), tmp_path / "cut"
+        file.write_bytes(checkpointed[: int(part * len(checkpointed))])
+        with pytest.raises((EOFError, OSError, RuntimeError, pickle.UnpicklingError)):
+            resumable.load(file)
+        resumable.assert_nothing_was_loaded()
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            b"no checkpoint",
+            bytes(1000),
+            b"{'loss_scaler0': 1}",
+            pickle.dumps(Network, 2),
+            pickle.dumps({"model": {}}, 2),
+        ],
+        ids=["text", "zeros", "python", "pickled-class", "pickled-dict"],
+    )
+    def test_of_a_file_of_another_kind_is_an_error(self, level, content, tmp_path):
+        resumable, file = Resumable(level), tmp_path / "other"
+        file.write_bytes(content)
+        with pytest.raises((RuntimeError, KeyError, pickle.UnpicklingError)):
+            resumable.load(file)
+        resumable.assert_nothing_was_loaded()
+
+    def test_of_another_model_is_torchs_error(self, level):
+        other = nn.Sequential(nn.Linear(2, 2))
+        resumable = Resumable(level)
+        with pytest.raises(RuntimeError, match=r"(?s)Missing key\(s\) .*Unexpected key\(s\)"):
+            resumable.run.model.load_state_dict(other.state_dict())
+        resumable.assert_nothing_was_loaded()
+
+    def test_of_another_optimizer_is_torchs_error(self, level):
+        other = MOMENTUM(nn.Linear(2, 2).parameters())
+        resumable = Resumable(level)
+        with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+            resumable.run.optimizer.load_state_dict(other.state_dict())
+        resumable.assert_nothing_was_loaded()
+
+    @pytest.mark.parametrize("saved", [None, 3, "scale", {"loss_scale": 1.0}, {"loss_scaler0": {"loss_scale": "big"}}])
+    def test_of_the_scales_is_an_error(self, level, saved):
+        resumable = Resumable(level)
+        with pytest.raises(OptionError, match="expected"):
+            amp.load_state_dict(saved)
+        resumable.assert_nothing_was_loaded()
+
+    def test_of_one_value_leaves_weights_and_masters_in_step(self, level):
+        """What fits is loaded by torch before it raises for what does not."""
+        resumable = Resumable(level)
+        run, before = resumable.run, resumable.before["model"]
+        saved = checkpoint_at(level)["model"]
+        saved["head.weight"], saved["frozen.weight"] = torch.ones(3, 3), "no tensor"
+        del saved["head.bias"]
+        with pytest.raises(RuntimeError, match=r"(?s)Missing key.*head.bias.*frozen.weight.*size mismatch"):
+            run.model.load_state_dict(saved)
+        found = run.model.state_dict()
+        for name, value in found.items():
+            stayed = name in ("head.weight", "head.bias", "frozen.weight")
+            assert_same_bits(value, before[name] if stayed else rounded(name, saved[name], run, level))
+        run.assert_copies_agree()
+        run.train([3])
+        run.assert_copies_agree()
+        assert all(tensor.isfinite().all() for tensor in run.everything()["weights"])
+
+
+def rename(saved: dict[str, Any], old: str, new: str) -> None:
+    if old in saved:
+        saved[new] = saved.pop(old)
+
+
+class Renaming(nn.Linear):
+    """A layer whose matrix has another name in checkpoints, by overriding torch's methods."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        rename(destination, f"{prefix}weight", f"{prefix}matrix")
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        rename(state_dict, f"{prefix}matrix", f"{prefix}weight")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def hook_names(layer: nn.Module) -> None:
+    """The same by hooks."""
+
+    def after_save(_: nn.Module, saved: dict[str, Any], prefix: str, __: object) -> None:
+        rename(saved, f"{prefix}weight", f"{prefix}matrix")
+
+    def before_load(_: nn.Module, saved: dict[str, Any], prefix: str, *__: object) -> None:
+        rename(saved, f"{prefix}matrix", f"{prefix}weight")
+
+    layer.register_state_dict_post_hook(after_save)
+    layer.register_load_state_dict_pre_hook(before_load)
+
+
+def renaming(level: str, way: str) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """A model under amp whose first layer renames its matrix, by hooks from before or after ``amp.initialize``."""
+    torch.manual_seed(0)
+    model = nn.Sequential((Renaming if way == "methods" else nn.Linear)(4, 3), nn.BatchNorm1d(3))
+    optimizer = MOMENTUM(model.parameters())
+    if way == "hooks-before":
+        hook_names(model[0])
+    amp.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+    if way == "hooks-after":
+        hook_names(model[0])
+    return model, optimizer
+
+
+@pytest.mark.usefixtures("checkpointed")
+@pytest.mark.parametrize("level", ["O1-bfloat16", "O2-float16", "O3-float16", "O5"])
+class TestLoading:
+    def loaded(self, level: str) -> dict[str, Any]:
+        """All of a run that has loaded a checkpoint as usual, and of the step after it."""
+        run = Run(level, OPTIMIZERS["AdamW"], seed=1, saved=checkpoint_at(level))
+        run.train([3])
+        state = run.everything()
+        amp.deinitialize()
+        return state
+
+    def test_twice_is_as_once(self, level):
+        run = Run(level, OPTIMIZERS["AdamW"], seed=1, saved=checkpoint_at(level))
+        run.train([7, 8])
+        run.load_parts(checkpoint_at(level))
+        for _ in range(2):
+            run.load_parts(saved := checkpoint_at(level))
+            amp.load_state_dict(saved["amp"])
+        torch.set_rng_state(saved["rng"])
+        run.train([3])
+        found = run.everything()
+        amp.deinitialize()
+        assert_same_state(found, self.loaded(level))
+
+    @pytest.mark.parametrize("first", ["model", "optimizer", "amp"])
+    def test_has_no_order(self, level, first):
+        saved = checkpoint_at(level)
+        run = Run(level, OPTIMIZERS["AdamW"], seed=1)
+        run.train([7])
+        loads = {
+            "optimizer": lambda: run.optimizer.load_state_dict(saved["optimizer"]),
+            "amp": lambda: amp.load_state_dict(saved["amp"]),
+            "model": lambda: run.model.load_state_dict(saved["model"]),
+        }
+        for load in [loads.pop(first), *loads.values()]:
+            load()
+        torch.set_rng_state(saved["rng"])
+        run.train([3])
+        found = run.everything()
+        amp.deinitialize()
+        assert_same_state(found, self.loaded(level))
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+    def test_in_any_mode_of_autograd_is_the_same(self, level, mode):
+        saved = checkpoint_at(level)
+        run = Run(level, OPTIMIZERS["AdamW"], seed=1)
+        with mode():
+            run.load_parts(saved)
+            amp.load_state_dict(saved["amp"])
+        torch.set_rng_state(saved["rng"])
+        run.train([3])
+        found = run.everything()
+        amp.deinitialize()
+        assert_same_state(found, self.loaded(level))
+
+    def test_between_backward_and_step_leaves_the_gradients(self, level):
+        run = Run(level, init_scale=SCALE)
+        run.train(range(2))
+        run.optimizer.zero_grad()
+        for index in (2, 3):  # accumulates
+            run.backward(index)
+        updated = list(amp.master_params(run.optimizer))
+        gradients = [None if tensor.grad is None else tensor.grad.clone() for tensor in updated]
+        run.model.load_state_dict(checkpoint_at(level)["model"])
+        for tensor, gradient in zip(amp.master_params(run.optimizer), gradients, strict=True):
+            assert (tensor.grad is None) == (gradient is None)
+            if gradient is not None:
+                assert_same_bits(tensor.grad, gradient)
+
+        # By hand: what was loaded takes a step along what was accumulated before.
+        twins = [nn.Parameter(tensor.detach().clone(), tensor.requires_grad) for tensor in updated]
+        by_hand = MOMENTUM(twins)
+        by_hand.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+        for twin, gradient in zip(twins, gradients, strict=True):
+            twin.grad = gradient
+        by_hand.step()
+        run.optimizer.step()
+        for tensor, twin in zip(updated, twins, strict=True):
+            assert_same_bits(tensor.detach(), twin.detach())
+        run.assert_copies_agree()
+
+    def test_between_two_passes_of_which_only_the_second_unscales_is_the_same(self, level):
+        def accumulate(delay: bool) -> dict[str, Any]:
+            run = Run(level, loss_scale=SCALE)
+            run.train(range(2))
+            run.backward(2, delay_unscale=delay)
+            run.model.load_state_dict(checkpoint_at(level)["model"])
+            run.backward(3)
+            run.optimizer.step()
+            run.assert_copies_agree()
+            state = run.everything()
+            amp.deinitialize()
+            return state
+
+        accumulated, delayed = accumulate(delay=False), accumulate(delay=True)
+        for found, wanted in zip(delayed["updated"], accumulated["updated"], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0.01, atol=0.001)
+
+    def test_of_another_scale_between_these_two_is_an_error_and_of_the_same_is_none(self, level):
+        run = Run(level, **DYNAMIC)
+        run.backward(0, delay_unscale=True)
+        amp.load_state_dict(scalers((8.0, 0)))
+        with pytest.raises(UsageError, match=r"scaled by loss scaler 0 at 1024, and .* at 8"):
+            run.backward(1)
+        amp.load_state_dict(scalers((SCALE, 0)))
+        run.backward(1)
+        run.optimizer.step()
+        assert not amp.step_was_skipped(run.optimizer)
+        run.assert_copies_agree()
+
+    def test_of_some_keys_leaves_the_others(self, level):
+        run = Run(level)
+        run.train(range(2))
+        before = run.everything()["model"]
+        saved = checkpoint_at(level)["model"]
+        kept = [name for name in saved if name.startswith("head") or name == "offset"]
+        partial = {name: value for name, value in saved.items() if name not in kept} | {"foreign": torch.ones(2)}
+        result = run.model.load_state_dict(partial, strict=False)
+        assert (sorted(result.missing_keys), result.unexpected_keys) == (sorted(kept), ["foreign"])
+        for name, value in run.model.state_dict().items():
+            assert_same_bits(value, before[name] if name in kept else rounded(name, saved[name], run, level))
+        run.assert_copies_agree()
+        run.train([2])
+        run.assert_copies_agree()
+
+    @pytest.mark.parametrize("way", ["hooks-before", "hooks-after", "methods"])
+    def test_of_keys_that_the_user_renames_is_saved_in_float32(self, level, way):
+        model, optimizer = renaming(level, way)
+        saved = model.state_dict()
+        assert set(saved) >= {"0.matrix", "0.bias"}
+        assert "0.weight" not in saved
+        assert_same_bits(saved["0.matrix"], next(amp.master_params(optimizer)).detach().float())
+
+    @pytest.mark.parametrize("way", ["hooks-before", "hooks-after", "methods"])
+    def test_of_keys_that_the_user_renames_sets_both_copies(self, level, way):
+        model, optimizer = renaming(level, way)
+        values = torch.rand(3, 4)
+        model.load_state_dict({**model.state_dict(), "0.matrix": values})
+        updated = next(amp.master_params(optimizer))
+        assert_same_bits(model[0].weight.detach(), values.to(model[0].weight.dtype))
+        model(torch.rand(3, 4))  # brings the two in step
+        assert_same_bits(updated.detach(), values.to(updated.dtype))
+
+    def test_through_a_prefix_that_the_models_hooks_add_is_the_same(self, level):
+        """On the outermost module, as wrappers for several processes have them."""
+        run = Run(level)
+
+        def after_save(_: nn.Module, saved: dict[str, Any], prefix: str, __: object) -> None:
+            for name in list(saved):
+                saved[f"module.{name}"] = saved.pop(name)
+
+        def before_load(_: nn.Module, saved: dict[str, Any], *__: object) -> None:
+            for name in list(saved):
+                saved[name.removeprefix("module.")] = saved.pop(name)
+
+        run.model.register_state_dict_post_hook(after_save)
+        run.model.register_load_state_dict_pre_hook(before_load)
+        assert all(name.startswith("module.") for name in run.model.state_dict())
+        saved = checkpoint_at(level)["model"]
+        run.model.load_state_dict({f"module.{name}": value for name, value in saved.items()})
+        found = run.model.state_dict()
+        for name, value in saved.items():
+            assert_same_bits(found[f"module.{name}"], rounded(name, value, run, level))
+
+    @pytest.mark.parametrize("shape", [(), (1,)], ids=["scalar", "vector-of-one"])
+    def test_of_a_scalar_parameter_is_exact(self, level, shape):
+        """From a vector of one, too, as torch takes it, since that is how scalars were saved once."""
+        model = nn.Linear(2, 1)
+        model.register_parameter("temperature", nn.Parameter(torch.tensor(1.0)))
+        optimizer = MOMENTUM(model.parameters())
+        amp.initialize(model, optimizer, verbosity=0, **LEVELS[level])
+        value = torch.full(shape, 0.1)
+        model.load_state_dict({**model.state_dict(), "temperature": value})
+        wanted = value.to(next(amp.master_params(optimizer)).dtype).float().reshape(())
+        assert_same_bits(model.state_dict()["temperature"], wanted)
+
+    def test_of_batch_statistics_gives_what_is_saved_again(self, level):
+        """Statistics are written by torch's kernels, which do not count that as a change of the tensor."""
+        run = Run(level)
+        run.train(range(2))
+        for name in ("running_mean", "running_var"):
+            assert_same_bits(run.model.state_dict()[f"norm.{name}"], getattr(run.model.norm, name).float())
+
+
+if __name__ == "__main__":
+    go_on(Path(sys.argv[1]))
