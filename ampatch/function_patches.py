@@ -155,7 +155,8 @@ class FunctionPatches:
 
     def _patch_rule(self, owner: object, rule: Rule) -> None:
         adapter = functools.partial(self._adapters.for_rule, rule)
-        reason = _reason(rule.path, f"in the {rule.treatment.value} ({rule.source})")
+        kind = "banned" if rule.treatment is Treatment.BANNED else f"in the {rule.treatment.value}"
+        reason = _reason(rule.path, f"{kind} ({rule.source})")
         self._patch(owner, rule.path.name, adapter, reason)
 
     def _patch(self, owner: object, name: str, make_adapter: Callable[[Function], Adapter], reason: str) -> None:

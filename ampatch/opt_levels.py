@@ -208,8 +208,11 @@ def check_loss_scale(loss_scale: object) -> LossScale:
 
 def difference(live: Properties, asked: Properties) -> str:
     """What tells two sets of properties apart, as ``name=value`` pairs; empty if nothing does."""
+    names = [field.name for field in fields(Properties)]
+    if live.opt_level != asked.opt_level:  # the others follow from that, and nobody has typed them
+        names = ["opt_level", "half_dtype"]
     return ", ".join(
-        f"{field.name}={getattr(live, field.name)} there, {getattr(asked, field.name)} here"
-        for field in fields(Properties)
-        if getattr(live, field.name) != getattr(asked, field.name)
+        f"{name}={getattr(live, name)} there, {getattr(asked, name)} here"
+        for name in names
+        if getattr(live, name) != getattr(asked, name)
     )

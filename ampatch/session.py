@@ -78,6 +78,8 @@ class Settings:
             "cast_model_outputs": "cast_model_outputs",
             "exact_hooks": "exact_hooks",
         }
+        if self.properties.opt_level != other.properties.opt_level:
+            del names["scale_policy"]  # follows from the level
         parts += [text for name, text in names.items() if getattr(self, name) != getattr(other, name)]
         return ", ".join(part for part in parts if part)
 

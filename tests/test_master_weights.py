@@ -29,7 +29,9 @@ OVERFLOW = 1e38
 
 IMPLEMENTATIONS = {
     **OPTIMIZERS,
-    "Adam-capturable": functools.partial(torch.optim.Adam, foreach=True),
+    "Adam-foreach": functools.partial(torch.optim.Adam, foreach=True),
+    "SGD-momentum-foreach": functools.partial(MOMENTUM, foreach=True),
+    "Adagrad-foreach": functools.partial(torch.optim.Adagrad, foreach=True),
     "Adadelta-foreach": functools.partial(torch.optim.Adadelta, foreach=True),
     "Adamax-foreach": functools.partial(torch.optim.Adamax, foreach=True),
     "ASGD-foreach": functools.partial(torch.optim.ASGD, foreach=True),
@@ -1351,3 +1353,21 @@ class TestLoadingUnusualThings:
         saved = network(seed=1).state_dict()
         model.load_state_dict(saved)
         assert_same_bits(masters(optimizer)[0].detach(), saved["0.weight"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"])
+def test_capturable_optimizer_skips_and_steps(name: str) -> None:
+    model = network().cuda()
+    optimizer = getattr(torch.optim, name)(model.parameters(), capturable=True)
+    initialize(model, optimizer)
+    for overflows in (True, False, True, False):
+        before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+        loss = model(batch(0).cuda()).square().mean()
+        backward(loss * (OVERFLOW if overflows else 1), optimizer)
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer) is overflows
+        if overflows:
+            assert_same_state([model.state_dict(), optimizer.state_dict()], before)
+        else:
+            assert not torch.equal(model.state_dict()["0.weight"], before[0]["0.weight"])
