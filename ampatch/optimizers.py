@@ -215,6 +215,7 @@ class AdoptedOptimizer:
 
     def let_go(self) -> bool:
         """Drops gradients that nobody would unscale any more, if there are any; masters give theirs back."""
+        self._settle(wait=True)  # and says what there is to say of skipped steps
         scaled_by = self.scaled_by
         is_open = scaled_by is not None and scaled_by.is_open
         lost = scaled_by is not None and not is_open and not scaled_by.is_one and self.has_gradients()

@@ -151,7 +151,8 @@ class Session:
         try:
             foreign = [patch for patch in self.ledger.undo() if not _is_wrapped_by_scheduler(*patch)]
         finally:
-            self._functions.release(module for model in self._models for module in model.modules())
+            if self.patches_functions:
+                self._functions.release(module for model in self._models for module in model.modules())
             self._restore_weights()
             self.cache.clear()
         if foreign:

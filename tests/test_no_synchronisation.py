@@ -615,6 +615,15 @@ class TestMessage:
         assert amp.skipped_steps(optimizer) == 1
         assert log() == []
 
+    def test_of_the_last_step_comes_when_amp_is_taken_down(self, log, post):
+        model = network()
+        optimizer = ADAM(model.parameters())
+        initialize(model, optimizer, verbosity=1, **LEVELS["O1"])
+        train(model, optimizer, False, True)
+        assert log() == []
+        amp.deinitialize()
+        assert log() == ["Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 128.0"]
+
 
 class TestFloor:
     def initialize(self, model: nn.Module, optimizer: Any, **options: Any) -> None:
