@@ -220,7 +220,8 @@ class MasterWeights:
         changed = [
             pair
             for pair in self._pairs.values()
-            if pair.gradient is _Gradient.SHOWN and _gradient(pair.parameter)._version != pair.left_version
+            if pair.gradient is _Gradient.SHOWN
+            and (pair.parameter.grad is not pair.left or _gradient(pair.parameter)._version != pair.left_version)
         ]
         # Asked of the device only here, where somebody has written to gradients, if only by a clipping of nothing.
         for pair in changed:
