@@ -236,12 +236,12 @@ class Conversion:
             return tensor.detach().float() if name in self._buffers.get(module, {}) else None
         if backing.full is None or backing.full.shape != tensor.shape:
             return tensor.detach().float() if tensor.dtype in HALVES else None
-        if tensor.dtype is not backing.dtype:
-            converted: Tensor = backing.values(tensor)
-            return converted
-        backing.synchronise(tensor)
+        if tensor.dtype is backing.dtype and (not isinstance(tensor, nn.Parameter) or not backing.is_in_step(tensor)):
+            backing.synchronise(tensor)
+        values: Tensor = backing.values(tensor)
+        # Where somebody wrote in a way that is not counted it is saved, but training goes on as if it were not.
         full: Tensor = backing.full
-        return full
+        return full if values.dtype is full.dtype and torch.equal(values, full) else values
 
     def load(self, tensor: Tensor, values: Tensor) -> None:
         """Takes over values that a half tensor was just loaded with by ``load_state_dict``, with all their bits."""

@@ -74,10 +74,9 @@ class _Pair:
             return False
         if grad is None:
             return True
-        # Sums are in another tensor, too, with create_graph=True (it has a graph), of sparse ones, and where
-        # DistributedDataParallel has its buckets (it is a piece of a larger storage).
-        is_piece = grad.layout is torch.strided and grad.untyped_storage().nbytes() > grad.numel() * grad.itemsize
-        return not (grad.requires_grad or left.layout is not torch.strided or is_piece)
+        # Another tensor may hold the sum all the same: where something was added to the one that was left, of sparse
+        # gradients, and of those with a graph.
+        return left._version == self.left_version and left.layout is torch.strided and not grad.requires_grad
 
     @property
     def has_new_gradient(self) -> bool:
@@ -253,7 +252,17 @@ class MasterWeights:
                 pair.parameter.grad = None
             else:
                 grad.zero_()
+        for pair in shown:  # only now, as gradients that are pieces of one storage count their writes together
             pair.leave(_Gradient.BASE)
+
+    def follow_zeroing(self) -> None:
+        """Drops the masters' gradients where somebody has zeroed what a delayed block left in the half parameters."""
+        for pair in self._pairs.values():
+            grad = pair.parameter.grad
+            was_written = grad is not None and grad is pair.left and grad._version != pair.left_version
+            # Asked of the device only where somebody has written to it.
+            if was_written and pair.master.grad is not None and not bool(_gradient(pair.parameter).any()):
+                pair.master.grad = None
 
     def leave_scaled(self) -> None:
         """Takes note of gradients that stay scaled for a later block, to see whether they are cleared until then."""

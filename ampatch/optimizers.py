@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import sys
 import types
 import weakref
 from collections import deque
@@ -326,22 +325,44 @@ class AdoptedOptimizer:
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         """Has half weights written after a step, before the user's hooks see them, and what hooks write be followed."""
-        optimizer = self._optimizer()
-        hooks: list[RemovableHandle] = []
-        if isinstance(optimizer, torch.optim.Optimizer) and self.masters:
-            # Last of those before the step, first of those after it.
-            hooks.append(optimizer.register_step_pre_hook(lambda *_: self.masters.synchronise()))
-            hooks.append(optimizer.register_step_post_hook(lambda *_: self.masters.write()))
-            optimizer._optimizer_step_post_hooks.move_to_end(hooks[-1].id, last=False)  # type: ignore[attr-defined]
+        written = False
+
+        def write(*_: object) -> None:
+            nonlocal written
+            written = True
+            self.masters.write()
+
+        hooks = self._hook_step(write)
         try:
             yield
+        except BaseException:
+            self.masters.write()
+            raise
+        else:
+            if written:
+                self.masters.synchronise()
+            else:  # a step that fires no hooks
+                self.masters.write()
         finally:
             for hook in hooks:
                 hook.remove()
-            if hooks and sys.exc_info()[0] is None:
-                self.masters.synchronise()
-            else:
-                self.masters.write()
+
+    def _hook_step(self, write: Callable[..., None]) -> list[RemovableHandle]:
+        """Puts amp last of what runs before the step and first of what runs after it, where an optimizer has hooks."""
+        optimizer: Any = self._optimizer()
+        if not self.masters or not isinstance(optimizer, torch.optim.Optimizer):
+            return []
+        after = getattr(optimizer, "_optimizer_step_post_hooks", None)
+        if after is None or not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # its __init__ was not called
+            return []
+        hooks = [optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(write)]
+        after.move_to_end(hooks[-1].id, last=False)
+        return hooks
+
+    def _before_step(self, *_: object) -> None:
+        """Takes over what the user's own hooks have written."""
+        self.masters.follow_gradients()
+        self.masters.synchronise()
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Calls the closure as the code around the step would."""
@@ -382,7 +403,7 @@ class AdoptedOptimizer:
             and not self._near_floor
             and getattr(optimizer, "_step_supports_amp_scaling", False)
             and isinstance(optimizer, torch.optim.Optimizer)
-            and all(group.get("fused") for group in optimizer.param_groups)  # any of them may say otherwise
+            and all(group.get("fused", True) for group in optimizer.param_groups)  # any of them may say otherwise
             and _has_state(optimizer)
         )
 
@@ -482,7 +503,7 @@ def _has_state(optimizer: torch.optim.Optimizer) -> bool:
         for parameter in group["params"]:
             if parameter.grad is not None and not stateless:
                 state = optimizer.state.get(parameter)
-                if not state or None in state.values():
+                if not state or any(value is None for value in state.values()):
                     return False
     return True
 

@@ -58,7 +58,9 @@ class ScaledPass:
                     optimizer.widen_half_gradients(but=scaled)
             self._scaler.scale_grads_(_in_place(unscaled, but=scaled))
             for optimizer in self._optimizers:
-                optimizer.masters.follow_clearing()
+                if optimizer.scaled_by is not None:
+                    optimizer.masters.follow_clearing()
+                    optimizer.masters.follow_zeroing()
                 optimizer.scaled_by = self._scaling
         self._scaling.is_open = True
 

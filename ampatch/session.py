@@ -147,14 +147,25 @@ class Session:
             AmpWarning: somebody else patched on top, and was left in place; or gradients were still scaled.
         """
         self.switch.active = False
-        dropped = [adopted for adopted in list(self._optimizers.values()) if adopted.let_go()]
-        try:
-            foreign = [patch for patch in self.ledger.undo() if not _is_wrapped_by_scheduler(*patch)]
-        finally:
+        dropped: list[AdoptedOptimizer] = []
+        foreign: list[tuple[object, str]] = []
+
+        def let_go(adopted: AdoptedOptimizer) -> None:
+            if adopted.let_go():
+                dropped.append(adopted)
+
+        def undo() -> None:
+            foreign.extend(patch for patch in self.ledger.undo() if not _is_wrapped_by_scheduler(*patch))
+
+        with contextlib.ExitStack() as whatever_raises:  # from the last to the first
+            whatever_raises.callback(self.cache.clear)
+            whatever_raises.callback(self._restore_weights)
             if self.patches_functions:
-                self._functions.release(module for model in self._models for module in model.modules())
-            self._restore_weights()
-            self.cache.clear()
+                modules = (module for model in self._models for module in model.modules())
+                whatever_raises.callback(self._functions.release, modules)
+            whatever_raises.callback(undo)
+            for adopted in list(self._optimizers.values()):
+                whatever_raises.callback(let_go, adopted)
         if foreign:
             names = ", ".join(
                 sorted(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}" for owner, name in foreign)
@@ -509,14 +520,18 @@ def after_state_dict(module: nn.Module, saved: dict[str, Any], prefix: str, _: o
 
 def _keys_of(tensor: Tensor, expected: str, prefix: str, saved: dict[str, Any]) -> list[str]:
     """Where a state dict has a tensor: under its name, or under one that the user's own hooks have given it."""
-    if expected in saved:
-        return [expected] if isinstance(saved[expected], Tensor) and saved[expected].dtype is tensor.dtype else []
-    return [
-        key
-        for key, value in saved.items()
-        if key.startswith(prefix) and isinstance(value, Tensor) and value.dtype is tensor.dtype
-        if value.data_ptr() == tensor.data_ptr() and value.shape == tensor.shape
-    ]
+    candidates = [expected] if expected in saved else [key for key in saved if key.startswith(prefix)]
+    return [key for key in candidates if _is_alias(saved[key], tensor)]
+
+
+def _is_alias(value: object, tensor: Tensor) -> bool:
+    """Whether this is the tensor itself, or a view of all of it, and not what the user's hooks have made of it."""
+    return (
+        isinstance(value, Tensor)
+        and (value.dtype, value.shape, value.layout) == (tensor.dtype, tensor.shape, tensor.layout)
+        and value.data_ptr() == tensor.data_ptr()
+        and value.stride() == tensor.stride()
+    )
 
 
 def before_load_state_dict(

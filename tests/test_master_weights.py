@@ -11,6 +11,7 @@ import copy
 import functools
 import gc
 import pickle
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -1371,3 +1372,140 @@ def test_capturable_optimizer_skips_and_steps(name: str) -> None:
             assert_same_state([model.state_dict(), optimizer.state_dict()], before)
         else:
             assert not torch.equal(model.state_dict()["0.weight"], before[0]["0.weight"])
+
+
+class TestUnusualSteps:
+    def test_optimizer_whose_step_fires_no_hooks_and_writes_by_way_of_data(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+
+        def step(me: Any, closure: Any = None) -> None:
+            for group in me.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.add_(parameter.grad, alpha=-0.1)
+
+        optimizer.step = types.MethodType(step, optimizer)
+        initialize(model, optimizer)
+        backward(loss_of(model, 0), optimizer)
+        wanted = [(master.detach() - 0.1 * master.grad) for master in masters(optimizer)]
+        optimizer.step()
+        for parameter, values in zip(model.parameters(), wanted, strict=True):
+            assert_same_bits(parameter.detach(), values.half())
+
+    def test_optimizer_that_never_called_the_constructor_of_its_class(self):
+        class Around(torch.optim.Optimizer):
+            def __init__(self, inside: torch.optim.Optimizer) -> None:
+                self.inside = inside
+                self.param_groups, self.state, self.defaults = inside.param_groups, inside.state, inside.defaults
+
+            def step(self, closure: Any = None) -> Any:
+                return self.inside.step(closure)
+
+            def zero_grad(self, set_to_none: bool = True) -> None:
+                self.inside.zero_grad(set_to_none)
+
+        model, reference = network(), network()
+        around, plain = Around(MOMENTUM(model.parameters())), MOMENTUM(reference.parameters())
+        initialize([model, reference], [around, plain])
+        for module, optimizer in [(model, around), (reference, plain)]:
+            backward(loss_of(module, 0), optimizer)
+            optimizer.step()
+        assert_same_state(model.state_dict(), reference.state_dict())
+
+    def test_hook_writes_stay_inside_an_except_block_too(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+
+        def zero(*_: object) -> None:
+            with torch.no_grad():
+                model[0].weight.zero_()
+
+        optimizer.register_step_post_hook(zero)
+        backward(loss_of(model, 0), optimizer)
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError:
+            optimizer.step()
+        assert not model[0].weight.any()
+
+    def test_hook_that_clips_the_models_gradients_warns(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 1e-3) and None)
+        backward(loss_of(model, 0), optimizer)
+        with pytest.warns(AmpWarning, match="amp.master_params"):
+            optimizer.step()
+
+    def test_saving_does_not_change_the_training(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        model(batch(0))
+        wanted = []
+        for master in amp.master_params(optimizer):
+            master.data.clamp_(-0.01, 0.01)  # by a way that is not counted
+            wanted.append(master.detach().clone())
+        model.state_dict()
+        for master, values in zip(masters(optimizer), wanted, strict=True):
+            assert_same_bits(master.detach(), values)
+
+
+class TestGradientsInOtherTensors:
+    def test_that_the_user_puts_in_place_add_up(self):
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = SGD([weight])
+        initialize(nn.ParameterList([weight]), optimizer)
+        for _ in range(2):
+            with amp.scale_loss(weight.float().sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+                weight.grad = weight.grad * 1  # as an all-reduce into another tensor does
+        assert ones(masters(optimizer)) == [2]
+
+    def test_that_are_pieces_of_one_storage_are_gone_if_they_are_cleared(self):
+        weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+        optimizer = SGD(weights)
+        model = nn.ParameterList(weights)
+        initialize(model, optimizer)
+        backward(torch.cat(weights).float().sum(), optimizer)
+        with amp.scale_loss(torch.cat(weights).float().sum(), optimizer) as scaled_loss:
+            model.zero_grad()
+            scaled_loss.backward()
+        assert ones(masters(optimizer)) == [1, 1]
+
+    def test_that_are_zeroed_after_a_delayed_pass_are_gone(self):
+        weight = nn.Parameter(torch.ones(3))
+        model, optimizer = nn.ParameterList([weight]), SGD([weight])
+        initialize(model, optimizer)
+        backward(weight.float().sum(), optimizer)
+        backward(weight.float().sum(), optimizer, delay_unscale=True)
+        model.zero_grad(set_to_none=False)
+        backward(weight.float().sum(), optimizer)
+        assert ones(masters(optimizer)) == [1]
+
+    def test_that_do_not_fit_do_not_keep_the_rest_from_being_given_back(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, patch_torch_functions=True)
+        backward(loss_of(model, 0), optimizer)
+        weight = model[0].weight
+        grad, weight.grad = weight.grad[:2].clone(), None
+        weight.data = weight.data[:2].clone()
+        weight.grad = grad
+        with contextlib.suppress(RuntimeError):
+            amp.deinitialize()
+        assert model[2].weight.dtype is torch.float32
+        assert "step" not in vars(optimizer)
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+
+    def test_state_dict_hooks_of_the_user_have_the_last_word(self):
+        model = nn.Linear(4, 4)
+        wanted = model.weight.detach().clone().T
+
+        def transpose(_: nn.Module, saved: dict[str, Any], prefix: str, __: object) -> None:
+            saved[f"{prefix}weight"] = saved[f"{prefix}weight"].T
+
+        initialize(model, SGD(model.parameters()))
+        model.register_state_dict_post_hook(transpose)
+        assert_same_bits(model.state_dict()["weight"], wanted)
