@@ -58,3 +58,16 @@ def assert_same_state(actual: Any, expected: Any) -> None:
             assert_same_bits(found, wanted)
         else:
             assert found == wanted
+
+
+class Slotted:
+    """An optimizer on which no `step` can be put."""
+
+    __slots__ = ("__weakref__", "param_groups")
+
+    def __init__(self, parameters: Any) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None: ...

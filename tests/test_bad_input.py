@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import Slotted
 from torch import nn
 
 from ampatch import amp, session
@@ -470,18 +471,6 @@ def test_unknown_name_is_a_value_error_as_in_apex(register: Callable[[object, st
 
 
 def test_failure_after_torch_was_patched_takes_the_patches_out_again() -> None:
-    class Slotted:
-        """An optimizer on which no `step` can be put."""
-
-        __slots__ = ("__weakref__", "param_groups")
-
-        def __init__(self, parameters: Any) -> None:
-            self.param_groups = [{"params": list(parameters)}]
-
-        def step(self) -> None: ...
-
-        def zero_grad(self) -> None: ...
-
     model = nn.Linear(2, 2)
     with pytest.raises(amp.OptionError, match="step of this Slotted cannot be replaced"):
         amp.initialize(model, Slotted(model.parameters()), verbosity=0)

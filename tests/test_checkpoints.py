@@ -745,6 +745,13 @@ class TestLoading:
         amp.deinitialize()
         return state
 
+    def assert_goes_on_as_usual(self, run: Run, saved: dict[str, Any], level: str) -> None:
+        torch.set_rng_state(saved["rng"])
+        run.train([3])
+        found = run.everything()
+        amp.deinitialize()
+        assert_same_state(found, self.loaded(level))
+
     def test_twice_is_as_once(self, level):
         run = Run(level, OPTIMIZERS["AdamW"], seed=1, saved=checkpoint_at(level))
         run.train([7, 8])
@@ -752,11 +759,7 @@ class TestLoading:
         for _ in range(2):
             run.load_parts(saved := checkpoint_at(level))
             amp.load_state_dict(saved["amp"])
-        torch.set_rng_state(saved["rng"])
-        run.train([3])
-        found = run.everything()
-        amp.deinitialize()
-        assert_same_state(found, self.loaded(level))
+        self.assert_goes_on_as_usual(run, saved, level)
 
     @pytest.mark.parametrize("first", ["model", "optimizer", "amp"])
     def test_has_no_order(self, level, first):
@@ -770,11 +773,7 @@ class TestLoading:
         }
         for load in [loads.pop(first), *loads.values()]:
             load()
-        torch.set_rng_state(saved["rng"])
-        run.train([3])
-        found = run.everything()
-        amp.deinitialize()
-        assert_same_state(found, self.loaded(level))
+        self.assert_goes_on_as_usual(run, saved, level)
 
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
     def test_in_any_mode_of_autograd_is_the_same(self, level, mode):
@@ -783,11 +782,7 @@ class TestLoading:
         with mode():
             run.load_parts(saved)
             amp.load_state_dict(saved["amp"])
-        torch.set_rng_state(saved["rng"])
-        run.train([3])
-        found = run.everything()
-        amp.deinitialize()
-        assert_same_state(found, self.loaded(level))
+        self.assert_goes_on_as_usual(run, saved, level)
 
     def test_between_backward_and_step_leaves_the_gradients(self, level):
         run = Run(level, init_scale=SCALE)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
+from helpers import HALF_DTYPES, Slotted, assert_same_bits, assert_same_state, dtype_name
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
 
@@ -126,19 +126,6 @@ class TestLevels:
             initialize(model, [optimizer, Slotted(model.parameters())], opt_level="O3")
         assert_same_state([model.state_dict(), optimizer.state_dict(), model.weight.grad], after_step)
         assert not torch.equal(before["weight"], model.weight)
-
-
-class Slotted:
-    """An optimizer on which no `step` can be put."""
-
-    __slots__ = ("__weakref__", "param_groups")
-
-    def __init__(self, parameters: Any) -> None:
-        self.param_groups = [{"params": list(parameters)}]
-
-    def step(self) -> None: ...
-
-    def zero_grad(self) -> None: ...
 
 
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -64,6 +64,16 @@ class OwnWay(torch.optim.SGD):
         return loss
 
 
+def zeroing(weight: Tensor) -> Callable[..., None]:
+    """A step hook that zeroes a weight."""
+
+    def zero(*_: object) -> None:
+        with torch.no_grad():
+            weight.zero_()
+
+    return zero
+
+
 def network(seed: int = 0) -> nn.Sequential:
     """Matrices only, as Muon wants them."""
     torch.manual_seed(seed)
@@ -1102,12 +1112,7 @@ class TestStepHooks:
         model = network()
         optimizer = SGD(model.parameters())
         initialize(model, optimizer)
-
-        def zero(*_: object) -> None:
-            with torch.no_grad():
-                model[0].weight.zero_()
-
-        optimizer.register_step_pre_hook(zero)
+        optimizer.register_step_pre_hook(zeroing(model[0].weight))
         backward(loss_of(model, 0), optimizer)
         expected = -0.1 * masters(optimizer)[0].grad
         optimizer.step()
@@ -1345,6 +1350,16 @@ class TestLoadingUnusualThings:
         assert twin[0].weight.dtype is torch.float32
         assert model[0].weight.dtype is torch.float16
 
+    def test_into_a_part_that_has_buffers_alone_keeps_every_bit(self):
+        part = nn.Module()
+        part.register_buffer("frequencies", torch.tensor([0.1, 0.2]))
+        model = nn.ModuleList([network(), part])
+        initialize(model, SGD(model.parameters()))
+        saved = model.state_dict()
+        saved["1.frequencies"] = torch.tensor([0.3, 0.7])
+        model.load_state_dict(saved)
+        assert_same_bits(model.state_dict()["1.frequencies"], torch.tensor([0.3, 0.7]))
+
     def test_after_a_parameter_was_unfrozen_gives_its_master_every_bit(self):
         model = network()
         model[0].weight.requires_grad_(False)
@@ -1416,12 +1431,7 @@ class TestUnusualSteps:
         model = network()
         optimizer = SGD(model.parameters())
         initialize(model, optimizer)
-
-        def zero(*_: object) -> None:
-            with torch.no_grad():
-                model[0].weight.zero_()
-
-        optimizer.register_step_post_hook(zero)
+        optimizer.register_step_post_hook(zeroing(model[0].weight))
         backward(loss_of(model, 0), optimizer)
         try:
             raise ZeroDivisionError
