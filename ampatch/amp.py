@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
@@ -28,6 +27,7 @@ from ampatch.errors import (
     OptionError,
     UsageError,
     did_you_mean,
+    warn,
 )
 from ampatch.function_patches import Registration
 from ampatch.loss_scaler import LossScaler, ScaleState, is_of_grad_scaler, make_policy, settings_unlike
@@ -164,7 +164,7 @@ def initialize(
             "out, or type patch_torch_functions=True as well."
         )
     kept = conversion_plan.check_keep_fp32(keep_fp32)
-    if kept and properties.cast_model_type not in conversion_plan.HALVES:
+    if kept and properties.cast_model_type not in opt_levels.HALVES:
         raise OptionError(
             f"keep_fp32 contradicts opt_level={opt_level!r}, which does not convert the model's weights to half. Leave "
             "keep_fp32 out, or use opt_level='O2'."
@@ -412,20 +412,16 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     common = [name for name in known if name in state_dict]
     states = {name: known[name].read_state_dict(state_dict[name]) for name in common}  # all, before any is changed
     if state_dict.keys() != known.keys():
-        warnings.warn(
+        warn(
             f"the state dict holds {', '.join(state_dict) or 'no loss scaler'}, and there "
             f"{'is' if len(known) == 1 else 'are'} {', '.join(known)}; loaded: {', '.join(common) or 'none'}. Others "
-            "stay as they are.",
-            AmpWarning,
-            stacklevel=2,
+            "stay as they are."
         )
     other = settings_unlike(live.settings.scale_policy, *(state_dict[name] for name in common))
     if other:
-        warnings.warn(
+        warn(
             f"the GradScaler had {other}, which is not loaded. To have it here, give scale_factor and scale_window to "
-            "amp.initialize.",
-            AmpWarning,
-            stacklevel=2,
+            "amp.initialize."
         )
     for name, state in states.items():
         _take_over(name, known[name], state, was_static=state_dict[name].get("dynamic") is False, tell=live.verbose)

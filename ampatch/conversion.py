@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ampatch.conversion_plan import HALVES, Plan
+from ampatch.conversion_plan import Plan
 from ampatch.errors import OptionError, UsageError
+from ampatch.opt_levels import HALVES
 
 
 class Mark:
@@ -132,8 +133,8 @@ class Backing:
             values = values[0]
         if self.full is not None and values.shape == half.shape == self.full.shape and half.dtype is self.dtype:
             values = values.to(half.device)
-            kept = torch.where(_same_bits(self.full.to(half.dtype), half), self.full, half.float())
-            self.full.copy_(torch.where(_same_bits(values.to(half.dtype), half), values.float(), kept))
+            was_loaded = values.to(half.dtype).view(torch.int16) == half.view(torch.int16)
+            self.full.copy_(torch.where(was_loaded, values.float(), self.values(half)))
             self.note(half)
 
 
@@ -177,6 +178,10 @@ class Conversion:
         """The type that a tensor had before it was converted; None if it was not."""
         backing = self._backings.get(tensor)
         return None if backing is None else backing.before
+
+    def has_any_of(self, module: nn.Module) -> bool:
+        """Whether a parameter or buffer of a module, or of one in it, was converted."""
+        return any(tensor in self._backings for tensor in (*module.parameters(), *module.buffers()))
 
     def claim(self, parameter: nn.Parameter, owner: object) -> Backing:
         """What stands behind a half parameter, a master from now on, for the one who updates it.
@@ -277,10 +282,6 @@ class Conversion:
         return backing
 
 
-def _same_bits(one: Tensor, other: Tensor) -> Tensor:
-    return one.view(torch.int16) == other.detach().view(torch.int16)
-
-
 def _set_dtype(tensor: Tensor, dtype: torch.dtype, backing: Backing) -> None:
     full, grad = tensor.data, tensor.grad  # not detach(), which counts writes to the two together
     _replace(tensor, full.to(dtype))
@@ -303,10 +304,10 @@ def _restore(tensor: Tensor, backing: Backing) -> None:
         # Of an optimizer that is gone the half parameter's gradient is what is left.
         if grad is None and backing.owner is None:
             grad = backing.full.grad
-    if tensor.dtype is backing.dtype and tensor.dtype is not backing.before:
-        _replace(tensor, values.to(backing.before))
-    elif values is not tensor.data and tensor.dtype is not backing.dtype:
+    if tensor.dtype is not backing.dtype:  # the user's type stays
         tensor.data = values.to(tensor.dtype)
+    elif tensor.dtype is not backing.before:
+        _replace(tensor, values.to(backing.before))
     if grad is not None:
         tensor.grad = grad.to(tensor.dtype)
 

@@ -17,9 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ampatch.casting import CASTABLE
 from ampatch.errors import OptionError, did_you_mean
-from ampatch.opt_levels import HALF_DTYPES
-
-HALVES = frozenset(HALF_DTYPES.values())
+from ampatch.opt_levels import HALVES
 
 KeepFloat32 = tuple[str | type[nn.Module], ...]
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from ampatch import kernels, optimizer_state
 from ampatch.conversion import Backing, Conversion
-from ampatch.conversion_plan import HALVES
 from ampatch.errors import UsageError, warn
+from ampatch.opt_levels import HALVES
 from ampatch.patching import PatchLedger
 
 

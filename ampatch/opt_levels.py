@@ -17,6 +17,7 @@ import torch
 from ampatch.errors import OptionError, did_you_mean
 
 HALF_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+HALVES = frozenset(HALF_DTYPES.values())
 
 LossScale = float | Literal["dynamic"]
 
@@ -145,7 +146,7 @@ def check_half_dtype(half_dtype: object, name: str = "half_dtype") -> torch.dtyp
     Raises:
         OptionError: it is not.
     """
-    if isinstance(half_dtype, torch.dtype) and half_dtype in HALF_DTYPES.values():
+    if isinstance(half_dtype, torch.dtype) and half_dtype in HALVES:
         return half_dtype
     raise OptionError(f"{name} is {half_dtype!r}; expected torch.float16 or torch.bfloat16.")
 
@@ -156,7 +157,7 @@ def check_model_type(dtype: object) -> torch.dtype | None:
     Raises:
         OptionError: it cannot.
     """
-    if dtype is None or (isinstance(dtype, torch.dtype) and dtype in (torch.float32, *HALF_DTYPES.values())):
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype in {torch.float32, *HALVES}):
         return dtype
     raise OptionError(
         f"cast_model_type is {dtype!r}; expected torch.float32, torch.float16 or torch.bfloat16, or None for the "

@@ -23,6 +23,7 @@ from torch.utils.weak import TensorWeakRef
 from ampatch import kernels, optimizer_state
 from ampatch.errors import LossScaleError, OptionError, UsageError
 from ampatch.master_weights import MasterWeights
+from ampatch.opt_levels import HALVES
 from ampatch.optimizer_state import Snapshot
 from ampatch.patching import PatchLedger
 from ampatch.scaling import Scaling
@@ -186,7 +187,7 @@ class AdoptedOptimizer:
         """
         for parameter in self.parameters():
             grad = None if id(parameter) in but else parameter.grad
-            if grad is not None and grad.dtype in (torch.float16, torch.bfloat16) and not grad.is_sparse:
+            if grad is not None and grad.dtype in HALVES and not grad.is_sparse:
                 self._widened.append((parameter, parameter.dtype, parameter.grad_dtype, grad.dtype))
                 _set_gradient(parameter, grad.float(), torch.float32)
 

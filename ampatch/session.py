@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +21,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ampatch import autocast_gates, compilers, conversion_plan, models, opt_levels, optimizer_state
 from ampatch.cast_lists import CastLists
 from ampatch.conversion import Conversion
-from ampatch.conversion_plan import HALVES, KeepFloat32
-from ampatch.errors import AmpWarning, OptionError, UsageError
+from ampatch.conversion_plan import KeepFloat32
+from ampatch.errors import OptionError, UsageError, warn
 from ampatch.function_patches import FunctionPatches, Registration
 from ampatch.loss_scaler import LossScaler, ScalePolicy
 from ampatch.master_weights import MasterWeights
-from ampatch.opt_levels import Properties
+from ampatch.opt_levels import HALVES, Properties
 from ampatch.optimizers import AdoptedOptimizer, OptimizerLike, check_optimizer
 from ampatch.patching import PatchLedger
 from ampatch.scaled_pass import ScaledPass
@@ -171,10 +170,10 @@ class Session:
                 sorted(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}" for owner, name in foreign)
             )
             message = f"patched by amp, replaced by somebody else since, and so left alone: {names}."
-            warnings.warn(message, AmpWarning, stacklevel=4)
+            warn(message)
         if dropped:
             message = "gradients that were still scaled, after amp.scale_loss(..., delay_unscale=True), are None now."
-            warnings.warn(message, AmpWarning, stacklevel=4)
+            warn(message)
 
     # Models and optimizers
 
@@ -365,7 +364,9 @@ class Session:
         scaler = self.scaler(loss_id)
         scaled = scaler.scale(loss)  # moves the scale to the loss's device
         if self.settings.adopts_on_use:
-            self.adopt([], {id(new): new for new in optimizers if not self.has_adopted(new)}.values())
+            new = {id(optimizer): optimizer for optimizer in optimizers if not self.has_adopted(optimizer)}
+            if new:
+                self.adopt([], new.values())
         adopted = [self.adopted(optimizer) for optimizer in optimizers]
         scaled_pass = ScaledPass(scaler, loss_id, adopted)
         scaled_pass.begin()
@@ -541,9 +542,7 @@ def before_load_state_dict(
     session = process.live
     if session is None:
         return
-    if not any(session.conversion.dtype_before(parameter) for parameter in module.parameters()):
-        return  # a copy, which is nobody's
-    if local_metadata.get("assign_to_params_buffers"):
+    if local_metadata.get("assign_to_params_buffers") and session.conversion.has_any_of(module):  # or it is a copy
         raise UsageError(
             "load_state_dict(assign=True) would replace the half parameters that amp converted. Leave assign out, or "
             "type amp.deinitialize() first."
