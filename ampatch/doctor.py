@@ -22,11 +22,11 @@ import torch
 import wrapt
 import yaml
 
-from ampatch import __version__, kernels, list_reports, session, wrappers
+from ampatch import __version__, kernels, list_reports, session
 from ampatch.cast_lists import Treatment, shipped
 from ampatch.errors import CastListError
 from ampatch.patching import MISSING, bindings, loaded_modules
-from ampatch.paths import Path, PathError, find_owner
+from ampatch.paths import Path, PathError, beneath, find_owner, is_wrapper
 from ampatch.session import Session
 
 _NVIDIA_DRIVER = FilePath("/proc/driver/nvidia/version")
@@ -206,7 +206,7 @@ def _names_in(entry: Any) -> Iterator[str]:
 def _look_up(path: Path) -> _Listed | None:
     owner = _owner(path.namespace)
     found = MISSING if owner is None else getattr(owner, path.name, MISSING)
-    return None if found is MISSING else _Listed(path, owner, _beneath(found))
+    return None if found is MISSING else _Listed(path, owner, beneath(found))
 
 
 def _owner(namespace: str) -> object | None:
@@ -215,18 +215,6 @@ def _owner(namespace: str) -> object | None:
         return find_owner(namespace)
     except PathError:
         return MISSING
-
-
-def _is_wrapper(value: object) -> bool:
-    """Whether it is a function patched by amp, and not a proxy around one, which would answer for it."""
-    return type(value) is types.FunctionType and value.__globals__ is vars(wrappers)
-
-
-def _beneath(value: object) -> object:
-    """What a function patched by amp calls; anything else as it is."""
-    while _is_wrapper(value):
-        value = vars(value)["__wrapped__"]
-    return value
 
 
 def _is_torchs(value: Any) -> bool:
@@ -273,7 +261,7 @@ def _amp(seen: _Seen) -> Iterator[str]:
         yield f"functions in modules that are not imported yet: {waiting.total()}"
         yield from _indented(f"{namespace}: {count}" for namespace, count in sorted(waiting.items()))
     others = [patch for patch in in_place if patch.key not in places]
-    names = [patch for patch in others if _is_wrapper(patch.installed)]
+    names = [patch for patch in others if is_wrapper(patch.installed)]
     yield f"names that modules had bound earlier, patched as well: {len(names)}"
     yield f"other attributes of torch, models and optimizers: {len(others) - len(names)}"
 
@@ -301,9 +289,9 @@ def _names(seen: _Seen) -> Iterator[str]:
     if seen.live is None or not seen.live.patches_functions:
         yield "not looked for: amp patches no functions now"
         return
-    patched = [patch.installed for patch in seen.patches if _is_wrapper(patch.installed)]
-    originals = {id(_beneath(wrapper)): _beneath(wrapper) for wrapper in patched}
-    paths = {id(_beneath(wrapper)): _name_of(wrapper) for wrapper in patched}
+    patched = [patch.installed for patch in seen.patches if is_wrapper(patch.installed)]
+    originals = {id(beneath(wrapper)): beneath(wrapper) for wrapper in patched}
+    paths = {id(beneath(wrapper)): _name_of(wrapper) for wrapper in patched}
     users = {id(module): module for module in loaded_modules("torch", "ampatch")}
     torchs = {id(module): module for module in loaded_modules("ampatch") if id(module) not in users}
     held = [(owner, name, paths[id(value)]) for owner, name, value in bindings(users.values(), originals)]
@@ -319,9 +307,9 @@ def _lost(modules: Iterable[object], seen: _Seen, originals: Iterable[int]) -> I
     Nothing leads from a replacement to what it replaced. That is told by the name it gives itself.
     """
     patched = {patch.key for patch in seen.patches}
-    beneath = [listed for listed in seen.foreign if (id(listed.owner), listed.path.name) in patched]
-    paths = {call_sign: listed.path for listed in beneath for call_sign in _call_signs(listed)}
-    replacements = [_core(listed.function) for listed in beneath]
+    replaced = [listed for listed in seen.foreign if (id(listed.owner), listed.path.name) in patched]
+    paths = {call_sign: listed.path for listed in replaced for call_sign in _call_signs(listed)}
+    replacements = [_core(listed.function) for listed in replaced]
     # Whoever replaces a function keeps it, in order to call it.
     homes = {id(function.__globals__) for function in replacements if type(function) is types.FunctionType}
     owners = {id(listed.owner): listed.owner for listed in seen.listed}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import types
 from dataclasses import dataclass
 
 from ampatch.errors import AmpError, did_you_mean
@@ -65,12 +66,24 @@ def find(path: Path) -> object | None:
     owner = find_owner(path.namespace)
     if owner is None:
         return None
-    found = _attribute(owner, path.name, path.namespace)
-    # While amp is on, two names of one function hold two wrappers. Only a function's own globals tell whose it is:
-    # anything that functools.wraps copies would name wrappers that others put around ours as well.
-    if getattr(found, "__globals__", {}).get("__name__") == "ampatch.wrappers":
-        found = getattr(found, "__wrapped__", found)
-    return found
+    # While amp is on, two names of one function hold two wrappers.
+    return beneath(_attribute(owner, path.name, path.namespace))
+
+
+def is_wrapper(value: object) -> bool:
+    """Whether it is a function patched by amp, and not a proxy around one, which would answer for it.
+
+    Only a function's own globals tell whose it is: what functools.wraps copies would name wrappers that others put
+    around amp's as well.
+    """
+    return type(value) is types.FunctionType and value.__globals__.get("__name__") == "ampatch.wrappers"
+
+
+def beneath(value: object) -> object:
+    """What a function patched by amp calls; anything else as it is."""
+    while is_wrapper(value):
+        value = vars(value)["__wrapped__"]
+    return value
 
 
 def identity(path: Path) -> object:
