@@ -287,6 +287,17 @@ class TestTraining:
         reference.step()
         reference.assert_is(model, optimizer)
 
+    def test_half_weights_are_written_by_one_multi_tensor_call_after_a_step(self, half_dtype, monkeypatch):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, half_dtype=half_dtype)
+        backward(loss_of(model, 0), optimizer)
+        written: list[int] = []
+        copy_ = torch._foreach_copy_
+        monkeypatch.setattr(torch, "_foreach_copy_", lambda *lists: (written.append(len(lists[0])), copy_(*lists)))
+        optimizer.step()
+        assert written == [2]
+
 
 class TestMasters:
     def test_have_the_float32_bits_from_before_and_belong_to_every_half_parameter(self, half_dtype):
