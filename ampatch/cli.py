@@ -12,10 +12,11 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 
-from ampatch import __version__, amp, doctor, list_reports, session
+from ampatch import __version__, amp, doctor, extension, extension_build, list_reports, session
 from ampatch.cast_lists import PEERS, peer, shipped
 from ampatch.errors import AmpError, CastListError, OptionError
 from ampatch.opt_levels import HALF_DTYPES
@@ -84,6 +85,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     _add_check(reports.add_parser("check", help=_CHECK, description=_CHECK))
     _add_diff(reports.add_parser("diff", help=_DIFF, description=_DIFF))
     _add_doctor(commands.add_parser("doctor", help=_DOCTOR, description=_DOCTOR))
+    _add_build(commands.add_parser("build", help=_BUILD, description=_BUILD))
     return parser
 
 
@@ -93,6 +95,7 @@ _SHOW = "Prints the rules in force, each with the file and line it comes from."
 _CHECK = "Says what is wrong with a cast list file, one line a fault."
 _DIFF = "Prints what another system casts otherwise than ampatch's own lists."
 _DOCTOR = "Prints what a bug report needs: versions, devices, kernels, and who has patched what of torch."
+_BUILD = "Compiles the extension, whose kernels amp uses from then on."
 
 
 def _add_demo(parser: argparse.ArgumentParser, asked_for: bool) -> None:
@@ -191,6 +194,58 @@ def _import(modules: Iterable[str]) -> None:
     finally:
         with suppress(ValueError):
             sys.path.remove("")
+
+
+def _add_build(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        choices=extension_build.DEVICES,
+        default="auto",
+        help="cuda: kernels for the CPU and for GPUs; cpu: for the CPU alone; auto: for GPUs too if there is an nvcc",
+    )
+    parser.add_argument(
+        "--arch",
+        type=_list,
+        default=None,
+        metavar="LIST",
+        help="architectures of the GPUs, as 80,90 (default: this machine's or, if it has none, "
+        f"{','.join(extension_build.DEFAULT_ARCHITECTURES)})",
+    )
+    parser.add_argument(
+        "--output",
+        type=_file,
+        default=None,
+        metavar="DIR",
+        help="where to put the library (default: the cache, where amp finds it)",
+    )
+    parser.add_argument("--force", action="store_true", help="build it even if it is there")
+    parser.set_defaults(run=_build)
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    output = None if arguments.output is None else Path(arguments.output)
+    plan = extension_build.plan(arguments.device, arguments.arch, output)
+    if plan.note:
+        _print([plan.note])
+    gpus = f" and for GPUs of architecture {', '.join(plan.architectures)}" if plan.architectures else ""
+    _print(
+        [
+            f"Compiler: {plan.compiler.version} ({plan.compiler.command[0]})",
+            f"Kernels:  for the CPU{gpus}",
+            f"Library:  {plan.directory / extension.LIBRARY}",
+        ]
+    )
+    sys.stdout.flush()  # compiling takes a while, which a pipe would spend without a word
+    built = extension_build.carry_out(plan, arguments.force)
+    if built.was_there:
+        _print(["It is there already, built of these very sources. `ampatch build --force` builds it again."])
+    else:
+        _print([f"Built and tried out in {built.seconds:.0f} seconds."])
+    return 0
+
+
+def _list(text: str) -> list[str]:
+    return text.split(",")
 
 
 def _add_half_dtype(parser: argparse.ArgumentParser, help_text: str) -> None:

@@ -33,6 +33,10 @@ class LossScaleError(AmpError, RuntimeError):
     """Gradients still overflow although the loss scale has reached its floor."""
 
 
+class KernelError(AmpError, RuntimeError):
+    """The compiled extension was asked for, and cannot be built or loaded."""
+
+
 class AmpWarning(UserWarning):
     """Something that is left as it is, and that the user should know of."""
 

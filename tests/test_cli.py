@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import ampatch
-from ampatch import amp, cli, demo, doctor, list_reports, session
+from ampatch import amp, cli, demo, doctor, extension, extension_build, list_reports, session
 from ampatch.cast_lists import PEERS, peer, shipped
 from ampatch.errors import UsageError
 
@@ -50,7 +51,7 @@ class TestCommandLine:
 
     @pytest.mark.parametrize(
         ("arguments", "commands"),
-        [([], ["demo", "lists", "doctor"]), (["lists"], ["show", "check", "diff"])],
+        [([], ["demo", "lists", "doctor", "build"]), (["lists"], ["show", "check", "diff"])],
         ids=["top", "lists"],
     )
     def test_help_has_a_sentence_on_each_command(
@@ -93,6 +94,11 @@ class TestCommandLine:
             (["lists", "check", ""], "ampatch lists check: error: argument FILE: the name of a file is empty"),
             (["lists", "check", "a", "b"], "ampatch: error: unrecognized arguments: b"),
             (["lists", "diff", "tensorflow"], "ampatch lists diff: error: argument peer: invalid choice: 'tensorflow'"),
+            (
+                ["build", "--device", "gpu"],
+                "ampatch build: error: argument --device: invalid choice: 'gpu' (choose from 'auto', 'cpu', 'cuda')",
+            ),
+            (["build", "--output", ""], "ampatch build: error: argument --output: the name of a file is empty"),
             (["demo", "--epochs", "0"], "ampatch demo: error: argument --epochs: '0' is not a whole number"),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -387,6 +393,112 @@ class TestDoctor:
 
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith("imported\nVersions\n")
+
+
+class TestBuild:
+    @pytest.fixture(autouse=True)
+    def sources(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A source for a compiler that takes anything; an empty cache; no nvcc."""
+        directory = tmp_path / "csrc"
+        directory.mkdir()
+        (directory / "operators.cpp").write_text("")
+        compiler = tmp_path / "compiler"
+        compiler.write_text(
+            '#!/bin/sh\ncase "$*" in *--version*) echo "mine 1.0"; exit 0;; esac\n'
+            'while [ "$1" != -o ]; do shift; done; : > "$2"\n'
+        )
+        compiler.chmod(0o755)
+        monkeypatch.setattr(extension, "source_directory", lambda: directory)
+        monkeypatch.setattr(extension_build, "_try_out", lambda *_arguments: None)
+        monkeypatch.setattr(extension_build, "_nvcc_places", lambda: ["/nowhere"])
+        monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setenv("CXX", str(compiler))
+        return directory
+
+    def test_it_says_what_it_builds_with_what_and_where(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main(["build", "--device", "cpu"]) == 0
+
+        library = extension.find()
+        assert library is not None
+        printed = capsys.readouterr()
+        *lines, last = printed.out.splitlines()
+        assert lines == [
+            f"Compiler: mine 1.0 ({tmp_path / 'compiler'})",
+            "Kernels:  for the CPU",
+            f"Library:  {library.path}",
+        ]
+        assert re.fullmatch(r"Built and tried out in \d+ seconds\.", last)
+        assert printed.err == ""
+
+    def test_without_nvcc_a_line_more(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["build"]) == 0
+
+        first, second, *_ = capsys.readouterr().out.splitlines()
+        assert first.startswith("CPU kernels only: there is no nvcc in ")
+        assert second.startswith("Compiler: mine 1.0 ")
+
+    def test_what_is_there_is_left_unless_it_is_forced(self, capsys: pytest.CaptureFixture[str]) -> None:
+        ends = []
+        for options in ([], [], ["--force"]):
+            assert cli.main(["build", *options]) == 0
+            ends.append(capsys.readouterr().out.splitlines()[-1].partition(" in ")[0])
+
+        assert ends == [
+            "Built and tried out",
+            "It is there already, built of these very sources. `ampatch build --force` builds it again.",
+            "Built and tried out",
+        ]
+
+    def test_the_library_can_be_put_elsewhere(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["build", "--output", str(tmp_path / "out")]) == 0
+
+        assert f"Library:  {tmp_path / 'out' / extension.LIBRARY}" in capsys.readouterr().out.splitlines()
+        assert extension.read(tmp_path / "out") is not None
+
+    def test_architectures_are_told_apart_by_commas(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = []
+
+        def plan(*arguments: object) -> None:
+            asked.append(arguments)
+            raise UsageError("seen")
+
+        monkeypatch.setattr(extension_build, "plan", plan)
+
+        assert cli.main(["build", "--device", "cuda", "--arch", "80,9.0"]) == 1
+        assert asked == [("cuda", ["80", "9.0"], None)]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--device", "cuda"], "ampatch: error: kernels for GPUs were asked for, and there is no nvcc in "),
+            (["--arch", "80,ninety"], "ampatch: error: architectures: found 'ninety', expected "),
+            (["--arch", "80,"], "ampatch: error: architectures: found '', expected "),
+            (["--device", "cpu", "--arch", "80"], "ampatch: error: architectures: found some, although device='cpu'"),
+        ],
+        ids=" ".join,
+    )
+    def test_what_cannot_be_built_is_status_1_and_a_line(
+        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main(["build", *arguments]) == 1
+
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        (line,) = printed.err.splitlines()
+        assert line.startswith(message)
+
+    def test_so_is_a_compiler_that_fails(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        compiler = tmp_path / "compiler"
+        compiler.write_text(compiler.read_text() + "echo 'operators.cpp:1: error: what'; exit 1\n")
+
+        assert cli.main(["build"]) == 1
+
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"ampatch: error: compiling the extension failed: `{compiler}` ended with status 1: ")
+        assert "operators.cpp:1: error: what" in line
+        assert line.endswith(".log.")
 
 
 class TestEnds:

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import venv
 import zipfile
@@ -25,15 +26,22 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from ampatch import extension, extension_build
+
 ROOT = Path(__file__).resolve().parents[1]
 CAST_LISTS = ("whitelist.yaml", "blacklist.yaml", "promote.yaml", "banned.yaml")
 LEFTOVERS = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist")
+# What a build of the extension leaves beside its sources.
+LIBRARY = ("*.so", "library.json", "build.log")
 
 # Says where the package is, and what of its data is found there, with the size of each file.
 PROBE = """
 import json
 from importlib.resources import files
 import ampatch, ampatch.demo.digits as digits
+from ampatch import extension
+
+found_library = extension.find()
 
 def found(folder, prefix=""):
     for item in folder.iterdir():
@@ -46,14 +54,18 @@ print(json.dumps({
     "package": ampatch.__file__,
     "lists": dict(found(files("ampatch.lists"))),
     "demo": dict(found(files("ampatch.demo"))),
+    "csrc": dict(found(files("ampatch.csrc"))),
+    "source_hash": extension.source_hash(),
+    "library": found_library and [str(found_library.path), found_library.compiler],
     "digits": len(digits.load()),
 }))
 """
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """What a command prints, if it succeeds; nothing of the running interpreter's paths reaches it."""
+    """What a command prints, if it succeeds; nothing of the running interpreter's paths or libraries reaches it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COV_"))}
+    environment["AMPATCH_CACHE"] = os.devnull  # what was built on this machine is not part of the package
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -62,7 +74,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("packaging") / "checkout"
-    return Path(shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFTOVERS)))
+    return Path(shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFTOVERS, *LIBRARY)))
 
 
 @pytest.fixture(scope="module")
@@ -80,20 +92,24 @@ def installed(
 ) -> tuple[Path, Path]:
     """The folder of an environment's programs, and the folder that its ampatch has to be imported from."""
     folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "editable":
+        programs, _ = install(folder, "--editable", str(checkout))
+        return programs, checkout
+    return install(folder, str(request.getfixturevalue("built")[request.param]))
+
+
+def install(folder: Path, *what: str) -> tuple[Path, Path]:
+    """Makes an environment and installs something there: the folders of its programs and of its packages."""
     venv.create(folder, with_pip=False)
     programs = folder / "bin"
     (packages,) = folder.glob("lib/python3*/site-packages")
     # A folder named in a .pth file joins sys.path, but the .pth files in it are not read: torch and the other
     # dependencies are found there, an editable install of ampatch is not.
     (packages / "borrowed.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
-    if request.param == "editable":
-        what, home = ["--editable", str(checkout)], checkout
-    else:
-        what, home = [str(request.getfixturevalue("built")[request.param])], packages
     # --ignore-installed: pip sees the running environment's ampatch through the .pth file, and would leave it at that.
     options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed"]
     run(sys.executable, "-m", "pip", "--python", programs / "python", "install", *options, *what, cwd=folder)
-    return programs, home
+    return programs, packages
 
 
 def test_each_kind_of_install_brings_the_lists_the_peers_and_the_digits(
@@ -110,6 +126,11 @@ def test_each_kind_of_install_brings_the_lists_the_peers_and_the_digits(
     assert set(CAST_LISTS) <= set(expected)
     assert any(name.startswith("peers/") for name in expected)
     assert expected.items() <= probed["lists"].items()
+    sources = {path.name: path.stat().st_size for path in extension.sources()}
+    assert {"operators.cpp", "cpu.cpp", "cuda.cu"} <= set(sources)
+    assert sources.items() <= probed["csrc"].items()
+    assert probed["source_hash"] == extension.source_hash()
+    assert probed["library"] is None
     assert probed["digits"] == 1797
     assert {"data/digits.csv.gz", "data/README.md"} <= set(probed["demo"])
 
@@ -124,6 +145,27 @@ def test_the_wheel_holds_every_module_of_the_checkout(checkout: Path, built: dic
     modules = {path.relative_to(checkout).as_posix() for path in (checkout / "ampatch").rglob("*.py")}
 
     assert modules | {"ampatch/py.typed"} <= set(zipfile.ZipFile(built["wheel"]).namelist())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler here")
+def test_a_wheel_may_carry_a_library_which_is_found_once_installed(
+    checkout: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(checkout, tmp_path / "checkout", ignore=shutil.ignore_patterns(*LEFTOVERS)))
+    library = extension_build.build("cpu", output=copy / "csrc").library
+    platform = sysconfig.get_platform().replace("-", "_")
+    options = ["--no-isolation", "--wheel", f"--config-setting=--build-option=--plat-name={platform}"]
+
+    run(sys.executable, "-m", "build", *options, cwd=copy)
+
+    (wheel,) = (copy / "dist").glob("*.whl")
+    assert wheel.name.endswith(f"-py3-none-{platform}.whl")
+    programs, packages = install(tmp_path_factory.mktemp("carrying"), str(wheel))
+    probed = json.loads(run(programs / "python", "-I", "-c", PROBE, cwd=tmp_path))
+    assert probed["library"] == [str(packages / "ampatch" / "csrc" / extension.LIBRARY), library.compiler]
+    loads = "from ampatch import extension; extension.load(extension.find()); print(extension.loaded().path)"
+    assert run(programs / "python", "-I", "-c", loads, cwd=tmp_path).strip() == probed["library"][0]
 
 
 def test_the_license_comes_with_the_wheel(built: dict[str, Path]) -> None:

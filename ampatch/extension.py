@@ -1,0 +1,288 @@
+"""The compiled library of operators, `torch.ops.ampatch`: its sources, the libraries built of them, and loading one.
+
+Owns what tells one library from another (sources, flags, ABI, machine, architectures) and where they lie. It must never
+compile anything, nor initialise CUDA: a process that forks workers could not use the GPU in them any more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ampatch.errors import KernelError
+
+# The least torch that a library runs on, and what its sources are compiled for: torch's stable ABI holds from there on.
+ABI = "2.10"
+
+# Part of what a library is, beside its sources: built with other flags, it would be another one.
+# Multiply-adds are never contracted: results are compared bit for bit with those of torch's own kernels.
+HOST_FLAGS = ("-fPIC", "-ffp-contract=off", "-fvisibility=hidden")
+# Of kinds of processors that the compiler is to be told of: on these torch uses vector instructions too.
+PROCESSOR_FLAGS = {"x86_64_v3": ("-march=x86-64-v3",)}
+COMMON_FLAGS = ("-std=c++17", "-O3", "-shared")
+CUDA_FLAGS = ("--fmad=false", "-DUSE_CUDA")
+
+LIBRARY = "libampatch.so"
+SIDECAR = "library.json"
+
+_SOURCES = ("*.cpp", "*.cu", "*.h")
+
+
+def target_flag() -> str:
+    """The compiler's flag that holds the sources to the torch of `ABI`, whose version it spells with a byte a part."""
+    major, minor = map(int, ABI.split("."))
+    return f"-DTORCH_TARGET_VERSION=0x{major << 56 | minor << 48:016x}"
+
+
+def processor() -> str:
+    """The kind of processor that libraries of this machine are for: "x86_64_v3" has AVX2 and what came with it."""
+    machine = platform.machine()
+    has_avx2 = machine == "x86_64" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return "x86_64_v3" if has_avx2 else machine
+
+
+# Sources
+
+
+def source_directory() -> Path:
+    """Where the sources are.
+
+    Raises:
+        KernelError: this install has none.
+    """
+    try:
+        return Path(str(files("ampatch.csrc")))
+    except ModuleNotFoundError as error:
+        raise KernelError(
+            "the sources of the compiled extension (the package ampatch.csrc) are not part of this install. Install "
+            "ampatch again: `pip install --force-reinstall --no-deps`, and what it was installed from."
+        ) from error
+
+
+def sources() -> list[Path]:
+    """The sources, headers among them, in the order of their names.
+
+    Raises:
+        KernelError: there are none.
+    """
+    directory = source_directory()
+    found = sorted((path for pattern in _SOURCES for path in directory.glob(pattern)), key=lambda path: path.name)
+    if not any(path.suffix == ".cpp" for path in found):
+        raise KernelError(
+            f"{directory} holds no C++ sources, which the compiled extension is built of. Install ampatch again: "
+            "`pip install --force-reinstall --no-deps`, and what it was installed from."
+        )
+    return found
+
+
+def source_hash() -> str:
+    """The SHA-256 of the sources' names and contents, and of the flags that they are compiled with.
+
+    Raises:
+        KernelError: there are no sources, or they cannot be read.
+    """
+    digest = hashlib.sha256(" ".join((*HOST_FLAGS, *COMMON_FLAGS, *CUDA_FLAGS)).encode())
+    for path in sources():
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise KernelError(
+                f"the source {path} cannot be read ({error.strerror}). Check its permissions, or install ampatch again."
+            ) from error
+        # With the lengths, so that no shift of bytes from one file to the next hashes to the same.
+        digest.update(f"\n{path.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+# Libraries
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A built library, as the file beside it describes it.
+
+    Attributes:
+        path: the library itself.
+        architectures: of the GPUs it has kernels for, as ("80", "90"); empty where it has those for the CPU alone.
+        sources: the `source_hash` it was built of.
+        abi: the `ABI` it was built for.
+        machine: the `processor` it runs on.
+        compiler: the line in which its compiler told its version.
+        torch: the version of torch that it was built with.
+    """
+
+    path: Path
+    architectures: tuple[str, ...]
+    sources: str
+    abi: str
+    machine: str
+    compiler: str
+    torch: str
+
+    def serves(self, capability: tuple[int, int]) -> bool:
+        """Whether a GPU runs its kernels.
+
+        Args:
+            capability: the GPU's compute capability, as (9, 0).
+        """
+        built_for = [divmod(int(architecture), 10) for architecture in self.architectures]
+        # Machine code runs on what has the same major version and no lesser minor one. The code of the highest is there
+        # as PTX too, which the driver compiles for whatever is newer.
+        return any(major == capability[0] and minor <= capability[1] for major, minor in built_for) or (
+            bool(built_for) and capability >= max(built_for)
+        )
+
+
+def key(source_hash: str, architectures: Iterable[str]) -> str:
+    """The name of the directory in the cache that holds a library for this machine."""
+    gpus = "-".join(f"sm{architecture}" for architecture in architectures)
+    return f"{source_hash[:16]}-torch{ABI}-{processor()}-{gpus or 'cpu'}"
+
+
+def cache_directory() -> Path:
+    """Where built libraries lie: `$AMPATCH_CACHE`, or `ampatch` in the user's cache.
+
+    Raises:
+        KernelError: the user has no home.
+    """
+    try:
+        if chosen := os.environ.get("AMPATCH_CACHE"):
+            return Path(chosen).expanduser().absolute()
+        if (cache := Path(os.environ.get("XDG_CACHE_HOME", ""))).is_absolute():  # a relative one is void, says XDG
+            return cache / "ampatch"
+        return Path.home() / ".cache" / "ampatch"
+    except RuntimeError as error:
+        raise KernelError(
+            f"there is no place for compiled libraries ({error}). Set the environment variable AMPATCH_CACHE to a "
+            "directory that you may write to."
+        ) from error
+
+
+def describe(library: Library) -> str:
+    """The content of the file that lies beside a library."""
+    return json.dumps({name: value for name, value in asdict(library).items() if name != "path"}, indent=2) + "\n"
+
+
+def read(directory: Path) -> Library | None:
+    """The library in a directory; None where there is none, or none that can be made sense of."""
+    path = directory / LIBRARY
+    try:
+        described = json.loads((directory / SIDECAR).read_text(encoding="utf-8"))
+        return _library(path, described) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _library(path: Path, described: Any) -> Library | None:
+    texts = [field.name for field in fields(Library) if field.name not in ("path", "architectures")]
+    if not isinstance(described, Mapping) or not all(isinstance(described.get(name), str) for name in texts):
+        return None
+    architectures = described.get("architectures")
+    if not isinstance(architectures, list) or not all(
+        isinstance(each, str) and each.isdecimal() and each.isascii() for each in architectures
+    ):
+        return None
+    return Library(path=path, architectures=tuple(architectures), **{name: described[name] for name in texts})
+
+
+def find() -> Library | None:
+    """The library that fits this process best; None where there is none.
+
+    Among those of these very sources, for this ABI and kind of processor: one that serves every visible GPU, where CUDA
+    is in use already; then one that has GPU kernels; then one that was built on this machine, which somebody did on
+    purpose although the package may bring its own; then the one for most architectures.
+    """
+    try:
+        expected = source_hash()
+        directories = [source_directory()]
+    except KernelError:
+        return None
+    with suppress(OSError, KernelError):  # a cache that cannot be read is as good as none
+        directories += sorted(cache_directory().glob(f"{expected[:16]}-torch{ABI}-*"))
+    fitting = [library for library in map(read, directories) if library is not None and _fits(library, expected)]
+    capabilities = _capabilities()
+
+    def rank(library: Library) -> tuple[bool, bool, bool, int, tuple[str, ...]]:
+        return (
+            all(map(library.serves, capabilities)),
+            bool(library.architectures),
+            library.path.parent != directories[0],
+            len(library.architectures),
+            library.architectures,
+        )
+
+    return max(fitting, key=rank, default=None)
+
+
+def _fits(library: Library, expected: str) -> bool:
+    # Where torch is built for ROCm, AMD's GPUs go by the name of CUDA.
+    return (library.sources, library.abi, library.machine) == (expected, ABI, processor()) and (
+        torch.version.hip is None or not library.architectures
+    )
+
+
+def _capabilities() -> list[tuple[int, int]]:
+    """Those of the visible GPUs, if CUDA is in use."""
+    if not torch.cuda.is_initialized():
+        return []
+    return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+
+
+# Loading
+
+
+class _Process:
+    """What this process has loaded, which it cannot unload."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.library: Library | None = None
+
+
+_process = _Process()
+
+
+def load(library: Library) -> None:
+    """Loads a library, once per process: from then on its operators are there as `torch.ops.ampatch`.
+
+    Args:
+        library: as `find` gives it.
+
+    Raises:
+        KernelError: it cannot be loaded, or other operators of that name are there already.
+    """
+    with _process.lock:
+        if _process.library == library:
+            return
+        if _process.library is not None or hasattr(torch.ops.ampatch, "unscale_"):
+            # torch would end the process: the names of operators are given once.
+            there = _process.library.path if _process.library is not None else "something other than ampatch"
+            raise KernelError(
+                f"{library.path} cannot be loaded: this process has its operators, torch.ops.ampatch, from {there} "
+                "already. Start a new process to use another library."
+            )
+        try:
+            torch.ops.load_library(str(library.path))
+        except OSError as error:
+            raise KernelError(
+                f"the compiled library {library.path} cannot be loaded ({error}). It was built with torch "
+                f"{library.torch}, and this is torch {torch.__version__}. Type `ampatch build --force` to build it "
+                "again on this machine, or delete it to do without."
+            ) from error
+        _process.library = library
+
+
+def loaded() -> Library | None:
+    """The library that this process has loaded."""
+    return _process.library

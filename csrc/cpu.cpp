@@ -1,0 +1,293 @@
+// The operators on the CPU. Loops that the compiler turns into vector instructions, shared out among torch's threads in
+// chunks whose borders do not depend on how many threads there are: a norm has the same bits on any machine.
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include <torch/csrc/stable/library.h>
+
+#include "lists.h"
+#include "operations.h"
+
+namespace ampatch {
+namespace {
+
+// As many elements as are worked on side by side: what a register holds. GCC and clang have vectors of them on every
+// processor, where loops are turned into vector instructions less reliably.
+#if defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+using Floats = float __attribute__((vector_size(kLanes * sizeof(float))));
+using Words = uint32_t __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+using Shorts = uint16_t __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+
+// So many numbers are added up in float32 before float64 takes over: the error of a norm stays below 1e-6.
+constexpr int64_t kSummed = 32;
+
+// Fewer elements than this are not worth a second thread.
+constexpr int64_t kGrain = 2 * kChunk;
+
+void load(const float* from, Floats& to) {
+  std::memcpy(&to, from, sizeof(to));
+}
+
+void store(const Floats& from, float* to) {
+  std::memcpy(to, &from, sizeof(from));
+}
+
+void load(const c10::BFloat16* from, Floats& to) {
+  Shorts bits;
+  std::memcpy(&bits, from, sizeof(bits));
+  to = (Floats)(__builtin_convertvector(bits, Words) << 16);
+}
+
+void store(const Floats& from, c10::BFloat16* to) {
+  const Words bits = (Words)from;
+  const Words nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // ties to even
+  const Words is_nan = (Words)(from != from);
+  const Shorts rounded = __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & nearest), Shorts);
+  std::memcpy(to, &rounded, sizeof(rounded));
+}
+
+#if defined(__F16C__)
+void load(const c10::Half* from, Floats& to) {
+  for (int lane = 0; lane < kLanes; lane += 8) {
+    const __m256 eight = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + lane)));
+    std::memcpy(reinterpret_cast<char*>(&to) + lane * sizeof(float), &eight, sizeof(eight));
+  }
+}
+
+void store(const Floats& from, c10::Half* to) {
+  for (int lane = 0; lane < kLanes; lane += 8) {
+    __m256 eight;
+    std::memcpy(&eight, reinterpret_cast<const char*>(&from) + lane * sizeof(float), sizeof(eight));
+    _mm_storeu_si128(
+        reinterpret_cast<__m128i*>(to + lane), _mm256_cvtps_ph(eight, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+}
+#else
+void load(const c10::Half* from, Floats& to) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    to[lane] = from[lane];
+  }
+}
+
+void store(const Floats& from, c10::Half* to) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    to[lane] = from[lane];
+  }
+}
+#endif
+
+template <class Vector>
+double total(const Vector& lanes) {
+  double total = 0;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    total += lanes[lane];
+  }
+  return total;
+}
+
+// One chunk of a piece. Returns whether all were finite.
+template <class Narrow, class Operation>
+bool visit_chunk(Narrow* narrow, float* wide, int64_t count, const Operation operation, double& sum) {
+  Floats narrows = {}, wides = {}, sums = {};
+  auto finite = is_finite(sums);
+  sum = 0;
+  int64_t index = 0;
+  while (index + kLanes <= count) {
+    const int64_t end = Operation::kSums ? std::min(count, index + kSummed * kLanes) : count;
+    for (; index + kLanes <= end; index += kLanes) {
+      if (Operation::kReadsNarrow) {
+        load(narrow + index, narrows);
+      }
+      if (Operation::kReadsWide) {
+        load(wide + index, wides);
+      }
+      finite &= operation(narrows, wides, sums);
+      if (operation.writes_narrow()) {
+        store(narrows, narrow + index);
+      }
+      if (Operation::kWritesWide) {
+        store(wides, wide + index);
+      }
+    }
+    if (Operation::kSums) {
+      sum += total(sums);
+      sums = Floats{};
+    }
+  }
+  bool all = total(finite) == -kLanes;
+  for (; index < count; ++index) {
+    float one = narrow[index], other = Operation::kReadsWide ? wide[index] : 0, square = 0;
+    all &= operation(one, other, square);
+    sum += square;
+    if (operation.writes_narrow()) {
+      narrow[index] = static_cast<Narrow>(one);
+    }
+    if (Operation::kWritesWide) {
+      wide[index] = other;
+    }
+  }
+  return all;
+}
+
+struct Outcome {
+  bool finite;
+  double sum;
+};
+
+// Applies an operation to every element.
+template <class Operation>
+Outcome visit(const std::vector<Piece>& pieces, const Operation& operation) {
+  std::vector<int64_t> first_chunks;
+  first_chunks.reserve(pieces.size());
+  int64_t chunks = 0, elements = 0;
+  for (const Piece& piece : pieces) {
+    first_chunks.push_back(chunks);
+    chunks += piece.chunks();
+    elements += piece.count;
+  }
+  if (chunks == 0) {
+    return {true, 0};
+  }
+  std::atomic<bool> finite{true};
+  std::vector<double> sums(Operation::kSums ? chunks : 0);
+  const int64_t grain = std::max<int64_t>(1, kGrain * chunks / elements);
+  torch::stable::parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) {
+    size_t index = std::upper_bound(first_chunks.begin(), first_chunks.end(), begin) - first_chunks.begin() - 1;
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      if (index + 1 < pieces.size() && first_chunks[index + 1] == chunk) {
+        ++index;
+      }
+      const Piece& piece = pieces[index];
+      const int64_t start = (chunk - first_chunks[index]) * kChunk;
+      const int64_t count = std::min(kChunk, piece.count - start);
+      with_type(piece.type, [&](auto* type) {
+        auto* narrow = static_cast<decltype(type)>(piece.narrow) + start;
+        float* wide = Operation::kHasWide ? piece.wide + start : nullptr;
+        double sum;
+        if (!visit_chunk(narrow, wide, count, operation, sum)) {
+          finite = false;
+        }
+        if (Operation::kSums) {
+          sums[chunk] = sum;
+        }
+      });
+    }
+  });
+  return {finite, std::accumulate(sums.begin(), sums.end(), 0.0)};
+}
+
+void unscale_(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_inf) {
+  const char* name = "ampatch::unscale_";
+  Lists lists(name, inv_scale, grads, true);
+  const float* factor = scalar<float>(name, "inv_scale", inv_scale, inv_scale);
+  float* flag = scalar<float>(name, "found_inf", found_inf, inv_scale);
+  if (!visit(lists.pieces(), Unscale{*factor}).finite) {
+    *flag = 1;
+  }
+  lists.finish();
+}
+
+template <class Operation>
+void unscale_into(
+    const char* name,
+    const std::vector<Tensor>& grads,
+    const std::vector<Tensor>& master_grads,
+    const Tensor& inv_scale,
+    const Tensor& found_inf,
+    bool write_back) {
+  Lists lists(name, inv_scale, grads, write_back, master_grads, true);
+  const float* factor = scalar<float>(name, "inv_scale", inv_scale, inv_scale);
+  float* flag = scalar<float>(name, "found_inf", found_inf, inv_scale);
+  if (!visit(lists.pieces(), Operation{*factor, write_back}).finite) {
+    *flag = 1;
+  }
+  lists.finish();
+}
+
+void unscale_copy(
+    std::vector<Tensor> grads,
+    std::vector<Tensor> master_grads,
+    Tensor inv_scale,
+    Tensor found_inf,
+    bool write_back) {
+  unscale_into<UnscaleCopy>("ampatch::unscale_copy", grads, master_grads, inv_scale, found_inf, write_back);
+}
+
+void unscale_add(
+    std::vector<Tensor> grads,
+    std::vector<Tensor> master_grads,
+    Tensor inv_scale,
+    Tensor found_inf,
+    bool write_back) {
+  unscale_into<UnscaleAdd>("ampatch::unscale_add", grads, master_grads, inv_scale, found_inf, write_back);
+}
+
+void found_inf_norm(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_inf, Tensor sum_of_squares) {
+  const char* name = "ampatch::found_inf_norm";
+  Lists lists(name, inv_scale, grads, false);
+  const float* factor = scalar<float>(name, "inv_scale", inv_scale, inv_scale);
+  float* flag = scalar<float>(name, "found_inf", found_inf, inv_scale);
+  double* total = scalar<double>(name, "sum_of_squares", sum_of_squares, inv_scale);
+  const Outcome outcome = visit(lists.pieces(), FoundInfNorm{*factor});
+  if (!outcome.finite) {
+    *flag = 1;
+  }
+  *total += outcome.sum;
+}
+
+void copy_to_half(std::vector<Tensor> masters, std::vector<Tensor> halves) {
+  if (masters.empty()) {
+    return;
+  }
+  Lists lists("ampatch::copy_to_half", masters.front(), halves, true, masters, false);
+  visit(lists.pieces(), CopyToHalf{});
+  lists.finish();
+}
+
+void update_scale(
+    Tensor scale,
+    Tensor unskipped,
+    Tensor hysteresis_left,
+    Tensor found_inf,
+    double factor,
+    int64_t window,
+    int64_t hysteresis,
+    double floor,
+    double ceiling) {
+  const char* name = "ampatch::update_scale";
+  float* current = scalar<float>(name, "scale", scale, scale);
+  int32_t* clean = scalar<int32_t>(name, "unskipped", unskipped, scale);
+  int32_t* left = scalar<int32_t>(name, "hysteresis_left", hysteresis_left, scale);
+  const float* flag = scalar<float>(name, "found_inf", found_inf, scale);
+  const UpdateScale update{
+      static_cast<float>(factor),
+      static_cast<int32_t>(window),
+      static_cast<int32_t>(hysteresis),
+      static_cast<float>(floor),
+      static_cast<float>(ceiling)};
+  update(*current, *clean, *left, *flag);
+}
+
+}  // namespace
+}  // namespace ampatch
+
+STABLE_TORCH_LIBRARY_IMPL(ampatch, CPU, m) {
+  m.impl("unscale_", TORCH_BOX(&ampatch::unscale_));
+  m.impl("unscale_copy", TORCH_BOX(&ampatch::unscale_copy));
+  m.impl("unscale_add", TORCH_BOX(&ampatch::unscale_add));
+  m.impl("found_inf_norm", TORCH_BOX(&ampatch::found_inf_norm));
+  m.impl("copy_to_half", TORCH_BOX(&ampatch::copy_to_half));
+  m.impl("update_scale", TORCH_BOX(&ampatch::update_scale));
+}

@@ -1,0 +1,434 @@
+// The operators on NVIDIA GPUs: one kernel each, launched once for as many tensors as the arguments of a launch can name.
+//
+// A launch gets the tensors' addresses as its arguments, which nothing has to be allocated or copied for: it is safe while a
+// CUDA graph is captured. Each block does one chunk of one tensor, 16 bytes at a time where the addresses allow it. Works on the
+// current stream of the tensors' device, and never waits for it.
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+
+#include "lists.h"
+#include "operations.h"
+
+// A torch without CUDA lacks this, and the library is to load there for its CPU kernels.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
+
+namespace ampatch {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kVector = 16;  // bytes
+constexpr int kUnroll = 4;   // loads of a thread that are on their way at once
+
+// A launch may have 32,764 bytes of arguments since CUDA 12.1, and 4,096 before.
+#if CUDART_VERSION >= 12010
+constexpr int kMost = 1024;
+#else
+constexpr int kMost = 128;
+#endif
+
+// The tensors of one launch.
+struct Batch {
+  void* narrow[kMost];
+  float* wide[kMost];
+  int64_t count[kMost];
+  int32_t first_chunk[kMost];  // of each tensor, counted over the launch
+  int8_t type[kMost];
+  int32_t tensors = 0;
+  int32_t chunks = 0;
+};
+static_assert(sizeof(Batch) <= (kMost > 128 ? 32000 : 4000), "the rest is for a kernel's other arguments");
+
+void check(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) {
+    throw std::runtime_error(std::string("ampatch: ") + what + ": " + cudaGetErrorString(status));
+  }
+}
+
+template <class Element>
+struct alignas(kVector) Vector {
+  static constexpr int kLength = kVector / sizeof(Element);
+  Element elements[kLength];
+};
+
+// How many sums a thread keeps side by side, so that few numbers are added up in float32.
+constexpr int kSums = 8;
+
+struct Sums {
+  float of[kSums] = {};
+};
+
+__device__ bool is_aligned(const void* address) {
+  return reinterpret_cast<uintptr_t>(address) % kVector == 0;
+}
+
+// 16 bytes of narrow elements, and the wide ones beside them.
+template <class Narrow, class Operation>
+struct Slice {
+  static constexpr int kLength = Vector<Narrow>::kLength;
+  static constexpr int kWides = kLength / Vector<float>::kLength;
+  Vector<Narrow> narrow;
+  Vector<float> wide[kWides];
+
+  __device__ void load(const Narrow* from, const float* from_wide) {
+    if constexpr (Operation::kReadsNarrow) {
+      narrow = *reinterpret_cast<const Vector<Narrow>*>(from);
+    }
+    if constexpr (Operation::kReadsWide) {
+#pragma unroll
+      for (int part = 0; part < kWides; ++part) {
+        wide[part] = reinterpret_cast<const Vector<float>*>(from_wide)[part];
+      }
+    }
+  }
+
+  __device__ bool apply(const Operation& operation, Sums& sums) {
+    bool finite = true;
+#pragma unroll
+    for (int index = 0; index < kLength; ++index) {
+      float one = Operation::kReadsNarrow ? static_cast<float>(narrow.elements[index]) : 0;
+      float& other = wide[index / Vector<float>::kLength].elements[index % Vector<float>::kLength];
+      finite &= operation(one, other, sums.of[index % kSums]);
+      narrow.elements[index] = static_cast<Narrow>(one);
+    }
+    return finite;
+  }
+
+  __device__ void store(const Operation& operation, Narrow* to, float* to_wide) const {
+    if (operation.writes_narrow()) {
+      *reinterpret_cast<Vector<Narrow>*>(to) = narrow;
+    }
+    if constexpr (Operation::kWritesWide) {
+#pragma unroll
+      for (int part = 0; part < kWides; ++part) {
+        reinterpret_cast<Vector<float>*>(to_wide)[part] = wide[part];
+      }
+    }
+  }
+};
+
+// One chunk of a tensor. Returns whether what this thread met was finite.
+template <class Narrow, class Operation>
+__device__ bool visit_chunk(Narrow* narrow, float* wide, int64_t count, const Operation& operation, Sums& sums) {
+  using Part = Slice<Narrow, Operation>;
+  bool finite = true;
+  const bool aligned = is_aligned(narrow) && (!Operation::kHasWide || is_aligned(wide));
+  const int slices = aligned ? static_cast<int>(count / Part::kLength) : 0;
+  for (int first = threadIdx.x; first < slices; first += kThreads * kUnroll) {
+    Part parts[kUnroll];
+#pragma unroll
+    for (int step = 0; step < kUnroll; ++step) {
+      const int offset = (first + step * kThreads) * Part::kLength;
+      if (first + step * kThreads < slices) {
+        parts[step].load(narrow + offset, wide + offset);
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < kUnroll; ++step) {
+      const int offset = (first + step * kThreads) * Part::kLength;
+      if (first + step * kThreads < slices) {
+        finite &= parts[step].apply(operation, sums);
+        parts[step].store(operation, narrow + offset, wide + offset);
+      }
+    }
+  }
+  // What is left of the last 16 bytes; or everything, where tensors begin off their borders.
+#pragma unroll 4
+  for (int index = slices * Part::kLength + threadIdx.x; index < count; index += kThreads) {
+    float one = Operation::kReadsNarrow ? static_cast<float>(narrow[index]) : 0;
+    float other = Operation::kReadsWide ? wide[index] : 0;
+    finite &= operation(one, other, sums.of[(index / kThreads) % kSums]);
+    if (operation.writes_narrow()) {
+      narrow[index] = static_cast<Narrow>(one);
+    }
+    if constexpr (Operation::kWritesWide) {
+      wide[index] = other;
+    }
+  }
+  return finite;
+}
+
+// The sum over a block of what its threads have; in the first thread.
+__device__ double block_sum(double value) {
+  __shared__ double sums[kThreads / 32];
+  for (int distance = 16; distance > 0; distance /= 2) {
+    value += __shfl_down_sync(0xffffffff, value, distance);
+  }
+  if (threadIdx.x % 32 == 0) {
+    sums[threadIdx.x / 32] = value;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int warp = 1; warp < kThreads / 32; ++warp) {
+      value += sums[warp];
+    }
+  }
+  return value;
+}
+
+// The chunk that this block is there for.
+template <class Operation>
+__device__ void visit(const Batch& batch, const Operation& operation, float* found_inf, double* chunk_sums) {
+  const int32_t chunk = blockIdx.x;
+  int low = 0, high = batch.tensors;  // the last tensor that begins at this chunk or before
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (batch.first_chunk[middle] <= chunk ? low : high) = middle;
+  }
+  const int64_t start = (chunk - batch.first_chunk[low]) * kChunk;
+  const int64_t count = min(kChunk, batch.count[low] - start);
+  Sums sums;
+  bool finite = true;
+  with_type(static_cast<ScalarType>(batch.type[low]), [&](auto* type) {
+    auto* narrow = static_cast<decltype(type)>(batch.narrow[low]) + start;
+    finite = visit_chunk(narrow, Operation::kHasWide ? batch.wide[low] + start : nullptr, count, operation, sums);
+  });
+  if (__syncthreads_or(!finite) && threadIdx.x == 0) {
+    *found_inf = 1;
+  }
+  if constexpr (Operation::kSums) {
+    double sum = 0;
+#pragma unroll
+    for (int index = 0; index < kSums; ++index) {
+      sum += sums.of[index];
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) {
+      chunk_sums[chunk] = sum;
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    unscale_kernel(const __grid_constant__ Batch batch, const float* inv_scale, float* found_inf) {
+  visit(batch, Unscale{*inv_scale}, found_inf, nullptr);
+}
+
+__global__ void __launch_bounds__(kThreads) unscale_copy_kernel(
+    const __grid_constant__ Batch batch,
+    const float* inv_scale,
+    float* found_inf,
+    bool write_back) {
+  visit(batch, UnscaleCopy{*inv_scale, write_back}, found_inf, nullptr);
+}
+
+__global__ void __launch_bounds__(kThreads) unscale_add_kernel(
+    const __grid_constant__ Batch batch,
+    const float* inv_scale,
+    float* found_inf,
+    bool write_back) {
+  visit(batch, UnscaleAdd{*inv_scale, write_back}, found_inf, nullptr);
+}
+
+__global__ void __launch_bounds__(kThreads) found_inf_norm_kernel(
+    const __grid_constant__ Batch batch,
+    const float* inv_scale,
+    float* found_inf,
+    double* chunk_sums) {
+  visit(batch, FoundInfNorm{*inv_scale}, found_inf, chunk_sums);
+}
+
+// One block adds up what the chunks have, always in the same order: a norm has the same bits every time.
+__global__ void __launch_bounds__(kThreads)
+    found_inf_norm_sum_kernel(const double* chunk_sums, int64_t chunks, double* sum_of_squares) {
+  double sum = 0;
+  for (int64_t chunk = threadIdx.x; chunk < chunks; chunk += kThreads) {
+    sum += chunk_sums[chunk];
+  }
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) {
+    *sum_of_squares += sum;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) copy_to_half_kernel(const __grid_constant__ Batch batch) {
+  visit(batch, CopyToHalf{}, nullptr, nullptr);
+}
+
+__global__ void update_scale_kernel(
+    float* scale,
+    int32_t* unskipped,
+    int32_t* hysteresis_left,
+    const float* found_inf,
+    UpdateScale update) {
+  update(*scale, *unskipped, *hysteresis_left, *found_inf);
+}
+
+// Has the device of a tensor be the current one, and knows its current stream.
+class OnDevice {
+ public:
+  explicit OnDevice(const Tensor& tensor) : guard_(tensor.get_device_index()) {
+    check(cudaSetDevice(tensor.get_device_index()), "the device");  // torch has a CUDA runtime of its own
+    void* stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+    stream_ = static_cast<cudaStream_t>(stream);
+  }
+
+  cudaStream_t stream() const {
+    return stream_;
+  }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  cudaStream_t stream_;
+};
+
+// Calls `launch(batch, first_chunk)` for as many batches as there have to be.
+template <class Launch>
+void in_batches(const std::vector<Piece>& pieces, const Launch& launch) {
+  Batch batch;
+  int64_t first_chunk = 0;
+  const auto flush = [&] {
+    if (batch.chunks != 0) {
+      launch(batch, first_chunk);
+      check(cudaGetLastError(), "a kernel could not be launched");
+      first_chunk += batch.chunks;
+      batch.tensors = batch.chunks = 0;
+    }
+  };
+  for (const Piece& piece : pieces) {
+    if (batch.tensors == kMost || batch.chunks + piece.chunks() > INT32_MAX) {
+      flush();
+    }
+    const int index = batch.tensors++;
+    batch.narrow[index] = piece.narrow;
+    batch.wide[index] = piece.wide;
+    batch.count[index] = piece.count;
+    batch.first_chunk[index] = batch.chunks;
+    batch.type[index] = static_cast<int8_t>(piece.type);
+    batch.chunks += static_cast<int32_t>(piece.chunks());
+  }
+  flush();
+}
+
+void unscale_(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_inf) {
+  const char* name = "ampatch::unscale_";
+  const OnDevice device(inv_scale);
+  Lists lists(name, inv_scale, grads, true);
+  const float* factor = scalar<float>(name, "inv_scale", inv_scale, inv_scale);
+  float* flag = scalar<float>(name, "found_inf", found_inf, inv_scale);
+  in_batches(lists.pieces(), [&](const Batch& batch, int64_t) {
+    unscale_kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(batch, factor, flag);
+  });
+  lists.finish();
+}
+
+template <class Kernel>
+void unscale_into(
+    const char* name,
+    Kernel kernel,
+    const std::vector<Tensor>& grads,
+    const std::vector<Tensor>& master_grads,
+    const Tensor& inv_scale,
+    const Tensor& found_inf,
+    bool write_back) {
+  const OnDevice device(inv_scale);
+  Lists lists(name, inv_scale, grads, write_back, master_grads, true);
+  const float* factor = scalar<float>(name, "inv_scale", inv_scale, inv_scale);
+  float* flag = scalar<float>(name, "found_inf", found_inf, inv_scale);
+  in_batches(lists.pieces(), [&](const Batch& batch, int64_t) {
+    kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(batch, factor, flag, write_back);
+  });
+  lists.finish();
+}
+
+void unscale_copy(
+    std::vector<Tensor> grads,
+    std::vector<Tensor> master_grads,
+    Tensor inv_scale,
+    Tensor found_inf,
+    bool write_back) {
+  unscale_into(
+      "ampatch::unscale_copy", unscale_copy_kernel, grads, master_grads, inv_scale, found_inf, write_back);
+}
+
+void unscale_add(
+    std::vector<Tensor> grads,
+    std::vector<Tensor> master_grads,
+    Tensor inv_scale,
+    Tensor found_inf,
+    bool write_back) {
+  unscale_into("ampatch::unscale_add", unscale_add_kernel, grads, master_grads, inv_scale, found_inf, write_back);
+}
+
+void found_inf_norm(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_inf, Tensor sum_of_squares) {
+  const char* name = "ampatch::found_inf_norm";
+  const OnDevice device(inv_scale);
+  Lists lists(name, inv_scale, grads, false);
+  const float* factor = scalar<float>(name, "inv_scale", inv_scale, inv_scale);
+  float* flag = scalar<float>(name, "found_inf", found_inf, inv_scale);
+  double* total = scalar<double>(name, "sum_of_squares", sum_of_squares, inv_scale);
+  int64_t chunks = 0;
+  for (const Piece& piece : lists.pieces()) {
+    chunks += piece.chunks();
+  }
+  if (chunks == 0) {
+    return;
+  }
+  const Tensor sums = torch::stable::new_empty(sum_of_squares, {chunks});
+  double* chunk_sums = static_cast<double*>(sums.data_ptr());
+  in_batches(lists.pieces(), [&](const Batch& batch, int64_t first_chunk) {
+    found_inf_norm_kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(
+        batch, factor, flag, chunk_sums + first_chunk);
+  });
+  found_inf_norm_sum_kernel<<<1, kThreads, 0, device.stream()>>>(chunk_sums, chunks, total);
+  check(cudaGetLastError(), "a kernel could not be launched");
+}
+
+void copy_to_half(std::vector<Tensor> masters, std::vector<Tensor> halves) {
+  if (masters.empty()) {
+    return;
+  }
+  const OnDevice device(masters.front());
+  Lists lists("ampatch::copy_to_half", masters.front(), halves, true, masters, false);
+  in_batches(lists.pieces(), [&](const Batch& batch, int64_t) {
+    copy_to_half_kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(batch);
+  });
+  lists.finish();
+}
+
+void update_scale(
+    Tensor scale,
+    Tensor unskipped,
+    Tensor hysteresis_left,
+    Tensor found_inf,
+    double factor,
+    int64_t window,
+    int64_t hysteresis,
+    double floor,
+    double ceiling) {
+  const char* name = "ampatch::update_scale";
+  const OnDevice device(scale);
+  const UpdateScale update{
+      static_cast<float>(factor),
+      static_cast<int32_t>(window),
+      static_cast<int32_t>(hysteresis),
+      static_cast<float>(floor),
+      static_cast<float>(ceiling)};
+  update_scale_kernel<<<1, 1, 0, device.stream()>>>(
+      scalar<float>(name, "scale", scale, scale),
+      scalar<int32_t>(name, "unskipped", unskipped, scale),
+      scalar<int32_t>(name, "hysteresis_left", hysteresis_left, scale),
+      scalar<float>(name, "found_inf", found_inf, scale),
+      update);
+  check(cudaGetLastError(), "a kernel could not be launched");
+}
+
+}  // namespace
+}  // namespace ampatch
+
+STABLE_TORCH_LIBRARY_IMPL(ampatch, CUDA, m) {
+  m.impl("unscale_", TORCH_BOX(&ampatch::unscale_));
+  m.impl("unscale_copy", TORCH_BOX(&ampatch::unscale_copy));
+  m.impl("unscale_add", TORCH_BOX(&ampatch::unscale_add));
+  m.impl("found_inf_norm", TORCH_BOX(&ampatch::found_inf_norm));
+  m.impl("copy_to_half", TORCH_BOX(&ampatch::copy_to_half));
+  m.impl("update_scale", TORCH_BOX(&ampatch::update_scale));
+}

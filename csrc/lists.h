@@ -1,0 +1,187 @@
+// The tensors that an operator was handed, checked and as pieces of flat memory.
+//
+// Owns the temporary copies of tensors that are not flat: read before the operation, written back after it. Must not
+// start any kernel of its own, nor read what tensors hold.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/Half.h>
+
+namespace ampatch {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// As much of a tensor as one thread block, or one task of the CPU, takes at a time. A multiple of every vector's length.
+constexpr int64_t kChunk = 16384;
+
+struct Piece {
+  void* narrow;
+  float* wide;
+  int64_t count;
+  ScalarType type;  // of narrow
+
+  int64_t chunks() const {
+    return (count + kChunk - 1) / kChunk;
+  }
+};
+
+// Calls `visit` with a null pointer of the C++ type of a narrow element.
+template <class Visit>
+C10_HOST_DEVICE inline void with_type(ScalarType type, Visit&& visit) {
+  switch (type) {
+    case ScalarType::Half:
+      return visit(static_cast<c10::Half*>(nullptr));
+    case ScalarType::BFloat16:
+      return visit(static_cast<c10::BFloat16*>(nullptr));
+    default:
+      return visit(static_cast<float*>(nullptr));
+  }
+}
+
+// Whether each element of memory from the first to the last is one of the tensor's, in whatever order of dimensions.
+inline bool is_dense(const Tensor& tensor) {
+  if (tensor.is_contiguous()) {
+    return true;
+  }
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  std::vector<size_t> order(sizes.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return strides[a] < strides[b]; });
+  int64_t expected = 1;
+  for (const size_t dim : order) {
+    if (sizes[dim] != 1) {
+      if (strides[dim] != expected) {
+        return false;
+      }
+      expected *= sizes[dim];
+    }
+  }
+  return true;
+}
+
+// Whether two dense tensors of one shape hold their elements in the same order.
+inline bool are_alike(const Tensor& a, const Tensor& b) {
+  if (a.is_contiguous() && b.is_contiguous()) {
+    return true;
+  }
+  const auto sizes = a.sizes(), ours = a.strides(), theirs = b.strides();
+  for (size_t dim = 0; dim < sizes.size(); ++dim) {
+    if (sizes[dim] != 1 && ours[dim] != theirs[dim]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+class Lists {
+ public:
+  // Gradients alone, on the device of the tensor that stands beside them.
+  Lists(const char* name, const Tensor& beside, const std::vector<Tensor>& narrow, bool writes_narrow) : name_(name) {
+    pieces_.reserve(narrow.size());
+    for (const Tensor& tensor : narrow) {
+      check(tensor, beside, true);
+      if (tensor.numel() != 0) {
+        const Tensor flat = is_dense(tensor) ? tensor : copied(tensor, writes_narrow);
+        pieces_.push_back({flat.data_ptr(), nullptr, flat.numel(), flat.scalar_type()});
+      }
+    }
+  }
+
+  // Pairs of a tensor of any of the three types and one of float32.
+  Lists(
+      const char* name,
+      const Tensor& beside,
+      const std::vector<Tensor>& narrow,
+      bool writes_narrow,
+      const std::vector<Tensor>& wide,
+      bool writes_wide)
+      : name_(name) {
+    STD_TORCH_CHECK(
+        narrow.size() == wide.size(), name_, ": found lists of ", narrow.size(), " and ", wide.size(), " tensors");
+    pieces_.reserve(narrow.size());
+    for (size_t index = 0; index < narrow.size(); ++index) {
+      const Tensor &first = narrow[index], &second = wide[index];
+      check(first, beside, true);
+      check(second, beside, false);
+      const auto sizes = first.sizes(), others = second.sizes();
+      STD_TORCH_CHECK(
+          sizes.size() == others.size() && std::equal(sizes.begin(), sizes.end(), others.begin()),
+          name_,
+          ": found tensors of different shapes at index ",
+          index);
+      if (first.numel() != 0) {
+        const bool alike = are_alike(first, second) && is_dense(first);
+        const Tensor flat = alike ? first : copied(first, writes_narrow);
+        const Tensor flat_wide = alike ? second : copied(second, writes_wide);
+        pieces_.push_back(
+            {flat.data_ptr(), static_cast<float*>(flat_wide.data_ptr()), flat.numel(), flat.scalar_type()});
+      }
+    }
+  }
+
+  const std::vector<Piece>& pieces() const {
+    return pieces_;
+  }
+
+  // To be called when the operation was done, or is enqueued: brings what it wrote to tensors that are not flat.
+  void finish() {
+    for (auto& [tensor, flat] : written_) {
+      torch::stable::copy_(tensor, flat);
+    }
+  }
+
+ private:
+  void check(const Tensor& tensor, const Tensor& beside, bool may_be_half) const {
+    const ScalarType type = tensor.scalar_type();
+    STD_TORCH_CHECK(
+        type == ScalarType::Float || (may_be_half && (type == ScalarType::Half || type == ScalarType::BFloat16)),
+        name_,
+        may_be_half ? ": expected tensors of float16, bfloat16 or float32" : ": expected master tensors of float32");
+    STD_TORCH_CHECK(tensor.device() == beside.device(), name_, ": expected the tensors of one device");
+  }
+
+  Tensor copied(const Tensor& tensor, bool is_written) {
+    const Tensor flat = torch::stable::contiguous(tensor);  // itself, where it is
+    copies_.push_back(flat);
+    if (is_written && flat.data_ptr() != tensor.data_ptr()) {
+      written_.emplace_back(tensor, flat);
+    }
+    return flat;
+  }
+
+  const char* name_;
+  std::vector<Piece> pieces_;
+  std::vector<Tensor> copies_;  // live until the operation is enqueued
+  std::vector<std::pair<Tensor, Tensor>> written_;
+};
+
+// What a tensor of one element holds, checked.
+template <class Value>
+inline Value* scalar(const char* name, const char* argument, const Tensor& tensor, const Tensor& beside) {
+  constexpr bool is_float = std::is_same_v<Value, float>, is_double = std::is_same_v<Value, double>;
+  constexpr ScalarType type = is_float ? ScalarType::Float : is_double ? ScalarType::Double : ScalarType::Int;
+  STD_TORCH_CHECK(
+      tensor.numel() == 1 && tensor.scalar_type() == type && tensor.device() == beside.device(),
+      name,
+      ": expected ",
+      argument,
+      " to be one element of ",
+      is_float ? "float32" : is_double ? "float64" : "int32",
+      ", on the device of the others");
+  return static_cast<Value*>(tensor.data_ptr());
+}
+
+}  // namespace ampatch

@@ -1,0 +1,135 @@
+// The arithmetic of each operator on one element, which the kernels for the CPU and for the GPU share.
+//
+// An element is a pair: `narrow`, of a tensor of float16, bfloat16 or float32, and `wide`, of one of float32, which some
+// operators lack. Both are handed over as float32, one or a vector of several, and what is written to `narrow` is rounded when it is stored. An operation
+// says which of the two it reads and writes, and returns whether the gradient that it met is finite; `sum` is what its caller
+// keeps of a few elements. Must not know where elements lie or who runs what. Compiled without contraction of a * b + c, so that every result has the bits that torch's
+// own kernels give.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include <torch/headeronly/macros/Macros.h>
+
+namespace ampatch {
+
+// An infinity times zero is NaN, and NaN equals nothing.
+template <class Value>
+C10_HOST_DEVICE inline auto is_finite(const Value& value) {
+  return value * 0.0f == 0.0f;
+}
+
+// grads *= inv_scale
+struct Unscale {
+  static constexpr bool kReadsNarrow = true, kHasWide = false, kReadsWide = false, kWritesWide = false, kSums = false;
+  float inv_scale;
+
+  C10_HOST_DEVICE bool writes_narrow() const {
+    return true;
+  }
+
+  template <class Value>
+  C10_HOST_DEVICE auto operator()(Value& grad, Value&, Value&) const {
+    const Value scaled = grad;
+    grad = scaled * inv_scale;
+    return is_finite(scaled);
+  }
+};
+
+// master_grads = grads * inv_scale; with write_back, grads are then the master gradients, rounded.
+struct UnscaleCopy {
+  static constexpr bool kReadsNarrow = true, kHasWide = true, kReadsWide = false, kWritesWide = true, kSums = false;
+  float inv_scale;
+  bool write_back;
+
+  C10_HOST_DEVICE bool writes_narrow() const {
+    return write_back;
+  }
+
+  template <class Value>
+  C10_HOST_DEVICE auto operator()(Value& grad, Value& master_grad, Value&) const {
+    const Value scaled = grad;
+    master_grad = scaled * inv_scale;
+    grad = master_grad;
+    return is_finite(scaled);
+  }
+};
+
+// master_grads += grads * inv_scale; with write_back, grads are then the master gradients, rounded.
+struct UnscaleAdd {
+  static constexpr bool kReadsNarrow = true, kHasWide = true, kReadsWide = true, kWritesWide = true, kSums = false;
+  float inv_scale;
+  bool write_back;
+
+  C10_HOST_DEVICE bool writes_narrow() const {
+    return write_back;
+  }
+
+  template <class Value>
+  C10_HOST_DEVICE auto operator()(Value& grad, Value& master_grad, Value&) const {
+    const Value scaled = grad;
+    master_grad += scaled * inv_scale;
+    grad = master_grad;
+    return is_finite(scaled);
+  }
+};
+
+// Reads only: sum += (grads * inv_scale) ** 2
+struct FoundInfNorm {
+  static constexpr bool kReadsNarrow = true, kHasWide = false, kReadsWide = false, kWritesWide = false, kSums = true;
+  float inv_scale;
+
+  C10_HOST_DEVICE bool writes_narrow() const {
+    return false;
+  }
+
+  template <class Value>
+  C10_HOST_DEVICE auto operator()(Value& grad, Value&, Value& sum) const {
+    const Value unscaled = grad * inv_scale;
+    sum += unscaled * unscaled;
+    return is_finite(grad);
+  }
+};
+
+// halves = masters, rounded
+struct CopyToHalf {
+  static constexpr bool kReadsNarrow = false, kHasWide = true, kReadsWide = true, kWritesWide = false, kSums = false;
+
+  C10_HOST_DEVICE bool writes_narrow() const {
+    return true;
+  }
+
+  template <class Value>
+  C10_HOST_DEVICE auto operator()(Value& half, Value& master, Value&) const {
+    half = master;
+    return true;
+  }
+};
+
+// The transition of a loss scale, as ampatch.loss_scaler.next_state describes it.
+struct UpdateScale {
+  float factor;
+  int32_t window;
+  int32_t hysteresis;
+  float floor;
+  float ceiling;
+
+  C10_HOST_DEVICE void operator()(float& scale, int32_t& unskipped, int32_t& hysteresis_left, float found_inf) const {
+    float changed = scale;
+    if (found_inf != 0) {
+      unskipped = 0;
+      if (--hysteresis_left <= 0) {
+        changed = scale / factor;
+      }
+    } else if (++unskipped >= window) {
+      unskipped = 0;
+      hysteresis_left = hysteresis;
+      changed = scale * factor;
+    }
+    scale = fminf(fmaxf(changed, floor), ceiling);
+  }
+};
+
+}  // namespace ampatch

@@ -1,0 +1,765 @@
+"""Compiling the extension: with which compiler, for what, once, whole or not at all, and what the errors say."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampatch import extension, extension_build
+from ampatch.errors import AmpError, KernelError, OptionError
+from ampatch.extension_build import Plan, build, carry_out, plan
+
+ROOT = Path(__file__).parent.parent
+CXX = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+NVCC = shutil.which("nvcc", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
+needs_cxx = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler here")
+needs_nvcc = pytest.mark.skipif(NVCC is None or CXX is None, reason="there is no nvcc here")
+
+TRY_OUT = extension_build._try_out
+
+# What the fake compilers below answer to.
+VERSION = 'case "$*" in *--version*) echo "fake 1.0"; exit 0;; esac\n'
+
+
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that the workers of pytest-xdist share, so that one of them compiles and the others wait."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ampatch-cache"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and nothing of the environment that chooses compilers."""
+    for name in ("CXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("AMPATCH_CACHE", str(directory))
+    return directory
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source that compiles at once, and is not tried out, in the place of the package's."""
+    directory = tmp_path / "csrc"
+    directory.mkdir()
+    (directory / "operators.cpp").write_text("int answer() { return 42; }\n")
+    (directory / "cuda.cu").write_text("__global__ void answer_kernel(int* to) { *to = 42; }\n")
+    monkeypatch.setattr(extension, "source_directory", lambda: directory)
+    monkeypatch.setattr(extension_build, "_try_out", lambda *_arguments: None)
+    return directory
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a shell script that stands in for a compiler, under a name and in a folder of its own."""
+
+    def program(script: str, name: str = "c++") -> Path:
+        path = tmp_path / f"programs-{name}" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{VERSION}{script}\n")
+        path.chmod(0o755)
+        return path
+
+    return program
+
+
+@pytest.fixture
+def no_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension_build, "_nvcc_places", lambda: ["/nowhere"])
+
+
+def left_in(cache: Path) -> list[str]:
+    """All that lies in a cache, but for the locks."""
+    return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock")
+
+
+class TestPlan:
+    @needs_cxx
+    def test_for_the_cpu_alone_the_cpp_files_are_for_the_cxx_compiler(self, sources: Path, cache: Path) -> None:
+        planned = plan("cpu")
+
+        assert not planned.compiler.is_nvcc
+        assert planned.sources == (sources / "operators.cpp",)
+        assert planned.directory == cache / extension.key(extension.source_hash(), ())
+        assert (planned.architectures, planned.note) == ((), "")
+        assert not cache.exists()
+
+    @needs_nvcc
+    @pytest.mark.parametrize("device", ["auto", "cuda"])
+    def test_with_nvcc_all_are_compiled_for_gpus_too(self, device: str, sources: Path, cache: Path) -> None:
+        planned = plan(device, ["80", "90"])
+
+        assert planned.compiler.is_nvcc
+        assert planned.compiler.version.startswith("nvcc release ")
+        assert planned.sources == (sources / "cuda.cu", sources / "operators.cpp")
+        assert planned.directory == cache / extension.key(extension.source_hash(), ("80", "90"))
+        assert planned.note == ""
+
+    @needs_cxx
+    def test_without_nvcc_auto_builds_cpu_kernels_and_says_so(self, sources: Path, no_nvcc: None) -> None:
+        planned = plan()
+
+        assert not planned.compiler.is_nvcc
+        assert planned.note.startswith("CPU kernels only: there is no nvcc in $CUDA_HOME/bin, $CUDA_PATH/bin, $PATH")
+
+    @pytest.mark.parametrize(("device", "architectures"), [("cuda", None), ("auto", ["90"]), ("cuda", ["90"])])
+    def test_without_nvcc_what_asks_for_gpus_is_an_error(
+        self, device: str, architectures: list[str] | None, sources: Path, no_nvcc: None
+    ) -> None:
+        with pytest.raises(KernelError, match=r"no nvcc in .*Install the CUDA toolkit and set CUDA_HOME.*--device cpu"):
+            plan(device, architectures)
+
+    @needs_cxx
+    def test_with_a_torch_for_rocm_there_are_no_gpu_kernels(
+        self, sources: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.version, "hip", "6.4")
+
+        assert plan().note == "CPU kernels only: this torch is built for ROCm, which the extension has no kernels for."
+        with pytest.raises(KernelError, match="ROCm"):
+            plan("cuda")
+
+    @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH", "PATH"])
+    def test_where_nvcc_is_looked_for(
+        self, variable: str, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
+        nvcc.parent.mkdir(parents=True)
+        nvcc.write_text('#!/bin/sh\necho "Cuda compilation tools, release 13.0, V13.0.88"\n')
+        nvcc.chmod(0o755)
+        if variable == "PATH":
+            monkeypatch.setenv("PATH", str(nvcc.parent), prepend=":")
+        else:
+            monkeypatch.setenv(variable, str(nvcc.parent.parent))
+
+        compiler = plan("cuda", ["90"]).compiler
+
+        assert (compiler.command, compiler.version) == ((str(nvcc),), "nvcc release 13.0, V13.0.88")
+
+    @needs_nvcc
+    @pytest.mark.parametrize("text", ["90", "sm_90", "compute_90", "9.0", " 90 "])
+    def test_the_spellings_of_an_architecture(self, text: str, sources: Path) -> None:
+        assert plan("cuda", [text, "90"]).architectures == ("90",)
+
+    @needs_nvcc
+    def test_architectures_are_in_the_order_of_their_numbers(self, sources: Path) -> None:
+        assert plan("cuda", ["120", "90", "8.0"]).architectures == ("80", "90", "120")
+
+    @pytest.mark.parametrize("text", ["", "ninety", "9", "sm90a", "90a", "9.0.0", "-90", "\u0668\u0660", "90 80"])
+    def test_other_spellings_are_an_error(self, text: str) -> None:
+        with pytest.raises(OptionError, match=f"architectures: found {re.escape(repr(text))}, expected .*'sm_90'"):
+            plan("cuda", [text])
+
+    @needs_nvcc
+    def test_an_architecture_that_nvcc_lacks_is_an_error(self, sources: Path) -> None:
+        with pytest.raises(KernelError, match=r"nvcc release .* has no GPU architecture 10, 99: it knows .*90.*--arch"):
+            plan("cuda", ["99", "90", "10"])
+
+    @pytest.mark.parametrize(
+        ("device", "architectures", "message"),
+        [
+            ("gpu", None, "device: found 'gpu', expected one of 'auto', 'cpu', 'cuda'"),
+            ("cpu", ["90"], "architectures: found some, although device='cpu'"),
+            ("cuda", [], "architectures: found none"),
+        ],
+    )
+    def test_arguments_that_make_no_sense(self, device: str, architectures: list[str] | None, message: str) -> None:
+        with pytest.raises(OptionError, match=message):
+            plan(device, architectures)
+
+    @needs_nvcc
+    def test_by_default_for_this_machines_gpus(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        capabilities = [(9, 0), (8, 0), (9, 0)]
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+        assert plan().architectures == ("80", "90")
+
+        del capabilities[1]
+        assert plan().architectures == ("90",)
+
+    @needs_nvcc
+    def test_and_without_one_for_the_usual_ones(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+        assert plan().architectures == ("80", "90")
+
+
+class TestTheCxxCompiler:
+    def test_it_is_the_one_that_cxx_names_with_its_options(
+        self, sources: Path, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        compiler = program("exit 0", "mine")
+        monkeypatch.setenv("CXX", f"{compiler} -march=native")
+
+        found = plan("cpu").compiler
+
+        assert (found.command, found.version) == ((str(compiler), "-march=native"), "fake 1.0")
+
+    @pytest.mark.parametrize("name", ["c++", "g++", "clang++"])
+    def test_or_the_first_there_is(
+        self, name: str, sources: Path, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        compiler = program("exit 0", name)
+        monkeypatch.setenv("PATH", str(compiler.parent))
+
+        assert plan("cpu").compiler.command == (str(compiler),)
+
+    def test_with_none_there_is_an_error(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", "/nowhere")
+
+        with pytest.raises(
+            KernelError, match=r"no C\+\+ compiler: found none of c\+\+, g\+\+ and clang\+\+.*apt install"
+        ):
+            plan("cpu")
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [("/no/such -O3", "CXX is '/no/such -O3', and there is no such program"), ("'g++", "which no shell can read")],
+    )
+    def test_a_wrong_cxx_is_one_too(
+        self, value: str, message: str, sources: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CXX", value)
+
+        with pytest.raises(KernelError, match=message):
+            plan("cpu")
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("#!/bin/sh\necho 'no licence' >&2; exit 3\n", r"ended with status 3:\nno licence\. Mend"),
+            ("#!/bin/sh\nkill -SEGV $$\n", "was ended by SIGSEGV, without a word"),
+            ("#!/no/such/shell\n", "cannot be started"),
+            ("\0", "cannot be started"),
+        ],
+        ids=["status", "signal", "interpreter", "no program"],
+    )
+    def test_so_is_one_that_does_not_work(
+        self, content: str, message: str, sources: Path, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        compiler = program("")
+        compiler.write_text(content)
+        monkeypatch.setenv("CXX", str(compiler))
+
+        with pytest.raises(KernelError, match=message):
+            plan("cpu")
+
+
+class TestTheCommand:
+    """What is on the command line of a compiler."""
+
+    @staticmethod
+    def words(planned: Plan) -> list[str]:
+        return extension_build._command(planned, Path("to.so"))
+
+    @needs_cxx
+    def test_of_the_cxx_compiler(self, sources: Path) -> None:
+        words = self.words(plan("cpu"))
+
+        assert {"-std=c++17", "-O3", "-shared", "-fPIC", "-ffp-contract=off"} <= set(words)
+        assert "-DTORCH_TARGET_VERSION=0x020a000000000000" in words
+        assert "-DUSE_CUDA" not in words
+        assert words[-4:] == ["-o", "to.so", "-ltorch_cpu", "-lc10"]
+
+    @needs_nvcc
+    def test_of_nvcc(self, sources: Path) -> None:
+        words = self.words(plan("cuda", ["80", "90", "120"]))
+
+        assert {"-std=c++17", "-O3", "-shared", "--fmad=false", "-DUSE_CUDA"} <= set(words)
+        host = words[words.index("-Xcompiler") + 1].split(",")
+        assert host[:3] == ["-fPIC", "-ffp-contract=off", "-fvisibility=hidden"]
+        assert ("-march=x86-64-v3" in host) == (extension.processor() == "x86_64_v3")
+        codes = [after for word, after in pairwise(words) if word == "-gencode"]
+        assert codes == [
+            "arch=compute_80,code=sm_80",
+            "arch=compute_90,code=sm_90",
+            "arch=compute_120,code=sm_120",
+            "arch=compute_120,code=compute_120",
+        ]
+
+
+@needs_cxx
+class TestBuild:
+    def test_the_library_is_found_with_what_a_person_wants_to_know(self, sources: Path, cache: Path) -> None:
+        built = build("cpu")
+
+        library = built.library
+        assert not built.was_there
+        assert library == extension.find()
+        assert library.path.parent == cache / extension.key(extension.source_hash(), ())
+        assert library.architectures == ()
+        assert library.compiler == plan("cpu").compiler.version
+        assert (library.torch, library.abi, library.machine) == (
+            torch.__version__,
+            extension.ABI,
+            extension.processor(),
+        )
+        assert left_in(cache) == [library.path.parent.name]
+        assert left_in(library.path.parent) == ["build.log", extension.LIBRARY, extension.SIDECAR]
+        assert (library.path.parent / "build.log").read_text().startswith(f"$ {CXX} ")
+
+    def test_others_than_who_built_it_may_read_it(self, sources: Path, cache: Path) -> None:
+        library = build("cpu").library
+
+        expected = 0o777 & ~(mask := os.umask(0))
+        os.umask(mask)
+        assert library.path.parent.stat().st_mode & 0o777 == expected
+
+    def test_a_second_time_it_is_there(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        library = build("cpu").library
+        monkeypatch.setattr(extension_build, "_compiled", None)
+
+        again = build("cpu")
+
+        assert (again.library, again.was_there) == (library, True)
+
+    def test_unless_it_is_forced(self, sources: Path, cache: Path) -> None:
+        before = build("cpu").library.path.stat()
+
+        again = build("cpu", force=True)
+
+        assert not again.was_there
+        assert again.library.path.stat().st_ino != before.st_ino
+        assert left_in(cache) == [again.library.path.parent.name]
+
+    def test_or_a_source_has_changed(self, sources: Path, cache: Path) -> None:
+        first = build("cpu").library
+        (sources / "operators.cpp").write_text("int answer() { return 43; }\n")
+
+        second = build("cpu")
+
+        assert not second.was_there
+        assert extension.find() == second.library != first
+        assert len(left_in(cache)) == 2
+
+    @pytest.mark.parametrize("name", [extension.SIDECAR, extension.LIBRARY])
+    def test_or_what_is_there_is_half_a_library(self, name: str, sources: Path, cache: Path) -> None:
+        build("cpu").library.path.with_name(name).unlink()
+
+        built = build("cpu")
+
+        assert not built.was_there
+        assert left_in(cache) == [built.library.path.parent.name]
+
+    def test_into_a_directory_that_is_named(self, sources: Path, tmp_path: Path, cache: Path) -> None:
+        output = tmp_path / "out" / "put"
+
+        built = build("cpu", output=output)
+
+        assert built.library == extension.read(output)
+        assert left_in(output) == ["build.log", extension.LIBRARY, extension.SIDECAR]
+        assert build("cpu", output=output).was_there
+        assert not cache.exists()
+
+    def test_where_a_library_of_other_sources_is_replaced(self, sources: Path, tmp_path: Path) -> None:
+        build("cpu", output=tmp_path)
+        (sources / "operators.cpp").write_text("int answer() { return 43; }\n")
+
+        built = build("cpu", output=tmp_path)
+
+        assert not built.was_there
+        assert built.library.sources == extension.source_hash()
+
+    def test_beside_the_sources_it_is_found_as_part_of_the_package(self, sources: Path) -> None:
+        library = build("cpu", output=sources).library
+
+        assert extension.find() == library
+        assert (sources / "operators.cpp").exists()
+
+    def test_other_files_in_a_directory_that_is_named_stay(self, sources: Path, tmp_path: Path) -> None:
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "notes").write_text("mine")
+
+        build("cpu", output=tmp_path / "mine")
+        build("cpu", output=tmp_path / "mine", force=True)
+
+        assert (tmp_path / "mine" / "notes").read_text() == "mine"
+
+    def test_what_a_killed_build_left_is_cleared_away_and_nothing_else(self, sources: Path, cache: Path) -> None:
+        name = plan("cpu").directory.name
+        for directory in (f".{name}.abc", f".{name}-sm90.abc", "other"):
+            (cache / directory / "fresh").mkdir(parents=True)
+
+        build("cpu")
+
+        assert left_in(cache) == [f".{name}-sm90.abc", name, "other"]
+
+    def test_of_processes_that_ask_at_once_one_compiles(
+        self, sources: Path, cache: Path, program: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls = tmp_path / "calls"
+        monkeypatch.setenv("CXX", str(program(f'echo "$$" >> {calls}\nsleep 0.3\nexec {CXX} "$@"')))
+        context = multiprocessing.get_context("fork")  # the children have what was put in place here
+        start, answers = context.Barrier(4), context.Queue()
+
+        def ask(start: Barrier) -> None:
+            start.wait()
+            try:
+                built = build("cpu")
+            except KernelError as error:  # which nobody would wait for
+                answers.put((False, str(error)))
+            else:
+                answers.put((built.was_there, str(built.library.path)))
+
+        children = [context.Process(target=ask, args=(start,), daemon=True) for _ in range(4)]
+        for child in children:
+            child.start()
+        got = [answers.get(timeout=60) for _ in children]
+        for child in children:
+            child.join()
+
+        assert len(calls.read_text().splitlines()) == 1
+        assert sorted(was_there for was_there, _ in got) == [False, True, True, True]
+        assert {path for _, path in got} == {str(plan("cpu").directory / extension.LIBRARY)}
+
+
+@needs_cxx
+class TestFailure:
+    """Nothing half done remains, and the error says what to do."""
+
+    @staticmethod
+    def fails(cache: Path, match: str) -> str:
+        """The log of a build that fails, of which nothing else is left."""
+        with pytest.raises(KernelError, match=match) as raised:
+            build("cpu")
+
+        log = cache / f"{plan('cpu').directory.name}.log"
+        assert left_in(cache) == [log.name]
+        assert str(raised.value).endswith(f". The command and all that it printed are in {log}.")
+        assert extension.find() is None
+        return log.read_text()
+
+    def test_a_source_with_an_error_in_it(self, sources: Path, cache: Path) -> None:
+        (sources / "operators.cpp").write_text("int answer() { return what; }\n")
+
+        log = self.fails(cache, r"compiling the extension failed: `.*` ended with status 1:\n.*operators\.cpp:1.*what")
+
+        assert log.startswith(f"$ {CXX} ")
+        assert "error" in log
+
+    def test_what_cannot_be_linked(self, sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(extension, "COMMON_FLAGS", (*extension.COMMON_FLAGS, "-lno_such_library"))
+
+        self.fails(cache, "cannot find -lno_such_library")
+
+    @pytest.mark.parametrize(
+        ("script", "message"),
+        [
+            ("for i in 1 2 3 4 5 6 7 8 9; do echo line $i; done; exit 7", r"status 7:\nline 4\n(.*\n)*line 9\. The"),
+            ("kill -SEGV $$", "was ended by SIGSEGV, without a word"),
+            ("kill -KILL $$", "was ended by SIGKILL"),
+            (r"printf '\377 error: in Latin 1\n'; exit 1", "error: in Latin 1"),
+        ],
+        ids=["status", "SIGSEGV", "SIGKILL", "not UTF-8"],
+    )
+    def test_a_compiler_that_ends_otherwise(
+        self,
+        script: str,
+        message: str,
+        sources: Path,
+        cache: Path,
+        program: Callable[..., Path],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setenv("CXX", str(program(script)))
+
+        with pytest.raises(KernelError, match=message):
+            build("cpu")
+
+        assert left_in(cache) == [f"{plan('cpu').directory.name}.log"]
+
+    def test_the_log_of_a_failure_goes_with_the_next_success(
+        self, sources: Path, cache: Path, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CXX", str(program("exit 1")))
+        with pytest.raises(KernelError):
+            build("cpu")
+        monkeypatch.delenv("CXX")
+
+        library = build("cpu").library
+
+        assert left_in(cache) == [library.path.parent.name]
+
+    def test_if_it_is_forced_what_was_there_stays(
+        self, sources: Path, cache: Path, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        library = build("cpu").library
+        monkeypatch.setenv("CXX", str(program("exit 1")))
+
+        with pytest.raises(KernelError):
+            build("cpu", force=True)
+
+        assert extension.find() == library
+
+    def test_so_it_does_if_it_cannot_be_replaced(
+        self, sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        library = build("cpu").library
+        replace_ = Path.replace
+
+        def replace(self: Path, target: Path) -> Path:
+            if self.name == "fresh":
+                raise KeyboardInterrupt
+            return replace_(self, target)
+
+        monkeypatch.setattr(Path, "replace", replace)
+        with pytest.raises(KeyboardInterrupt):
+            build("cpu", force=True)
+
+        assert extension.find() == library
+        assert left_in(cache) == [library.path.parent.name]
+
+    def test_interrupted_it_leaves_nothing_and_nothing_running(
+        self, sources: Path, cache: Path, program: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        part, elsewhere = tmp_path / "part", tmp_path / "temporary"
+        elsewhere.mkdir()
+        monkeypatch.setenv("TMPDIR", str(elsewhere))
+        # A compiler in two parts, which has begun to write. It waits until whoever started it is waiting too.
+        script = f'touch "$TMPDIR/temporary"; sleep 60 & echo $! > {part}; sleep 0.5; kill -ALRM $PPID; wait'
+        monkeypatch.setenv("CXX", str(program(script)))
+
+        def interrupt(_signal: int, _frame: object) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                build("cpu")
+        finally:
+            signal.signal(signal.SIGALRM, before)
+
+        assert left_in(cache) == left_in(elsewhere) == []
+        assert extension.find() is None
+        assert is_over(int(part.read_text()))
+
+    def test_sources_that_change_meanwhile(
+        self, sources: Path, cache: Path, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CXX", str(program(f'echo >> {sources}/operators.cpp\nexec {CXX} "$@"')))
+
+        with pytest.raises(KernelError, match=r"were changed while they were compiled\. Build once more\."):
+            build("cpu")
+
+        assert left_in(cache) == []
+
+    def test_a_cache_that_cannot_be_written(self, sources: Path, tmp_path: Path, cache: Path) -> None:
+        cache.write_text("a file")
+
+        with pytest.raises(KernelError, match=rf"cannot be written to {re.escape(str(cache))} \(.*AMPATCH_CACHE"):
+            build("cpu")
+
+    @pytest.mark.parametrize("when", ["write_text", "mkdir"])
+    def test_a_full_disk(self, when: str, sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        cache.mkdir()
+        planned = plan("cpu")
+
+        def full(*_arguments: object, **_options: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, when, full)
+        with pytest.raises(KernelError, match=r"cannot be written to .*No space left on device.*Free some space"):
+            carry_out(planned)
+        monkeypatch.undo()
+
+        assert left_in(cache) == []
+
+    def test_each_of_them_is_an_error_of_ours(self) -> None:
+        assert issubclass(KernelError, (AmpError, RuntimeError))
+
+
+def is_over(pid: int) -> bool:
+    """Whether a process has ended, or does so within a second: whoever started it may not have taken note yet."""
+    for _ in range(20):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@needs_cxx
+class TestTrial:
+    """What was compiled is run before anyone may find it."""
+
+    @pytest.fixture
+    def tried(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setattr(extension_build, "_try_out", TRY_OUT)
+        return sources
+
+    @pytest.mark.parametrize(
+        ("source", "message"),
+        [
+            ("int answer();\nint question = answer();\n", "undefined symbol"),
+            ("#include <cstdlib>\nint question = (abort(), 0);\n", "was ended by SIGABRT"),
+            ("int answer;\n", "no attribute 'unscale_'"),
+        ],
+        ids=["a symbol that nobody has", "a crash", "no operators"],
+    )
+    def test_a_library_that_does_not_run_is_none(self, source: str, message: str, tried: Path) -> None:
+        (tried / "operators.cpp").write_text(source)
+
+        with pytest.raises(KernelError, match=rf"was compiled, and does not run here \(cpu\)(.*\n)*.*{message}"):
+            build("cpu")
+
+        assert extension.find() is None
+        log = (extension.cache_directory() / f"{plan('cpu').directory.name}.log").read_text()
+        assert message in log or "SIG" in message
+
+
+@pytest.mark.gpu
+@needs_nvcc
+def test_on_a_machine_with_a_gpu_it_is_built_for_that_and_tried_there(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMPATCH_CACHE", str(shared_cache(tmp_path_factory)))
+
+    library = build("cuda").library
+
+    assert library.serves(torch.cuda.get_device_capability())
+    assert "cuda:0" in (library.path.parent / "build.log").read_text()
+    assert extension.find() == library
+
+
+def test_nothing_of_it_is_imported_with_the_package() -> None:
+    program = "import sys, ampatch.amp; print('ampatch.extension_build' in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "False\n"
+
+
+# GPU code, taken apart
+
+TOOLS = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "bin"
+MOVES_ELEMENTS = ("unscale_", "unscale_copy", "unscale_add", "found_inf_norm", "copy_to_half")
+
+needs_cuobjdump = pytest.mark.skipif(
+    not all((TOOLS / name).exists() for name in ("cuobjdump", "nvdisasm")),
+    reason="nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm are not installed",
+)
+
+
+def kernels_in(source: str) -> set[str]:
+    """The names of the kernels that a CUDA source defines."""
+    return set(re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", source))
+
+
+def machine_code(library: Path) -> dict[str, dict[str, list[str]]]:
+    """The instructions of each kernel, by architecture (as "80") and by mangled name."""
+    environment = {**os.environ, "PATH": f"{TOOLS}{os.pathsep}{os.environ['PATH']}"}
+    dump = subprocess.run(
+        [TOOLS / "cuobjdump", "-sass", library], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    code: dict[str, dict[str, list[str]]] = {}
+    instructions: list[str] = []
+    for line in dump.splitlines():
+        if found := re.match(r"\s*arch = sm_(\d+)", line):
+            functions = code.setdefault(found[1], {})
+        elif found := re.match(r"\s*Function : (\S+)", line):
+            instructions = functions.setdefault(found[1], [])
+        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(\S+)", line):
+            instructions.append(found[1])
+    return code
+
+
+def names(mangled: str, kernel: str) -> bool:
+    """Whether a mangled name is that of a kernel: in it stands the length of each part, and then the part."""
+    return f"{len(kernel)}{kernel}" in mangled
+
+
+def kernel_of(operator: str) -> str:
+    return f"{operator.rstrip('_')}_kernel"
+
+
+def loads_in_vectors(instructions: list[str]) -> bool:
+    """Whether a kernel reads memory 128 bits at a time."""
+    return any(re.match(r"LDG\.(?:\w+\.)*128\b", instruction) for instruction in instructions)
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[str]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AMPATCH_CACHE", str(shared_cache(tmp_path_factory)))
+        return machine_code(build("cuda", ["80", "90"]).library.path)
+
+
+@pytest.mark.slow
+@needs_nvcc
+@needs_cuobjdump
+class TestMachineCode:
+    @pytest.mark.parametrize("architecture", ["80", "90"])
+    def test_every_kernel_is_there(self, architecture: str, code: dict[str, dict[str, list[str]]]) -> None:
+        kernels = set().union(*(kernels_in(path.read_text()) for path in (ROOT / "csrc").glob("*.cu")))
+        assert {kernel_of(operator) for operator in MOVES_ELEMENTS} <= kernels
+
+        missing = [kernel for kernel in kernels if not any(names(each, kernel) for each in code[architecture])]
+        assert missing == []
+
+    @pytest.mark.parametrize("architecture", ["80", "90"])
+    @pytest.mark.parametrize("operator", MOVES_ELEMENTS)
+    def test_a_kernel_that_moves_elements_reads_128_bits_at_a_time(
+        self, operator: str, architecture: str, code: dict[str, dict[str, list[str]]]
+    ) -> None:
+        functions = [
+            instructions for name, instructions in code[architecture].items() if names(name, kernel_of(operator))
+        ]
+
+        assert functions
+        assert all(map(loads_in_vectors, functions))
+
+    def test_one_that_reads_them_one_by_one_would_be_seen(self, tmp_path: Path) -> None:
+        source = """
+            __global__ void single_kernel(float* x) { x[threadIdx.x] *= 2; }
+            __global__ void __launch_bounds__(64) fourfold_kernel(float4* x) { x[threadIdx.x] = x[threadIdx.x + 1]; }
+        """
+        (tmp_path / "loads.cu").write_text(source)
+        command = [str(NVCC), "-arch=sm_80", "-shared", "-Xcompiler", "-fPIC", "loads.cu", "-o", "loads.so"]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+
+        code = machine_code(tmp_path / "loads.so")["80"]
+
+        vectors = {
+            kernel: [loads_in_vectors(instructions) for name, instructions in code.items() if names(name, kernel)]
+            for kernel in kernels_in(source)
+        }
+        assert vectors == {"single_kernel": [False], "fourfold_kernel": [True]}
+
+    def test_a_library_of_gpu_kernels_loads_without_a_gpu(
+        self, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("AMPATCH_CACHE", str(shared_cache(tmp_path_factory)))
+        library = build("cuda", ["80", "90"]).library
+        program = (
+            "import sys, torch; torch.ops.load_library(sys.argv[1]); grad = torch.ones(3); "
+            "torch.ops.ampatch.unscale_([grad], torch.tensor(2.0), torch.zeros(())); print(grad.tolist())"
+        )
+
+        done = subprocess.run(
+            [sys.executable, "-c", program, library.path],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+
+        assert done.stdout == "[2.0, 2.0, 2.0]\n"
+        assert shlex.quote(str(NVCC)) in (library.path.parent / "build.log").read_text()
