@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python -m
+# Where tests and demo find the compiled extension, apart from the user's own.
+export AMPATCH_CACHE := $(CURDIR)/build/extension
 READY := $(VENV)/.ready
 
 .PHONY: demo test slow lint types clean
@@ -9,10 +11,14 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(VENV)/bin/ampatch demo
 
+# With the extension, where there is a compiler for it.
 test: $(READY)
+	-$(VENV)/bin/ampatch build
 	$(RUN) pytest -n 2 -m "not slow"
 
+# Once more with torch's own kernels, and what takes long.
 slow: $(READY)
+	AMPATCH_KERNELS=torch $(RUN) pytest -n 2 -m "not slow"
 	$(RUN) pytest -m slow
 
 lint: $(READY)

@@ -15,14 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from ampatch import cast_lists as lists_module
-from ampatch import conversion_plan, opt_levels, session
+from ampatch import conversion_plan, kernels, opt_levels, session
 from ampatch import models as models_module
 from ampatch.cast_lists import Overlay, Treatment
+from ampatch.clipping import clip_unscaled
 from ampatch.errors import (
     AmpError,
     AmpWarning,
     BannedFunctionError,
     CastListError,
+    KernelError,
     LossScaleError,
     OptionError,
     UsageError,
@@ -44,6 +46,7 @@ __all__ = [
     "CastCounts",
     "CastListError",
     "Handle",
+    "KernelError",
     "LossScaleError",
     "LossScaler",
     "OptionError",
@@ -51,6 +54,7 @@ __all__ = [
     "bfloat16_function",
     "cast_counts",
     "clear_cache",
+    "clip_grad_norm_",
     "deinitialize",
     "disable_casts",
     "float_function",
@@ -146,11 +150,13 @@ def initialize(
         CastListError: the cast lists have faults.
         UsageError: other settings are live, an optimizer was handed in before, or a parameter is in two optimizers
             that would each have a float32 master of it.
+        KernelError: AMPATCH_KERNELS asks for an extension that was not built.
     """
     if not _flag("enabled", enabled):
         session.process.disabled = session.process.live is None
         return models if optimizers is None else (models, optimizers)
 
+    kernels.prepare()
     model_list = [models_module.check_model(model) for model in _as_list(models)]
     optimizer_list = [] if optimizers is None else [check_optimizer(optimizer) for optimizer in _as_list(optimizers)]
     half = _half_dtype(half_dtype, patch_torch_functions_type, "patch_torch_functions_type", opt_level, model_list)
@@ -275,10 +281,12 @@ def init(
         OptionError: an argument has a value that is not allowed.
         CastListError: the cast lists have faults.
         UsageError: amp is set up already.
+        KernelError: AMPATCH_KERNELS asks for an extension that was not built.
     """
     if not _flag("enabled", enabled):
         session.process.disabled = session.process.live is None
         return Handle(None)
+    kernels.prepare()
     half = _half_dtype(half_dtype, patch_type, "patch_type", "O1", [])
     properties = opt_levels.resolve("O1", half, opt_levels.Overrides(loss_scale=loss_scale))
     settings = Settings(
@@ -362,6 +370,42 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     if live is not None and live.has_adopted(optimizer):
         live.adopted(optimizer).bring_up_to_date()
     return parameters_of(checked)
+
+
+def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
+    """Clips the gradients of an optimizer's parameters by the norm of all of them taken together.
+
+    As ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)``, in fewer passes over the gradients::
+
+        with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled_loss:
+            scaled_loss.backward()
+        norm = amp.clip_grad_norm_(optimizer, max_norm=1.0)
+        optimizer.step()
+
+    After a block with ``delay_unscale=True`` this ends what the block left: it looks for overflow and takes the norm in
+    one pass, lets the scale react, and unscales and clips in a second one; or has the optimizer's own kernel do so in
+    its step, where that can (``fused=True``, from its second step on). The gradients then stay scaled until the step.
+
+    Args:
+        optimizer: one whose gradients are there.
+        max_norm: the most that their 2-norm may be; ``math.inf`` only measures it.
+
+    Returns:
+        The 2-norm of the unscaled gradients before clipping: 0-dimensional float32, on their device. Not finite if they
+        overflowed; the next step is skipped then.
+
+    Raises:
+        OptionError: ``optimizer`` is none, or ``max_norm`` is no number from 0 on.
+        UsageError: inside a block; or another optimizer has left gradients of the same parameters scaled.
+    """
+    checked = check_optimizer(optimizer)
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
+        raise OptionError(f"max_norm is {max_norm!r}; expected a number from 0 on, such as 1.0.")
+    live = session.process.live
+    if live is not None and live.has_adopted(optimizer):
+        return live.clip_grad_norm_(checked, float(max_norm))
+    parameters = dict.fromkeys(parameters_of(checked))
+    return clip_unscaled([parameter.grad for parameter in parameters if parameter.grad is not None], float(max_norm))
 
 
 def state_dict() -> dict[str, dict[str, float | int]]:

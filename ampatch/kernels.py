@@ -1,20 +1,143 @@
 """Gradient work on lists of tensors, and the update of the scale: the only file that chooses an implementation.
 
-Every function works on the device the tensors are on and reads nothing back to the host. Today the implementation is
-torch's own multi-tensor kernels.
+There are two of them: the compiled extension (`csrc/`, `torch.ops.ampatch`), where one is built, and torch's own
+multi-tensor kernels. Every function works on the devices the tensors are on and reads nothing back to the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ampatch import extension, extension_kernels, torch_kernels
+from ampatch.errors import KernelError, OptionError, did_you_mean
+
+logger = logging.getLogger("ampatch")
+
+CHOICES = ("auto", "extension", "torch")
+_VARIABLE = "AMPATCH_KERNELS"
+
+# What the extension's kernels work on. Subclasses of tensors have ways of their own, and are left to torch.
+_TYPES = (Tensor, nn.Parameter)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """An implementation.
+
+    Attributes:
+        library: the extension's; None: torch's own kernels do all the work.
+        why: which it is and why, for people.
+    """
+
+    library: extension.Library | None
+    why: str
+
+
+class _Process:
+    """What was chosen for this process."""
+
+    choice: _Choice | None = None
+
+
+def select(choice: str | None = None) -> None:
+    """Chooses the kernels that this process uses from now on.
+
+    Args:
+        choice: "extension", "torch", or "auto", which is the extension where there is one; None: what the environment
+            variable AMPATCH_KERNELS says, or "auto".
+
+    Raises:
+        OptionError: it is none of these.
+        KernelError: the extension was asked for, and there is none that can be loaded.
+    """
+    asked = os.environ.get(_VARIABLE, "auto") if choice is None else choice
+    if asked not in CHOICES:
+        raise OptionError(f"{_VARIABLE} is {asked!r}; expected {', '.join(CHOICES)}.{did_you_mean(asked, CHOICES)}")
+    _Process.choice = _choose(asked)
+    _runs_on.cache_clear()
+
+
+def prepare() -> None:
+    """Chooses now, and not at first use, so that a choice which cannot be had is an error before anything is changed.
+
+    Raises:
+        OptionError: AMPATCH_KERNELS has no such value.
+        KernelError: it asks for an extension that is not there.
+    """
+    if _Process.choice is None:
+        select()
+        if _current().library is None:
+            logger.info("Gradients are unscaled by %s.", in_use())
 
 
 def in_use() -> str:
     """Which kernels do the work here, and why, in a sentence for people."""
-    return "torch's own multi-tensor kernels, as this version of ampatch has no compiled extension"
+    return _current().why
+
+
+def _current() -> _Choice:
+    prepare()
+    assert _Process.choice is not None
+    return _Process.choice
+
+
+def _choose(asked: str) -> _Choice:
+    torchs = "torch's own multi-tensor kernels"
+    if asked == "torch":
+        return _Choice(None, f"{torchs}, as {_VARIABLE}=torch asks for")
+    library = extension.loaded() or extension.find()
+    if library is None:
+        if asked == "extension":
+            raise KernelError(
+                f"{_VARIABLE}=extension asks for the compiled extension, and none was built of this version of ampatch "
+                "for this machine. Type `ampatch build`; or leave the variable out, to go on with torch's own kernels."
+            )
+        return _Choice(
+            None,
+            f"{torchs}, as no compiled extension was found: at O2 they pass over gradients three times, where it does "
+            "so once. `ampatch build` compiles it",
+        )
+    try:
+        extension.load(library)
+    except KernelError as error:
+        if asked == "extension":
+            raise
+        return _Choice(None, f"{torchs}, as {error}")
+    return _Choice(library, f"the compiled extension {library.path}")
+
+
+@functools.cache
+def _runs_on(device: torch.device) -> bool:
+    """Whether the extension is in use, and has kernels for a device."""
+    library = _current().library
+    if library is None or device.type == "cpu":
+        return library is not None
+    if device.type != "cuda" or not library.architectures:
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    if not library.serves(capability):
+        logger.warning(
+            "The compiled extension %s has no kernels for %s, compute capability %d.%d: torch's own do the work there. "
+            "Type `ampatch build` on this machine.",
+            library.path,
+            torch.cuda.get_device_name(device),
+            *capability,
+        )
+        return False
+    return True
+
+
+# Gradients
 
 
 def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
@@ -42,56 +165,63 @@ def unscale_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
         if grad.is_sparse and not grad.is_coalesced():
             grad.copy_(grad.coalesce())  # two entries of one index may overflow in their sum
         # Gradients of backward(create_graph=True) have a graph of their own, which this multiplication has to be in.
-        (recorded if grad.requires_grad else plain).append(grad)
-    for group in _by_kind(plain):
-        device = group[0].device
-        if device == found_inf.device:
-            torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inv_scale.to(device, non_blocking=True))
+        if grad.requires_grad:
+            recorded.append(grad)
         else:
-            there = torch.zeros_like(found_inf, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(group, there, inv_scale.to(device, non_blocking=True))
-            torch.maximum(found_inf, there.to(found_inf.device, non_blocking=True), out=found_inf)
+            plain.append(values_of(grad))
+    for operators, device, (group,) in _by_implementation(plain):
+        with _on(device, found_inf, torch.maximum) as flag:
+            operators.unscale_(group, inv_scale.to(device, non_blocking=True), flag)
     for grad in recorded:
         finite = values_of(grad.detach()).isfinite().all()
         found_inf.masked_fill_(~finite.to(found_inf.device, non_blocking=True), 1)
     multiply_(recorded, inv_scale)
 
 
-def widened(grads: list[Tensor]) -> list[Tensor]:
-    """Float32 copies of half gradients.
+def unscale_copy(
+    grads: list[Tensor], master_grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, write_back: bool
+) -> None:
+    """``master_grads = grads * inv_scale``, and ``found_inf`` as in `unscale_`.
 
     Args:
-        grads: float16 or bfloat16 tensors of any shape, layout and device.
+        grads: dense tensors of float16, bfloat16 or float32, of any shape and device.
+        master_grads: as many of float32, of the same shapes and devices; what they hold does not count.
+        inv_scale: 0-dimensional float32.
+        found_inf: 0-dimensional float32.
+        write_back: whether ``grads`` then become the master gradients, rounded.
     """
-    wide = [
-        torch.empty_like(grad, dtype=torch.float32) if grad.layout is torch.strided else grad.to(torch.float32)
-        for grad in grads
-    ]
-    dense = [index for index, grad in enumerate(grads) if grad.layout is torch.strided]
-    copy_([wide[index] for index in dense], [grads[index] for index in dense])
-    return wide
+    for operators, device, (narrow, wide) in _by_implementation(grads, master_grads):
+        with _on(device, found_inf, torch.maximum) as flag:
+            operators.unscale_copy(narrow, wide, inv_scale.to(device, non_blocking=True), flag, write_back)
 
 
-def copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copies each source into its target, of another type perhaps.
+def unscale_add(
+    grads: list[Tensor], master_grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, write_back: bool
+) -> None:
+    """``master_grads += grads * inv_scale``, and for the rest as `unscale_copy`.
+
+    Only ``grads`` are looked at: ``found_inf`` is the verdict on what is added, and not on what was there before.
+    """
+    for operators, device, (narrow, wide) in _by_implementation(grads, master_grads):
+        with _on(device, found_inf, torch.maximum) as flag:
+            operators.unscale_add(narrow, wide, inv_scale.to(device, non_blocking=True), flag, write_back)
+
+
+def found_inf_norm(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor, sum_of_squares: Tensor) -> None:
+    """``sum_of_squares += sum((grads * inv_scale) ** 2)``, and ``found_inf`` as in `unscale_`; reads once.
+
+    The extension squares in float32, as torch's own norms do: of a number above 1.8e19 the square is infinite.
 
     Args:
-        targets: dense tensors of any dtype and device.
-        sources: as many, of the same shapes.
+        grads: floating or complex tensors of any shape, layout, dtype and device.
+        inv_scale: 0-dimensional float32.
+        found_inf: 0-dimensional float32.
+        sum_of_squares: 0-dimensional float64, on the device of ``found_inf``.
     """
-    if targets:
-        torch._foreach_copy_(targets, sources)
-
-
-def add_(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Adds each source to its target in place.
-
-    Args:
-        targets: dense tensors of any dtype and device.
-        sources: as many, of the same shapes, dtypes and devices.
-    """
-    if targets:
-        torch._foreach_add_(targets, sources)
+    values = [values_of(grad.detach().coalesce() if grad.is_sparse else grad.detach()) for grad in grads]
+    for operators, device, (group,) in _by_implementation(values):
+        with _on(device, found_inf, torch.maximum) as flag, _on(device, sum_of_squares, torch.add) as total:
+            operators.found_inf_norm(group, inv_scale.to(device, non_blocking=True), flag, total)
 
 
 def zero_after_overflow_(grads: Iterable[Tensor], found_inf: Tensor) -> None:
@@ -107,7 +237,24 @@ def zero_after_overflow_(grads: Iterable[Tensor], found_inf: Tensor) -> None:
             grad.masked_fill_(overflow, 0)
 
 
-def update_scale_(
+# Weights
+
+
+def copy_to_half(masters: list[Tensor], halves: list[Tensor]) -> None:
+    """``halves = masters``, rounded.
+
+    Args:
+        masters: dense tensors of float32.
+        halves: as many of float16 or bfloat16, of the same shapes and devices.
+    """
+    for operators, _, (narrow, wide) in _by_implementation(halves, masters):
+        operators.copy_to_half(wide, narrow)
+
+
+# The scale
+
+
+def update_scale(
     scale: Tensor,
     unskipped: Tensor,
     hysteresis_left: Tensor,
@@ -132,24 +279,11 @@ def update_scale_(
         floor: the least scale.
         ceiling: the greatest.
     """
-    overflow = found_inf != 0
-    hysteresis_left.sub_(overflow.to(torch.int32))
-    unskipped.add_(1).masked_fill_(overflow, 0)
-    backs_off = overflow & (hysteresis_left <= 0)
-    grows = unskipped >= window
-    unskipped.masked_fill_(grows, 0)
-    hysteresis_left.masked_fill_(grows, hysteresis)
-    changed = torch.where(backs_off, scale / factor, torch.where(grows, scale * factor, scale))
-    scale.copy_(changed.clamp_(floor, ceiling))
+    operators = extension_kernels if _runs_on(scale.device) else torch_kernels
+    operators.update_scale(scale, unskipped, hysteresis_left, found_inf, factor, window, hysteresis, floor, ceiling)
 
 
-def _by_kind(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The values of tensors in groups of one device and dtype, which torch's multi-tensor kernels are fast on."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        values = values_of(tensor)
-        groups.setdefault((values.device, values.dtype), []).append(values)
-    yield from groups.values()
+# What the lists are made of
 
 
 def values_of(tensor: Tensor) -> Tensor:
@@ -162,3 +296,41 @@ def values_of(tensor: Tensor) -> Tensor:
         # A conjugated view has no real view, and the tensor that it conjugates will do.
         tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
     return tensor
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """The values of tensors in groups of one device and dtype, which torch's multi-tensor kernels are fast on."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        values = values_of(tensor)
+        groups.setdefault((values.device, values.dtype), []).append(values)
+    yield from groups.values()
+
+
+def _by_implementation(*lists: list[Tensor]) -> Iterator[tuple[ModuleType, torch.device, tuple[list[Tensor], ...]]]:
+    """Lists of equal length in as few groups as can be: of one device and, by the first list, one implementation.
+
+    Yields:
+        What has the operators, the device, and the lists.
+    """
+    groups: dict[tuple[ModuleType, torch.device], tuple[list[Tensor], ...]] = {}
+    for row in zip(*lists, strict=True):
+        first = row[0]
+        compiled = type(first) in _TYPES and first.dtype in _DTYPES and _runs_on(first.device)
+        kind = (extension_kernels if compiled else torch_kernels, first.device)
+        group = groups.setdefault(kind, tuple([] for _ in row))
+        for column, tensor in zip(group, row, strict=True):
+            column.append(tensor)
+    for (operators, device), group in groups.items():
+        yield operators, device, group
+
+
+@contextlib.contextmanager
+def _on(device: torch.device, result: Tensor, combine: Callable[..., Tensor]) -> Iterator[Tensor]:
+    """What stands for a 0-dimensional result on a device; where that lies elsewhere, they are combined at the end."""
+    if result.device == device:
+        yield result
+    else:
+        there = torch.zeros_like(result, device=device)
+        yield there
+        combine(result, there.to(result.device, non_blocking=True), out=result)

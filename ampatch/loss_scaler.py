@@ -98,7 +98,7 @@ def first_state(policy: ScalePolicy) -> ScaleState:
 
 
 def next_state(state: ScaleState, overflow: bool, policy: ScalePolicy) -> ScaleState:
-    """The state after one pass: the reference that `kernels.update_scale_` is tested against."""
+    """The state after one pass: the reference that `kernels.update_scale` is tested against."""
     if not policy.dynamic:
         return replace(state, unskipped=state.unskipped + 1)
     scale, left = state.loss_scale, state.hysteresis_left
@@ -229,23 +229,31 @@ class LossScaler:
             OptionError: there is something else among them, such as a parameter; nothing was changed.
         """
         there = _checked_gradients(grads)
-        return self.unscale_by_([] if self.is_one else there, self._scale)
-
-    def unscale_by_(self, grads: Iterable[Tensor], scale: Tensor) -> Tensor:
-        """As `unscale_`, of gradients that need no check, by the scale that they have: it may have moved since."""
-        found_inf = torch.zeros_like(self._found_inf)
+        found_inf = self.no_overflow()
         if self.dynamic:
-            kernels.unscale_(grads, scale.reciprocal(), found_inf)
-            self._found_inf = torch.maximum(self._found_inf, found_inf)
-        else:
-            kernels.multiply_(grads, scale.reciprocal())
+            kernels.unscale_(there, self._scale.reciprocal(), found_inf)
+            self.note(found_inf)
+        elif not self.is_one:
+            kernels.multiply_(there, self._scale.reciprocal())
         return found_inf
+
+    def no_overflow(self) -> Tensor:
+        """A verdict for kernels to change: 0-dimensional float32, 0."""
+        return torch.zeros_like(self._found_inf)
+
+    def note(self, found_inf: Tensor) -> None:
+        """Takes note of a verdict that the next `update` is to heed.
+
+        Args:
+            found_inf: 0-dimensional float32, not 0 after an overflow.
+        """
+        self._found_inf = torch.maximum(self._found_inf, found_inf)
 
     def update(self) -> None:
         """Ends a pass: the scale backs off if an `unscale_` since the last update met overflow; else grows or stays."""
         if self.dynamic:
             policy = self.policy
-            kernels.update_scale_(
+            kernels.update_scale(
                 self._scale,
                 self._unskipped,
                 self._hysteresis_left,

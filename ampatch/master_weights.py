@@ -14,7 +14,7 @@ import enum
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,28 +176,58 @@ class MasterWeights:
 
     # Gradients
 
+    def take_gradients(self, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
+        """Adds what backward left in half parameters to the masters' gradients, and shows these in half.
+
+        Args:
+            inv_scale: what it is to be multiplied by, 0-dimensional float32; None: 1.
+            found_inf: 0-dimensional float32, set to 1 if any of it is not finite; None: that is not asked.
+        """
+        pairs = [pair for pair in self._pairs.values() if pair.has_new_gradient]
+        if not pairs:
+            return
+        device = pairs[0].master.device
+        inv_scale = torch.ones((), device=device) if inv_scale is None else inv_scale
+        found_inf = torch.zeros((), device=device) if found_inf is None else found_inf
+        first: list[_Pair] = []
+        later: list[_Pair] = []
+        for pair in pairs:
+            grad, full = _gradient(pair.parameter), pair.master.grad
+            if grad.requires_grad or _is_sparse(grad) or _is_sparse(full):
+                _take_gradient(pair, inv_scale, found_inf)
+            elif full is None:
+                pair.master.grad = torch.empty_like(grad, dtype=torch.float32)
+                first.append(pair)
+            else:
+                later.append(pair)
+        for kernel, chosen in ((kernels.unscale_copy, first), (kernels.unscale_add, later)):
+            grads = [_gradient(pair.parameter) for pair in chosen]
+            kernel(grads, [_gradient(pair.master) for pair in chosen], inv_scale, found_inf, write_back=True)
+        for pair in pairs:
+            pair.leave(_Gradient.SHOWN)
+
+    def has_sums(self) -> bool:
+        """Whether masters have gradients: those of earlier blocks, where what a block left is not taken yet."""
+        return any(pair.master.grad is not None for pair in self._pairs.values())
+
     def new_gradients(self) -> list[Tensor]:
-        """What backward left in half parameters, in the order of `widened`."""
+        """What backward left in half parameters, and `take_gradients` would take."""
         return [_gradient(pair.parameter) for pair in self._pairs.values() if pair.has_new_gradient]
 
-    def widened(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Masters, each with a float32 copy of what backward left in its half parameter, for `add` to take in."""
-        masters = [pair.master for pair in self._pairs.values() if pair.has_new_gradient]
-        return list(zip(masters, kernels.widened([grad.detach() for grad in self.new_gradients()]), strict=True))
-
-    def add(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-        """Adds to the masters' gradients, and shows what they are now in the half parameters."""
-        there: list[tuple[Tensor, Tensor]] = []
-        for master, grad in gradients:
-            if master.grad is None:
-                master.grad = grad
-            elif grad.layout is torch.strided and master.grad.layout is torch.strided:
-                there.append((master.grad, grad))
-            else:  # of a dense and a sparse one torch adds the second to the first
-                dense_first = (grad, master.grad) if grad.layout is torch.strided else (master.grad, grad)
-                master.grad = dense_first[0] + dense_first[1]
-        kernels.add_([grad for grad, _ in there], [new for _, new in there])
-        self._show([pair for pair in self._pairs.values() if pair.has_new_gradient])
+    def show_gradients(self) -> None:
+        """Shows the masters' gradients in the half parameters once more, after they were changed."""
+        shown = [
+            pair
+            for pair in self._pairs.values()
+            if pair.gradient is _Gradient.SHOWN and not _gradient(pair.parameter).requires_grad
+        ]
+        sparse = [pair for pair in shown if _is_sparse(pair.parameter.grad) or _is_sparse(pair.master.grad)]
+        for pair in sparse:
+            pair.parameter.grad = _gradient(pair.master).to(pair.parameter.dtype)
+        dense = [pair for pair in shown if pair not in sparse]
+        kernels.copy_to_half([_gradient(pair.master) for pair in dense], [_gradient(pair.parameter) for pair in dense])
+        for pair in shown:
+            pair.leave(_Gradient.SHOWN)
 
     def follow_clearing(self) -> None:
         """Drops the masters' gradients where somebody has set those of the half parameters to None."""
@@ -207,7 +237,7 @@ class MasterWeights:
                 pair.gradient, pair.left = _Gradient.NEW, None
 
     def follow_gradients(self, quietly: bool = False) -> None:
-        """Takes over what became of gradients since `add`: cleared, changed, or left by a backward without a scale.
+        """Takes over what became of gradients since `take_gradients`: cleared, changed, or left without a scale.
 
         Args:
             quietly: without the warning.
@@ -239,9 +269,7 @@ class MasterWeights:
                 "the masters instead, as in torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm), "
                 "and put every backward into a block of amp.scale_loss."
             )
-        widened = self.widened()
-        if widened:
-            self.add(widened)
+        self.take_gradients()
 
     def make_way(self) -> None:
         """Has what is shown make way for what backward will leave: zeros, so that clearing them can be seen."""
@@ -278,7 +306,7 @@ class MasterWeights:
             kernels.multiply_(
                 [pair.master.grad for pair in self._pairs.values() if pair.master.grad is not None], scale
             )
-        self.add(self.widened())
+        self.take_gradients()
         for pair in self._pairs.values():
             pair.clear()
 
@@ -313,22 +341,10 @@ class MasterWeights:
         for pair in self._pairs.values():
             (updated if pair.master.grad is not None or pair.backing.was_updated else others).append(pair)
         with torch.no_grad():
-            kernels.copy_([pair.parameter for pair in updated], [pair.master for pair in updated])
-            kernels.copy_([pair.parameter.data for pair in others], [pair.master for pair in others])
+            kernels.copy_to_half([pair.master for pair in updated], [pair.parameter for pair in updated])
+            kernels.copy_to_half([pair.master for pair in others], [pair.parameter.data for pair in others])
         for pair in self._pairs.values():
             pair.backing.note(pair.parameter)
-
-    def _show(self, pairs: list[_Pair]) -> None:
-        plain: list[tuple[Tensor, Tensor]] = []
-        for pair in pairs:
-            grad, full = _gradient(pair.parameter), _gradient(pair.master)
-            if grad.layout is not torch.strided or full.layout is not torch.strided:
-                pair.parameter.grad = full.to(grad.dtype)
-            elif not grad.requires_grad:  # one with a graph of its own is the user's to differentiate
-                plain.append((grad, full))
-        kernels.copy_([grad for grad, _ in plain], [full for _, full in plain])
-        for pair in pairs:
-            pair.leave(_Gradient.SHOWN)
 
     # What the optimizer's own methods do besides
 
@@ -382,3 +398,22 @@ class MasterWeights:
 def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
+
+
+def _is_sparse(grad: Tensor | None) -> bool:
+    return grad is not None and grad.layout is not torch.strided
+
+
+def _take_gradient(pair: _Pair, inv_scale: Tensor, found_inf: Tensor) -> None:
+    """`MasterWeights.take_gradients` of a sparse gradient, or of one with a graph of its own."""
+    grad, full = _gradient(pair.parameter), pair.master.grad
+    unscaled = grad.detach().to(torch.float32, copy=True)
+    kernels.unscale_([unscaled], inv_scale, found_inf)
+    if full is None:
+        pair.master.grad = unscaled
+    else:  # torch adds a sparse one to a dense one, and not the other way round
+        pair.master.grad = full + unscaled if _is_sparse(unscaled) else unscaled + full
+    if _is_sparse(grad) or _is_sparse(pair.master.grad):
+        pair.parameter.grad = pair.master.grad.to(grad.dtype)
+    else:
+        kernels.unscale_([grad], inv_scale, found_inf)  # it stays the user's to differentiate

@@ -79,6 +79,7 @@ class AdoptedOptimizer:
         masters: as given.
         passes: what came through blocks with a dynamic scale since the last step, the latest last.
         scaled_by: what scale the gradients have at present; None: they are unscaled.
+        is_folded: whether they are left so for the optimizer's own kernel, which unscales and clips them.
     """
 
     # So many passes without a step mean that there may never be one: they are not to pile up.
@@ -114,6 +115,7 @@ class AdoptedOptimizer:
         self._near_floor = False
         self._widened: list[tuple[Tensor, torch.dtype, torch.dtype | None, torch.dtype]] = []
         self._left_scaled: list[TensorWeakRef] = []
+        self._divisor: Tensor | None = None
 
     def install(self, ledger: PatchLedger) -> None:
         """Replaces ``step`` on the optimizer, and its parameters by masters where there are to be some.
@@ -168,6 +170,10 @@ class AdoptedOptimizer:
         optimizer = self._optimizer()
         return iter(()) if optimizer is None else optimizer_state.parameters_of(optimizer)
 
+    def gradients(self) -> list[Tensor]:
+        """The gradients that the optimizer updates its parameters with, each once."""
+        return [parameter.grad for parameter in dict.fromkeys(self.parameters()) if parameter.grad is not None]
+
     def has_gradients(self) -> bool:
         """Whether there is any gradient where backward puts them."""
         return any(self.masters.parameter_of(parameter).grad is not None for parameter in self.parameters())
@@ -197,9 +203,33 @@ class AdoptedOptimizer:
         parameters = map(self.masters.parameter_of, self.parameters())
         self._left_scaled = [TensorWeakRef(parameter) for parameter in parameters if parameter.grad is not None]
 
+    @property
+    def is_folded(self) -> bool:  # noqa: D102 - an attribute to those who use it
+        return self._divisor is not None
+
+    def may_fold(self) -> bool:
+        """Whether the optimizer's own kernel could unscale and clip the gradients that are there."""
+        return not self.masters and not self._widened and self._skips_by_itself((), {})
+
+    def fold(self, scaling: Scaling, divisor: Tensor) -> None:
+        """Leaves it to the optimizer's own kernel to divide the gradients.
+
+        Args:
+            scaling: the scale that they have, and keep until the step.
+            divisor: 0-dimensional float32: that scale, and what clips them.
+        """
+        self.scaled_by, self._divisor = scaling, divisor
+        self.note_scaled()
+
+    def unfold(self) -> None:
+        """Divides the gradients here and now, if that was left to the optimizer's own kernel."""
+        if self._divisor is not None:
+            kernels.multiply_(self.gradients(), self._divisor.reciprocal())
+            self.leave_scale()
+
     def leave_scale(self) -> None:
         """The gradients are unscaled now, or gone: those that were widened are half again."""
-        self.scaled_by = None
+        self.scaled_by = self._divisor = None
         self._left_scaled.clear()
         for parameter, own, allowed, dtype in self._widened:
             if parameter.dtype is not own:  # given back its type by deinitialize inside the block
@@ -216,6 +246,7 @@ class AdoptedOptimizer:
     def let_go(self) -> bool:
         """Drops gradients that nobody would unscale any more, if there are any; masters give theirs back."""
         self._settle(wait=True)  # and says what there is to say of skipped steps
+        self.unfold()
         scaled_by = self.scaled_by
         is_open = scaled_by is not None and scaled_by.is_open
         lost = scaled_by is not None and not is_open and not scaled_by.is_one and self.has_gradients()
@@ -245,7 +276,10 @@ class AdoptedOptimizer:
             also: optimizers that it would be done to as well, and whose gradients therefore may be scaled.
         """
         for other in list(self._others()):
-            if other is self or other in also or other.scaled_by is None or other.scaled_by.is_one:
+            if other is self or other in also:
+                continue
+            other.unfold()
+            if other.scaled_by is None or other.scaled_by.is_one:
                 continue
             if not other.scaled_by.is_open and not other.has_gradients():
                 other.leave_scale()
@@ -283,14 +317,18 @@ class AdoptedOptimizer:
             UsageError: the gradients are still scaled.
             LossScaleError: they overflowed with the loss scale at its floor.
         """
-        self._check_unscaled("optimizer.step() was called on gradients that are")
+        if not self.is_folded:
+            self._check_unscaled("optimizer.step() was called on gradients that are")
         self.check_shared("optimizer.step() would use")
         self._settle(wait=False)
+        skips_by_itself = self._skips_by_itself(args, kwargs)
+        if not skips_by_itself:
+            self.unfold()
         self.bring_up_to_date()
         self.masters.synchronise()
         passes, self.passes = self.passes, []
         try:
-            if self._skips_by_itself(passes, args, kwargs):
+            if skips_by_itself and (passes or self.is_folded):
                 return self._step_or_skip(original, passes)
             overflowed = [scaling for scaling in passes if scaling.overflowed]
             self._settle(wait=bool(passes))
@@ -382,23 +420,30 @@ class AdoptedOptimizer:
     def _step_or_skip(self, original: Callable[..., Any], passes: list[Scaling]) -> Any:
         """A step of an optimizer that skips in its own kernel where ``found_inf`` is not 0: nobody waits."""
         optimizer: Any = self._optimizer()
-        found_inf = torch.stack([scaling.found_inf for scaling in passes if scaling.found_inf is not None]).amax()
-        # torch's own protocol between GradScaler and its optimizers. The gradients are unscaled already.
-        optimizer.grad_scale, optimizer.found_inf = None, found_inf
+        verdicts = [scaling.found_inf for scaling in passes if scaling.found_inf is not None]
+        # torch's own protocol between GradScaler and its optimizers. The gradients are unscaled already, or folded.
+        optimizer.grad_scale = self._divisor
+        optimizer.found_inf = torch.stack(verdicts).amax() if verdicts else None
         try:
             with self._writing(), self._switch.disabled():
-                return original()
+                result = original()
+            if self.is_folded:
+                self.leave_scale()
+            return result
+        except BaseException:
+            if self.is_folded:
+                self.drop_gradients()  # whether they were divided or not, nobody can tell
+            raise
         finally:
             del optimizer.grad_scale, optimizer.found_inf
             for scaling in passes:
                 scaling.send()
             self._unsettled.append(passes)
 
-    def _skips_by_itself(self, passes: Sequence[Scaling], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _skips_by_itself(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         optimizer = self._optimizer()
         return (
-            bool(passes)
-            and not args
+            not args
             and not kwargs
             and not self._exact_hooks
             and not self._near_floor

@@ -1,6 +1,7 @@
 """One ``scale_loss`` block: brings gradients to the scale, and back.
 
-Owns nothing beyond its block: what outlasts it is a `Scaling`, which the adopted optimizers remember.
+Owns nothing beyond its block: what outlasts it is a `Scaling`, which the adopted optimizers remember. One that was left
+with ``delay_unscale=True`` can be taken up from there, and ended.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from ampatch import kernels
 from ampatch.errors import UsageError
-from ampatch.loss_scaler import LossScaler
 from ampatch.optimizers import AdoptedOptimizer
 from ampatch.scaling import Scaling
 
@@ -21,15 +21,14 @@ class ScaledPass:
     """The gradients' way through one block.
 
     Args:
-        scaler: the scale of this loss.
-        scaler_id: its number, for messages.
+        scaling: the use that is made of a scale.
         optimizers: whose gradients the block works on; a parameter in two of them is handled once.
     """
 
-    def __init__(self, scaler: LossScaler, scaler_id: int, optimizers: Sequence[AdoptedOptimizer]) -> None:
-        self._scaler = scaler
+    def __init__(self, scaling: Scaling, optimizers: Sequence[AdoptedOptimizer]) -> None:
+        self._scaling = scaling
+        self._scaler = scaling.scaler
         self._optimizers = list(dict.fromkeys(optimizers))
-        self._scaling = Scaling(scaler, scaler_id)
 
     def begin(self) -> None:
         """Brings what gradients there are to the scale, so that backward adds to them what is of their kind.
@@ -38,6 +37,7 @@ class ScaledPass:
             UsageError: they are scaled already, by another scale or by a block around this one.
         """
         for optimizer in self._optimizers:
+            optimizer.unfold()
             self._check_may_follow(optimizer)
         unscaled = [optimizer for optimizer in self._optimizers if optimizer.scaled_by is None]
         # A parameter of two optimizers may be at the scale already, by one of them.
@@ -47,7 +47,7 @@ class ScaledPass:
             if optimizer.scaled_by is not None
             for parameter in optimizer.parameters()
         }
-        with self._whole():
+        with self.whole():
             for optimizer in unscaled:
                 optimizer.bring_up_to_date()
                 if optimizer.passes and optimizer.passes[-1].found_inf is not None:
@@ -71,11 +71,21 @@ class ScaledPass:
             for optimizer in self._optimizers:
                 optimizer.note_scaled()
             return
-        with self._whole():
+        with self.whole():
             found_inf = self._unscale()
-            for optimizer in self._optimizers:
-                optimizer.leave_scale()
+            self.settle(found_inf, delay_overflow_check)
+
+    def settle(self, found_inf: Tensor, delay_overflow_check: bool = False) -> None:
+        """The gradients are unscaled now: what was found of them decides on the next steps, and moves the scale.
+
+        Args:
+            found_inf: 0-dimensional float32, not 0 if one was not finite.
+            delay_overflow_check: leaves the scale to a later pass.
+        """
+        for optimizer in self._optimizers:
+            optimizer.leave_scale()
         if self._scaler.dynamic:
+            self._scaler.note(found_inf)
             self._scaling.found_inf = found_inf
             for optimizer in self._optimizers:
                 optimizer.remember(self._scaling)
@@ -93,17 +103,17 @@ class ScaledPass:
         masters = [optimizer.masters for optimizer in self._optimizers]
         for each in masters:
             each.follow_clearing()
-        widened = [each.widened() for each in masters]
-        # Half gradients with a graph of their own stay the user's to differentiate, and are unscaled for that.
-        recorded = [grad for each in masters for grad in each.new_gradients() if grad.requires_grad]
-        gradients = [*_in_place(self._optimizers), *recorded, *(grad for pairs in widened for _, grad in pairs)]
-        found_inf = self._scaler.unscale_by_([] if self._scaling.is_one else gradients, self._scaling.scale)
-        for each, pairs in zip(masters, widened, strict=True):
-            each.add(pairs)
+        found_inf, inv_scale = self._scaler.no_overflow(), self._scaling.scale.reciprocal()
+        if self._scaler.dynamic:
+            kernels.unscale_(_in_place(self._optimizers), inv_scale, found_inf)
+        elif not self._scaling.is_one:
+            kernels.multiply_(_in_place(self._optimizers), inv_scale)
+        for each in masters:
+            each.take_gradients(inv_scale, found_inf)
         return found_inf
 
     @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
+    def whole(self) -> Iterator[None]:
         """Work on the gradients that is done for all of them, or leaves none: memory may run out on the way."""
         try:
             yield

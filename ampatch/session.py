@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ampatch import autocast_gates, compilers, conversion_plan, models, opt_levels, optimizer_state
+from ampatch import autocast_gates, clipping, compilers, conversion_plan, models, opt_levels, optimizer_state
 from ampatch.cast_lists import CastLists
 from ampatch.conversion import Conversion
 from ampatch.conversion_plan import KeepFloat32
@@ -30,6 +30,7 @@ from ampatch.opt_levels import HALVES, Properties
 from ampatch.optimizers import AdoptedOptimizer, OptimizerLike, check_optimizer
 from ampatch.patching import PatchLedger
 from ampatch.scaled_pass import ScaledPass
+from ampatch.scaling import Scaling
 from ampatch.switch import Switch
 from ampatch.weight_cache import WeightCache
 from ampatch.wrappers import Adapters, explain
@@ -368,7 +369,7 @@ class Session:
             if new:
                 self.adopt([], new.values())
         adopted = [self.adopted(optimizer) for optimizer in optimizers]
-        scaled_pass = ScaledPass(scaler, loss_id, adopted)
+        scaled_pass = ScaledPass(Scaling(scaler, loss_id), adopted)
         scaled_pass.begin()
         try:
             yield scaled
@@ -380,6 +381,10 @@ class Session:
             scaled_pass.end(delay_unscale and self.switch.active, delay_overflow_check)
         finally:
             self.cache.clear()
+
+    def clip_grad_norm_(self, optimizer: OptimizerLike, max_norm: float) -> Tensor:
+        """`clipping.clip` of an optimizer."""
+        return clipping.clip(self.adopted(optimizer), max_norm, list(self._optimizers.values()))
 
 
 def _is_wrapped_by_scheduler(owner: object, name: str) -> bool:

@@ -289,6 +289,21 @@ class TestReads:
         assert amp.skipped_steps(optimizer) == len(log()) == 2
 
     @every_fused_at_every_level
+    def test_are_none_in_a_step_whose_gradients_are_clipped(self, make, options, reads, log):
+        model = network()
+        optimizer = make(model.parameters())
+        initialize(model, optimizer, verbosity=1, **options)
+        train(model, optimizer, False)
+        with reads as found:
+            for overflows in (False, True, False):
+                optimizer.zero_grad()
+                backward(loss_of(model, 0), optimizer, overflows=overflows, delay_unscale=True)
+                amp.clip_grad_norm_(optimizer, 0.1)
+                optimizer.step()
+        assert found == []
+        assert amp.skipped_steps(optimizer) == len(log()) == 1
+
+    @every_fused_at_every_level
     def test_is_one_in_the_first_step_where_that_makes_state(self, make, options, reads):
         model = network()
         optimizer = make(model.parameters())

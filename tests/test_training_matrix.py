@@ -36,13 +36,6 @@ OVERFLOW = 1e38  # times every scale in this file it is beyond float32
 POLICY = make_policy("dynamic", init_scale=2.0**6, scale_window=2)
 
 
-@pytest.fixture(params=["torch"], autouse=True)
-def kernels(request: pytest.FixtureRequest) -> str:
-    """The implementation of `ampatch.kernels`: a compiled extension joins here, as one more parameter."""
-    name: str = request.param
-    return name
-
-
 @dataclass(frozen=True, slots=True)
 class Level:
     opt_level: str

@@ -1,0 +1,63 @@
+"""The operators of the compiled extension, with their writes counted.
+
+Every function calls the operator of its name in `torch.ops.ampatch`, which `ampatch.extension` has loaded, and has
+autograd and the cache of casts see what was written: torch counts the writes of its own operators only. Must not
+choose: `ampatch.kernels` does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+
+def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """As `ampatch.torch_kernels.unscale_`."""
+    torch.ops.ampatch.unscale_(grads, inv_scale, found_inf)
+    increment_version(grads)
+
+
+def unscale_copy(
+    grads: list[Tensor], master_grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, write_back: bool
+) -> None:
+    """As `ampatch.torch_kernels.unscale_copy`."""
+    torch.ops.ampatch.unscale_copy(grads, master_grads, inv_scale, found_inf, write_back)
+    increment_version([*master_grads, *grads] if write_back else master_grads)
+
+
+def unscale_add(
+    grads: list[Tensor], master_grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, write_back: bool
+) -> None:
+    """As `ampatch.torch_kernels.unscale_add`."""
+    torch.ops.ampatch.unscale_add(grads, master_grads, inv_scale, found_inf, write_back)
+    increment_version([*master_grads, *grads] if write_back else master_grads)
+
+
+def found_inf_norm(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, sum_of_squares: Tensor) -> None:
+    """As `ampatch.torch_kernels.found_inf_norm`, but that it squares in float32."""
+    torch.ops.ampatch.found_inf_norm(grads, inv_scale, found_inf, sum_of_squares)
+
+
+def copy_to_half(masters: list[Tensor], halves: list[Tensor]) -> None:
+    """As `ampatch.torch_kernels.copy_to_half`."""
+    torch.ops.ampatch.copy_to_half(masters, halves)
+    increment_version(halves)
+
+
+def update_scale(
+    scale: Tensor,
+    unskipped: Tensor,
+    hysteresis_left: Tensor,
+    found_inf: Tensor,
+    factor: float,
+    window: int,
+    hysteresis: int,
+    floor: float,
+    ceiling: float,
+) -> None:
+    """As `ampatch.torch_kernels.update_scale`."""
+    torch.ops.ampatch.update_scale(
+        scale, unskipped, hysteresis_left, found_inf, factor, window, hysteresis, floor, ceiling
+    )
+    increment_version([scale, unskipped, hysteresis_left])
