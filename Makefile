@@ -13,8 +13,8 @@ demo: $(READY)
 
 # With the extension, where there is a compiler for it.
 test: $(READY)
-	-$(VENV)/bin/ampatch build
-	$(RUN) pytest -n 2 -m "not slow"
+	-$(VENV)/bin/ampatch build  # without a compiler torch's own kernels are tested
+	AMPATCH_KERNELS=auto $(RUN) pytest -n 2 -m "not slow"
 
 # Once more with torch's own kernels, and what takes long.
 slow: $(READY)

@@ -41,8 +41,9 @@ def found_inf_norm(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, su
 
 def copy_to_half(masters: list[Tensor], halves: list[Tensor]) -> None:
     """As `ampatch.torch_kernels.copy_to_half`."""
-    torch.ops.ampatch.copy_to_half(masters, halves)
-    increment_version(halves)
+    if halves:  # the dispatcher goes by the tensors
+        torch.ops.ampatch.copy_to_half(masters, halves)
+        increment_version(halves)
 
 
 def update_scale(

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -210,7 +210,8 @@ def unscale_add(
 def found_inf_norm(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor, sum_of_squares: Tensor) -> None:
     """``sum_of_squares += sum((grads * inv_scale) ** 2)``, and ``found_inf`` as in `unscale_`; reads once.
 
-    The extension squares in float32, as torch's own norms do: of a number above 1.8e19 the square is infinite.
+    The extension squares in float32, as torch's own norms do: what is above 1.8e19 counts as infinite, and what is
+    below 1e-22 as 0.
 
     Args:
         grads: floating or complex tensors of any shape, layout, dtype and device.
@@ -279,8 +280,9 @@ def update_scale(
         floor: the least scale.
         ceiling: the greatest.
     """
-    operators = extension_kernels if _runs_on(scale.device) else torch_kernels
-    operators.update_scale(scale, unskipped, hysteresis_left, found_inf, factor, window, hysteresis, floor, ceiling)
+    _implementation(type(scale), scale.dtype, scale.device, False).update_scale(
+        scale, unskipped, hysteresis_left, found_inf, factor, window, hysteresis, floor, ceiling
+    )
 
 
 # What the lists are made of
@@ -307,22 +309,30 @@ def _by_kind(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     yield from groups.values()
 
 
-def _by_implementation(*lists: list[Tensor]) -> Iterator[tuple[ModuleType, torch.device, tuple[list[Tensor], ...]]]:
+def _by_implementation(*lists: list[Tensor]) -> Iterator[tuple[ModuleType, torch.device, Sequence[list[Tensor]]]]:
     """Lists of equal length in as few groups as can be: of one device and, by the first list, one implementation.
 
     Yields:
         What has the operators, the device, and the lists.
     """
+    kinds = [(type(tensor), tensor.dtype, tensor.device, tensor.is_neg()) for tensor in lists[0]]
+    where = {kind: (_implementation(*kind), kind[2]) for kind in set(kinds)}
+    if len(set(where.values())) == 1:  # as it nearly always is
+        yield *where[kinds[0]], lists
+        return
     groups: dict[tuple[ModuleType, torch.device], tuple[list[Tensor], ...]] = {}
-    for row in zip(*lists, strict=True):
-        first = row[0]
-        compiled = type(first) in _TYPES and first.dtype in _DTYPES and _runs_on(first.device)
-        kind = (extension_kernels if compiled else torch_kernels, first.device)
-        group = groups.setdefault(kind, tuple([] for _ in row))
+    for kind, row in zip(kinds, zip(*lists, strict=True), strict=True):
+        group = groups.setdefault(where[kind], tuple([] for _ in row))
         for column, tensor in zip(group, row, strict=True):
             column.append(tensor)
     for (operators, device), group in groups.items():
         yield operators, device, group
+
+
+def _implementation(kind: type, dtype: torch.dtype, device: torch.device, is_negated: bool) -> ModuleType:
+    """What has the operators for tensors of a class, and so on."""
+    compiled = kind in _TYPES and dtype in _DTYPES and not is_negated and _runs_on(device)
+    return extension_kernels if compiled else torch_kernels
 
 
 @contextlib.contextmanager

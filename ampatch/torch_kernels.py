@@ -7,16 +7,18 @@ device, of float16, bfloat16, float32 or float64, and of any strides. Must not c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 
 def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """``grads *= inv_scale`` in place; sets ``found_inf`` where an element of ``grads`` was not finite."""
     for (group,) in _by_dtype(grads):
         torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inv_scale)
+        increment_version(group)  # which this one of torch's own operators does not (torch 2.13)
 
 
 def unscale_copy(
@@ -82,11 +84,12 @@ def update_scale(
     scale.copy_(changed.clamp_(floor, ceiling))
 
 
-def _by_dtype(tensors: list[Tensor], *others: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
+def _by_dtype(*lists: list[Tensor]) -> Iterator[Sequence[list[Tensor]]]:
     """Lists in groups in which the first has one dtype, as torch's multi-tensor kernels want it."""
-    groups: dict[torch.dtype, tuple[list[Tensor], ...]] = {}
-    for row in zip(tensors, *others, strict=True):
-        group = groups.setdefault(row[0].dtype, tuple([] for _ in row))
-        for column, tensor in zip(group, row, strict=True):
-            column.append(tensor)
-    yield from groups.values()
+    dtypes = {tensor.dtype for tensor in lists[0]}
+    if len(dtypes) == 1:
+        yield lists
+        return
+    for dtype in dtypes:
+        rows = [row for row in zip(*lists, strict=True) if row[0].dtype is dtype]
+        yield [list(column) for column in zip(*rows, strict=True)]

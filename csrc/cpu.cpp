@@ -7,7 +7,7 @@
 #include <numeric>
 #include <vector>
 
-#if defined(__F16C__)
+#if defined(__F16C__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -45,9 +45,14 @@ void store(const Floats& from, float* to) {
 }
 
 void load(const c10::BFloat16* from, Floats& to) {
-  Shorts bits;
-  std::memcpy(&bits, from, sizeof(bits));
-  to = (Floats)(__builtin_convertvector(bits, Words) << 16);
+#if defined(__AVX2__)  // GCC 12 does not find this instruction
+  const Words bits = (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  Shorts shorts;
+  std::memcpy(&shorts, from, sizeof(shorts));
+  const Words bits = __builtin_convertvector(shorts, Words);
+#endif
+  to = (Floats)(bits << 16);
 }
 
 void store(const Floats& from, c10::BFloat16* to) {
@@ -58,21 +63,14 @@ void store(const Floats& from, c10::BFloat16* to) {
   std::memcpy(to, &rounded, sizeof(rounded));
 }
 
-#if defined(__F16C__)
+#if defined(__F16C__)  // and so AVX: eight lanes
 void load(const c10::Half* from, Floats& to) {
-  for (int lane = 0; lane < kLanes; lane += 8) {
-    const __m256 eight = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + lane)));
-    std::memcpy(reinterpret_cast<char*>(&to) + lane * sizeof(float), &eight, sizeof(eight));
-  }
+  to = (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
 
 void store(const Floats& from, c10::Half* to) {
-  for (int lane = 0; lane < kLanes; lane += 8) {
-    __m256 eight;
-    std::memcpy(&eight, reinterpret_cast<const char*>(&from) + lane * sizeof(float), sizeof(eight));
-    _mm_storeu_si128(
-        reinterpret_cast<__m128i*>(to + lane), _mm256_cvtps_ph(eight, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-  }
+  const __m128i rounded = _mm256_cvtps_ph((__m256)from, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), rounded);
 }
 #else
 void load(const c10::Half* from, Floats& to) {

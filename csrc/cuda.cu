@@ -24,6 +24,7 @@ namespace ampatch {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kMostThreads = 1024;  // that a block may have
 constexpr int kVector = 16;  // bytes
 constexpr int kUnroll = 4;   // loads of a thread that are on their way at once
 
@@ -156,6 +157,7 @@ __device__ bool visit_chunk(Narrow* narrow, float* wide, int64_t count, const Op
 }
 
 // The sum over a block of what its threads have; in the first thread.
+template <int kThreads>
 __device__ double block_sum(double value) {
   __shared__ double sums[kThreads / 32];
   for (int distance = 16; distance > 0; distance /= 2) {
@@ -199,7 +201,7 @@ __device__ void visit(const Batch& batch, const Operation& operation, float* fou
     for (int index = 0; index < kSums; ++index) {
       sum += sums.of[index];
     }
-    sum = block_sum(sum);
+    sum = block_sum<kThreads>(sum);
     if (threadIdx.x == 0) {
       chunk_sums[chunk] = sum;
     }
@@ -236,13 +238,13 @@ __global__ void __launch_bounds__(kThreads) found_inf_norm_kernel(
 }
 
 // One block adds up what the chunks have, always in the same order: a norm has the same bits every time.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kMostThreads)
     found_inf_norm_sum_kernel(const double* chunk_sums, int64_t chunks, double* sum_of_squares) {
   double sum = 0;
-  for (int64_t chunk = threadIdx.x; chunk < chunks; chunk += kThreads) {
+  for (int64_t chunk = threadIdx.x; chunk < chunks; chunk += kMostThreads) {
     sum += chunk_sums[chunk];
   }
-  sum = block_sum(sum);
+  sum = block_sum<kMostThreads>(sum);
   if (threadIdx.x == 0) {
     *sum_of_squares += sum;
   }
@@ -378,7 +380,7 @@ void found_inf_norm(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_in
     found_inf_norm_kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(
         batch, factor, flag, chunk_sums + first_chunk);
   });
-  found_inf_norm_sum_kernel<<<1, kThreads, 0, device.stream()>>>(chunk_sums, chunks, total);
+  found_inf_norm_sum_kernel<<<1, kMostThreads, 0, device.stream()>>>(chunk_sums, chunks, total);
   check(cudaGetLastError(), "a kernel could not be launched");
 }
 

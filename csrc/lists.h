@@ -72,7 +72,7 @@ inline bool is_dense(const Tensor& tensor) {
   return true;
 }
 
-// Whether two dense tensors of one shape hold their elements in the same order.
+// Whether two tensors of one shape are dense, and hold their elements in the same order.
 inline bool are_alike(const Tensor& a, const Tensor& b) {
   if (a.is_contiguous() && b.is_contiguous()) {
     return true;
@@ -83,7 +83,7 @@ inline bool are_alike(const Tensor& a, const Tensor& b) {
       return false;
     }
   }
-  return true;
+  return is_dense(a);
 }
 
 class Lists {
@@ -92,10 +92,11 @@ class Lists {
   Lists(const char* name, const Tensor& beside, const std::vector<Tensor>& narrow, bool writes_narrow) : name_(name) {
     pieces_.reserve(narrow.size());
     for (const Tensor& tensor : narrow) {
-      check(tensor, beside, true);
-      if (tensor.numel() != 0) {
-        const Tensor flat = is_dense(tensor) ? tensor : copied(tensor, writes_narrow);
-        pieces_.push_back({flat.data_ptr(), nullptr, flat.numel(), flat.scalar_type()});
+      const ScalarType type = checked(tensor, beside, true);
+      const int64_t count = tensor.numel();
+      if (count != 0) {
+        void* data = is_dense(tensor) ? tensor.data_ptr() : copied(tensor, writes_narrow);
+        pieces_.push_back({data, nullptr, count, type});
       }
     }
   }
@@ -114,20 +115,20 @@ class Lists {
     pieces_.reserve(narrow.size());
     for (size_t index = 0; index < narrow.size(); ++index) {
       const Tensor &first = narrow[index], &second = wide[index];
-      check(first, beside, true);
-      check(second, beside, false);
+      const ScalarType type = checked(first, beside, true);
+      checked(second, beside, false);
       const auto sizes = first.sizes(), others = second.sizes();
       STD_TORCH_CHECK(
           sizes.size() == others.size() && std::equal(sizes.begin(), sizes.end(), others.begin()),
           name_,
           ": found tensors of different shapes at index ",
           index);
-      if (first.numel() != 0) {
-        const bool alike = are_alike(first, second) && is_dense(first);
-        const Tensor flat = alike ? first : copied(first, writes_narrow);
-        const Tensor flat_wide = alike ? second : copied(second, writes_wide);
-        pieces_.push_back(
-            {flat.data_ptr(), static_cast<float*>(flat_wide.data_ptr()), flat.numel(), flat.scalar_type()});
+      const int64_t count = first.numel();
+      if (count != 0) {
+        const bool alike = are_alike(first, second);
+        void* data = alike ? first.data_ptr() : copied(first, writes_narrow);
+        void* wide_data = alike ? second.data_ptr() : copied(second, writes_wide);
+        pieces_.push_back({data, static_cast<float*>(wide_data), count, type});
       }
     }
   }
@@ -144,22 +145,23 @@ class Lists {
   }
 
  private:
-  void check(const Tensor& tensor, const Tensor& beside, bool may_be_half) const {
+  ScalarType checked(const Tensor& tensor, const Tensor& beside, bool may_be_half) const {
     const ScalarType type = tensor.scalar_type();
     STD_TORCH_CHECK(
         type == ScalarType::Float || (may_be_half && (type == ScalarType::Half || type == ScalarType::BFloat16)),
         name_,
         may_be_half ? ": expected tensors of float16, bfloat16 or float32" : ": expected master tensors of float32");
     STD_TORCH_CHECK(tensor.device() == beside.device(), name_, ": expected the tensors of one device");
+    return type;
   }
 
-  Tensor copied(const Tensor& tensor, bool is_written) {
+  void* copied(const Tensor& tensor, bool is_written) {
     const Tensor flat = torch::stable::contiguous(tensor);  // itself, where it is
     copies_.push_back(flat);
     if (is_written && flat.data_ptr() != tensor.data_ptr()) {
       written_.emplace_back(tensor, flat);
     }
-    return flat;
+    return flat.data_ptr();
   }
 
   const char* name_;

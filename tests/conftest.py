@@ -1,9 +1,11 @@
-"""What holds for every test: afterwards torch is what it was, attribute for attribute."""
+"""What holds for every test: afterwards torch is what it was, attribute for attribute. And the compiled extension."""
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -19,7 +21,16 @@ from hypothesis import settings as hypothesis_settings
 from samples import LIST_NAMES, entries, resolve
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from ampatch import amp, session
+from ampatch import amp, extension, extension_build, extension_kernels, kernels, session
+from ampatch.errors import KernelError
+from ampatch.extension import Library
+
+# What tests compile does not go to the user's cache, and is still there when they run again. Tests that start processes
+# hand this on to them.
+os.environ.setdefault("AMPATCH_CACHE", str(Path(__file__).parent.parent / "build" / "extension"))
+# Which kernels a test runs on must not hang on what was compiled before it; tests of the extension select that. To run
+# all of them on it, set this to "extension".
+os.environ.setdefault("AMPATCH_KERNELS", "torch")
 
 # The machines that run this are shared: a slow example is no fault of the code. Every run draws the same examples.
 hypothesis_settings.register_profile("ampatch", deadline=None, derandomize=True)
@@ -88,6 +99,41 @@ def torch_is_unpatched() -> Iterator[None]:
     assert changed(BEFORE, torch_now()) == []
     assert not _global_optimizer_post_hooks
     assert torch._C._len_torch_function_stack() == 0
+
+
+def _serves_every_gpu(library: Library) -> bool:
+    return all(map(library.serves, map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))))
+
+
+@pytest.fixture(scope="session")
+def compiled() -> ModuleType:
+    """The operators of the compiled extension, which is built if it is not there."""
+    library = extension.loaded() or extension.find()
+    if library is None or not _serves_every_gpu(library):
+        try:
+            # Kernels for GPUs take longer to compile, and would not run where there is none.
+            library = extension_build.build("auto" if torch.cuda.is_available() else "cpu").library
+        except KernelError as error:
+            if "there is no C++ compiler" in str(error):
+                pytest.skip(f"the extension cannot be compiled: {error}")
+            raise
+    extension.load(library)
+    return extension_kernels
+
+
+@pytest.fixture
+def select() -> Iterator[Callable[[str | None], None]]:
+    """`kernels.select`, whose choice is taken back after the test."""
+    before = kernels._Process.choice
+    yield kernels.select
+    kernels._Process.choice = before
+    kernels._runs_on.cache_clear()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_where_everything_runs_on_it(request: pytest.FixtureRequest) -> None:
+    if os.environ["AMPATCH_KERNELS"] == "extension":
+        request.getfixturevalue("compiled")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,17 +1,29 @@
-"""Of the work on gradients: every kernel does what a loop over plain tensors does, one by one."""
+"""Of the work on gradients: every kernel does what a loop over plain tensors does, one by one.
+
+With either implementation. And of the choice between the two. Each operator on its own: test_operators.py.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from helpers import HALF_DTYPES, assert_same_bits, dtype_name
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
-from ampatch import kernels
+from ampatch import extension, extension_kernels, kernels, torch_kernels
+from ampatch.errors import KernelError, OptionError
+from ampatch.extension import Library
 from ampatch.loss_scaler import ScalePolicy, ScaleState, next_state
 
 DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
@@ -26,7 +38,7 @@ def scalar(value: float) -> Tensor:
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 def sparse(values: list[float], rows: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -48,6 +60,30 @@ def times(tensor: Tensor, factor: float) -> Tensor:
     return (tensor.to(wide) * factor).to(tensor.dtype)
 
 
+@pytest.fixture(scope="class", params=["torch", "extension"])
+def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Which kernels the tests of a class run on."""
+    if request.param == "extension":
+        request.getfixturevalue("compiled")
+    before = kernels._Process.choice
+    kernels.select(request.param)
+    yield request.param
+    kernels._Process.choice = before
+    kernels._runs_on.cache_clear()
+
+
+with_each_implementation = pytest.mark.usefixtures("implementation")
+
+
+class Marked(Tensor):
+    """A subclass of tensors, as libraries have them."""
+
+
+def marked(tensor: Tensor) -> Tensor:
+    return tensor.as_subclass(Marked)
+
+
+@with_each_implementation
 class TestMultiply:
     def test_multiplies_mixed_dtypes_shapes_and_strides_in_place(self):
         tensors = every_kind()
@@ -89,6 +125,7 @@ class TestMultiply:
         assert second.item() == 8 * 6 * 2
 
 
+@with_each_implementation
 class TestUnscale:
     def test_scales_back_mixed_dtypes_shapes_and_strides_in_place(self):
         tensors, found_inf = every_kind(), scalar(0.0)
@@ -195,7 +232,258 @@ class TestUnscale:
             (second,) = torch.autograd.grad(grad.sum(), weight)
             assert second.item() == 12
 
+    def test_subclass_of_tensors_among_plain_ones(self):
+        for value, overflow in [(2.0, 0), (math.inf, 1)]:
+            plain, parameter = torch.full((3,), 2.0), nn.Parameter(torch.full((3,), 2.0), requires_grad=False)
+            other, found_inf = marked(torch.tensor([2.0, value])), scalar(0.0)
+            kernels.unscale_([plain, other, parameter], scalar(0.5), found_inf)
+            assert [each.tolist() for each in (plain, other, parameter)] == [[1] * 3, [1, value / 2], [1] * 3]
+            assert type(other) is Marked
+            assert found_inf.item() == overflow
 
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("where", ["cpu", "cuda"])
+    def test_tensors_of_several_devices_in_one_call(self, where):
+        for place in range(4):
+            tensors = [torch.ones(3, device=device) for device in ("cpu", "cuda", "cpu", "cuda")]
+            tensors[place][1] = math.nan
+            found_inf = torch.zeros((), device=where)
+            kernels.unscale_(tensors, torch.full((), 0.5, device=where), found_inf)
+            assert found_inf.item() == 1
+            assert [tensor.cpu()[0].item() for tensor in tensors] == [0.5] * 4
+
+
+def pairs(half_dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients and what masters hold: two dtypes, unlike strides, an empty pair and one of a single element."""
+    grads = [
+        normal(5, dtype=half_dtype),
+        normal(2, 3, 4, 2, dtype=half_dtype).contiguous(memory_format=torch.channels_last),
+        normal(3, 4),
+        normal(6, 4, dtype=half_dtype).t()[::2],
+        torch.empty(0, 3, dtype=half_dtype),
+        torch.full((), 3.0, dtype=half_dtype),
+        marked(normal(7, dtype=half_dtype)),
+        normal(70, dtype=half_dtype)[1:],
+    ]
+    return grads, [torch.full(grad.shape, 0.25) for grad in grads]
+
+
+@with_each_implementation
+@pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("write_back", [False, True], ids=["grads-kept", "grads-written"])
+@pytest.mark.parametrize("adds", [False, True], ids=["copy", "add"])
+class TestUnscaleInto:
+    """unscale_copy and unscale_add, which adds to what is there already."""
+
+    def unscale(self, adds: bool, *arguments: object) -> None:
+        (kernels.unscale_add if adds else kernels.unscale_copy)(*arguments)
+
+    def test_masters_are_the_gradients_scaled_back(self, half_dtype, write_back, adds):
+        grads, master_grads = pairs(half_dtype)
+        found_inf = scalar(0.0)
+        before = [grad.clone() for grad in grads]
+        expected = [grad.float() * scalar(0.3) + 0.25 * adds for grad in before]
+
+        self.unscale(adds, grads, master_grads, scalar(0.3), found_inf, write_back)
+
+        for master_grad, wanted in zip(master_grads, expected, strict=True):
+            assert_same_bits(master_grad, wanted.as_subclass(Tensor))
+        for grad, was, wanted in zip(grads, before, expected, strict=True):
+            assert_same_bits(grad, wanted.to(grad.dtype) if write_back else was)
+        assert found_inf.item() == 0
+
+    @pytest.mark.parametrize("value", NOT_FINITE)
+    def test_finds_one_value_that_is_not_finite(self, half_dtype, write_back, adds, value):
+        for index, grad in enumerate(pairs(half_dtype)[0]):
+            for place in {0, grad.numel() - 1} if grad.numel() else ():
+                grads, master_grads = pairs(half_dtype)
+                where = tuple(int(each) for each in torch.unravel_index(torch.tensor(place), grad.shape))
+                grads[index][where] = value
+                found_inf = scalar(0.0)
+                self.unscale(adds, grads, master_grads, scalar(0.5), found_inf, write_back)
+                assert found_inf.item() == 1
+                assert master_grads[index].isfinite().sum() == grad.numel() - 1
+
+    def test_verdict_is_never_reset_and_not_on_what_was_there(self, half_dtype, write_back, adds):
+        grads, master_grads = [torch.ones(3, dtype=half_dtype)], [torch.full((3,), math.inf)]
+        for verdict in (0.0, 1.0):
+            found_inf = scalar(verdict)
+            self.unscale(adds, grads, master_grads, scalar(0.5), found_inf, write_back)
+            self.unscale(adds, [], [], scalar(0.5), found_inf, write_back)
+            assert found_inf.item() == verdict
+
+    def test_what_half_numbers_cannot_hold_is_in_the_masters(self, half_dtype, write_back, adds):
+        _, subnormal = SMALL[half_dtype]
+        grads, master_grads = [torch.tensor([subnormal, 3 * subnormal], dtype=half_dtype)], [torch.zeros(2)]
+        self.unscale(adds, grads, master_grads, scalar(0.5), scalar(0.0), write_back)
+        assert master_grads[0].tolist() == [subnormal / 2, 3 * subnormal / 2]
+        assert grads[0].tolist() == ([0, 2 * subnormal] if write_back else [subnormal, 3 * subnormal])
+
+    @pytest.mark.gpu
+    def test_tensors_of_several_devices_in_one_call(self, half_dtype, write_back, adds):
+        for place in range(4):
+            grads = [torch.ones(3, dtype=half_dtype, device=device) for device in ("cpu", "cuda", "cpu", "cuda")]
+            master_grads = [torch.zeros(3, device=grad.device) for grad in grads]
+            grads[place][2] = math.inf
+            found_inf = torch.zeros((), device="cuda")
+            self.unscale(adds, grads, master_grads, torch.full((), 0.5, device="cuda"), found_inf, write_back)
+            assert found_inf.item() == 1
+            assert [each.cpu()[0].item() for each in master_grads] == [0.5] * 4
+
+
+@with_each_implementation
+@pytest.mark.parametrize("name", ["unscale_copy", "unscale_add"])
+def test_gradients_that_are_not_written_may_be_negated_views(name):
+    negated = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    assert negated.is_neg()
+    master_grad, found_inf = torch.zeros(2), scalar(0.0)
+    getattr(kernels, name)([negated], [master_grad], scalar(0.5), found_inf, False)
+    assert master_grad.tolist() == [-1, 2]
+    assert found_inf.item() == 0
+
+
+@with_each_implementation
+class TestFoundInfNorm:
+    def norm(self, tensors: list[Tensor], factor: float = 1.0) -> tuple[float, float]:
+        """The norm and the verdict."""
+        found_inf, total = scalar(0.0), torch.zeros((), dtype=torch.float64)
+        kernels.found_inf_norm(iter(tensors), scalar(factor), found_inf, total)
+        return math.sqrt(total.item()), found_inf.item()
+
+    def test_agrees_with_float64_and_changes_nothing(self):
+        tensors = [*every_kind(), sparse([1.0, 2.0, 3.0], [4, 0, 4]), torch.tensor([3 + 4j]), marked(normal(3))]
+        before = [tensor.clone() for tensor in tensors]
+        # Of the sparse one, 4 in row 4 and 2 in row 0.
+        dense = torch.cat([tensor.to_dense().abs().double().flatten() for tensor in tensors])
+
+        norm, found_inf = self.norm(tensors, 0.375)
+
+        assert norm == pytest.approx(0.375 * dense.norm().item(), rel=1e-6)
+        assert found_inf == 0
+        for tensor, was in zip(tensors, before, strict=True):
+            assert_same_bits(tensor.to_dense(), was.to_dense())
+
+    def test_nothing_has_no_norm(self):
+        assert self.norm([]) == self.norm([torch.empty(0), torch.empty(0, 2, dtype=torch.float16)]) == (0, 0)
+
+    @pytest.mark.parametrize("value", NOT_FINITE)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+    def test_finds_one_value_that_is_not_finite(self, dtype, value):
+        tensors = every_kind()
+        (last,) = [tensor for tensor in tensors if tensor.dtype is dtype and tensor.shape == (2,)]
+        last[1] = value
+        norm, found_inf = self.norm(tensors)
+        assert not math.isfinite(norm)
+        assert found_inf == 1
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+    def test_largest_number_is_finite(self, dtype):
+        _, found_inf = self.norm([torch.full((9,), torch.finfo(dtype).max, dtype=dtype)])
+        assert found_inf == 0
+
+    def test_adds_to_what_is_there_and_never_resets_the_verdict(self):
+        found_inf, total = scalar(1.0), torch.tensor(0.5, dtype=torch.float64)
+        for _ in range(2):
+            kernels.found_inf_norm([torch.full((2,), 4.0)], scalar(0.5), found_inf, total)
+        assert total.item() == pytest.approx(0.5 + 8 + 8, rel=1e-12)
+        assert found_inf.item() == 1
+
+    def test_gradient_with_a_graph_of_its_own_and_a_negated_view(self):
+        weight = torch.tensor([3.0], requires_grad=True)
+        (grad,) = torch.autograd.grad((weight**2).sum(), weight, create_graph=True)
+        negated = torch.tensor([8j]).conj().imag
+        assert self.norm([grad, negated]) == (10, 0)
+        assert grad.grad_fn is not None
+
+    @pytest.mark.gpu
+    def test_tensors_of_several_devices_in_one_call(self):
+        tensors = [torch.full((2,), 2.0, device=device) for device in ("cpu", "cuda", "cpu", "cuda")]
+        found_inf, total = torch.zeros((), device="cuda"), torch.zeros((), device="cuda", dtype=torch.float64)
+        kernels.found_inf_norm(tensors, torch.full((), 0.5, device="cuda"), found_inf, total)
+        assert (total.item(), found_inf.item()) == (8, 0)
+
+
+@with_each_implementation
+class TestCopyToHalf:
+    @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
+    def test_rounds_pairs_of_unlike_strides(self, half_dtype):
+        halves, _ = pairs(half_dtype)
+        masters = [normal(*half.shape) * 3 for half in halves]
+        # numpy rounds on its own, and knows float16 alone.
+        expected = [
+            torch.from_numpy(master.numpy().astype("float16")) if half_dtype is torch.float16 else master.bfloat16()
+            for master in masters
+        ]
+        halves[2] = halves[2].to(half_dtype)
+
+        kernels.copy_to_half(masters, halves)
+
+        for half, wanted in zip(halves, expected, strict=True):
+            assert_same_bits(half.as_subclass(Tensor), wanted)
+
+    def test_parameters_of_both_half_types(self):
+        masters = [nn.Parameter(torch.tensor([1 + 2.0**-9, -3e38])) for _ in HALF_DTYPES]
+        halves = [nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in HALF_DTYPES]
+        with torch.no_grad():
+            kernels.copy_to_half(masters, halves)
+        assert [half.tolist() for half in halves] == [[1 + 2.0**-9, -math.inf], [1, halves[1][1].item()]]
+        assert halves[1][1].item() == pytest.approx(-3e38, rel=2.0**-8)
+
+    def test_empty_list_is_nothing_to_do(self):
+        kernels.copy_to_half([], [])
+
+
+@with_each_implementation
+class TestWritesAreCounted:
+    """Autograd goes by the count where a tensor it keeps was changed, and so does the cache of casts."""
+
+    def counts(self, tensors: list[Tensor], work: Callable[[], None]) -> list[bool]:
+        """Which of the tensors ``work`` wrote to, as they tell it."""
+        before = [tensor._version for tensor in tensors]
+        work()
+        return [tensor._version > was for tensor, was in zip(tensors, before, strict=True)]
+
+    def test_by_multiply_and_unscale(self):
+        tensors, factor = [torch.ones(3), torch.ones(3, dtype=torch.float16), torch.ones(6)[::2]], scalar(0.5)
+        found_inf = scalar(0.0)
+        watched = [*tensors, factor]
+        assert self.counts(watched, lambda: kernels.multiply_(tensors, factor)) == [True] * 3 + [False]
+        assert self.counts(watched, lambda: kernels.unscale_(tensors, factor, found_inf)) == [True] * 3 + [False]
+
+    @pytest.mark.parametrize("write_back", [False, True])
+    @pytest.mark.parametrize("name", ["unscale_copy", "unscale_add"])
+    def test_by_what_writes_to_masters(self, name, write_back):
+        grads = [torch.ones(3, dtype=torch.float16), torch.ones(3)]
+        master_grads, factor, found_inf = [torch.ones(3), torch.ones(3)], scalar(0.5), scalar(0.0)
+        assert self.counts(
+            [*grads, *master_grads, factor],
+            lambda: getattr(kernels, name)(grads, master_grads, factor, found_inf, write_back),
+        ) == [write_back, write_back, True, True, False]
+
+    def test_by_norm_and_copy_to_half(self):
+        masters, halves = [torch.ones(3), torch.ones(6)[::2]], [torch.zeros(3, dtype=torch.float16) for _ in range(2)]
+        factor, found_inf, total = scalar(0.5), scalar(0.0), torch.zeros((), dtype=torch.float64)
+        watched = [*masters, *halves, factor]
+        assert not any(
+            self.counts(watched, lambda: kernels.found_inf_norm([*masters, *halves], factor, found_inf, total))
+        )
+        assert self.counts(watched, lambda: kernels.copy_to_half(masters, halves)) == [False] * 2 + [True] * 2 + [False]
+
+    def test_by_the_update_of_the_scale(self):
+        device, policy = Device(ScaleState(4.0, 0, 1)), ScalePolicy(True, 4.0, 2.0, 1, 1, 1.0, 16.0)
+        state = [device.scale, device.unskipped, device.hysteresis_left]
+        assert self.counts(state, lambda: device.update(0.0, policy)) == [True] * 3
+
+    def test_autograd_sees_a_gradient_that_it_keeps_change(self):
+        kept = torch.ones(3, requires_grad=True)
+        factor = torch.ones(3)
+        loss = (kept * factor).sum()
+        kernels.unscale_([factor], scalar(0.5), scalar(0.0))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@with_each_implementation
 class TestZeroAfterOverflow:
     @pytest.mark.parametrize("overflow", [0.0, 1.0], ids=["clean", "overflow"])
     def test_zeroes_everything_or_nothing(self, overflow):
@@ -236,7 +524,7 @@ class Device:
         self.hysteresis_left = torch.tensor(state.hysteresis_left, dtype=torch.int32)
 
     def update(self, overflow: float, policy: ScalePolicy) -> None:
-        kernels.update_scale_(
+        kernels.update_scale(
             self.scale,
             self.unskipped,
             self.hysteresis_left,
@@ -253,6 +541,7 @@ class Device:
         return ScaleState(self.scale.item(), int(self.unskipped), int(self.hysteresis_left))
 
 
+@with_each_implementation
 class TestUpdateScale:
     @given(policy=policies(), overflows=st.lists(st.booleans(), max_size=30))
     def test_every_transition_is_that_of_the_pure_function(self, policy, overflows):
@@ -274,3 +563,177 @@ class TestUpdateScale:
             state = next_state(state, overflow, policy)
             device.update(float(overflow), policy)
             assert device.state == state
+
+
+# Which implementation is chosen
+
+
+@pytest.fixture
+def unchosen(select: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """As in a process that has not chosen yet, with AMPATCH_KERNELS not set."""
+    monkeypatch.setattr(kernels._Process, "choice", None)
+    monkeypatch.delenv("AMPATCH_KERNELS")
+    return select
+
+
+@pytest.fixture
+def none_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(extension, "loaded", lambda: None)
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[type]]]:
+    """Which implementation was handed what types of gradients to unscale, in the order of the calls."""
+    found: list[tuple[str, list[type]]] = []
+
+    def record(name: str, operators: ModuleType) -> None:
+        unscale_ = operators.unscale_
+
+        def recorded(grads: list[Tensor], *arguments: Tensor) -> None:
+            found.append((name, [type(grad) for grad in grads]))
+            unscale_(grads, *arguments)
+
+        monkeypatch.setattr(operators, "unscale_", recorded)
+
+    record("extension", extension_kernels)
+    record("torch", torch_kernels)
+    return found
+
+
+def unscale_one() -> None:
+    kernels.unscale_([torch.ones(2)], scalar(0.5), scalar(0.0))
+
+
+class TestChoice:
+    def test_auto_is_the_extension_where_there_is_one(self, compiled, unchosen, called):
+        unscale_one()
+        assert [name for name, _ in called] == ["extension"]
+        assert kernels.in_use() == f"the compiled extension {extension.loaded().path}"
+
+    @pytest.mark.usefixtures("unchosen", "none_built")
+    def test_auto_is_torchs_where_there_is_none(self, called):
+        unscale_one()
+        assert [name for name, _ in called] == ["torch"]
+        assert kernels.in_use().startswith("torch's own multi-tensor kernels, as no compiled extension was found")
+        assert "`ampatch build`" in kernels.in_use()
+
+    @pytest.mark.parametrize("choice", ["extension", "torch"])
+    def test_environment_and_argument_choose_alike(self, choice, compiled, unchosen, called, monkeypatch):
+        monkeypatch.setenv("AMPATCH_KERNELS", choice)
+        unscale_one()
+        unchosen("torch")
+        unscale_one()
+        unchosen(choice)
+        unscale_one()
+        unchosen(None)
+        unscale_one()
+        assert [name for name, _ in called] == [choice, "torch", choice, choice]
+
+    def test_torchs_can_be_asked_for(self, unchosen):
+        unchosen("torch")
+        assert kernels.in_use() == "torch's own multi-tensor kernels, as AMPATCH_KERNELS=torch asks for"
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [
+            ("extensoin", "'extensoin'; expected auto, extension, torch. Did you mean 'extension'?"),
+            ("Torch", "'Torch'; expected auto, extension, torch. Did you mean 'torch'?"),
+            ("", "''; expected auto, extension, torch."),
+        ],
+    )
+    def test_a_choice_that_is_none_is_an_error_and_chooses_nothing(self, value, message, unchosen, monkeypatch):
+        monkeypatch.setenv("AMPATCH_KERNELS", value)
+        for choose in (kernels.prepare, unchosen, kernels.in_use, unscale_one):
+            with pytest.raises(OptionError) as raised:
+                choose()
+            assert str(raised.value) == f"AMPATCH_KERNELS is {message}"
+        assert kernels._Process.choice is None
+
+    @pytest.mark.usefixtures("none_built")
+    def test_an_extension_that_is_asked_for_and_not_there_is_an_error(self, unchosen):
+        unchosen("torch")
+        with pytest.raises(KernelError, match=r"none was built of this version.*Type `ampatch build`"):
+            unchosen("extension")
+        assert "AMPATCH_KERNELS=torch" in kernels.in_use()
+
+    def test_an_error_at_initialize_comes_before_anything_is_changed(self, tmp_path):
+        program = """
+import torch
+from ampatch import amp
+from ampatch.errors import KernelError
+before = torch.mm
+try:
+    amp.initialize(torch.nn.Linear(2, 2), opt_level="O1", half_dtype=torch.bfloat16, verbosity=0)
+except KernelError as error:
+    print(error)
+assert torch.mm is before
+"""
+        environment = {**os.environ, "AMPATCH_KERNELS": "extension", "AMPATCH_CACHE": str(tmp_path)}
+
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+        )
+
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("AMPATCH_KERNELS=extension asks for the compiled extension, and none was built")
+        assert "Type `ampatch build`" in done.stdout
+
+    def test_a_library_that_cannot_be_loaded_is_left_alone_unless_it_is_asked_for(
+        self, compiled, unchosen, called, monkeypatch
+    ):
+        def load(library: Library) -> None:
+            raise KernelError(f"the compiled library {library.path} cannot be loaded (truncated)")
+
+        monkeypatch.setattr(extension, "load", load)
+        unchosen("auto")
+        unscale_one()
+        assert [name for name, _ in called] == ["torch"]
+        assert kernels.in_use().startswith("torch's own multi-tensor kernels, as the compiled library /")
+        with pytest.raises(KernelError, match="truncated"):
+            unchosen("extension")
+
+    def test_one_line_is_logged_where_there_is_no_extension(self, unchosen, none_built, caplog):
+        caplog.set_level(logging.INFO, "ampatch")
+        for _ in range(2):
+            kernels.prepare()
+            unscale_one()
+        (record,) = caplog.records
+        assert record.levelno == logging.INFO
+        assert record.getMessage().startswith("Gradients are unscaled by torch's own multi-tensor kernels, as no comp")
+
+    def test_nothing_is_logged_where_there_is_one(self, compiled, unchosen, caplog):
+        caplog.set_level(logging.INFO, "ampatch")
+        kernels.prepare()
+        unscale_one()
+        assert caplog.records == []
+
+    def test_what_the_extension_does_not_know_is_left_to_torch(self, compiled, unchosen, called):
+        unchosen("extension")
+        parameter = nn.Parameter(torch.ones(2), requires_grad=False)
+        mixed = [torch.ones(2), marked(torch.ones(2)), parameter, torch.ones(2, dtype=torch.float64), torch.ones(1)]
+        kernels.unscale_(mixed, scalar(0.5), scalar(0.0))
+        assert called == [("extension", [Tensor, nn.Parameter, Tensor]), ("torch", [Marked, Tensor])]
+
+    def test_a_gpu_without_kernels_in_the_library_is_left_to_torch_and_said_once(
+        self, compiled, unchosen, monkeypatch, caplog
+    ):
+        library = Library(Path("/built/libampatch.so"), ("90",), "", "", "", "", "")
+        monkeypatch.setattr(kernels._Process, "choice", kernels._Choice(library, ""))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if device.index else (9, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+        kernels._runs_on.cache_clear()
+
+        runs = [kernels._runs_on(torch.device("cuda", index)) for index in (0, 1, 1, 0)]
+
+        assert runs == [True, False, False, True]
+        (message,) = caplog.messages
+        assert "/built/libampatch.so has no kernels for A100, compute capability 8.0" in message
+        assert "`ampatch build`" in message
+
+    def test_a_library_of_cpu_kernels_leaves_gpus_to_torch(self, compiled, unchosen, monkeypatch):
+        library = Library(Path("/built/libampatch.so"), (), "", "", "", "", "")
+        monkeypatch.setattr(kernels._Process, "choice", kernels._Choice(library, ""))
+        kernels._runs_on.cache_clear()
+
+        assert [kernels._runs_on(torch.device(each)) for each in ("cpu", "cuda", "meta")] == [True, False, False]

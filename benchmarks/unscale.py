@@ -1,0 +1,447 @@
+"""The work on gradients: every operator of the extension beside torch's own way of doing the same, and beside a copy.
+
+Run as `python benchmarks/unscale.py`, after `ampatch build`; `--device cpu` needs no GPU. What is compared is measured
+in turn in one run, and the medians are printed. Results are compared before anything is timed, and what differs is
+not timed. Nothing else is asserted.
+
+On a GPU device events tell the time. The host gets a head start, so that this is what the device takes; what the host
+takes to launch it all stands beside it. The larger of the two is what a training step feels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampatch import extension, extension_kernels, kernels, torch_kernels
+from ampatch.errors import KernelError
+
+Shapes = list[tuple[int, ...]]
+
+DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+# Not 1, which torch's kernels know and do less work for. Gradients get their values back after every call, untimed.
+SCALE = 8.0
+# Above any norm here, so that clipping multiplies by exactly 1: the same work, and the same bits whichever way.
+MAX_NORM = 1e5
+
+ALIGNMENT = 512  # bytes, at which torch's allocator for CUDA places tensors
+CPU_CACHE = 32 << 20  # what is taken for a processor's cache
+CYCLES = 2e9 * 1.5  # of a GPU in a second of the host's, and half as many to spare
+
+
+# Gradients
+
+
+def resnet50() -> Shapes:
+    shapes: Shapes = [(64, 3, 7, 7), (64,), (64,)]
+    channels = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convolutions = [(width, channels, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
+            if block == 0:
+                convolutions.append((4 * width, channels, 1, 1))
+            for shape in convolutions:
+                shapes += [shape, shape[:1], shape[:1]]  # and the two of its normalisation
+            channels = 4 * width
+    shapes += [(1000, 2048), (1000,)]
+    assert (len(shapes), elements(shapes)) == (161, 25_557_032)
+    return shapes
+
+
+def transformer(layers: int, width: int = 1024, vocabulary: int = 50257, positions: int = 1024) -> Shapes:
+    """GPT-2's; its output layer shares the embedding."""
+    norm: Shapes = [(width,), (width,)]
+    attention: Shapes = [(3 * width, width), (3 * width,), (width, width), (width,)]
+    feed_forward: Shapes = [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+    shapes = [(vocabulary, width), (positions, width), *[*norm, *attention, *norm, *feed_forward] * layers, *norm]
+    assert layers != 24 or elements(shapes) == 354_823_168
+    return shapes
+
+
+def elements(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes))
+
+
+def cases(device: str, quick: bool) -> dict[str, Shapes]:
+    """The shapes to measure: smaller ones on the CPU, for the sake of time and memory."""
+    large, layers = (100_000_000, 24) if device == "cuda" else (50_000_000, 2)
+    small = 10_000
+    if quick:
+        large, layers, small = 10_000_000, 1, 1000
+    return {
+        "one large tensor": [(large,)],
+        "ResNet-50": resnet50(),
+        f"a transformer of {layers} layers": transformer(layers),
+        "small tensors": [(100,)] * small,
+    }
+
+
+class Buffer:
+    """Tensors in one piece of memory, each where an allocator would place it."""
+
+    def __init__(self, shapes: Shapes, dtype: torch.dtype, device: str) -> None:
+        step = ALIGNMENT // dtype.itemsize
+        sizes = [math.prod(shape) for shape in shapes]
+        *starts, end = itertools.accumulate((-(-size // step) * step for size in sizes), initial=0)
+        self.flat = torch.empty(end, dtype=dtype, device=device)
+        self.tensors = [
+            self.flat.narrow(0, start, size).view(shape)
+            for start, size, shape in zip(starts, sizes, shapes, strict=True)
+        ]
+
+
+class Model:
+    """Gradients and a loss scale. Beside each gradient a float32 tensor: its master gradient, or its parameter."""
+
+    def __init__(self, shapes: Shapes, dtype: torch.dtype, device: str) -> None:
+        self.grads, self.wide = Buffer(shapes, dtype, device), Buffer(shapes, torch.float32, device)
+        self.owners = [SimpleNamespace(grad=grad) for grad in self.grads.tensors]  # as clip_grad_norm_ wants them
+        self.inv_scale = torch.tensor(1 / SCALE, device=device)
+        self.found_inf = torch.zeros((), device=device)
+        self.sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
+        self.scale = (
+            torch.tensor(SCALE, device=device),
+            torch.zeros((), dtype=torch.int32, device=device),  # clean steps
+            torch.ones((), dtype=torch.int32, device=device),  # hysteresis
+        )
+
+    def take_gradients(self, other: Model) -> None:
+        self.grads.flat.copy_(other.grads.flat)
+
+    def state(self) -> list[Tensor]:
+        bits = self.grads.flat.view(torch.int32 if self.grads.flat.dtype is torch.float32 else torch.int16)
+        return [bits, self.wide.flat.view(torch.int32), self.found_inf, *self.scale]
+
+
+# Operations
+
+Call = Callable[[Model], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A call of an operator, and torch's way.
+
+    Attributes:
+        name: which operator, and how it is called.
+        ours: calls it.
+        torchs: does the same with torch alone.
+        bytes_per_element: of device memory, that `ours` reads and writes.
+        torchs_bytes: likewise, `torchs`.
+        same_bits: whether both leave the same behind.
+    """
+
+    name: str
+    ours: Call
+    torchs: Call
+    bytes_per_element: int = 0
+    torchs_bytes: int = 0
+    same_bits: bool = True
+
+
+def unscale(operators: ModuleType) -> Call:
+    return lambda model: operators.unscale_(model.grads.tensors, model.inv_scale, model.found_inf)
+
+
+def unscale_into(operators: ModuleType, name: str, back: bool) -> Call:
+    call = getattr(operators, name)
+    return lambda model: call(model.grads.tensors, model.wide.tensors, model.inv_scale, model.found_inf, back)
+
+
+def copy_to_half(operators: ModuleType) -> Call:
+    return lambda model: operators.copy_to_half(model.wide.tensors, model.grads.tensors)
+
+
+def update_scale(operators: ModuleType) -> Call:
+    return lambda model: operators.update_scale(*model.scale, model.found_inf, 2.0, 2000, 1, 1.0, 2.0**24)
+
+
+def norm(model: Model, operators: ModuleType = extension_kernels) -> None:
+    operators.found_inf_norm(model.grads.tensors, model.inv_scale, model.found_inf, model.sum_of_squares)
+
+
+def clipping_factor(model: Model) -> Tensor:
+    """What gradients are to be multiplied by, to be unscaled and clipped; the next sum of squares begins at zero."""
+    norm(model)
+    clip = (MAX_NORM / (model.sum_of_squares.sqrt() + 1e-6)).clamp(max=1.0)
+    model.sum_of_squares.zero_()
+    return (clip * model.inv_scale).to(torch.float32)
+
+
+def step(model: Model, grad_scale: Tensor | None) -> None:
+    """Takes a step of torch's fused SGD, which writes unscaled gradients back where it has to unscale them."""
+    settings = {"weight_decay": 0.0, "momentum": 0.0, "lr": 1e-6, "dampening": 0.0, "nesterov": False}
+    flags = {"maximize": False, "is_first_step": False, "grad_scale": grad_scale, "found_inf": model.found_inf}
+    torch._fused_sgd_(model.wide.tensors, model.grads.tensors, [], **settings, **flags)
+
+
+def torchs_norm(model: Model) -> None:
+    torch_kernels.unscale_(model.grads.tensors, model.inv_scale, model.found_inf)
+    torch.nn.utils.get_total_norm(model.grads.tensors)
+
+
+def torchs_clip(model: Model) -> None:
+    torch_kernels.unscale_(model.grads.tensors, model.inv_scale, model.found_inf)
+    torch.nn.utils.clip_grad_norm_(model.owners, MAX_NORM)
+
+
+def clip_and_multiply(model: Model) -> None:
+    kernels.multiply_(model.grads.tensors, clipping_factor(model))
+
+
+def clip_and_step(model: Model) -> None:
+    step(model, clipping_factor(model).reciprocal())
+
+
+def torchs_clip_and_step(model: Model) -> None:
+    torchs_clip(model)
+    step(model, None)
+
+
+def operations(dtype: torch.dtype) -> Iterator[Operation]:
+    """Those on gradients of a type. Their bytes by arithmetic: what each pass over memory reads, and what it writes."""
+    n, w = dtype.itemsize, torch.float32.itemsize
+    yield Operation("unscale_", unscale(extension_kernels), unscale(torch_kernels), 2 * n, 2 * n)
+    if dtype is not torch.float32:
+        # torch's: a copy to float32 (n + w), check-and-unscale there (2w); to add, an addition to the master gradient
+        # (3w); to write back, a copy (w + n).
+        for name, read, added in (("unscale_copy", 0, 0), ("unscale_add", w, 3 * w)):
+            for back in (False, True):
+                ours, torchs = (unscale_into(each, name, back) for each in (extension_kernels, torch_kernels))
+                size, torchs_size = n + read + w, n + 3 * w + added
+                name_here = f"{name}, write back" if back else name
+                yield Operation(name_here, ours, torchs, size + back * n, torchs_size + back * (w + n))
+        yield Operation("copy_to_half", copy_to_half(extension_kernels), copy_to_half(torch_kernels), w + n, w + n)
+    # torch's: check-and-unscale (2n), the norm (n), and to clip a multiplication (2n).
+    yield Operation("found_inf_norm", norm, torchs_norm, n, 3 * n, same_bits=False)
+    # Here n more are to come: the fused step that unscales writes the gradients. The last row counts them.
+    yield Operation("clip, before such a step", clipping_factor, torchs_clip, n, 5 * n, same_bits=False)
+    yield Operation("clip, multiply_", clip_and_multiply, torchs_clip, n + 2 * n, 5 * n)
+    if dtype is torch.float32:
+        # The step reads parameter and gradient and writes the parameter (3n) and, where it unscales, the gradient.
+        yield Operation("clip, fused SGD", clip_and_step, torchs_clip_and_step, n + 4 * n, 5 * n + 3 * n)
+        yield Operation("update_scale", update_scale(extension_kernels), update_scale(torch_kernels))
+
+
+def agree(operation: Operation, pristine: Model, models: Iterable[Model]) -> bool:
+    """Whether both ways come to the same result."""
+    results = []
+    for model, call in zip(models, (operation.ours, operation.torchs), strict=True):
+        for tensor, first in zip(model.state(), pristine.state(), strict=True):
+            tensor.copy_(first)
+        call(model)
+        results.append(model.state())
+    return all(map(torch.equal, *results)) if operation.same_bits else norms_agree(pristine)
+
+
+def norms_agree(model: Model) -> bool:
+    """Whether the extension's norm is that of torch in float64."""
+    sums = []
+    for operators in (extension_kernels, torch_kernels):
+        norm(model, operators)
+        sums.append(model.sum_of_squares.item())
+        model.sum_of_squares.zero_()
+    return math.isclose(*sums, rel_tol=1e-5) and model.found_inf.item() == 0
+
+
+# Time
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Medians of a call: seconds until all was done and, of a GPU, those of the host, and the kernels launched."""
+
+    seconds: float
+    host_seconds: float | None = None
+    launches: int | None = None
+
+
+def copy(model: Model) -> None:
+    """The limit: one half of a buffer onto the other, so that as many bytes move as it has."""
+    half = len(model.wide.flat) // 2
+    model.wide.flat[half : 2 * half].copy_(model.wide.flat[:half])
+
+
+def measured(calls: list[Call], pristine: Model, ring: list[Model], rounds: int) -> list[Timed]:
+    """Times calls in turn, each on the model that was left alone for longest: no cache holds it any more."""
+    is_cuda = pristine.inv_scale.is_cuda
+    times: list[list[tuple[float, float]]] = [[] for _ in calls]
+    models = itertools.cycle(ring)
+    for _ in range(rounds + 1):  # the first is for warming up
+        for call, found in zip(calls, times, strict=True):
+            model = next(models)
+            if is_cuda:
+                found.append(seconds_on_gpu(call, model, head_start=found[-1][1] if found else 0.01))
+            else:
+                found.append((seconds(call, model), 0.0))
+            model.take_gradients(pristine)
+    medians = [tuple(map(statistics.median, zip(*found[1:], strict=True))) for found in times]
+    if not is_cuda:
+        return [Timed(whole) for whole, _ in medians]
+    return [Timed(*median, launches(call, ring[0], pristine)) for call, median in zip(calls, medians, strict=True)]
+
+
+def seconds(call: Call, model: Model) -> float:
+    start = time.perf_counter()
+    call(model)
+    return time.perf_counter() - start
+
+
+def seconds_on_gpu(call: Call, model: Model, head_start: float) -> tuple[float, float]:
+    """What the device takes, and what the host does."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # Not without bound: a host that waits for room in the stream's queue would ask for more and more.
+    torch.cuda._sleep(int(min(head_start, 0.1) * CYCLES))
+    start.record()
+    host = seconds(call, model)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000, host
+
+
+def launches(call: Call, model: Model, pristine: Model) -> int:
+    """How many kernels a call launches."""
+    model.take_gradients(pristine)
+    torch.cuda.synchronize()
+    with torch.profiler.profile() as profile:  # of all that it can, which is what runs where CUPTI is missing too
+        call(model)
+        torch.cuda.synchronize()
+    return sum(
+        event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
+        for event in profile.events()
+    )
+
+
+# Tables
+
+Row = dict[str, Any]
+
+# Key, heading, width, factor, format.
+COLUMNS = (
+    ("bytes_per_element", "bytes", 6, 1, "d"),
+    ("torch_bytes_per_element", "torch", 6, 1, "d"),
+    ("seconds", "ms", 10, 1e3, ".4f"),
+    ("torch_seconds", "torch", 10, 1e3, ".4f"),
+    ("bytes_per_second", "GB/s", 8, 1e-9, ".1f"),
+    ("fraction_of_copy", "of copy", 8, 1, ".0%"),
+    ("launches", "launches", 9, 1, "d"),
+    ("torch_launches", "torch", 6, 1, "d"),
+    ("host_seconds", "host ms", 9, 1e3, ".3f"),
+    ("torch_host_seconds", "torch", 9, 1e3, ".3f"),
+    ("ratio", "x torch", 8, 1, ".2f"),
+)
+HEADING = f"{'operator':26}{'dtype':9}" + "".join(f"{heading:>{width}}" for _, heading, width, *_ in COLUMNS)
+
+
+def rows(shapes: Shapes, dtype: torch.dtype, device: str, rounds: int) -> Iterator[Row]:
+    """Measures a copy, and all operations on models of some shapes and a type of gradients."""
+    size = elements(shapes)
+    cache = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else CPU_CACHE
+    ring_size = min(64, max(2, math.ceil(4 * cache / (size * (dtype.itemsize + 4)))))
+    pristine, *ring = (Model(shapes, dtype, device) for _ in range(1 + ring_size))
+    for buffer in (pristine.grads, pristine.wide):
+        buffer.flat.normal_()
+    for model in ring:
+        model.wide.flat.copy_(pristine.wide.flat)
+    timed = []
+    for operation in operations(dtype):
+        if agree(operation, pristine, ring[:2]):
+            timed.append(operation)
+        else:
+            yield {"operator": operation.name, "dtype": DTYPES[dtype], "differs": True}
+    for model in ring:
+        model.take_gradients(pristine)
+    calls = [copy, *(call for operation in timed for call in (operation.ours, operation.torchs))]
+    limit, *times = measured(calls, pristine, ring, rounds)
+    copied = pristine.wide.flat.nbytes / limit.seconds
+    yield {"operator": "copy_", "dtype": "float32", **figures(8, limit), "bytes_per_second": copied}
+    for operation, ours, torchs in zip(timed, times[::2], times[1::2], strict=True):
+        speed = operation.bytes_per_element * size / ours.seconds
+        yield {
+            "operator": operation.name,
+            "dtype": DTYPES[dtype],
+            **figures(operation.bytes_per_element, ours),
+            **{f"torch_{key}": value for key, value in figures(operation.torchs_bytes, torchs).items()},
+            "bytes_per_second": speed or None,
+            "fraction_of_copy": speed / copied or None,
+            "ratio": torchs.seconds / ours.seconds,
+        }
+
+
+def figures(size: int, timed: Timed) -> Row:
+    return {"bytes_per_element": size or None, **asdict(timed)}
+
+
+def line(row: Row) -> str:
+    cells = ((row.get(key), width, factor, how) for key, _, width, factor, how in COLUMNS)
+    return f"{row['operator']:26}{row['dtype']:9}" + (
+        "  DIFFERS FROM TORCH'S, and is not timed"
+        if "differs" in row
+        else "".join(f"{'-' if v is None else format(v * factor, how):>{width}}" for v, width, factor, how in cells)
+    )
+
+
+def load(device: str) -> extension.Library:
+    library = extension.find()
+    if library is None or (device == "cuda" and not library.serves(torch.cuda.get_device_capability())):
+        sys.exit(f"There is no compiled extension to measure: type `ampatch build --device {device}`.")
+    try:
+        extension.load(library)
+    except KernelError as error:
+        sys.exit(f"The compiled extension cannot be measured: {error}")
+    return library
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=1, help="on the CPU (default: 1)")
+    parser.add_argument("--quick", action="store_true", help="fewer elements, and fewer rounds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
+    options = parser.parse_args()
+    device: str = options.device
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            parser.error("argument --device: torch sees no GPU here")
+        torch.cuda.init()  # for `find` to look for kernels that this GPU runs
+        name, rounds = torch.cuda.get_device_name(), 30
+    else:
+        name, rounds = f"{torch.backends.cpu.get_cpu_capability()} CPU, {torch.get_num_threads()} threads", 5
+    library = load(device)
+    title = f"{name}; torch {torch.__version__}; {library.path}, built by {library.compiler}"
+    print(title)
+
+    gc.disable()  # a million tensors are not to be looked through while a call is timed
+    result: list[Row] = []
+    for case, shapes in cases(device, options.quick).items():
+        print(f"\n{case}: tensors {len(shapes):,}, elements {elements(shapes):,}")
+        print(HEADING)
+        for dtype in DTYPES:
+            for found in rows(shapes, dtype, device, 3 if options.quick else rounds):
+                print(line(found), flush=True)
+                result.append({"case": case, **found})
+    if options.json:
+        options.json.write_text(json.dumps({"title": title, "rows": result}, indent=2) + "\n", encoding="utf-8")
+    return int(any("differs" in each for each in result))
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        sys.exit(main())

@@ -1,0 +1,889 @@
+"""Each operator of the compiled extension does what plain arithmetic does, bit for bit, and what torch's kernels do.
+
+On the CPU and, where there is one (`pytest -m gpu`), on a GPU. Lists are drawn; what is in a tensor comes of a seed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+import torch
+from helpers import HALF_DTYPES, assert_same_bits, dtype_name
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ampatch import extension, extension_kernels, torch_kernels
+
+DTYPES = (*HALF_DTYPES, torch.float32)
+NOT_FINITE = (math.inf, -math.inf, math.nan)
+
+# As much as a task of the CPU or a block of threads takes at a time, in csrc/lists.h.
+CHUNK = 16384
+
+on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@pytest.fixture(autouse=True)
+def _has_kernels(request: pytest.FixtureRequest, compiled: ModuleType) -> None:
+    library = extension.loaded()
+    if "gpu" in request.keywords and library is not None and not library.architectures:
+        pytest.skip("the extension has kernels for the CPU alone, as there is no nvcc")
+
+
+# What is drawn
+
+LENGTHS = st.one_of(
+    st.integers(0, 40),
+    st.sampled_from([63, 64, 65, 127, 128, 129, 255, 256, 257, 260, 1000]),
+    st.sampled_from([CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + 4, CHUNK + 8, 2 * CHUNK - 4, 2 * CHUNK + 1, 2 * CHUNK + 9]),
+)
+
+# Of a tensor of about so many elements.
+SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
+    "scalar": lambda _length: (),
+    "vector": lambda length: (length,),
+    "matrix": lambda length: (length // 3, 3),
+    "cube": lambda length: (2, length // 10, 5),
+    "image": lambda length: (2, 3, (length + 11) // 12, 2),
+}
+
+LAYOUTS = ("contiguous", "transposed", "channels last", "every second", "rows with gaps")
+READ_ONLY_LAYOUTS = (*LAYOUTS, "expanded")
+
+CONTENTS = ("ordinary", "subnormal", "largest", "any bits")
+
+
+@dataclass(frozen=True)
+class Lay:
+    """How a tensor lies in memory.
+
+    Attributes:
+        layout: one of `READ_ONLY_LAYOUTS`.
+        offset: so many elements off an address that 16 bytes divide.
+    """
+
+    layout: str = "contiguous"
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A tensor, or a pair of them.
+
+    Attributes:
+        shape: its own.
+        dtype: of the first of a pair; the second is of float32.
+        contents: one of `CONTENTS`.
+        poison: what is put where, as a fraction of all elements: 0 is the first of them, 1 the last.
+        narrow: how the first lies.
+        wide: how the second does.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    contents: str = "ordinary"
+    poison: tuple[float, float] | None = None
+    narrow: Lay = Lay()
+    wide: Lay = Lay()
+
+
+def lays(layouts: tuple[str, ...]) -> st.SearchStrategy[Lay]:
+    others = st.builds(Lay, st.sampled_from(layouts), st.sampled_from([0, 1, 1, 2, 3, 4]))
+    return st.one_of(st.just(Lay()), st.just(Lay(offset=1)), others)
+
+
+def drawn(
+    narrow_layouts: tuple[str, ...] = LAYOUTS,
+    wide_layouts: tuple[str, ...] = LAYOUTS,
+    contents: tuple[str, ...] = CONTENTS,
+) -> st.SearchStrategy[list[Drawn]]:
+    """Lists of up to 40, few of which are large."""
+    each = st.builds(
+        Drawn,
+        st.builds(lambda kind, length: SHAPES[kind](length), st.sampled_from(list(SHAPES)), LENGTHS),
+        st.sampled_from(DTYPES),
+        st.sampled_from(contents),
+        st.one_of(st.none(), st.none(), st.tuples(st.sampled_from([0.0, 1.0, 0.5, 0.9]), st.sampled_from(NOT_FINITE))),
+        lays(narrow_layouts),
+        lays(wide_layouts),
+    )
+    return st.one_of(st.lists(each, max_size=5), st.lists(each, max_size=40))
+
+
+SEEDS = st.integers(0, 2**32 - 1)
+FACTORS = st.sampled_from([2.0**-16, 0.5, 1.0, 4.0, 0.3, 1.7, 2.0**20, 1 / 65537, 2.0**-30])
+FLAGS = st.sampled_from([0.0, 1.0])
+
+# What every run tries: one of each dtype and length that a fault in a tail, or beyond a chunk, would show in.
+ENDS = [
+    Drawn((length,), dtype, poison=poison)
+    for dtype in DTYPES
+    for length, poison in [
+        (0, None),
+        (1, None),
+        (3, None),
+        (CHUNK + 1, None),
+        (2 * CHUNK + 7, None),
+    ]
+]
+
+draws = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+def values_of(each: Drawn, seed: int, dtype: torch.dtype) -> Tensor:
+    """What a tensor holds, contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    count = math.prod(each.shape)
+    bits, integer = (32, torch.int32) if dtype is torch.float32 else (16, torch.int16)
+    limits = torch.finfo(dtype)
+    if each.contents == "ordinary":
+        values = torch.randn(count, generator=generator).mul_(2.0 ** (seed % 17 - 8)).to(dtype)
+    elif each.contents == "subnormal":
+        values = torch.randint(-100, 101, (count,), generator=generator).to(dtype) * limits.smallest_normal * limits.eps
+    elif each.contents == "largest":
+        values = torch.randint(0, 2, (count,), generator=generator).mul_(2).sub_(1).to(dtype) * limits.max
+    else:
+        words = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (count,), generator=generator)
+        values = words.to(integer).view(dtype)
+        values = values.where(values.isfinite(), 1)
+    if each.poison is not None and count:
+        where, what = each.poison
+        values[round(where * (count - 1))] = what
+    return values.view(each.shape)
+
+
+def strides_of(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    like = torch.empty(shape, device="meta")
+    if layout == "transposed":
+        return torch.empty(shape[::-1], device="meta").stride()[::-1]
+    if layout == "channels last" and len(shape) == 4:
+        return like.contiguous(memory_format=torch.channels_last).stride()
+    if layout == "every second":
+        return tuple(2 * stride for stride in like.stride())
+    if layout == "rows with gaps" and len(shape) > 1:
+        return torch.empty((*shape[:-1], shape[-1] + 1), device="meta").stride()
+    if layout == "expanded" and shape:
+        return (0, *like.stride()[1:])
+    return like.stride()
+
+
+class Laid:
+    """A tensor in memory of its own, with elements around and between that are not part of it.
+
+    Attributes:
+        tensor: what an operator is handed.
+    """
+
+    def __init__(self, values: Tensor, lay: Lay, device: str) -> None:
+        strides = strides_of(tuple(values.shape), lay.layout)
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, strides, strict=True) if size)
+        self._around = torch.full((8 + lay.offset + extent + 8,), 7.0, dtype=values.dtype)
+        self._where = (tuple(values.shape), strides, 8 + lay.offset)
+        if values.numel():
+            values = values[:1] if 0 in strides else values
+            self._around.as_strided(values.shape, *self._where[1:]).copy_(values)
+        self._around = self._around.to(device)
+        self._storage = self._around.clone()
+        self.tensor = self._storage.as_strided(*self._where)
+
+    def assert_only_it_was_written(self) -> None:
+        now = self._storage.clone()
+        now.as_strided(*self._where).copy_(self._around.as_strided(*self._where))
+        assert_same(now, self._around)
+
+    def assert_unwritten(self) -> None:
+        assert_same(self._storage, self._around)
+
+
+def lay_out(
+    list_: list[Drawn], seed: int, device: str, *, wide_from: str = "ordinary"
+) -> tuple[list[Laid], list[Laid]]:
+    """The first of each pair, and the second, which is always finite."""
+    narrow = [Laid(values_of(each, seed + index, each.dtype), each.narrow, device) for index, each in enumerate(list_)]
+    wide = [
+        Laid(
+            values_of(Drawn(each.shape, torch.float32, wide_from), seed + 1000 + index, torch.float32),
+            each.wide,
+            device,
+        )
+        for index, each in enumerate(list_)
+    ]
+    return narrow, wide
+
+
+def tensors(laid: list[Laid]) -> list[Tensor]:
+    return [each.tensor for each in laid]
+
+
+# What is compared
+
+
+def scalar(value: float, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    """Equal dtype, shape and every bit, those of the zeros too; one NaN is as good as another."""
+    nan = expected.isnan()
+    assert torch.equal(actual.isnan(), nan)
+    assert_same_bits(actual.masked_fill(nan, 0), expected.masked_fill(nan, 0))
+
+
+def assert_all_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        assert_same(one, other)
+
+
+def overflow(tensors: list[Tensor]) -> bool:
+    return not all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+class TestUnscale:
+    @on_each_device
+    @draws
+    @given(list_=drawn(), seed=SEEDS, factor=FACTORS, flag=FLAGS)
+    @example(list_=ENDS, seed=1, factor=0.3, flag=0.0)
+    def test_multiplies_in_place_and_looks_at_every_element(self, device, list_, seed, factor, flag):
+        laid, _ = lay_out(list_, seed, device)
+        other, _ = lay_out(list_, seed, device)
+        grads, found_inf, inv_scale = tensors(laid), scalar(flag, device), scalar(factor, device)
+        expected = [(grad.float() * inv_scale).to(grad.dtype) for grad in grads]
+        found = flag or overflow(grads)
+
+        extension_kernels.unscale_(grads, inv_scale, found_inf)
+
+        assert_all_same(grads, expected)
+        assert found_inf.item() == found
+        assert inv_scale == scalar(factor, device)
+        for each in laid:
+            each.assert_only_it_was_written()
+        theirs = scalar(flag, device)
+        torch_kernels.unscale_(tensors(other), inv_scale, theirs)
+        assert_all_same(grads, tensors(other))
+        assert_same(found_inf, theirs)
+
+    @on_each_device
+    @pytest.mark.parametrize("offset", [0, 1])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+    def test_finds_what_is_not_finite_wherever_it_is(self, device, dtype, offset):
+        for length in (1, 2, 3, 4, 5, 8, 9, 31, CHUNK - 1, CHUNK + 1, 3 * CHUNK, 2 * CHUNK + 5):
+            ends = {0, 1, length // 2, length - 2, length - 1, CHUNK - 1, CHUNK, 2 * CHUNK - 1, 2 * CHUNK}
+            for position in sorted(ends & set(range(length))):
+                for value in NOT_FINITE:
+                    grad = torch.ones(offset + length, dtype=dtype, device=device)[offset:]
+                    beside = torch.ones(3, dtype=dtype, device=device)
+                    grad[position] = value
+                    found_inf = scalar(0.0, device)
+                    extension_kernels.unscale_([beside, grad, beside], scalar(0.5, device), found_inf)
+                    assert found_inf == 1, (length, position, value)
+                    assert_same(grad[position], torch.full_like(grad[position], value))
+
+    @on_each_device
+    def test_many_tensors_each_with_a_value_of_its_own(self, device):
+        grads = [torch.full((index % 5 + 1,), float(index), device=device) for index in range(5000)]
+        found_inf = scalar(0.0, device)
+
+        extension_kernels.unscale_(grads, scalar(0.5, device), found_inf)
+
+        lengths = torch.tensor([index % 5 + 1 for index in range(5000)])
+        assert torch.equal(torch.cat(grads).cpu(), torch.arange(5000.0).mul(0.5).repeat_interleave(lengths))
+        assert found_inf == 0
+
+    @on_each_device
+    def test_one_that_is_not_finite_among_many_tensors(self, device):
+        for place in (0, 1023, 1024, 1025, 2047, 2048, 2999):
+            grads = [torch.ones(2, device=device) for _ in range(3000)]
+            grads[place][1] = math.nan
+            found_inf = scalar(0.0, device)
+            extension_kernels.unscale_(grads, scalar(0.5, device), found_inf)
+            assert found_inf == 1
+
+
+class TestUnscaleInto:
+    """unscale_copy and unscale_add, which differ in what becomes of what was there."""
+
+    @on_each_device
+    @pytest.mark.parametrize("operator", ["unscale_copy", "unscale_add"])
+    @draws
+    @given(
+        list_and_write_back=st.booleans().flatmap(
+            lambda write_back: st.tuples(drawn(LAYOUTS if write_back else READ_ONLY_LAYOUTS), st.just(write_back))
+        ),
+        masters=st.sampled_from(CONTENTS),
+        seed=SEEDS,
+        factor=FACTORS,
+        flag=FLAGS,
+    )
+    @example(list_and_write_back=(ENDS, True), masters="ordinary", seed=1, factor=0.3, flag=0.0)
+    @example(list_and_write_back=(ENDS, False), masters="ordinary", seed=1, factor=0.3, flag=0.0)
+    def test_masters_have_what_plain_arithmetic_gives(
+        self, device, operator, list_and_write_back, masters, seed, factor, flag
+    ):
+        list_, write_back = list_and_write_back
+        narrow, wide = lay_out(list_, seed, device, wide_from=masters)
+        others = lay_out(list_, seed, device, wide_from=masters)
+        grads, master_grads = tensors(narrow), tensors(wide)
+        found_inf, inv_scale = scalar(flag, device), scalar(factor, device)
+        unscaled = [grad.float() * inv_scale for grad in grads]
+        expected = unscaled
+        if operator == "unscale_add":
+            expected = [before + added for before, added in zip(master_grads, unscaled, strict=True)]
+        found = flag or overflow(grads)
+
+        getattr(extension_kernels, operator)(grads, master_grads, inv_scale, found_inf, write_back)
+
+        assert_all_same(master_grads, expected)
+        assert found_inf.item() == found
+        for each in narrow:
+            each.assert_only_it_was_written() if write_back else each.assert_unwritten()
+        for each in wide:
+            each.assert_only_it_was_written()
+        if write_back:
+            assert_all_same(grads, [full.to(grad.dtype) for full, grad in zip(expected, grads, strict=True)])
+        theirs = scalar(flag, device)
+        getattr(torch_kernels, operator)(*map(tensors, others), inv_scale, theirs, write_back)
+        for ours, other in zip((narrow, wide), others, strict=True):
+            assert_all_same(tensors(ours), tensors(other))
+        assert_same(found_inf, theirs)
+
+    @on_each_device
+    @pytest.mark.parametrize("write_back", [False, True])
+    def test_what_masters_hold_before_a_copy_does_not_count(self, device, write_back):
+        grad = torch.full((9,), 2.0, dtype=torch.float16, device=device)
+        master_grad, found_inf = torch.full((9,), math.nan, device=device), scalar(0.0, device)
+
+        extension_kernels.unscale_copy([grad], [master_grad], scalar(0.5, device), found_inf, write_back)
+
+        assert master_grad.tolist() == [1.0] * 9
+        assert found_inf == 0
+
+    @on_each_device
+    def test_the_verdict_is_on_what_is_added_alone(self, device):
+        most = torch.finfo(torch.float32).max
+        grad = torch.full((9,), most, device=device)
+        master_grad, found_inf = torch.tensor([math.nan, math.inf, *[most] * 7], device=device), scalar(0.0, device)
+
+        extension_kernels.unscale_add([grad], [master_grad], scalar(1.0, device), found_inf, False)
+
+        assert_same(master_grad, torch.tensor([math.nan, *[math.inf] * 8], device=device))
+        assert found_inf == 0
+
+    @on_each_device
+    def test_product_is_rounded_before_it_is_added(self, device):
+        # (1 + 2**-12) squared has a digit too many, which a multiply-add in one step would keep.
+        grad = torch.full((9,), 1 + 2.0**-12, device=device)
+        master_grad = torch.full((9,), -(1 + 2.0**-11), device=device)
+
+        extension_kernels.unscale_add([grad], [master_grad], scalar(1 + 2.0**-12, device), scalar(0.0, device), False)
+
+        assert master_grad.tolist() == [0.0] * 9
+
+
+class TestFoundInfNorm:
+    @on_each_device
+    @draws
+    @given(list_=drawn(READ_ONLY_LAYOUTS, contents=("ordinary",)), seed=SEEDS, factor=FACTORS, flag=FLAGS, before=FLAGS)
+    @example(list_=ENDS, seed=1, factor=0.3, flag=0.0, before=0.0)
+    def test_agrees_with_float64_and_looks_at_every_element(self, device, list_, seed, factor, flag, before):
+        laid, _ = lay_out(list_, seed, device)
+        grads, found_inf, inv_scale = tensors(laid), scalar(flag, device), scalar(factor, device)
+        sum_of_squares, theirs = (scalar(before, device, torch.float64) for _ in range(2))
+
+        extension_kernels.found_inf_norm(grads, inv_scale, found_inf, sum_of_squares)
+        torch_kernels.found_inf_norm(grads, inv_scale, scalar(0.0, device), theirs)
+
+        assert found_inf.item() == (flag or overflow(grads))
+        for each in laid:
+            each.assert_unwritten()
+        expected = before + sum(((grad.double() * inv_scale.double()) ** 2).sum().item() for grad in grads)
+        assert sum_of_squares.item() == pytest.approx(expected, rel=2e-6, abs=0, nan_ok=True)
+        assert theirs.item() == pytest.approx(expected, rel=1e-6, abs=0, nan_ok=True)
+
+    @on_each_device
+    @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+    def test_constant_tensors_whose_sums_all_round_one_way(self, device, dtype):
+        values = torch.rand(150, generator=torch.Generator().manual_seed(0)).add(1).to(dtype)
+        worst = 0.0
+        for index, value in enumerate(values.double().tolist()):
+            grad = torch.full((2000 + 31 * index,), value, dtype=dtype, device=device)
+            worst = max(worst, abs(norm_of([grad], 1.0) / (value * math.sqrt(grad.numel())) - 1))
+        assert worst <= 1e-6
+
+    @on_each_device
+    @pytest.mark.parametrize("side_by_side", [4, 8, 16])
+    def test_a_large_number_before_small_ones_that_vanish_beside_it(self, device, side_by_side):
+        block = [1.0] * side_by_side + [2.0**-12 * (1 - 2.0**-10)] * (31 * side_by_side)
+        grad = torch.tensor(block * 100, device=device)
+        assert norm_of([grad], 1.0) == pytest.approx(grad.double().norm().item(), rel=1e-6)
+
+    @on_each_device
+    def test_whatever_was_there_stays_in_the_sum(self, device):
+        total = scalar(0.1, device, torch.float64)
+        for _ in range(3):
+            extension_kernels.found_inf_norm(
+                [torch.ones(4, device=device)], scalar(0.5, device), scalar(0.0, device), total
+            )
+        extension_kernels.found_inf_norm([], scalar(0.5, device), scalar(0.0, device), total)
+        assert total.item() == 0.1 + 1 + 1 + 1
+
+    @on_each_device
+    def test_square_of_a_number_above_the_square_root_of_the_largest_is_infinite_and_no_overflow(self, device):
+        total, found_inf = scalar(0.0, device, torch.float64), scalar(0.0, device)
+        extension_kernels.found_inf_norm([torch.full((5,), 1e20, device=device)], scalar(1.0, device), found_inf, total)
+        assert total.item() == math.inf
+        assert found_inf == 0
+
+    @on_each_device
+    @given(list_=drawn(contents=("ordinary",)), seed=SEEDS)
+    @draws
+    @example(list_=ENDS * 3, seed=1)
+    def test_has_the_same_bits_every_time_and_with_any_number_of_threads(self, device, list_, seed):
+        laid, _ = lay_out(list_, seed, device)
+        first = norm_of(tensors(laid), 0.3)
+        assert_same(torch.tensor(norm_of(tensors(laid), 0.3)), torch.tensor(first))
+        with threads(2):
+            assert_same(torch.tensor(norm_of(tensors(laid), 0.3)), torch.tensor(first))
+
+    def test_every_thread_adds_to_it(self):
+        grads = [torch.full((9 * CHUNK + 5,), 2.0), torch.full((100,), 3.0)]
+        with threads(2):
+            assert norm_of(grads, 0.5) ** 2 == pytest.approx(9 * CHUNK + 5 + 225, rel=1e-9)
+
+    def test_every_thread_finds_what_is_not_finite(self):
+        for position in (0, 4 * CHUNK, 8 * CHUNK, 9 * CHUNK + 4):
+            grad, found_inf = torch.ones(9 * CHUNK + 5), scalar(0.0, "cpu")
+            grad[position] = math.inf
+            with threads(2):
+                extension_kernels.unscale_([torch.ones(3), grad], scalar(0.5, "cpu"), found_inf)
+            assert found_inf == 1
+            assert grad.isfinite().sum() == 9 * CHUNK + 4
+            assert grad[grad.isfinite()].eq(0.5).all()
+
+
+def norm_of(grads: list[Tensor], factor: float) -> float:
+    device = str(grads[0].device) if grads else "cpu"
+    total = scalar(0.0, device, torch.float64)
+    extension_kernels.found_inf_norm(grads, scalar(factor, device), scalar(0.0, device), total)
+    return math.sqrt(total.item())
+
+
+class threads:  # noqa: N801 - it is used as a function
+    """So many of torch's threads inside the block."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __enter__(self) -> None:
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(self._count)
+
+    def __exit__(self, *_exception: object) -> None:
+        torch.set_num_threads(self._before)
+
+
+class TestCopyToHalf:
+    @on_each_device
+    @draws
+    @given(list_=drawn(wide_layouts=READ_ONLY_LAYOUTS).filter(bool), masters=st.sampled_from(CONTENTS), seed=SEEDS)
+    @example(list_=ENDS, masters="ordinary", seed=1)
+    def test_rounds_to_the_nearest_and_ties_to_even(self, device, list_, masters, seed):
+        narrow, wide = lay_out(list_, seed, device, wide_from=masters)
+        halves = tensors(narrow)
+        theirs = [torch.empty_like(half) for half in halves]
+
+        extension_kernels.copy_to_half(tensors(wide), halves)
+
+        assert_all_same(halves, [each.tensor.to(half.dtype) for each, half in zip(wide, halves, strict=True)])
+        for each in narrow:
+            each.assert_only_it_was_written()
+        for each in wide:
+            each.assert_unwritten()
+        torch_kernels.copy_to_half(tensors(wide), theirs)
+        assert_all_same(halves, theirs)
+
+    @on_each_device
+    @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_name)
+    def test_midway_between_two_half_numbers(self, device, dtype):
+        eps = torch.finfo(dtype).eps
+        largest = torch.finfo(dtype).max
+        numbers = [1 + eps / 2, 1 + 3 * eps / 2, 1 + eps / 2 + 2.0**-23, -1 - eps / 2, -0.0, math.nan, -math.inf]
+        expected = [1.0, 1 + 2 * eps, 1 + eps, -1.0, -0.0, math.nan, -math.inf]
+        spacing = eps * 2.0 ** math.floor(math.log2(largest))  # to what would be the next number
+        numbers += [largest + spacing / 2, largest + spacing / 4]
+        expected += [math.inf, largest]
+        # Once as a vector's elements, once as what is left over.
+        masters = [torch.tensor(numbers * 9, device=device), *torch.tensor(numbers, device=device).split(1)]
+        halves = [torch.empty_like(master, dtype=dtype) for master in masters]
+
+        extension_kernels.copy_to_half(masters, halves)
+
+        wanted = torch.tensor(expected, dtype=dtype, device=device)
+        assert_same(halves[0], wanted.repeat(9))
+        assert_same(torch.cat(halves[1:]), wanted)
+
+
+class TestUpdateScale:
+    @on_each_device
+    @given(
+        scale=st.sampled_from([1.0, 2.0**16, 2.0**24, 3.3, 2.0**-24, 2.0**127]),
+        unskipped=st.integers(0, 4),
+        left=st.integers(-2, 3),
+        found=st.sampled_from([0.0, 1.0]),
+        factor=st.sampled_from([2.0, 4.0, 1.5, 3.0, 1.001]),
+        window=st.integers(1, 4),
+        hysteresis=st.integers(1, 3),
+        bounds=st.sampled_from([(2.0**-24, 2.0**24), (1.0, 65536.0), (0.1, 3.4e38)]),
+    )
+    def test_does_what_torch_does(self, device, scale, unskipped, left, found, factor, window, hysteresis, bounds):
+        states = []
+        for operators in (extension_kernels, torch_kernels):
+            state = (scalar(scale, device), *(scalar(each, device, torch.int32) for each in (unskipped, left)))
+            flag = scalar(found, device)
+            operators.update_scale(*state, flag, factor, window, hysteresis, *bounds)
+            assert flag == found
+            states.append(state)
+        ours, theirs = states
+        # On a GPU torch multiplies by the inverse of a number.
+        rel = 0 if device == "cpu" or math.log2(factor).is_integer() else 2.0**-22
+        assert ours[0].item() == pytest.approx(theirs[0].item(), rel=rel, abs=0)
+        assert ours[1:] == theirs[1:]
+
+
+@on_each_device
+def test_an_empty_list_is_nothing_to_do(device: str) -> None:
+    factor, flag, total = scalar(0.5, device), scalar(0.0, device), scalar(3.0, device, torch.float64)
+
+    extension_kernels.unscale_([], factor, flag)
+    extension_kernels.unscale_copy([], [], factor, flag, True)
+    extension_kernels.unscale_add([], [], factor, flag, True)
+    extension_kernels.found_inf_norm([], factor, flag, total)
+    extension_kernels.copy_to_half([], [])
+
+    assert (factor.item(), flag.item(), total.item()) == (0.5, 0, 3)
+
+
+# What they refuse
+
+HALF, FLOAT, DOUBLE = torch.float16, torch.float32, torch.float64
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+FACTOR, FLAG, SUM = ones(), ones(), ones(dtype=DOUBLE)
+COUNT = ones(dtype=torch.int32)
+REST = (2.0, 10, 1, 1.0, 4.0)
+
+REFUSED: dict[str, tuple[str, list[object]]] = {
+    "integers": ("unscale_", [[ones(2), ones(2, dtype=torch.int32)], FACTOR, FLAG]),
+    "doubles": ("unscale_", [[ones(2), ones(2, dtype=DOUBLE)], FACTOR, FLAG]),
+    "complex numbers": ("unscale_", [[ones(2), ones(2, dtype=torch.complex64)], FACTOR, FLAG]),
+    "a flag of doubles": ("unscale_", [[ones(2)], FACTOR, SUM]),
+    "a flag of two": ("unscale_", [[ones(2)], FACTOR, ones(2)]),
+    "a flag of none": ("unscale_", [[ones(2)], FACTOR, ones(0)]),
+    "a half factor": ("unscale_", [[ones(2)], ones(dtype=HALF), FLAG]),
+    "two factors": ("unscale_", [[ones(2)], ones(2), FLAG]),
+    "a tensor of no device": ("unscale_", [[ones(2), ones(2).to("meta")], FACTOR, FLAG]),
+    "a flag of no device": ("unscale_", [[ones(2)], FACTOR, FLAG.to("meta")]),
+    **{
+        f"{what}, {operator}": (operator, [grads, master_grads, FACTOR, FLAG, True])
+        for operator in ("unscale_copy", "unscale_add")
+        for what, grads, master_grads in [
+            ("more gradients", [ones(2), ones(2)], [ones(2)]),
+            ("more masters", [ones(2)], [ones(2), ones(2)]),
+            ("no gradients", [], [ones(2)]),
+            ("other shapes", [ones(2), ones(2, 3)], [ones(2), ones(3, 2)]),
+            ("other numbers of dimensions", [ones(2), ones(4)], [ones(2), ones(2, 2)]),
+            ("one element less", [ones(2), ones(3)], [ones(2), ones(2)]),
+            ("an empty one", [ones(2), ones(0)], [ones(2), ones(1)]),
+            ("half masters", [ones(2), ones(2)], [ones(2), ones(2, dtype=HALF)]),
+            ("integer gradients", [ones(2), ones(2, dtype=torch.int16)], [ones(2), ones(2)]),
+        ]
+    },
+    "a flag of integers, copy": ("unscale_copy", [[ones(2)], [ones(2)], FACTOR, COUNT, True]),
+    "a flag of integers, add": ("unscale_add", [[ones(2)], [ones(2)], FACTOR, COUNT, True]),
+    "integers, norm": ("found_inf_norm", [[ones(2), ones(2, dtype=torch.int32)], FACTOR, FLAG, SUM]),
+    "a sum in float32": ("found_inf_norm", [[ones(2)], FACTOR, FLAG, FLAG]),
+    "two sums": ("found_inf_norm", [[ones(2)], FACTOR, FLAG, ones(2, dtype=DOUBLE)]),
+    "more masters than halves": ("copy_to_half", [[ones(2), ones(2)], [ones(2, dtype=HALF)]]),
+    "half to full": ("copy_to_half", [[ones(2, dtype=HALF)], [ones(2)]]),
+    "halves of another shape": ("copy_to_half", [[ones(2), ones(6)], [ones(2, dtype=HALF), ones(2, 3, dtype=HALF)]]),
+    "a scale of doubles": ("update_scale", [SUM, COUNT, COUNT, FLAG, *REST]),
+    "two scales": ("update_scale", [ones(2), COUNT, COUNT, FLAG, *REST]),
+    "counts of int64": ("update_scale", [FACTOR, ones(dtype=torch.int64), COUNT, FLAG, *REST]),
+    "counts of float32": ("update_scale", [FACTOR, COUNT, FLAG, FLAG, *REST]),
+}
+
+
+def flat(arguments: list[object]) -> Iterator[Tensor]:
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, list):
+            yield from argument
+
+
+@on_each_device
+@pytest.mark.parametrize(("operator", "arguments"), REFUSED.values(), ids=REFUSED)
+def test_what_an_operator_cannot_take_is_an_error_that_names_it_and_changes_nothing(device, operator, arguments):
+    def moved(value: object) -> object:
+        if isinstance(value, list):
+            return [moved(each) for each in value]
+        return value.to(device, copy=True) if isinstance(value, Tensor) and value.device.type == "cpu" else value
+
+    there = [moved(argument) for argument in arguments]
+
+    with pytest.raises(RuntimeError, match=f"ampatch::{operator}\\b"):
+        getattr(extension_kernels, operator)(*there)
+
+    for now, before in zip(flat(there), flat(arguments), strict=True):
+        assert now._version == 0
+        if now.device.type != "meta":
+            assert torch.equal(now.cpu(), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("there", ["grads", "inv_scale", "found_inf"])
+@pytest.mark.parametrize("elsewhere", ["cpu", "cuda"])
+def test_tensors_of_several_devices_are_refused(there: str, elsewhere: str) -> None:
+    # In a process of its own: a kernel that follows such an address spoils the GPU for all that comes after.
+    device = "cuda" if elsewhere == "cpu" else "cpu"
+    program = f"""
+import torch
+from ampatch import extension_kernels, kernels
+kernels.select("extension")
+arguments = {{"grads": torch.ones(3, device={device!r})}}
+arguments |= {{name: torch.ones((), device={device!r}) for name in ("inv_scale", "found_inf")}}
+arguments[{there!r}] = arguments[{there!r}].to({elsewhere!r})
+try:
+    extension_kernels.unscale_([arguments["grads"]], arguments["inv_scale"], arguments["found_inf"])
+except RuntimeError as error:
+    print("refused" if "ampatch::unscale_" in str(error) else error)
+torch.cuda.synchronize()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+    assert (done.stdout, done.returncode) == ("refused\n", 0), done.stderr
+
+
+def test_what_has_several_elements_in_one_place_cannot_be_written() -> None:
+    one = torch.ones(1)
+    with pytest.raises(RuntimeError):
+        extension_kernels.unscale_([one.expand(4)], scalar(0.5, "cpu"), scalar(0.0, "cpu"))
+    assert one == 1
+
+
+# Large tensors
+
+
+def needs_memory(device: str, gib: int) -> None:
+    if device == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if free < gib * 2**30:
+        pytest.skip(f"needs {gib} GiB of memory on the device {device}, which has {free / 2**30:.1f} free")
+
+
+@pytest.mark.slow
+@on_each_device
+class TestMoreElementsThanAnInt32Counts:
+    COUNT = 2**31 + 5
+
+    def test_the_last_is_reached_and_an_infinity_there_is_found(self, device: str) -> None:
+        needs_memory(device, 6)
+        grad = torch.zeros(self.COUNT, dtype=torch.float16, device=device)
+        grad[-3:] = torch.tensor([6.0, 8.0, 10.0])
+        found_inf, total = scalar(0.0, device), scalar(0.0, device, torch.float64)
+
+        extension_kernels.unscale_([grad], scalar(0.5, device), found_inf)
+        extension_kernels.found_inf_norm([grad], scalar(1.0, device), found_inf, total)
+
+        assert grad[-5:].tolist() == [0, 0, 3, 4, 5]
+        assert total == 9 + 16 + 25
+        assert found_inf == 0
+
+        grad[-1] = math.inf
+        extension_kernels.found_inf_norm([grad], scalar(1.0, device), found_inf, total)
+
+        assert found_inf == 1
+
+    def test_pairs_of_them(self, device: str) -> None:
+        needs_memory(device, 15)
+        grad = torch.zeros(self.COUNT, dtype=torch.bfloat16, device=device)
+        master_grad = torch.empty(self.COUNT, device=device)
+        grad[-2:] = torch.tensor([6.0, math.inf])
+        found_inf = scalar(0.0, device)
+
+        extension_kernels.unscale_copy([grad], [master_grad], scalar(0.5, device), found_inf, False)
+        extension_kernels.unscale_add([grad], [master_grad], scalar(0.5, device), scalar(0.0, device), True)
+
+        assert master_grad[-3:].tolist() == [0, 6, math.inf]
+        assert grad[-3:].tolist() == [0, 6, math.inf]
+        assert found_inf == 1
+
+        master_grad[-1] = 7
+        extension_kernels.copy_to_half([master_grad], [grad])
+
+        assert grad[-3:].tolist() == [0, 6, 7]
+
+
+# What only a GPU has
+
+
+@dataclass
+class Work:
+    """The arguments of every operator, on one GPU: aligned tensors, others, and one that is not flat."""
+
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        values = torch.arange(40.0, device=self.device)
+        self.grads = [values.to(dtype)[offset:] for dtype in DTYPES for offset in (0, 1)]
+        self.grads.append(values.clone()[::2])
+        self.master_grads = [torch.ones_like(grad, dtype=torch.float32) for grad in self.grads]
+        self.halves = [torch.zeros_like(grad, dtype=torch.bfloat16) for grad in self.grads]
+        self.inv_scale = torch.full((), 0.5, device=self.device)
+        self.found_inf = torch.zeros((), device=self.device)
+        self.total = torch.zeros((), device=self.device, dtype=torch.float64)
+        self.scale = torch.full((), 8.0, device=self.device)
+        self.counts = [torch.full((), 1, device=self.device, dtype=torch.int32) for _ in range(2)]
+
+    def run(self, operators: ModuleType) -> None:
+        operators.found_inf_norm(self.grads, self.inv_scale, self.found_inf, self.total)
+        operators.unscale_(self.grads, self.inv_scale, self.found_inf)
+        operators.unscale_add(self.grads, self.master_grads, self.inv_scale, self.found_inf, False)
+        operators.unscale_copy(self.grads, self.master_grads, self.inv_scale, self.found_inf, True)
+        operators.copy_to_half(self.master_grads, self.halves)
+        operators.update_scale(self.scale, *self.counts, self.found_inf, 2.0, 2, 1, 1.0, 64.0)
+
+    def all(self) -> list[Tensor]:
+        results = [self.found_inf, self.total, self.scale, *self.counts]
+        return [*self.grads, *self.master_grads, *self.halves, *results]
+
+    def assert_is(self, other: Work) -> None:
+        assert_all_same([each.cpu() for each in self.all()], [each.cpu() for each in other.all()])
+
+
+def needs_two_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs, and there is one")
+
+
+@pytest.mark.gpu
+class TestOnAGpu:
+    @pytest.fixture
+    def gpu(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    @pytest.fixture
+    def expected(self, gpu: torch.device) -> Work:
+        work = Work(gpu)
+        work.run(torch_kernels)
+        torch.cuda.synchronize()
+        return work
+
+    def test_all_of_them_do_what_torch_does(self, gpu: torch.device, expected: Work) -> None:
+        work = Work(gpu)
+        work.run(extension_kernels)
+        work.assert_is(expected)
+
+    def test_a_stream_of_ones_own_is_kept_to(self, gpu: torch.device, expected: Work) -> None:
+        work = Work(gpu)
+        late = [each.clone() for each in work.all()]
+        for each in work.all():
+            each.zero_()
+        torch.cuda.synchronize()
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000_000)  # has the stream fall behind every other
+            for each, value in zip(work.all(), late, strict=True):
+                each.copy_(value)
+            work.run(extension_kernels)
+        stream.synchronize()
+
+        work.assert_is(expected)
+
+    def test_the_current_device_need_not_be_that_of_the_tensors_and_stays(self, expected: Work) -> None:
+        needs_two_gpus()
+        work = Work(torch.device("cuda", 1))
+        with torch.cuda.device(0):
+            work.run(extension_kernels)
+            assert torch.cuda.current_device() == 0
+        work.assert_is(expected)
+
+    def test_a_graph_of_them_can_be_captured_and_replayed(self, gpu: torch.device, expected: Work) -> None:
+        work = Work(gpu)
+        before = [each.clone() for each in work.all()]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work.run(extension_kernels)
+        for _ in range(2):
+            for each, value in zip(work.all(), before, strict=True):
+                each.copy_(value)
+            graph.replay()
+            torch.cuda.synchronize()
+            work.assert_is(expected)
+
+        work.grads[0][-1] = math.inf
+        work.found_inf.zero_()
+        graph.replay()
+        assert work.found_inf == 1
+
+    def test_the_host_does_not_wait(self, gpu: torch.device, expected: Work) -> None:
+        work = Work(gpu)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            work.run(extension_kernels)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        work.assert_is(expected)
+
+    @pytest.mark.parametrize("operator", ["unscale_", "unscale_copy", "unscale_add", "found_inf_norm", "copy_to_half"])
+    def test_ten_thousand_small_tensors_take_few_launches(self, gpu: torch.device, operator: str) -> None:
+        wide = list(torch.ones(10_000, 100, device=gpu).unbind())
+        narrow = list(torch.ones(10_000, 100, device=gpu, dtype=torch.bfloat16).unbind())
+        factor, flag = torch.full((), 0.5, device=gpu), torch.zeros((), device=gpu)
+        arguments: dict[str, tuple[object, ...]] = {
+            "unscale_": (narrow, factor, flag),
+            "unscale_copy": (narrow, wide, factor, flag, True),
+            "unscale_add": (narrow, wide, factor, flag, True),
+            "found_inf_norm": (narrow, factor, flag, torch.zeros((), device=gpu, dtype=torch.float64)),
+            "copy_to_half": (wide, narrow),
+        }
+        torch.cuda.synchronize()
+
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            getattr(extension_kernels, operator)(*arguments[operator])
+            torch.cuda.synchronize()
+
+        # Kernels, copies and fills alike.
+        ran = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        assert 1 <= len(ran) <= 20, ran
+
+    @pytest.mark.slow
+    def test_compute_sanitizer_has_nothing_to_say(self) -> None:
+        places = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"])
+        sanitizer = shutil.which("compute-sanitizer", path=places)
+        if sanitizer is None:
+            pytest.skip("needs compute-sanitizer, which comes with the CUDA toolkit")
+        for tool in ("memcheck", "racecheck"):
+            command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q"]
+            # The profiler needs what the sanitizer uses itself.
+            chosen = ["-m", "gpu and not slow", "-k", "not launches and not several_devices"]
+            done = subprocess.run(
+                [*command, "-p", "no:cacheprovider", *chosen, __file__], capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stdout[-3000:]
