@@ -79,7 +79,6 @@ class AdoptedOptimizer:
         masters: as given.
         passes: what came through blocks with a dynamic scale since the last step, the latest last.
         scaled_by: what scale the gradients have at present; None: they are unscaled.
-        is_folded: whether they are left so for the optimizer's own kernel, which unscales and clips them.
     """
 
     # So many passes without a step mean that there may never be one: they are not to pile up.
@@ -204,7 +203,8 @@ class AdoptedOptimizer:
         self._left_scaled = [TensorWeakRef(parameter) for parameter in parameters if parameter.grad is not None]
 
     @property
-    def is_folded(self) -> bool:  # noqa: D102 - an attribute to those who use it
+    def is_folded(self) -> bool:
+        """Whether the gradients are left scaled for the optimizer's own kernel, which is to unscale and clip them."""
         return self._divisor is not None
 
     def may_fold(self) -> bool:
@@ -276,22 +276,27 @@ class AdoptedOptimizer:
             also: optimizers that it would be done to as well, and whose gradients therefore may be scaled.
         """
         for other in list(self._others()):
-            if other is self or other in also:
+            if other is self or other in also or other.scaled_by is None:
                 continue
-            other.unfold()
-            if other.scaled_by is None or other.scaled_by.is_one:
+            if other.scaled_by.is_one and not other.is_folded:
                 continue
             if not other.scaled_by.is_open and not other.has_gradients():
                 other.leave_scale()
-            else:
-                theirs = set(map(id, map(other.masters.parameter_of, other.parameters())))
-                for parameter in map(self.masters.parameter_of, self.parameters()):
-                    if parameter.grad is not None and id(parameter) in theirs:
-                        raise UsageError(
-                            f"{what} the gradient of {self._name_of(parameter)}, which another optimizer has as well, "
-                            "and which is still scaled by a block of amp.scale_loss for that one. Hand both optimizers "
-                            "to amp.scale_loss."
-                        )
+                continue
+            shared = self._shared_gradient(other)
+            if shared is not None and other.is_folded:
+                other.unfold()
+            elif shared is not None:
+                raise UsageError(
+                    f"{what} the gradient of {self._name_of(shared)}, which another optimizer has as well, and which "
+                    "is still scaled by a block of amp.scale_loss for that one. Hand both optimizers to amp.scale_loss."
+                )
+
+    def _shared_gradient(self, other: AdoptedOptimizer) -> Tensor | None:
+        """A model's parameter with a gradient that both optimizers update; None if there is none."""
+        theirs = set(map(id, map(other.masters.parameter_of, other.parameters())))
+        ours = map(self.masters.parameter_of, self.parameters())
+        return next((each for each in ours if each.grad is not None and id(each) in theirs), None)
 
     def remember(self, scaling: Scaling) -> None:
         """Takes note of a pass that the next step depends on."""
@@ -321,14 +326,13 @@ class AdoptedOptimizer:
             self._check_unscaled("optimizer.step() was called on gradients that are")
         self.check_shared("optimizer.step() would use")
         self._settle(wait=False)
-        skips_by_itself = self._skips_by_itself(args, kwargs)
-        if not skips_by_itself:
+        if not self._skips_by_itself(args, kwargs):
             self.unfold()
         self.bring_up_to_date()
         self.masters.synchronise()
         passes, self.passes = self.passes, []
         try:
-            if skips_by_itself and (passes or self.is_folded):
+            if (passes or self.is_folded) and self._skips_by_itself(args, kwargs):
                 return self._step_or_skip(original, passes)
             overflowed = [scaling for scaling in passes if scaling.overflowed]
             self._settle(wait=bool(passes))

@@ -329,6 +329,17 @@ class TestFolding:
         backward(loss_of(model, 0), optimizer)
         optimizer.step()
 
+    def test_a_step_of_another_optimizer_leaves_them_to_their_own(self, monkeypatch):
+        model, optimizer = prepared(FUSED)
+        second = network()
+        other = FUSED(second.parameters())
+        initialize(second, other, **LEVELS["O1"])
+        for each, its in ((model, optimizer), (second, other)):
+            backward(loss_of(each, 0), its, delay_unscale=True)
+            amp.clip_grad_norm_(its, MAX_NORM)
+        monkeypatch.setattr(kernels, "multiply_", forbidden)
+        optimizer.step()
+
     def test_another_optimizer_of_the_same_parameters_finds_clipped_gradients(self):
         model, optimizer = prepared(FUSED)
         other = SGD(model.parameters())
