@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
@@ -383,8 +384,10 @@ def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
         optimizer.step()
 
     After a block with ``delay_unscale=True`` this ends what the block left: it looks for overflow and takes the norm in
-    one pass, lets the scale react, and unscales and clips in a second one; or has the optimizer's own kernel do so in
-    its step, where that can (``fused=True``, from its second step on). The gradients then stay scaled until the step.
+    one pass, lets the scale react, and unscales and clips in a second one. Where the optimizer is one of torch's with
+    ``fused=True``, has its state, and updates the model's own parameters, its kernel does the latter in the step, and
+    the gradients stay scaled until then. Gradients of several optimizers that share a block are all unscaled when the
+    first of them is clipped, in passes of their own. Gradients that overflowed are left unclipped.
 
     Args:
         optimizer: one whose gradients are there.
@@ -396,16 +399,16 @@ def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
 
     Raises:
         OptionError: ``optimizer`` is none, or ``max_norm`` is no number from 0 on.
-        UsageError: inside a block; or another optimizer has left gradients of the same parameters scaled.
+        UsageError: inside a block; another optimizer has left gradients of the same parameters scaled; or gradients
+            are sharded.
     """
     checked = check_optimizer(optimizer)
-    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
-        raise OptionError(f"max_norm is {max_norm!r}; expected a number from 0 on, such as 1.0.")
+    most = _max_norm(max_norm)
     live = session.process.live
     if live is not None and live.has_adopted(optimizer):
-        return live.clip_grad_norm_(checked, float(max_norm))
+        return live.clip_grad_norm_(checked, most)
     parameters = dict.fromkeys(parameters_of(checked))
-    return clip_unscaled([parameter.grad for parameter in parameters if parameter.grad is not None], float(max_norm))
+    return clip_unscaled([parameter.grad for parameter in parameters if parameter.grad is not None], most)
 
 
 def state_dict() -> dict[str, dict[str, float | int]]:
@@ -619,6 +622,16 @@ def _require_session(what: str) -> Session:
             f"{what} was called before amp.initialize. Type model, optimizer = amp.initialize(model, optimizer) first."
         )
     return live
+
+
+def _max_norm(value: Any) -> float:
+    try:
+        most = math.nan if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        most = math.nan
+    if not most >= 0:
+        raise OptionError(f"max_norm is {value!r}; expected a number from 0 on, such as 1.0.")
+    return most
 
 
 def _flag(name: str, value: object) -> bool:

@@ -241,6 +241,9 @@ def _build(arguments: argparse.Namespace) -> int:
         _print(["It is there already, built of these very sources. `ampatch build --force` builds it again."])
     else:
         _print([f"Built and tried out in {built.seconds:.0f} seconds."])
+    found = extension.find()
+    if output is None and found is not None and found.path != built.library.path:
+        _print([f"Of the libraries that are there, amp takes {found.path}: it is for more GPUs."])
     return 0
 
 

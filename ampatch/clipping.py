@@ -6,6 +6,7 @@ the optimizer's own kernel does that. Must not decide whether a step is skipped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -36,9 +37,15 @@ def clip(optimizer: AdoptedOptimizer, max_norm: float, everyone: Iterable[Adopte
     scaling = optimizer.scaled_by
     together = [each for each in everyone if scaling is not None and each.scaled_by is scaling]
     optimizer.check_shared("amp.clip_grad_norm_ would clip", together)
-    if scaling is not None:
-        if scaling.is_open:
-            raise UsageError("amp.clip_grad_norm_ stands inside the amp.scale_loss block. Move it behind the block.")
+    _check_whole(optimizer.gradients())
+    if scaling is not None and scaling.is_open:
+        raise UsageError("amp.clip_grad_norm_ stands inside the amp.scale_loss block. Move it behind the block.")
+    for each in together:
+        each.masters.follow_clearing()
+        each.masters.follow_zeroing()
+    if scaling is not None and not optimizer.has_gradients():  # cleared since
+        optimizer.leave_scale()
+    elif scaling is not None:
         if together == [optimizer] and _is_plain(optimizer):
             return _clip_scaled(optimizer, scaling, max_norm)
         ScaledPass(scaling, together).end(delay_unscale=False, delay_overflow_check=False)
@@ -58,17 +65,18 @@ def clip_unscaled(grads: list[Tensor], max_norm: float) -> Tensor:
     Returns:
         The norm before: 0-dimensional float32, on the device of the first.
     """
+    _check_whole(grads)
     one = torch.ones((), device=grads[0].device if grads else None)
-    norm = _norm(grads, one, torch.zeros_like(one))
-    with torch.no_grad():
-        kernels.multiply_(grads, _factor(norm, max_norm))
+    found_inf = torch.zeros_like(one)
+    norm = _norm(grads, one, found_inf)
+    if not math.isinf(max_norm):
+        with torch.no_grad():
+            kernels.multiply_(grads, _factor(norm, max_norm, found_inf))
     return norm.float()
 
 
 def _is_plain(optimizer: AdoptedOptimizer) -> bool:
     """Whether all of its gradients are as backward left them, so that one factor unscales and clips them."""
-    optimizer.masters.follow_clearing()
-    optimizer.masters.follow_zeroing()
     return not optimizer.masters.has_sums() and not any(grad.requires_grad for grad in _scaled(optimizer))
 
 
@@ -82,7 +90,7 @@ def _clip_scaled(optimizer: AdoptedOptimizer, scaling: Scaling, max_norm: float)
     with scaled_pass.whole():
         inv_scale, found_inf = scaling.scale.reciprocal(), scaling.scaler.no_overflow()
         norm = _norm(_scaled(optimizer), inv_scale, found_inf)
-        factor = _factor(norm, max_norm)
+        factor = _factor(norm, max_norm, found_inf)
         folds = optimizer.may_fold()
         if not folds:
             kernels.multiply_(optimizer.gradients(), inv_scale * factor)
@@ -99,6 +107,19 @@ def _norm(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> Tensor:
     return sum_of_squares.sqrt_()
 
 
-def _factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of a norm are to be multiplied by; the margin is that of ``torch.nn.utils.clip_grad_norm_``."""
-    return (max_norm / (norm + 1e-6)).clamp_(max=1).float()
+def _factor(norm: Tensor, max_norm: float, found_inf: Tensor) -> Tensor:
+    """What gradients of a norm are to be multiplied by; the margin is that of ``torch.nn.utils.clip_grad_norm_``.
+
+    It is 1 after an overflow: gradients that are not finite are to be found where they came up, and not everywhere.
+    """
+    factor = torch.ones_like(norm) if math.isinf(max_norm) else (max_norm / (norm + 1e-6)).clamp_(max=1)
+    return factor.float().masked_fill_(found_inf != 0, 1)
+
+
+def _check_whole(grads: list[Tensor]) -> None:
+    if any(hasattr(grad, "device_mesh") for grad in grads):
+        raise UsageError(
+            "found gradients that are sharded over processes (DTensor), whose norm amp.clip_grad_norm_ does not know. "
+            "Clip them after a block without delay_unscale=True: "
+            "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)."
+        )

@@ -24,7 +24,7 @@ import yaml
 
 from ampatch import __version__, kernels, list_reports, session
 from ampatch.cast_lists import Treatment, shipped
-from ampatch.errors import CastListError
+from ampatch.errors import AmpError, CastListError
 from ampatch.patching import MISSING, bindings, loaded_modules
 from ampatch.paths import Path, PathError, beneath, find_owner, is_wrapper
 from ampatch.session import Session
@@ -53,7 +53,7 @@ def report() -> Iterator[str]:
     sections: dict[str, Iterable[str]] = {
         "Versions": _versions(),
         "Devices": _devices(),
-        "Kernels": [kernels.in_use()],
+        "Kernels": _kernels(),
         "Patches by amp": _amp(seen),
         "Names without casts": _names(seen),
         "Patches by others": _others(seen),
@@ -63,7 +63,14 @@ def report() -> Iterator[str]:
         yield from _indented(facts)
 
 
-# Versions and devices
+# Versions, devices and kernels
+
+
+def _kernels() -> Iterator[str]:
+    try:
+        yield kernels.in_use()
+    except AmpError as error:  # AMPATCH_KERNELS asks for what there is not
+        yield f"none: {error}"
 
 
 def _versions() -> Iterator[str]:

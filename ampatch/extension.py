@@ -29,7 +29,7 @@ ABI = "2.10"
 # Multiply-adds are never contracted: results are compared bit for bit with those of torch's own kernels.
 HOST_FLAGS = ("-fPIC", "-ffp-contract=off", "-fvisibility=hidden")
 # Of kinds of processors that the compiler is to be told of: on these torch uses vector instructions too.
-PROCESSOR_FLAGS = {"x86_64_v3": ("-march=x86-64-v3",)}
+PROCESSOR_FLAGS = {"x86_64_avx2": ("-mavx2", "-mfma", "-mf16c")}
 COMMON_FLAGS = ("-std=c++17", "-O3", "-shared")
 CUDA_FLAGS = ("--fmad=false", "-DUSE_CUDA")
 
@@ -46,10 +46,10 @@ def target_flag() -> str:
 
 
 def processor() -> str:
-    """The kind of processor that libraries of this machine are for: "x86_64_v3" has AVX2 and what came with it."""
+    """The kind of processor that libraries of this machine are for: "x86_64_avx2" has AVX2 and what came with it."""
     machine = platform.machine()
     has_avx2 = machine == "x86_64" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return "x86_64_v3" if has_avx2 else machine
+    return "x86_64_avx2" if has_avx2 else machine
 
 
 # Sources
@@ -92,7 +92,8 @@ def source_hash() -> str:
     Raises:
         KernelError: there are no sources, or they cannot be read.
     """
-    digest = hashlib.sha256(" ".join((*HOST_FLAGS, *COMMON_FLAGS, *CUDA_FLAGS)).encode())
+    flags = (*HOST_FLAGS, *COMMON_FLAGS, *CUDA_FLAGS, *PROCESSOR_FLAGS.get(processor(), ()))
+    digest = hashlib.sha256(" ".join(flags).encode())
     for path in sources():
         try:
             content = path.read_bytes()
@@ -114,6 +115,7 @@ class Library:
 
     Attributes:
         path: the library itself.
+        size: its bytes; a file of another size is only a part of it, or none of it.
         architectures: of the GPUs it has kernels for, as ("80", "90"); empty where it has those for the CPU alone.
         sources: the `source_hash` it was built of.
         abi: the `ABI` it was built for.
@@ -123,6 +125,7 @@ class Library:
     """
 
     path: Path
+    size: int
     architectures: tuple[str, ...]
     sources: str
     abi: str
@@ -179,21 +182,26 @@ def read(directory: Path) -> Library | None:
     path = directory / LIBRARY
     try:
         described = json.loads((directory / SIDECAR).read_text(encoding="utf-8"))
-        return _library(path, described) if path.is_file() else None
+        library = _library(path, described)
+        return library if library is not None and path.is_file() and path.stat().st_size == library.size else None
     except (OSError, ValueError, RecursionError):
         return None
 
 
 def _library(path: Path, described: Any) -> Library | None:
-    texts = [field.name for field in fields(Library) if field.name not in ("path", "architectures")]
+    texts = [field.name for field in fields(Library) if field.type == "str"]
     if not isinstance(described, Mapping) or not all(isinstance(described.get(name), str) for name in texts):
+        return None
+    size = described.get("size")
+    if not isinstance(size, int):
         return None
     architectures = described.get("architectures")
     if not isinstance(architectures, list) or not all(
         isinstance(each, str) and each.isdecimal() and each.isascii() for each in architectures
     ):
         return None
-    return Library(path=path, architectures=tuple(architectures), **{name: described[name] for name in texts})
+    texts_found = {name: described[name] for name in texts}
+    return Library(path=path, size=size, architectures=tuple(architectures), **texts_found)
 
 
 def find() -> Library | None:

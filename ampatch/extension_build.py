@@ -131,7 +131,7 @@ def plan(device: str = "auto", architectures: Sequence[str] | None = None, outpu
     asked = None if architectures is None else tuple(sorted({_architecture(each) for each in architectures}, key=int))
     if asked is not None and (device == "cpu" or not asked):
         raise OptionError(
-            "architectures: found some, although device='cpu' builds for no GPU. Leave one of the two out."
+            f"architectures: found {', '.join(asked)}, although device='cpu' builds for no GPU. Leave one of them out."
             if asked
             else "architectures: found none. Name at least one, such as '90', or build with device='cpu'."
         )
@@ -268,7 +268,8 @@ def _architecture(text: str) -> str:
     found = re.fullmatch(r"(?:sm_|compute_)?(\d+)\.?(\d)", text.strip(), re.ASCII)
     if found is None:
         raise OptionError(
-            f"architectures: found {text!r}, expected the compute capability of a GPU as '90', 'sm_90' or '9.0'."
+            f"architectures: found {text!r}, expected the compute capability of a GPU as '90', 'sm_90' or '9.0'; "
+            "several are separated by commas, as in `ampatch build --arch 80,90`."
         )
     return str(int(found[1] + found[2]))
 
@@ -316,7 +317,8 @@ def _command(plan: Plan, library: Path) -> list[str]:
     for_gpus: list[str] = []
     if plan.compiler.is_nvcc:
         host = ["-Xcompiler", ",".join(host)]
-        for_gpus = [*extension.CUDA_FLAGS, "--threads", "0"]
+        # Not in parallel, by --threads: nvcc 13.0 then takes a path with a space in it for two.
+        for_gpus = [*extension.CUDA_FLAGS]
         for architecture in plan.architectures:
             for_gpus += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
         highest = plan.architectures[-1]
@@ -345,6 +347,7 @@ def _compiled(plan: Plan, scratch: Path) -> Library:
         _run(_command(plan, fresh / extension.LIBRARY), log, scratch, "compiling the extension failed")
         library = Library(
             path=fresh / extension.LIBRARY,
+            size=(fresh / extension.LIBRARY).stat().st_size,
             architectures=plan.architectures,
             sources=plan.source_hash,
             abi=extension.ABI,

@@ -1,8 +1,8 @@
 """The operators of the compiled extension, with their writes counted.
 
 Every function calls the operator of its name in `torch.ops.ampatch`, which `ampatch.extension` has loaded, and has
-autograd and the cache of casts see what was written: torch counts the writes of its own operators only. Must not
-choose: `ampatch.kernels` does.
+autograd and the cache of casts see that gradients, weights and scales were written: torch counts the writes of its own
+operators only. Must not choose: `ampatch.kernels` does.
 """
 
 from __future__ import annotations

@@ -99,13 +99,15 @@ def _choose(asked: str) -> _Choice:
     if library is None:
         if asked == "extension":
             raise KernelError(
-                f"{_VARIABLE}=extension asks for the compiled extension, and none was built of this version of ampatch "
-                "for this machine. Type `ampatch build`; or leave the variable out, to go on with torch's own kernels."
+                f"{_VARIABLE}=extension asks for the compiled extension, and there is none of this version of ampatch "
+                f"for this machine in {extension.cache_directory()}. Type `ampatch build`; or leave the variable out, "
+                "to go on with torch's own kernels."
             )
         return _Choice(
             None,
-            f"{torchs}, as no compiled extension was found: at O2 they pass over gradients three times, where it does "
-            "so once. `ampatch build` compiles it",
+            f"{torchs}, as there is no compiled extension of this version for this machine in "
+            f"{extension.cache_directory()}: at O2 they pass over gradients three times, where it does so once. "
+            "`ampatch build` compiles it",
         )
     try:
         extension.load(library)
@@ -118,23 +120,36 @@ def _choose(asked: str) -> _Choice:
 
 @functools.cache
 def _runs_on(device: torch.device) -> bool:
-    """Whether the extension is in use, and has kernels for a device."""
+    """Whether the extension is in use, and does its work on a device."""
     library = _current().library
     if library is None or device.type == "cpu":
         return library is not None
     if device.type != "cuda" or not library.architectures:
         return False
     capability = torch.cuda.get_device_capability(device)
+    fault = None
     if not library.serves(capability):
+        fault = f"it has no kernels for compute capability {capability[0]}.{capability[1]}"
+    else:
+        try:
+            _try_out(device)
+        except RuntimeError as error:
+            fault = str(error)
+    if fault is not None:
         logger.warning(
-            "The compiled extension %s has no kernels for %s, compute capability %d.%d: torch's own do the work there. "
-            "Type `ampatch build` on this machine.",
+            "The compiled extension %s does not run on %s: %s. torch's own kernels do the work there. Type `ampatch "
+            "build --force` on this machine.",
             library.path,
             torch.cuda.get_device_name(device),
-            *capability,
+            fault,
         )
-        return False
-    return True
+    return fault is None
+
+
+def _try_out(device: torch.device) -> None:
+    """Runs an operator on a GPU, whose driver may be older than the compiler's libraries want it: RuntimeError then."""
+    one, found_inf = torch.ones((), device=device), torch.zeros((), device=device)
+    extension_kernels.unscale_([torch.ones_like(one)], one, found_inf)
 
 
 # Gradients
@@ -210,8 +225,8 @@ def unscale_add(
 def found_inf_norm(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor, sum_of_squares: Tensor) -> None:
     """``sum_of_squares += sum((grads * inv_scale) ** 2)``, and ``found_inf`` as in `unscale_`; reads once.
 
-    The extension squares in float32, as torch's own norms do: what is above 1.8e19 counts as infinite, and what is
-    below 1e-22 as 0.
+    The extension squares in float32, as torch's norms of float32 do: what is above 1.8e19 counts as infinite, and what
+    is below 1e-19 is lost by and by.
 
     Args:
         grads: floating or complex tensors of any shape, layout, dtype and device.
@@ -219,7 +234,7 @@ def found_inf_norm(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor
         found_inf: 0-dimensional float32.
         sum_of_squares: 0-dimensional float64, on the device of ``found_inf``.
     """
-    values = [values_of(grad.detach().coalesce() if grad.is_sparse else grad.detach()) for grad in grads]
+    values = [values_of(_summed(grad.detach())) for grad in grads]
     for operators, device, (group,) in _by_implementation(values):
         with _on(device, found_inf, torch.maximum) as flag, _on(device, sum_of_squares, torch.add) as total:
             operators.found_inf_norm(group, inv_scale.to(device, non_blocking=True), flag, total)
@@ -242,7 +257,7 @@ def zero_after_overflow_(grads: Iterable[Tensor], found_inf: Tensor) -> None:
 
 
 def copy_to_half(masters: list[Tensor], halves: list[Tensor]) -> None:
-    """``halves = masters``, rounded.
+    """``halves = masters``, rounded; in a ``torch.no_grad()`` block, where these are parameters.
 
     Args:
         masters: dense tensors of float32.
@@ -286,6 +301,13 @@ def update_scale(
 
 
 # What the lists are made of
+
+
+def _summed(grad: Tensor) -> Tensor:
+    """A gradient with one value an element: entries of one index of a sparse one are added up, in float32 at least."""
+    if not grad.is_sparse:
+        return grad
+    return (grad.to(torch.float32) if grad.dtype in (torch.float16, torch.bfloat16) else grad).coalesce()
 
 
 def values_of(tensor: Tensor) -> Tensor:

@@ -187,7 +187,7 @@ class MasterWeights:
         if not pairs:
             return
         device = pairs[0].master.device
-        inv_scale = torch.ones((), device=device) if inv_scale is None else inv_scale
+        factor = torch.ones((), device=device) if inv_scale is None else inv_scale
         found_inf = torch.zeros((), device=device) if found_inf is None else found_inf
         first: list[_Pair] = []
         later: list[_Pair] = []
@@ -202,7 +202,7 @@ class MasterWeights:
                 later.append(pair)
         for kernel, chosen in ((kernels.unscale_copy, first), (kernels.unscale_add, later)):
             grads = [_gradient(pair.parameter) for pair in chosen]
-            kernel(grads, [_gradient(pair.master) for pair in chosen], inv_scale, found_inf, write_back=True)
+            kernel(grads, [_gradient(pair.master) for pair in chosen], factor, found_inf, write_back=True)
         for pair in pairs:
             pair.leave(_Gradient.SHOWN)
 
@@ -216,6 +216,9 @@ class MasterWeights:
 
     def show_gradients(self) -> None:
         """Shows the masters' gradients in the half parameters once more, after they were changed."""
+        for pair in self._pairs.values():
+            if pair.master.grad is None:
+                pair.clear()
         shown = [
             pair
             for pair in self._pairs.values()
@@ -404,16 +407,17 @@ def _is_sparse(grad: Tensor | None) -> bool:
     return grad is not None and grad.layout is not torch.strided
 
 
-def _take_gradient(pair: _Pair, inv_scale: Tensor, found_inf: Tensor) -> None:
+def _take_gradient(pair: _Pair, inv_scale: Tensor | None, found_inf: Tensor) -> None:
     """`MasterWeights.take_gradients` of a sparse gradient, or of one with a graph of its own."""
     grad, full = _gradient(pair.parameter), pair.master.grad
     unscaled = grad.detach().to(torch.float32, copy=True)
-    kernels.unscale_([unscaled], inv_scale, found_inf)
+    if inv_scale is not None:
+        kernels.unscale_([unscaled], inv_scale, found_inf)
     if full is None:
         pair.master.grad = unscaled
     else:  # torch adds a sparse one to a dense one, and not the other way round
         pair.master.grad = full + unscaled if _is_sparse(unscaled) else unscaled + full
     if _is_sparse(grad) or _is_sparse(pair.master.grad):
         pair.parameter.grad = pair.master.grad.to(grad.dtype)
-    else:
+    elif inv_scale is not None:
         kernels.unscale_([grad], inv_scale, found_inf)  # it stays the user's to differentiate

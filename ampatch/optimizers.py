@@ -17,11 +17,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from ampatch import kernels, optimizer_state
-from ampatch.errors import LossScaleError, OptionError, UsageError
+from ampatch.errors import LossScaleError, OptionError, UsageError, warn
 from ampatch.master_weights import MasterWeights
 from ampatch.opt_levels import HALVES
 from ampatch.optimizer_state import Snapshot
@@ -115,6 +116,7 @@ class AdoptedOptimizer:
         self._widened: list[tuple[Tensor, torch.dtype, torch.dtype | None, torch.dtype]] = []
         self._left_scaled: list[TensorWeakRef] = []
         self._divisor: Tensor | None = None
+        self._folded: list[tuple[Tensor, int]] = []
 
     def install(self, ledger: PatchLedger) -> None:
         """Replaces ``step`` on the optimizer, and its parameters by masters where there are to be some.
@@ -209,7 +211,8 @@ class AdoptedOptimizer:
 
     def may_fold(self) -> bool:
         """Whether the optimizer's own kernel could unscale and clip the gradients that are there."""
-        return not self.masters and not self._widened and self._skips_by_itself((), {})
+        # After an earlier pass that overflowed the kernel would leave them as they are.
+        return not self.masters and not self._widened and not self.passes and self._divides_by_itself((), {})
 
     def fold(self, scaling: Scaling, divisor: Tensor) -> None:
         """Leaves it to the optimizer's own kernel to divide the gradients.
@@ -219,17 +222,38 @@ class AdoptedOptimizer:
             divisor: 0-dimensional float32: that scale, and what clips them.
         """
         self.scaled_by, self._divisor = scaling, divisor
+        self._folded = [(grad, grad._version) for grad in self.gradients()]
         self.note_scaled()
 
     def unfold(self) -> None:
         """Divides the gradients here and now, if that was left to the optimizer's own kernel."""
-        if self._divisor is not None:
-            kernels.multiply_(self.gradients(), self._divisor.reciprocal())
-            self.leave_scale()
+        if self._divisor is None:
+            return
+        there = {id(grad) for grad in self.gradients()}  # others have come since, of a backward without a scale
+        try:
+            kernels.multiply_((grad for grad, _ in self._folded if id(grad) in there), self._divisor.reciprocal())
+        except BaseException:
+            self.drop_gradients()
+            raise
+        self.leave_scale()
+
+    def _is_as_folded(self) -> bool:
+        """Whether the gradients are those that the optimizer's own kernel is to divide."""
+        folded = {id(grad): version for grad, version in self._folded}
+        written = [grad for grad in self.gradients() if folded.get(id(grad), grad._version) != grad._version]
+        # Asked of the device only where somebody has written to gradients. Zeros are cleared ones.
+        if any(bool(kernels.values_of(grad.detach()).any()) for grad in written):
+            warn(
+                "gradients were changed after amp.clip_grad_norm_, which had left them scaled, for the optimizer's own "
+                "kernel to unscale and clip. Call it last before optimizer.step(), or leave delay_unscale=True out of "
+                "the block before."
+            )
+        return all(id(grad) in folded for grad in self.gradients())
 
     def leave_scale(self) -> None:
         """The gradients are unscaled now, or gone: those that were widened are half again."""
         self.scaled_by = self._divisor = None
+        self._folded.clear()
         self._left_scaled.clear()
         for parameter, own, allowed, dtype in self._widened:
             if parameter.dtype is not own:  # given back its type by deinitialize inside the block
@@ -270,6 +294,8 @@ class AdoptedOptimizer:
 
     def check_shared(self, what: str, also: Collection[AdoptedOptimizer] = ()) -> None:
         """Raises `UsageError` where another optimizer left gradients scaled of parameters that this one has too.
+
+        If they are folded they are divided instead, and where they were cleared that optimizer's scale is left.
 
         Args:
             what: what would be done to these gradients.
@@ -326,7 +352,7 @@ class AdoptedOptimizer:
             self._check_unscaled("optimizer.step() was called on gradients that are")
         self.check_shared("optimizer.step() would use")
         self._settle(wait=False)
-        if not self._skips_by_itself(args, kwargs):
+        if self.is_folded and not (self._is_as_folded() and self._divides_by_itself(args, kwargs)):
             self.unfold()
         self.bring_up_to_date()
         self.masters.synchronise()
@@ -412,6 +438,7 @@ class AdoptedOptimizer:
         self.masters.write()
         with self._switch.resumed():
             result = closure()
+        self.unfold()
         self._check_unscaled("the closure of optimizer.step(closure) left gradients that are")
         self.masters.synchronise()
         self.masters.follow_gradients()
@@ -457,6 +484,16 @@ class AdoptedOptimizer:
             and _has_state(optimizer)
         )
 
+    def _divides_by_itself(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a step would be one of torch's own kernels, with nobody in between who looks at gradients."""
+        optimizer: Any = self._optimizer()
+        return (
+            self._skips_by_itself(args, kwargs)
+            and getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
+            and not optimizer._optimizer_step_pre_hooks
+            and not _global_optimizer_pre_hooks
+        )
+
     def _settle(self, wait: bool) -> None:
         """Reads what became of steps that nobody waited for, in their order."""
         while self._unsettled and (wait or all(scaling.has_arrived for scaling in self._unsettled[0])):
@@ -478,7 +515,8 @@ class AdoptedOptimizer:
                     "it stands inside the amp.scale_loss block. Move it behind the block."
                     if self.scaled_by.is_open
                     else "the last amp.scale_loss had delay_unscale=True. Leave it out in the last block before the "
-                    "step; or, to drop the gradients, type optimizer.zero_grad(), which has to set them to None."
+                    "step, or call amp.clip_grad_norm_(optimizer, max_norm) after it; or, to drop the gradients, type "
+                    "optimizer.zero_grad(), which has to set them to None."
                 )
             )
         if not self.scaled_by.is_open:

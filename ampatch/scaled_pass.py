@@ -109,7 +109,7 @@ class ScaledPass:
         elif not self._scaling.is_one:
             kernels.multiply_(_in_place(self._optimizers), inv_scale)
         for each in masters:
-            each.take_gradients(inv_scale, found_inf)
+            each.take_gradients(None if self._scaling.is_one else inv_scale, found_inf)
         return found_inf
 
     @contextlib.contextmanager

@@ -415,6 +415,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
     options = parser.parse_args()
     device: str = options.device
+    if options.threads < 1:
+        parser.error(f"argument --threads: {options.threads} is not 1 or more")
+    if options.json and not options.json.absolute().parent.is_dir():
+        parser.error(f"argument --json: there is no directory {options.json.parent}")
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     if device == "cuda":

@@ -1,5 +1,5 @@
-// The operators on the CPU. Loops that the compiler turns into vector instructions, shared out among torch's threads in
-// chunks whose borders do not depend on how many threads there are: a norm has the same bits on any machine.
+// The operators on the CPU: vectors of elements, shared out among torch's threads in chunks whose borders do not depend on
+// how many threads there are. A norm has the same bits whatever their number.
 
 #include <algorithm>
 #include <atomic>
@@ -126,7 +126,8 @@ bool visit_chunk(Narrow* narrow, float* wide, int64_t count, const Operation ope
   }
   bool all = total(finite) == -kLanes;
   for (; index < count; ++index) {
-    float one = narrow[index], other = Operation::kReadsWide ? wide[index] : 0, square = 0;
+    float one = Operation::kReadsNarrow ? static_cast<float>(narrow[index]) : 0;
+    float other = Operation::kReadsWide ? wide[index] : 0, square = 0;
     all &= operation(one, other, square);
     sum += square;
     if (operation.writes_narrow()) {
@@ -246,10 +247,11 @@ void found_inf_norm(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_in
 }
 
 void copy_to_half(std::vector<Tensor> masters, std::vector<Tensor> halves) {
-  if (masters.empty()) {
+  if (masters.empty() && halves.empty()) {
     return;
   }
-  Lists lists("ampatch::copy_to_half", masters.front(), halves, true, masters, false);
+  const Tensor& beside = masters.empty() ? halves.front() : masters.front();
+  Lists lists("ampatch::copy_to_half", beside, halves, true, masters, false);
   visit(lists.pieces(), CopyToHalf{});
   lists.finish();
 }

@@ -7,18 +7,13 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
 #include "lists.h"
+#include "on_device.h"
 #include "operations.h"
-
-// A torch without CUDA lacks this, and the library is to load there for its CPU kernels.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
 
 namespace ampatch {
 namespace {
@@ -47,119 +42,127 @@ struct Batch {
 };
 static_assert(sizeof(Batch) <= (kMost > 128 ? 32000 : 4000), "the rest is for a kernel's other arguments");
 
-void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) {
-    throw std::runtime_error(std::string("ampatch: ") + what + ": " + cudaGetErrorString(status));
-  }
-}
-
-template <class Element>
-struct alignas(kVector) Vector {
-  static constexpr int kLength = kVector / sizeof(Element);
+// What one instruction loads or stores.
+template <class Element, int kLength>
+struct alignas(sizeof(Element) * kLength) Vector {
   Element elements[kLength];
 };
 
 // How many sums a thread keeps side by side, so that few numbers are added up in float32.
-constexpr int kSums = 8;
+constexpr int kRunningSums = 8;
 
 struct Sums {
-  float of[kSums] = {};
+  float of[kRunningSums] = {};
 };
 
-__device__ bool is_aligned(const void* address) {
-  return reinterpret_cast<uintptr_t>(address) % kVector == 0;
+// How far an address is from the next one that vectors may begin at, in bytes.
+__device__ int to_border(const void* address) {
+  return static_cast<int>(-reinterpret_cast<uintptr_t>(address) % kVector);
 }
 
-// 16 bytes of narrow elements, and the wide ones beside them.
-template <class Narrow, class Operation>
+// A few narrow elements that lie side by side, and the wide ones that go with them.
+template <class Narrow, class Operation, int kLength>
 struct Slice {
-  static constexpr int kLength = Vector<Narrow>::kLength;
-  static constexpr int kWides = kLength / Vector<float>::kLength;
-  Vector<Narrow> narrow;
-  Vector<float> wide[kWides];
+  static constexpr int kWideLength = kLength < kVector / 4 ? kLength : kVector / 4;
+  static constexpr int kWides = kLength / kWideLength;
+  Vector<Narrow, kLength> narrow;
+  Vector<float, kWideLength> wide[kWides];
 
   __device__ void load(const Narrow* from, const float* from_wide) {
     if constexpr (Operation::kReadsNarrow) {
-      narrow = *reinterpret_cast<const Vector<Narrow>*>(from);
+      narrow = *reinterpret_cast<const Vector<Narrow, kLength>*>(from);
     }
     if constexpr (Operation::kReadsWide) {
 #pragma unroll
       for (int part = 0; part < kWides; ++part) {
-        wide[part] = reinterpret_cast<const Vector<float>*>(from_wide)[part];
+        wide[part] = reinterpret_cast<const Vector<float, kWideLength>*>(from_wide)[part];
       }
     }
   }
 
-  __device__ bool apply(const Operation& operation, Sums& sums) {
+  // The sums are those from the given one on, in turn.
+  __device__ bool apply(const Operation& operation, Sums& sums, int sum) {
     bool finite = true;
 #pragma unroll
     for (int index = 0; index < kLength; ++index) {
       float one = Operation::kReadsNarrow ? static_cast<float>(narrow.elements[index]) : 0;
-      float& other = wide[index / Vector<float>::kLength].elements[index % Vector<float>::kLength];
-      finite &= operation(one, other, sums.of[index % kSums]);
-      narrow.elements[index] = static_cast<Narrow>(one);
+      float& other = wide[index / kWideLength].elements[index % kWideLength];
+      finite &= operation(one, other, sums.of[(sum + index) % kRunningSums]);
+      if (operation.writes_narrow()) {
+        narrow.elements[index] = static_cast<Narrow>(one);
+      }
     }
     return finite;
   }
 
   __device__ void store(const Operation& operation, Narrow* to, float* to_wide) const {
     if (operation.writes_narrow()) {
-      *reinterpret_cast<Vector<Narrow>*>(to) = narrow;
+      *reinterpret_cast<Vector<Narrow, kLength>*>(to) = narrow;
     }
     if constexpr (Operation::kWritesWide) {
 #pragma unroll
       for (int part = 0; part < kWides; ++part) {
-        reinterpret_cast<Vector<float>*>(to_wide)[part] = wide[part];
+        reinterpret_cast<Vector<float, kWideLength>*>(to_wide)[part] = wide[part];
       }
     }
   }
 };
 
-// One chunk of a tensor. Returns whether what this thread met was finite.
-template <class Narrow, class Operation>
-__device__ bool visit_chunk(Narrow* narrow, float* wide, int64_t count, const Operation& operation, Sums& sums) {
-  using Part = Slice<Narrow, Operation>;
+// This thread's part of so many slices, of which the one with a given index begins at `place(index)`. Returns whether what
+// it met was finite. Several loads are on their way before the first store, which the compiler could not arrange by itself:
+// for all it knows, the one may overwrite the other.
+template <int kLength, class Narrow, class Operation, class Place>
+__device__ bool visit_slices(
+    Narrow* narrow,
+    float* wide,
+    int slices,
+    const Operation& operation,
+    Sums& sums,
+    const Place& place) {
+  constexpr int kUnroll = kLength == 1 ? 2 * ampatch::kUnroll : ampatch::kUnroll;
   bool finite = true;
-  const bool aligned = is_aligned(narrow) && (!Operation::kHasWide || is_aligned(wide));
-  const int slices = aligned ? static_cast<int>(count / Part::kLength) : 0;
   for (int first = threadIdx.x; first < slices; first += kThreads * kUnroll) {
-    Part parts[kUnroll];
+    Slice<Narrow, Operation, kLength> parts[kUnroll];
 #pragma unroll
     for (int step = 0; step < kUnroll; ++step) {
-      const int offset = (first + step * kThreads) * Part::kLength;
-      if (first + step * kThreads < slices) {
-        parts[step].load(narrow + offset, wide + offset);
+      const int index = first + step * kThreads;
+      if (index < slices) {
+        parts[step].load(narrow + place(index), wide + place(index));
       }
     }
 #pragma unroll
     for (int step = 0; step < kUnroll; ++step) {
-      const int offset = (first + step * kThreads) * Part::kLength;
-      if (first + step * kThreads < slices) {
-        finite &= parts[step].apply(operation, sums);
-        parts[step].store(operation, narrow + offset, wide + offset);
+      const int index = first + step * kThreads;
+      if (index < slices) {
+        finite &= parts[step].apply(operation, sums, step);
+        parts[step].store(operation, narrow + place(index), wide + place(index));
       }
-    }
-  }
-  // What is left of the last 16 bytes; or everything, where tensors begin off their borders.
-#pragma unroll 4
-  for (int index = slices * Part::kLength + threadIdx.x; index < count; index += kThreads) {
-    float one = Operation::kReadsNarrow ? static_cast<float>(narrow[index]) : 0;
-    float other = Operation::kReadsWide ? wide[index] : 0;
-    finite &= operation(one, other, sums.of[(index / kThreads) % kSums]);
-    if (operation.writes_narrow()) {
-      narrow[index] = static_cast<Narrow>(one);
-    }
-    if constexpr (Operation::kWritesWide) {
-      wide[index] = other;
     }
   }
   return finite;
 }
 
+// One chunk of a tensor: what lies between two borders in vectors, and the rest by the element. That is everything where
+// the two tensors of a pair do not come to a border together.
+template <class Narrow, class Operation>
+__device__ bool visit_chunk(Narrow* narrow, float* wide, int count, const Operation& operation, Sums& sums) {
+  constexpr int kLength = kVector / sizeof(Narrow);
+  const int head = min(count, to_border(narrow) / static_cast<int>(sizeof(Narrow)));
+  const bool together = !Operation::kHasWide || to_border(wide + head) == 0;
+  const int slices = together ? (count - head) / kLength : 0;
+  const bool in_vectors = visit_slices<kLength>(
+      narrow, wide, slices, operation, sums, [&](int index) { return head + index * kLength; });
+  const bool by_element = visit_slices<1>(
+      narrow, wide, count - slices * kLength, operation, sums, [&](int index) {
+        return index < head ? index : index + slices * kLength;
+      });
+  return in_vectors && by_element;
+}
+
 // The sum over a block of what its threads have; in the first thread.
-template <int kThreads>
+template <int kSize>
 __device__ double block_sum(double value) {
-  __shared__ double sums[kThreads / 32];
+  __shared__ double sums[kSize / 32];
   for (int distance = 16; distance > 0; distance /= 2) {
     value += __shfl_down_sync(0xffffffff, value, distance);
   }
@@ -168,7 +171,7 @@ __device__ double block_sum(double value) {
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    for (int warp = 1; warp < kThreads / 32; ++warp) {
+    for (int warp = 1; warp < kSize / 32; ++warp) {
       value += sums[warp];
     }
   }
@@ -185,7 +188,7 @@ __device__ void visit(const Batch& batch, const Operation& operation, float* fou
     (batch.first_chunk[middle] <= chunk ? low : high) = middle;
   }
   const int64_t start = (chunk - batch.first_chunk[low]) * kChunk;
-  const int64_t count = min(kChunk, batch.count[low] - start);
+  const int count = static_cast<int>(min(kChunk, batch.count[low] - start));
   Sums sums;
   bool finite = true;
   with_type(static_cast<ScalarType>(batch.type[low]), [&](auto* type) {
@@ -198,7 +201,7 @@ __device__ void visit(const Batch& batch, const Operation& operation, float* fou
   if constexpr (Operation::kSums) {
     double sum = 0;
 #pragma unroll
-    for (int index = 0; index < kSums; ++index) {
+    for (int index = 0; index < kRunningSums; ++index) {
       sum += sums.of[index];
     }
     sum = block_sum<kThreads>(sum);
@@ -263,25 +266,6 @@ __global__ void update_scale_kernel(
   update(*scale, *unskipped, *hysteresis_left, *found_inf);
 }
 
-// Has the device of a tensor be the current one, and knows its current stream.
-class OnDevice {
- public:
-  explicit OnDevice(const Tensor& tensor) : guard_(tensor.get_device_index()) {
-    check(cudaSetDevice(tensor.get_device_index()), "the device");  // torch has a CUDA runtime of its own
-    void* stream = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
-    stream_ = static_cast<cudaStream_t>(stream);
-  }
-
-  cudaStream_t stream() const {
-    return stream_;
-  }
-
- private:
-  torch::stable::accelerator::DeviceGuard guard_;
-  cudaStream_t stream_;
-};
-
 // Calls `launch(batch, first_chunk)` for as many batches as there have to be.
 template <class Launch>
 void in_batches(const std::vector<Piece>& pieces, const Launch& launch) {
@@ -312,7 +296,7 @@ void in_batches(const std::vector<Piece>& pieces, const Launch& launch) {
 
 void unscale_(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_inf) {
   const char* name = "ampatch::unscale_";
-  const OnDevice device(inv_scale);
+  const OnDevice device(name, inv_scale);
   Lists lists(name, inv_scale, grads, true);
   const float* factor = scalar<float>(name, "inv_scale", inv_scale, inv_scale);
   float* flag = scalar<float>(name, "found_inf", found_inf, inv_scale);
@@ -331,7 +315,7 @@ void unscale_into(
     const Tensor& inv_scale,
     const Tensor& found_inf,
     bool write_back) {
-  const OnDevice device(inv_scale);
+  const OnDevice device(name, inv_scale);
   Lists lists(name, inv_scale, grads, write_back, master_grads, true);
   const float* factor = scalar<float>(name, "inv_scale", inv_scale, inv_scale);
   float* flag = scalar<float>(name, "found_inf", found_inf, inv_scale);
@@ -362,7 +346,7 @@ void unscale_add(
 
 void found_inf_norm(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_inf, Tensor sum_of_squares) {
   const char* name = "ampatch::found_inf_norm";
-  const OnDevice device(inv_scale);
+  const OnDevice device(name, inv_scale);
   Lists lists(name, inv_scale, grads, false);
   const float* factor = scalar<float>(name, "inv_scale", inv_scale, inv_scale);
   float* flag = scalar<float>(name, "found_inf", found_inf, inv_scale);
@@ -385,11 +369,13 @@ void found_inf_norm(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_in
 }
 
 void copy_to_half(std::vector<Tensor> masters, std::vector<Tensor> halves) {
-  if (masters.empty()) {
+  const char* name = "ampatch::copy_to_half";
+  if (masters.empty() && halves.empty()) {
     return;
   }
-  const OnDevice device(masters.front());
-  Lists lists("ampatch::copy_to_half", masters.front(), halves, true, masters, false);
+  const Tensor& beside = masters.empty() ? halves.front() : masters.front();
+  const OnDevice device(name, beside);
+  Lists lists(name, beside, halves, true, masters, false);
   in_batches(lists.pieces(), [&](const Batch& batch, int64_t) {
     copy_to_half_kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(batch);
   });
@@ -407,7 +393,7 @@ void update_scale(
     double floor,
     double ceiling) {
   const char* name = "ampatch::update_scale";
-  const OnDevice device(scale);
+  const OnDevice device(name, scale);
   const UpdateScale update{
       static_cast<float>(factor),
       static_cast<int32_t>(window),

@@ -475,7 +475,7 @@ class TestBuild:
             (["--device", "cuda"], "ampatch: error: kernels for GPUs were asked for, and there is no nvcc in "),
             (["--arch", "80,ninety"], "ampatch: error: architectures: found 'ninety', expected "),
             (["--arch", "80,"], "ampatch: error: architectures: found '', expected "),
-            (["--device", "cpu", "--arch", "80"], "ampatch: error: architectures: found some, although device='cpu'"),
+            (["--device", "cpu", "--arch", "80"], "ampatch: error: architectures: found 80, although device='cpu'"),
         ],
         ids=" ".join,
     )

@@ -12,13 +12,16 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import HALF_DTYPES, assert_same_state, dtype_name
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from ampatch import amp, kernels
-from ampatch.errors import LossScaleError, OptionError, UsageError
+from ampatch.errors import AmpWarning, LossScaleError, OptionError, UsageError
 
 SCALE = 2.0**8
 MAX_NORM = 0.1  # less than every norm here
@@ -173,9 +176,7 @@ class TestAgreesWithTorch:
         amp.clip_grad_norm_(optimizer, MAX_NORM)
         shown = [parameter.grad for parameter in model.parameters()]
         assert_same_state(shown, [grad.to(half_dtype) for grad in gradients(optimizer)])
-        before = gradients(optimizer)
-        optimizer.step()  # without a warning that gradients had been changed
-        assert all(grad is not None for grad in before)
+        optimizer.step()  # without a warning that gradients had been changed, which would be an error here
 
     def test_clipping_twice_clips_what_is_there(self):
         model, optimizer = prepared(FUSED)
@@ -255,20 +256,19 @@ class TestFolding:
     )
     def test_step_is_that_of_clipped_gradients(self, options):
         model, optimizer = prepared(FUSED, **options)
-        twin, other = copy.deepcopy((model, optimizer.state_dict())), None
+        model_before, state = copy.deepcopy((model, optimizer.state_dict()))
         backward(loss_of(model, 0), optimizer, delay_unscale=True)
         amp.clip_grad_norm_(optimizer, MAX_NORM)
         optimizer.step()
         folded = weights(optimizer)
         amp.deinitialize()
 
-        model, state = twin
-        other = FUSED(model.parameters())
+        other = FUSED(model_before.parameters())
         other.load_state_dict(state)
-        loss_of(model, 0).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        loss_of(model_before, 0).backward()
+        torch.nn.utils.clip_grad_norm_(model_before.parameters(), MAX_NORM)
         other.step()
-        for actual, wanted in zip(folded, model.parameters(), strict=True):
+        for actual, wanted in zip(folded, model_before.parameters(), strict=True):
             torch.testing.assert_close(actual, wanted.detach(), rtol=1e-6, atol=1e-7)
 
     @pytest.mark.parametrize(
@@ -279,8 +279,11 @@ class TestFolding:
     def test_others_have_gradients_unscaled_and_clipped_in_one_pass(self, make, options, monkeypatch):
         model, optimizer = prepared(make, **options)
         backward(loss_of(model, 0), optimizer, delay_unscale=True)
-        monkeypatch.setattr(kernels, "unscale_", forbidden)
+        passes: list[str] = []
+        for name in ("unscale_", "multiply_", "unscale_copy", "unscale_add", "found_inf_norm"):
+            monkeypatch.setattr(kernels, name, noted(getattr(kernels, name), passes))
         amp.clip_grad_norm_(optimizer, MAX_NORM)
+        assert passes == ["found_inf_norm", "unscale_copy" if options.get("opt_level") == "O2" else "multiply_"]
         assert norm_of(gradients(optimizer)) == pytest.approx(MAX_NORM, rel=1e-4)
 
     def test_first_step_has_no_state_yet_and_is_not_folded(self):
@@ -321,7 +324,7 @@ class TestFolding:
         model, optimizer = prepared(FUSED)
         backward(loss_of(model, 0), optimizer, delay_unscale=True)
         amp.clip_grad_norm_(optimizer, MAX_NORM)
-        hook = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+        hook = optimizer.register_step_post_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
         hook.remove()
@@ -350,6 +353,93 @@ class TestFolding:
         assert norm_of(gradients(optimizer)) == pytest.approx(MAX_NORM, rel=1e-4)
 
 
+class TestFoldedGradientsThatChange:
+    """Between clipping and step, where they are scaled still."""
+
+    def expected(self, clip_first: bool) -> list[Tensor]:
+        model, optimizer = prepared()
+        if clip_first:
+            backward(loss_of(model, 0), optimizer, delay_unscale=True)
+            amp.clip_grad_norm_(optimizer, MAX_NORM)
+        else:
+            loss_of(model, 1).backward()
+        optimizer.step()
+        result = weights(optimizer)
+        amp.deinitialize()
+        return result
+
+    @staticmethod
+    def folded(make: Callable[..., torch.optim.Optimizer] = FUSED) -> tuple[nn.Module, Any]:
+        model, optimizer = prepared(make)
+        backward(loss_of(model, 0), optimizer, delay_unscale=True)
+        amp.clip_grad_norm_(optimizer, MAX_NORM)
+        return model, optimizer
+
+    def test_those_of_a_later_backward_without_a_scale_are_not_divided(self):
+        wanted = self.expected(clip_first=False)
+        model, optimizer = self.folded()
+        optimizer.zero_grad()
+        loss_of(model, 1).backward()
+        optimizer.step()
+        for actual, expected in zip(weights(optimizer), wanted, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
+
+    @pytest.mark.parametrize("how", ["backward", "clip"])
+    def test_a_write_to_them_is_warned_of(self, how):
+        model, optimizer = self.folded()
+        if how == "backward":
+            loss_of(model, 1).backward()
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        with pytest.warns(AmpWarning, match="changed after amp.clip_grad_norm_, which had left them scaled"):
+            optimizer.step()
+
+    def test_zeroing_them_is_not(self):
+        _, optimizer = self.folded()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        assert not any(grad.any() for grad in gradients(optimizer))
+
+    def test_a_hook_before_the_step_sees_them_clipped(self):
+        wanted = self.expected(clip_first=True)
+        _, optimizer = self.folded()
+        seen: list[float] = []
+        optimizer.register_step_pre_hook(lambda *_: seen.append(norm_of(gradients(optimizer))))
+        optimizer.step()
+        assert seen == [pytest.approx(MAX_NORM, rel=1e-4)]
+        for actual, expected in zip(weights(optimizer), wanted, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+    def test_so_does_a_step_that_is_not_torchs_own(self):
+        seen: list[float] = []
+
+        class Own(torch.optim.Adam):
+            def step(self, closure: Any = None) -> Any:
+                seen.append(norm_of([p.grad for group in self.param_groups for p in group["params"]]))
+                return super().step(closure)
+
+        _, optimizer = self.folded(functools.partial(Own, lr=0.01, fused=True))
+        seen.clear()
+        optimizer.step()
+        assert seen == [pytest.approx(MAX_NORM, rel=1e-4)]
+
+    @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+    def test_a_closure_may_clip(self, make):
+        model, optimizer = prepared(make)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, 0)
+            backward(loss, optimizer, delay_unscale=True)
+            amp.clip_grad_norm_(optimizer, MAX_NORM)
+            return loss
+
+        before = weights(optimizer)
+        for _ in range(3):
+            optimizer.step(closure)
+        assert not any(torch.equal(now, was) for now, was in zip(weights(optimizer), before, strict=True))
+
+
 class TestOverflow:
     @every_dynamic_level
     @every_optimizer
@@ -370,6 +460,44 @@ class TestOverflow:
         optimizer.step()
         assert not amp.step_was_skipped(optimizer)
         assert all(weight.isfinite().all() for weight in weights(optimizer))
+
+    @pytest.mark.parametrize("make", [ADAM, FUSED], ids=["Adam", "Adam-fused"])
+    @pytest.mark.parametrize("loss_scale", [1.0, 64.0])
+    def test_under_a_static_scale_does_not_reach_the_next_gradients(self, make, loss_scale):
+        model, optimizer = prepared(make, loss_scale=loss_scale)
+        for overflows in (True, False):
+            optimizer.zero_grad(set_to_none=False)
+            backward(loss_of(model, 0), optimizer, overflows=overflows, delay_unscale=True)
+            assert amp.clip_grad_norm_(optimizer, MAX_NORM).isfinite() != overflows
+        optimizer.step()
+        assert all(weight.isfinite().all() for weight in weights(optimizer))
+
+    @pytest.mark.parametrize("make", [ADAM, FUSED], ids=["Adam", "Adam-fused"])
+    def test_of_an_earlier_pass_leaves_clipped_gradients_behind_the_skipped_step(self, make):
+        model, optimizer = prepared(make)
+        backward(loss_of(model, 1), optimizer, overflows=True)
+        optimizer.zero_grad()
+        backward(loss_of(model, 0), optimizer, delay_unscale=True)
+        amp.clip_grad_norm_(optimizer, MAX_NORM)
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer)
+        assert norm_of(gradients(optimizer)) == pytest.approx(MAX_NORM, rel=1e-4)
+
+    @pytest.mark.parametrize("delayed", [False, True], ids=["unscaled", "delayed"])
+    def test_stays_where_it_came_up(self, delayed):
+        model, optimizer = prepared(loss_scale=64.0)
+        model[2].bias.register_hook(lambda grad: torch.tensor([math.nan, math.inf, 1.0]))
+        backward(loss_of(model, 0), optimizer, delay_unscale=delayed)
+        amp.clip_grad_norm_(optimizer, MAX_NORM)
+        assert [bool(grad.isfinite().all()) for grad in gradients(optimizer)] == [True, True, True, False]
+        assert model[2].bias.grad.isinf().tolist() == [False, True, False]
+
+    def test_measuring_a_norm_that_is_infinite_changes_nothing(self):
+        parameter = nn.Parameter(torch.zeros(2))
+        parameter.grad = torch.tensor([1e30, 1.0])
+        optimizer = SGD([parameter])
+        amp.clip_grad_norm_(optimizer, math.inf)
+        assert parameter.grad.tolist() == pytest.approx([1e30, 1.0])
 
     def test_clean_passes_let_the_scale_grow(self):
         model, optimizer = prepared(scale_window=3)
@@ -416,8 +544,49 @@ class TestOverflow:
         assert amp.get_loss_scale() == SCALE / 2
 
 
+class TestMasters:
+    def test_one_without_a_gradient_has_none_shown(self):
+        model, optimizer = prepared(opt_level="O2", half_dtype=torch.float16)
+        backward(loss_of(model, 0), optimizer)
+        first = next(amp.master_params(optimizer))
+        first.grad = None
+        amp.clip_grad_norm_(optimizer, MAX_NORM)
+        assert [parameter.grad is None for parameter in model.parameters()] == [True, False, False, False]
+        optimizer.step()
+
+    def test_sums_of_sparse_half_gradients_may_be_beyond_half(self):
+        torch.manual_seed(0)
+        table = nn.Embedding(4, 2, sparse=True)
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+        initialize(table, optimizer, opt_level="O2", half_dtype=torch.float16, loss_scale="dynamic", init_scale=2.0**15)
+        backward(table(torch.tensor([1, 1, 1, 1])).sum(), optimizer, delay_unscale=True)
+        assert amp.clip_grad_norm_(optimizer, math.inf).item() == pytest.approx(math.sqrt(2 * 4**2), rel=1e-6)
+
+    def test_zeroing_by_one_model_of_a_delayed_block_for_two_is_seen(self):
+        models = network(), network()
+        optimizers = [SGD(model.parameters()) for model in models]
+        initialize(list(models), optimizers, opt_level="O2", half_dtype=torch.float16, loss_scale="dynamic")
+        for delayed in (False, True):
+            backward(loss_of(models[0], 0) + loss_of(models[1], 1), optimizers, delay_unscale=delayed)
+        models[0].zero_grad(set_to_none=False)
+        assert amp.clip_grad_norm_(optimizers[0], MAX_NORM).item() == 0
+        assert amp.clip_grad_norm_(optimizers[1], MAX_NORM).item() > MAX_NORM
+
+    @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+    def test_gradients_with_a_graph_are_not_written_at_scale_1(self):
+        model = nn.ParameterList([torch.tensor([2.0])])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        initialize(model, optimizer, opt_level="O5")
+        with amp.scale_loss((model[0] ** 3).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward(create_graph=True)
+            penalty = model[0].grad.square().sum()
+        (second,) = torch.autograd.grad(penalty, model[0])
+        assert second.item() == 2 * 12 * 12
+        model[0].grad = None
+
+
 class TestBadInput:
-    @pytest.mark.parametrize("max_norm", [-1.0, math.nan, "1", None, True, 1j])
+    @pytest.mark.parametrize("max_norm", [-1.0, math.nan, "1", None, True, 1j, 10**400])
     def test_a_norm_that_is_none(self, max_norm):
         model, optimizer = prepared()
         backward(loss_of(model, 0), optimizer)
@@ -425,6 +594,24 @@ class TestBadInput:
         with pytest.raises(OptionError, match=r"max_norm is .*; expected a number from 0 on"):
             amp.clip_grad_norm_(optimizer, max_norm)
         assert_same_state(gradients(optimizer), before)
+
+    @pytest.mark.parametrize("max_norm", [np.float32(MAX_NORM), torch.tensor(MAX_NORM)], ids=["numpy", "tensor"])
+    def test_a_number_in_another_shape_is_none(self, max_norm):
+        model, optimizer = prepared()
+        backward(loss_of(model, 0), optimizer)
+        amp.clip_grad_norm_(optimizer, max_norm)
+        assert norm_of(gradients(optimizer)) == pytest.approx(MAX_NORM, rel=1e-4)
+
+    def test_gradients_that_are_sharded(self, tmp_path):
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+        try:
+            mesh = init_device_mesh("cpu", (1,))
+            parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh))
+            parameter.grad = distribute_tensor(torch.ones(4), mesh)
+            with pytest.raises(UsageError, match=r"sharded over processes \(DTensor\)"):
+                amp.clip_grad_norm_(SGD([parameter]), MAX_NORM)
+        finally:
+            torch.distributed.destroy_process_group()
 
     def test_parameters_in_place_of_their_optimizer(self):
         model = network()
@@ -473,6 +660,18 @@ def test_gradients_with_a_graph_stay_the_users_to_differentiate():
     (second,) = torch.autograd.grad(weight.grad.sum(), weight)
     assert second.item() == 12
     weight.grad = None  # torch asks for that, to break the cycle
+
+
+def noted(kernel: Callable[..., None], passes: list[str]) -> Callable[..., None]:
+    """A kernel that notes its name where there is anything to do."""
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        tensors = list(args[0])
+        if tensors:
+            passes.append(kernel.__name__)
+        kernel(tensors, *args[1:], **kwargs)
+
+    return call
 
 
 def forbidden(*_: Any) -> None:

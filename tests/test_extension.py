@@ -46,6 +46,7 @@ def put(sources: Path, cache: Path) -> Callable[..., Library]:
     def put(*architectures: str, directory: Path | None = None, **different: str) -> Library:
         library = Library(
             path=Path(),
+            size=4,
             architectures=architectures,
             sources=extension.source_hash(),
             abi=ABI,
@@ -152,7 +153,7 @@ class TestServes:
     def test_machine_code_for_a_major_version_and_ptx_for_all_that_is_newer(
         self, architectures: tuple[str, ...], capability: tuple[int, int], served: bool
     ) -> None:
-        assert Library(Path(), architectures, "", "", "", "", "").serves(capability) is served
+        assert Library(Path(), 0, architectures, "", "", "", "", "").serves(capability) is served
 
 
 class TestTheCache:
@@ -348,6 +349,13 @@ class TestFind:
         sidecar.write_bytes(text.encode() if isinstance(text, str) else text)
 
         assert extension.find() is None
+
+    def test_neither_is_one_that_was_cut_off(self, put: Callable[..., Library]) -> None:
+        library = put("80")
+        library.path.write_bytes(library.path.read_bytes()[:-1])
+
+        assert extension.find() is None
+        assert extension.read(library.path.parent) is None
 
     @pytest.mark.parametrize("name", [extension.SIDECAR, extension.LIBRARY])
     def test_neither_is_half_a_library(self, name: str, put: Callable[..., Library]) -> None:

@@ -615,7 +615,7 @@ class TestChoice:
     def test_auto_is_torchs_where_there_is_none(self, called):
         unscale_one()
         assert [name for name, _ in called] == ["torch"]
-        assert kernels.in_use().startswith("torch's own multi-tensor kernels, as no compiled extension was found")
+        assert kernels.in_use().startswith("torch's own multi-tensor kernels, as there is no compiled extension")
         assert "`ampatch build`" in kernels.in_use()
 
     @pytest.mark.parametrize("choice", ["extension", "torch"])
@@ -653,7 +653,7 @@ class TestChoice:
     @pytest.mark.usefixtures("none_built")
     def test_an_extension_that_is_asked_for_and_not_there_is_an_error(self, unchosen):
         unchosen("torch")
-        with pytest.raises(KernelError, match=r"none was built of this version.*Type `ampatch build`"):
+        with pytest.raises(KernelError, match=r"there is none of this version.*Type `ampatch build`"):
             unchosen("extension")
         assert "AMPATCH_KERNELS=torch" in kernels.in_use()
 
@@ -676,7 +676,7 @@ assert torch.mm is before
         )
 
         assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith("AMPATCH_KERNELS=extension asks for the compiled extension, and none was built")
+        assert done.stdout.startswith("AMPATCH_KERNELS=extension asks for the compiled extension, and there is none")
         assert "Type `ampatch build`" in done.stdout
 
     def test_a_library_that_cannot_be_loaded_is_left_alone_unless_it_is_asked_for(
@@ -700,7 +700,7 @@ assert torch.mm is before
             unscale_one()
         (record,) = caplog.records
         assert record.levelno == logging.INFO
-        assert record.getMessage().startswith("Gradients are unscaled by torch's own multi-tensor kernels, as no comp")
+        assert record.getMessage().startswith("Gradients are unscaled by torch's own multi-tensor kernels, as there")
 
     def test_nothing_is_logged_where_there_is_one(self, compiled, unchosen, caplog):
         caplog.set_level(logging.INFO, "ampatch")
@@ -715,12 +715,24 @@ assert torch.mm is before
         kernels.unscale_(mixed, scalar(0.5), scalar(0.0))
         assert called == [("extension", [Tensor, nn.Parameter, Tensor]), ("torch", [Marked, Tensor])]
 
-    def test_a_gpu_without_kernels_in_the_library_is_left_to_torch_and_said_once(
-        self, compiled, unchosen, monkeypatch, caplog
+    @pytest.mark.parametrize("too_old", [False, True], ids=["other-architecture", "driver-too-old"])
+    def test_a_gpu_that_the_library_does_not_run_on_is_left_to_torch_and_said_once(
+        self, compiled, unchosen, monkeypatch, caplog, too_old
     ):
-        library = Library(Path("/built/libampatch.so"), ("90",), "", "", "", "", "")
+        fault = "CUDA driver version is insufficient for CUDA runtime version"
+
+        def try_out(device: torch.device) -> None:
+            if too_old and device.index:
+                raise RuntimeError(fault)
+
+        if not too_old:
+            fault = "it has no kernels for compute capability 8.0"
+        monkeypatch.setattr(kernels, "_try_out", try_out)
+        library = Library(Path("/built/libampatch.so"), 0, ("90",), "", "", "", "", "")
         monkeypatch.setattr(kernels._Process, "choice", kernels._Choice(library, ""))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if device.index else (9, 0))
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device: (8, 0) if device.index and not too_old else (9, 0)
+        )
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
         kernels._runs_on.cache_clear()
 
@@ -728,11 +740,11 @@ assert torch.mm is before
 
         assert runs == [True, False, False, True]
         (message,) = caplog.messages
-        assert "/built/libampatch.so has no kernels for A100, compute capability 8.0" in message
-        assert "`ampatch build`" in message
+        assert f"/built/libampatch.so does not run on A100: {fault}." in message
+        assert "`ampatch build --force`" in message
 
     def test_a_library_of_cpu_kernels_leaves_gpus_to_torch(self, compiled, unchosen, monkeypatch):
-        library = Library(Path("/built/libampatch.so"), (), "", "", "", "", "")
+        library = Library(Path("/built/libampatch.so"), 0, (), "", "", "", "", "")
         monkeypatch.setattr(kernels._Process, "choice", kernels._Choice(library, ""))
         kernels._runs_on.cache_clear()
 

@@ -1,0 +1,133 @@
+"""Of the CUDA kernels: their own source, run on the CPU by an emulation of threads, blocks and barriers.
+
+`emulated_gpu/` stands in for CUDA. What cannot be seen this way is how fast they are, what the hardware makes of them,
+and streams and devices; `pytest -m gpu` shows that. And of the one function that the library looks for in torch's own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampatch import extension
+
+ROOT = Path(__file__).parent.parent
+EMULATION = Path(__file__).parent / "emulated_gpu"
+TORCH = Path(torch.__file__).parent
+
+CXX = shutil.which(os.environ.get("CXX", "c++"))
+needs_cxx = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")
+
+
+def compile_library(*sources: Path, to: Path, include: Path) -> Path:
+    command = [
+        str(CXX),
+        *("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-fvisibility=hidden", extension.target_flag()),
+        *(f"-I{include}", f"-I{TORCH / 'include'}", f"-L{TORCH / 'lib'}"),
+        *map(str, sources),
+        *("-o", str(to), "-ltorch_cpu", "-lc10"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return to
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library whose operators run the CUDA kernels on tensors of the CPU."""
+    place = tmp_path_factory.mktemp("emulated")
+    for name in ("operators.cpp", "operations.h", "lists.h"):
+        shutil.copy(extension.source_directory() / name, place)
+    for path in EMULATION.iterdir():
+        shutil.copy(path, place)
+    source = (extension.source_directory() / "cuda.cu").read_text(encoding="utf-8")
+    source, launches = re.subn(r"(\w+)<<<(.*?)>>>\(", r"emulated::launch(\1, \2)(", source)
+    assert launches == source.count("emulated::launch") >= 6
+    (place / "cuda.cpp").write_text(source.replace("(ampatch, CUDA, m)", "(ampatch, CPU, m)"), encoding="utf-8")
+    return compile_library(*sorted(place.glob("*.cpp")), to=place / "libampatch.so", include=place)
+
+
+# In a process of its own, as one process has one library.
+RUN = """
+import ctypes, sys
+from pathlib import Path
+import torch
+import pytest
+from ampatch import extension
+path = Path(sys.argv[1])
+facts = {"architectures": (), "sources": "", "abi": extension.ABI, "machine": "", "compiler": "", "torch": ""}
+extension.load(extension.Library(path=path, size=path.stat().st_size, **facts))
+library = ctypes.CDLL(str(path))
+tensors = list(torch.full((10_000, 100), 2.0).unbind())
+torch.ops.ampatch.unscale_(tensors, torch.tensor(0.5), torch.zeros(()))
+assert all(bool((tensor == 1).all()) for tensor in tensors)
+print("launches", library.emulated_launches())
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not gpu and not slow", sys.argv[2]]))
+"""
+
+
+@needs_cxx
+@pytest.mark.slow
+def test_the_cuda_kernels_pass_the_tests_of_the_operators(emulated: Path) -> None:
+    tests = Path(__file__).parent / "test_operators.py"
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(emulated), str(tests)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\d+ passed", done.stdout, re.MULTILINE)
+    (launches,) = re.findall(r"^launches (\d+)$", done.stdout, re.MULTILINE)
+    assert int(launches) == math.ceil(10_000 / 1024)
+
+
+@needs_cxx
+class TestTheCurrentStream:
+    """Is told by a function of torch's library for CUDA, which is there for whoever asks that library."""
+
+    @pytest.fixture
+    def asks(self, tmp_path: Path) -> Path:
+        source = tmp_path / "asks.cpp"
+        source.write_text(
+            '#include "current_stream.h"\n'
+            'extern "C" __attribute__((visibility("default"))) long asks() {\n'
+            "  try {\n"
+            "    return reinterpret_cast<long>(ampatch::current_stream(3));\n"
+            "  } catch (const std::exception&) {\n"
+            "    return -1;\n"
+            "  }\n"
+            "}\n"
+        )
+        return compile_library(source, to=tmp_path / "asks.so", include=extension.source_directory())
+
+    def test_is_found_where_torch_has_loaded_that_library_for_itself(self, asks: Path, tmp_path: Path) -> None:
+        source = tmp_path / "torch_cuda.cpp"
+        source.write_text(
+            'extern "C" __attribute__((visibility("default")))\n'
+            "int aoti_torch_get_current_cuda_stream(int device, void** stream) {\n"
+            "  *stream = reinterpret_cast<void*>(40L + device);\n"
+            "  return 0;\n"
+            "}\n"
+        )
+        torchs = tmp_path / "libtorch_cuda.so"
+        subprocess.run([str(CXX), "-fPIC", "-shared", "-Wl,-soname,libtorch_cuda.so", source, "-o", torchs], check=True)
+        told = self.told(f"ctypes.CDLL({str(torchs)!r}, mode=ctypes.RTLD_LOCAL); library = ctypes.CDLL({str(asks)!r})")
+        assert told == 43
+
+    @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+    def test_is_an_error_where_torch_has_no_cuda(self, asks: Path) -> None:
+        assert self.told(f"library = ctypes.CDLL({str(asks)!r})") == -1
+
+    @staticmethod
+    def told(load: str) -> int:
+        code = f"import ctypes, torch; {load}; library.asks.restype = ctypes.c_long; print(library.asks())"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
