@@ -24,6 +24,7 @@ slow: $(READY)
 lint: $(READY)
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp csrc/*.cu tests/emulated_gpu/*
 
 types: $(READY)
 	$(RUN) mypy

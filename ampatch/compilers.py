@@ -55,6 +55,7 @@ def read_tables() -> None:
 
             torch._dynamo.variables.torch.get_overridable_functions()
             torch._dynamo.trace_rules.get_tensor_method()
+            torch._dynamo.trace_rules.get_torch_obj_rule_map()  # torch.distributed clears this one when it is set up
         except AttributeError as error:
             raise UsageError(
                 "torch cannot list its own functions, since another tool has put something that is no function in the "

@@ -22,7 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from ampatch import kernels, optimizer_state
-from ampatch.errors import LossScaleError, OptionError, UsageError, warn
+from ampatch.errors import LossScaleError, OptionError, UsageError
+from ampatch.folding import Folded
 from ampatch.master_weights import MasterWeights
 from ampatch.opt_levels import HALVES
 from ampatch.optimizer_state import Snapshot
@@ -115,8 +116,7 @@ class AdoptedOptimizer:
         self._near_floor = False
         self._widened: list[tuple[Tensor, torch.dtype, torch.dtype | None, torch.dtype]] = []
         self._left_scaled: list[TensorWeakRef] = []
-        self._divisor: Tensor | None = None
-        self._folded: list[tuple[Tensor, int]] = []
+        self._folded: Folded | None = None
 
     def install(self, ledger: PatchLedger) -> None:
         """Replaces ``step`` on the optimizer, and its parameters by masters where there are to be some.
@@ -207,7 +207,7 @@ class AdoptedOptimizer:
     @property
     def is_folded(self) -> bool:
         """Whether the gradients are left scaled for the optimizer's own kernel, which is to unscale and clip them."""
-        return self._divisor is not None
+        return self._folded is not None
 
     def may_fold(self) -> bool:
         """Whether the optimizer's own kernel could unscale and clip the gradients that are there."""
@@ -221,39 +221,23 @@ class AdoptedOptimizer:
             scaling: the scale that they have, and keep until the step.
             divisor: 0-dimensional float32: that scale, and what clips them.
         """
-        self.scaled_by, self._divisor = scaling, divisor
-        self._folded = [(grad, grad._version) for grad in self.gradients()]
+        self.scaled_by, self._folded = scaling, Folded(self.gradients(), divisor)
         self.note_scaled()
 
     def unfold(self) -> None:
         """Divides the gradients here and now, if that was left to the optimizer's own kernel."""
-        if self._divisor is None:
+        if self._folded is None:
             return
-        there = {id(grad) for grad in self.gradients()}  # others have come since, of a backward without a scale
         try:
-            kernels.multiply_((grad for grad, _ in self._folded if id(grad) in there), self._divisor.reciprocal())
+            self._folded.divide(self.gradients())
         except BaseException:
             self.drop_gradients()
             raise
         self.leave_scale()
 
-    def _is_as_folded(self) -> bool:
-        """Whether the gradients are those that the optimizer's own kernel is to divide."""
-        folded = {id(grad): version for grad, version in self._folded}
-        written = [grad for grad in self.gradients() if folded.get(id(grad), grad._version) != grad._version]
-        # Asked of the device only where somebody has written to gradients. Zeros are cleared ones.
-        if any(bool(kernels.values_of(grad.detach()).any()) for grad in written):
-            warn(
-                "gradients were changed after amp.clip_grad_norm_, which had left them scaled, for the optimizer's own "
-                "kernel to unscale and clip. Call it last before optimizer.step(), or leave delay_unscale=True out of "
-                "the block before."
-            )
-        return all(id(grad) in folded for grad in self.gradients())
-
     def leave_scale(self) -> None:
         """The gradients are unscaled now, or gone: those that were widened are half again."""
-        self.scaled_by = self._divisor = None
-        self._folded.clear()
+        self.scaled_by = self._folded = None
         self._left_scaled.clear()
         for parameter, own, allowed, dtype in self._widened:
             if parameter.dtype is not own:  # given back its type by deinitialize inside the block
@@ -352,7 +336,8 @@ class AdoptedOptimizer:
             self._check_unscaled("optimizer.step() was called on gradients that are")
         self.check_shared("optimizer.step() would use")
         self._settle(wait=False)
-        if self.is_folded and not (self._is_as_folded() and self._divides_by_itself(args, kwargs)):
+        folded = self._folded
+        if folded is not None and not (folded.are(self.gradients()) and self._divides_by_itself(args, kwargs)):
             self.unfold()
         self.bring_up_to_date()
         self.masters.synchronise()
@@ -453,7 +438,7 @@ class AdoptedOptimizer:
         optimizer: Any = self._optimizer()
         verdicts = [scaling.found_inf for scaling in passes if scaling.found_inf is not None]
         # torch's own protocol between GradScaler and its optimizers. The gradients are unscaled already, or folded.
-        optimizer.grad_scale = self._divisor
+        optimizer.grad_scale = None if self._folded is None else self._folded.divisor
         optimizer.found_inf = torch.stack(verdicts).amax() if verdicts else None
         try:
             with self._writing(), self._switch.disabled():

@@ -1,5 +1,5 @@
-// The operators on the CPU: vectors of elements, shared out among torch's threads in chunks whose borders do not depend on
-// how many threads there are. A norm has the same bits whatever their number.
+// The operators on the CPU: vectors of elements, shared out among torch's threads in chunks whose borders do not depend
+// on how many threads there are. A norm has the same bits whatever their number.
 
 #include <algorithm>
 #include <atomic>
@@ -199,13 +199,12 @@ void unscale_(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_inf) {
 }
 
 template <class Operation>
-void unscale_into(
-    const char* name,
-    const std::vector<Tensor>& grads,
-    const std::vector<Tensor>& master_grads,
-    const Tensor& inv_scale,
-    const Tensor& found_inf,
-    bool write_back) {
+void unscale_into(const char* name,
+                  const std::vector<Tensor>& grads,
+                  const std::vector<Tensor>& master_grads,
+                  const Tensor& inv_scale,
+                  const Tensor& found_inf,
+                  bool write_back) {
   Lists lists(name, inv_scale, grads, write_back, master_grads, true);
   const float* factor = scalar<float>(name, "inv_scale", inv_scale, inv_scale);
   float* flag = scalar<float>(name, "found_inf", found_inf, inv_scale);
@@ -216,20 +215,12 @@ void unscale_into(
 }
 
 void unscale_copy(
-    std::vector<Tensor> grads,
-    std::vector<Tensor> master_grads,
-    Tensor inv_scale,
-    Tensor found_inf,
-    bool write_back) {
+    std::vector<Tensor> grads, std::vector<Tensor> master_grads, Tensor inv_scale, Tensor found_inf, bool write_back) {
   unscale_into<UnscaleCopy>("ampatch::unscale_copy", grads, master_grads, inv_scale, found_inf, write_back);
 }
 
 void unscale_add(
-    std::vector<Tensor> grads,
-    std::vector<Tensor> master_grads,
-    Tensor inv_scale,
-    Tensor found_inf,
-    bool write_back) {
+    std::vector<Tensor> grads, std::vector<Tensor> master_grads, Tensor inv_scale, Tensor found_inf, bool write_back) {
   unscale_into<UnscaleAdd>("ampatch::unscale_add", grads, master_grads, inv_scale, found_inf, write_back);
 }
 
@@ -256,27 +247,25 @@ void copy_to_half(std::vector<Tensor> masters, std::vector<Tensor> halves) {
   lists.finish();
 }
 
-void update_scale(
-    Tensor scale,
-    Tensor unskipped,
-    Tensor hysteresis_left,
-    Tensor found_inf,
-    double factor,
-    int64_t window,
-    int64_t hysteresis,
-    double floor,
-    double ceiling) {
+void update_scale(Tensor scale,
+                  Tensor unskipped,
+                  Tensor hysteresis_left,
+                  Tensor found_inf,
+                  double factor,
+                  int64_t window,
+                  int64_t hysteresis,
+                  double floor,
+                  double ceiling) {
   const char* name = "ampatch::update_scale";
   float* current = scalar<float>(name, "scale", scale, scale);
   int32_t* clean = scalar<int32_t>(name, "unskipped", unskipped, scale);
   int32_t* left = scalar<int32_t>(name, "hysteresis_left", hysteresis_left, scale);
   const float* flag = scalar<float>(name, "found_inf", found_inf, scale);
-  const UpdateScale update{
-      static_cast<float>(factor),
-      static_cast<int32_t>(window),
-      static_cast<int32_t>(hysteresis),
-      static_cast<float>(floor),
-      static_cast<float>(ceiling)};
+  const UpdateScale update{static_cast<float>(factor),
+                           static_cast<int32_t>(window),
+                           static_cast<int32_t>(hysteresis),
+                           static_cast<float>(floor),
+                           static_cast<float>(ceiling)};
   update(*current, *clean, *left, *flag);
 }
 

@@ -1,8 +1,9 @@
-// The operators on NVIDIA GPUs: one kernel each, launched once for as many tensors as the arguments of a launch can name.
+// The operators on NVIDIA GPUs: one kernel each, launched once for as many tensors as the arguments of a launch can
+// name.
 //
-// A launch gets the tensors' addresses as its arguments, which nothing has to be allocated or copied for: it is safe while a
-// CUDA graph is captured. Each block does one chunk of one tensor, 16 bytes at a time where the addresses allow it. Works on the
-// current stream of the tensors' device, and never waits for it.
+// A launch gets the tensors' addresses as its arguments, which nothing has to be allocated or copied for: it is safe
+// while a CUDA graph is captured. Each block does one chunk of one tensor, 16 bytes at a time where the addresses allow
+// it. Works on the current stream of the tensors' device, and never waits for it.
 
 #include <cuda_runtime.h>
 
@@ -19,9 +20,9 @@ namespace ampatch {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kMostThreads = 1024;  // that a block may have
-constexpr int kVector = 16;  // bytes
-constexpr int kUnroll = 4;   // loads of a thread that are on their way at once
+constexpr int kMostThreads = 1024;  // of a block
+constexpr int kVector = 16;         // bytes
+constexpr int kUnroll = 4;          // loads of a thread that are on their way at once
 
 // A launch may have 32,764 bytes of arguments since CUDA 12.1, and 4,096 before.
 #if CUDART_VERSION >= 12010
@@ -108,30 +109,25 @@ struct Slice {
   }
 };
 
-// This thread's part of so many slices, of which the one with a given index begins at `place(index)`. Returns whether what
-// it met was finite. Several loads are on their way before the first store, which the compiler could not arrange by itself:
-// for all it knows, the one may overwrite the other.
+// This thread's part of so many slices, of which the one with a given index begins at `place(index)`. Returns whether
+// what it met was finite. Several loads are on their way before the first store, which the compiler could not arrange
+// by itself: for all it knows, the one may overwrite the other.
 template <int kLength, class Narrow, class Operation, class Place>
 __device__ bool visit_slices(
-    Narrow* narrow,
-    float* wide,
-    int slices,
-    const Operation& operation,
-    Sums& sums,
-    const Place& place) {
-  constexpr int kUnroll = kLength == 1 ? 2 * ampatch::kUnroll : ampatch::kUnroll;
+    Narrow* narrow, float* wide, int slices, const Operation& operation, Sums& sums, const Place& place) {
+  constexpr int kSteps = kLength == 1 ? 2 * kUnroll : kUnroll;
   bool finite = true;
-  for (int first = threadIdx.x; first < slices; first += kThreads * kUnroll) {
-    Slice<Narrow, Operation, kLength> parts[kUnroll];
+  for (int first = threadIdx.x; first < slices; first += kThreads * kSteps) {
+    Slice<Narrow, Operation, kLength> parts[kSteps];
 #pragma unroll
-    for (int step = 0; step < kUnroll; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
       const int index = first + step * kThreads;
       if (index < slices) {
         parts[step].load(narrow + place(index), wide + place(index));
       }
     }
 #pragma unroll
-    for (int step = 0; step < kUnroll; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
       const int index = first + step * kThreads;
       if (index < slices) {
         finite &= parts[step].apply(operation, sums, step);
@@ -142,20 +138,19 @@ __device__ bool visit_slices(
   return finite;
 }
 
-// One chunk of a tensor: what lies between two borders in vectors, and the rest by the element. That is everything where
-// the two tensors of a pair do not come to a border together.
+// One chunk of a tensor: what lies between two borders in vectors, and the rest by the element. That is everything
+// where the two tensors of a pair do not come to a border together.
 template <class Narrow, class Operation>
 __device__ bool visit_chunk(Narrow* narrow, float* wide, int count, const Operation& operation, Sums& sums) {
   constexpr int kLength = kVector / sizeof(Narrow);
   const int head = min(count, to_border(narrow) / static_cast<int>(sizeof(Narrow)));
   const bool together = !Operation::kHasWide || to_border(wide + head) == 0;
   const int slices = together ? (count - head) / kLength : 0;
-  const bool in_vectors = visit_slices<kLength>(
-      narrow, wide, slices, operation, sums, [&](int index) { return head + index * kLength; });
-  const bool by_element = visit_slices<1>(
-      narrow, wide, count - slices * kLength, operation, sums, [&](int index) {
-        return index < head ? index : index + slices * kLength;
-      });
+  const bool in_vectors =
+      visit_slices<kLength>(narrow, wide, slices, operation, sums, [&](int index) { return head + index * kLength; });
+  const bool by_element = visit_slices<1>(narrow, wide, count - slices * kLength, operation, sums, [&](int index) {
+    return index < head ? index : index + slices * kLength;
+  });
   return in_vectors && by_element;
 }
 
@@ -216,27 +211,22 @@ __global__ void __launch_bounds__(kThreads)
   visit(batch, Unscale{*inv_scale}, found_inf, nullptr);
 }
 
-__global__ void __launch_bounds__(kThreads) unscale_copy_kernel(
-    const __grid_constant__ Batch batch,
-    const float* inv_scale,
-    float* found_inf,
-    bool write_back) {
+__global__ void __launch_bounds__(kThreads) unscale_copy_kernel(const __grid_constant__ Batch batch,
+                                                                const float* inv_scale,
+                                                                float* found_inf,
+                                                                bool write_back) {
   visit(batch, UnscaleCopy{*inv_scale, write_back}, found_inf, nullptr);
 }
 
-__global__ void __launch_bounds__(kThreads) unscale_add_kernel(
-    const __grid_constant__ Batch batch,
-    const float* inv_scale,
-    float* found_inf,
-    bool write_back) {
+__global__ void __launch_bounds__(kThreads)
+    unscale_add_kernel(const __grid_constant__ Batch batch, const float* inv_scale, float* found_inf, bool write_back) {
   visit(batch, UnscaleAdd{*inv_scale, write_back}, found_inf, nullptr);
 }
 
-__global__ void __launch_bounds__(kThreads) found_inf_norm_kernel(
-    const __grid_constant__ Batch batch,
-    const float* inv_scale,
-    float* found_inf,
-    double* chunk_sums) {
+__global__ void __launch_bounds__(kThreads) found_inf_norm_kernel(const __grid_constant__ Batch batch,
+                                                                  const float* inv_scale,
+                                                                  float* found_inf,
+                                                                  double* chunk_sums) {
   visit(batch, FoundInfNorm{*inv_scale}, found_inf, chunk_sums);
 }
 
@@ -258,11 +248,7 @@ __global__ void __launch_bounds__(kThreads) copy_to_half_kernel(const __grid_con
 }
 
 __global__ void update_scale_kernel(
-    float* scale,
-    int32_t* unskipped,
-    int32_t* hysteresis_left,
-    const float* found_inf,
-    UpdateScale update) {
+    float* scale, int32_t* unskipped, int32_t* hysteresis_left, const float* found_inf, UpdateScale update) {
   update(*scale, *unskipped, *hysteresis_left, *found_inf);
 }
 
@@ -307,14 +293,13 @@ void unscale_(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_inf) {
 }
 
 template <class Kernel>
-void unscale_into(
-    const char* name,
-    Kernel kernel,
-    const std::vector<Tensor>& grads,
-    const std::vector<Tensor>& master_grads,
-    const Tensor& inv_scale,
-    const Tensor& found_inf,
-    bool write_back) {
+void unscale_into(const char* name,
+                  Kernel kernel,
+                  const std::vector<Tensor>& grads,
+                  const std::vector<Tensor>& master_grads,
+                  const Tensor& inv_scale,
+                  const Tensor& found_inf,
+                  bool write_back) {
   const OnDevice device(name, inv_scale);
   Lists lists(name, inv_scale, grads, write_back, master_grads, true);
   const float* factor = scalar<float>(name, "inv_scale", inv_scale, inv_scale);
@@ -326,21 +311,12 @@ void unscale_into(
 }
 
 void unscale_copy(
-    std::vector<Tensor> grads,
-    std::vector<Tensor> master_grads,
-    Tensor inv_scale,
-    Tensor found_inf,
-    bool write_back) {
-  unscale_into(
-      "ampatch::unscale_copy", unscale_copy_kernel, grads, master_grads, inv_scale, found_inf, write_back);
+    std::vector<Tensor> grads, std::vector<Tensor> master_grads, Tensor inv_scale, Tensor found_inf, bool write_back) {
+  unscale_into("ampatch::unscale_copy", unscale_copy_kernel, grads, master_grads, inv_scale, found_inf, write_back);
 }
 
 void unscale_add(
-    std::vector<Tensor> grads,
-    std::vector<Tensor> master_grads,
-    Tensor inv_scale,
-    Tensor found_inf,
-    bool write_back) {
+    std::vector<Tensor> grads, std::vector<Tensor> master_grads, Tensor inv_scale, Tensor found_inf, bool write_back) {
   unscale_into("ampatch::unscale_add", unscale_add_kernel, grads, master_grads, inv_scale, found_inf, write_back);
 }
 
@@ -382,30 +358,27 @@ void copy_to_half(std::vector<Tensor> masters, std::vector<Tensor> halves) {
   lists.finish();
 }
 
-void update_scale(
-    Tensor scale,
-    Tensor unskipped,
-    Tensor hysteresis_left,
-    Tensor found_inf,
-    double factor,
-    int64_t window,
-    int64_t hysteresis,
-    double floor,
-    double ceiling) {
+void update_scale(Tensor scale,
+                  Tensor unskipped,
+                  Tensor hysteresis_left,
+                  Tensor found_inf,
+                  double factor,
+                  int64_t window,
+                  int64_t hysteresis,
+                  double floor,
+                  double ceiling) {
   const char* name = "ampatch::update_scale";
   const OnDevice device(name, scale);
-  const UpdateScale update{
-      static_cast<float>(factor),
-      static_cast<int32_t>(window),
-      static_cast<int32_t>(hysteresis),
-      static_cast<float>(floor),
-      static_cast<float>(ceiling)};
-  update_scale_kernel<<<1, 1, 0, device.stream()>>>(
-      scalar<float>(name, "scale", scale, scale),
-      scalar<int32_t>(name, "unskipped", unskipped, scale),
-      scalar<int32_t>(name, "hysteresis_left", hysteresis_left, scale),
-      scalar<float>(name, "found_inf", found_inf, scale),
-      update);
+  const UpdateScale update{static_cast<float>(factor),
+                           static_cast<int32_t>(window),
+                           static_cast<int32_t>(hysteresis),
+                           static_cast<float>(floor),
+                           static_cast<float>(ceiling)};
+  update_scale_kernel<<<1, 1, 0, device.stream()>>>(scalar<float>(name, "scale", scale, scale),
+                                                    scalar<int32_t>(name, "unskipped", unskipped, scale),
+                                                    scalar<int32_t>(name, "hysteresis_left", hysteresis_left, scale),
+                                                    scalar<float>(name, "found_inf", found_inf, scale),
+                                                    update);
   check(cudaGetLastError(), "a kernel could not be launched");
 }
 

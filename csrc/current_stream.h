@@ -1,4 +1,5 @@
-// The stream that torch is on. Must not need CUDA: the library is to load, for its CPU kernels, into a torch without it.
+// The stream that torch is on. Must not need CUDA: the library is to load, for its CPU kernels, into a torch without
+// it.
 
 #pragma once
 
@@ -11,8 +12,8 @@
 
 namespace ampatch {
 
-// Of a GPU, by its index. The function that tells is in torch's library for CUDA, which torch loads for itself alone: its
-// names are not there for others to be linked to, and it has to be asked for them.
+// Of a GPU, by its index. The function that tells is in torch's library for CUDA, which torch loads for itself alone:
+// its names are not there for others to be linked to, and it has to be asked for them.
 inline void* current_stream(int32_t device) {
   using Function = AOTITorchError (*)(int32_t, void**);
   static const Function function = [] {

@@ -23,7 +23,8 @@ namespace ampatch {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// As much of a tensor as one thread block, or one task of the CPU, takes at a time. A multiple of every vector's length.
+// As much of a tensor as one thread block, or one task of the CPU, takes at a time. A multiple of every vector's
+// length.
 constexpr int64_t kChunk = 16384;
 
 struct Piece {
@@ -102,13 +103,12 @@ class Lists {
   }
 
   // Pairs of a tensor of any of the three types and one of float32.
-  Lists(
-      const char* name,
-      const Tensor& beside,
-      const std::vector<Tensor>& narrow,
-      bool writes_narrow,
-      const std::vector<Tensor>& wide,
-      bool writes_wide)
+  Lists(const char* name,
+        const Tensor& beside,
+        const std::vector<Tensor>& narrow,
+        bool writes_narrow,
+        const std::vector<Tensor>& wide,
+        bool writes_wide)
       : name_(name) {
     STD_TORCH_CHECK(
         narrow.size() == wide.size(), name_, ": found lists of ", narrow.size(), " and ", wide.size(), " tensors");
@@ -118,11 +118,10 @@ class Lists {
       const ScalarType type = checked(first, beside, true);
       checked(second, beside, false);
       const auto sizes = first.sizes(), others = second.sizes();
-      STD_TORCH_CHECK(
-          sizes.size() == others.size() && std::equal(sizes.begin(), sizes.end(), others.begin()),
-          name_,
-          ": found tensors of different shapes at index ",
-          index);
+      STD_TORCH_CHECK(sizes.size() == others.size() && std::equal(sizes.begin(), sizes.end(), others.begin()),
+                      name_,
+                      ": found tensors of different shapes at index ",
+                      index);
       const int64_t count = first.numel();
       if (count != 0) {
         const bool alike = are_alike(first, second);
@@ -175,14 +174,15 @@ template <class Value>
 inline Value* scalar(const char* name, const char* argument, const Tensor& tensor, const Tensor& beside) {
   constexpr bool is_float = std::is_same_v<Value, float>, is_double = std::is_same_v<Value, double>;
   constexpr ScalarType type = is_float ? ScalarType::Float : is_double ? ScalarType::Double : ScalarType::Int;
-  STD_TORCH_CHECK(
-      tensor.numel() == 1 && tensor.scalar_type() == type && tensor.device() == beside.device(),
-      name,
-      ": expected ",
-      argument,
-      " to be one element of ",
-      is_float ? "float32" : is_double ? "float64" : "int32",
-      ", on the device of the others");
+  STD_TORCH_CHECK(tensor.numel() == 1 && tensor.scalar_type() == type && tensor.device() == beside.device(),
+                  name,
+                  ": expected ",
+                  argument,
+                  " to be one element of ",
+                  is_float    ? "float32"
+                  : is_double ? "float64"
+                              : "int32",
+                  ", on the device of the others");
   return static_cast<Value*>(tensor.data_ptr());
 }
 

@@ -1,10 +1,10 @@
 // The arithmetic of each operator on one element, which the kernels for the CPU and for the GPU share.
 //
-// An element is a pair: `narrow`, of a tensor of float16, bfloat16 or float32, and `wide`, of one of float32, which some
-// operators lack. Both are handed over as float32, one or a vector of several, and what is written to `narrow` is rounded
-// when it is stored. An operation says which of the two it reads and writes, and returns whether the gradient that it met is
-// finite; `sum` is what its caller keeps of a few elements. Must not know where elements lie or who runs what. Compiled
-// without contraction of a * b + c, so that every result has the bits that torch's own kernels give.
+// An element is a pair: `narrow`, of a tensor of float16, bfloat16 or float32, and `wide`, of one of float32, which
+// some operators lack. Both are handed over as float32, one or a vector of several, and what is written to `narrow` is
+// rounded when it is stored. An operation says which of the two it reads and writes, and returns whether the gradient
+// that it met is finite; `sum` is what its caller keeps of a few elements. Must not know where elements lie or who runs
+// what. Compiled without contraction of a * b + c, so that every result has the bits that torch's own kernels give.
 
 #pragma once
 

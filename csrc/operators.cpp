@@ -1,5 +1,6 @@
 // The operators of torch.ops.ampatch: their schemas, and nothing else. What each does stands beside its arithmetic in
-// operations.h; its kernels are in cpu.cpp and cuda.cu, under its name; ampatch/torch_kernels.py does the same with torch alone.
+// operations.h; its kernels are in cpu.cpp and cuda.cu, under its name; ampatch/torch_kernels.py does the same with
+// torch alone.
 //
 // No operator returns anything or waits for the device. `found_inf` is only ever set, never reset.
 
@@ -13,8 +14,7 @@ STABLE_TORCH_LIBRARY(ampatch, m) {
   m.def(
       "unscale_add(Tensor(a!)[] grads, Tensor(b!)[] master_grads, Tensor inv_scale, Tensor(c!) found_inf, "
       "bool write_back) -> ()");
-  m.def(
-      "found_inf_norm(Tensor[] grads, Tensor inv_scale, Tensor(a!) found_inf, Tensor(b!) sum_of_squares) -> ()");
+  m.def("found_inf_norm(Tensor[] grads, Tensor inv_scale, Tensor(a!) found_inf, Tensor(b!) sum_of_squares) -> ()");
   m.def("copy_to_half(Tensor[] masters, Tensor(a!)[] halves) -> ()");
   m.def(
       "update_scale(Tensor(a!) scale, Tensor(b!) unskipped, Tensor(c!) hysteresis_left, Tensor found_inf, "

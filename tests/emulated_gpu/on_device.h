@@ -15,7 +15,8 @@ inline void check(int status, const char* what) {
 }
 
 struct OnDevice {
-  OnDevice(const char*, const torch::stable::Tensor&) {}
+  OnDevice(const char*, const torch::stable::Tensor&) {
+  }
 
   void* stream() const {
     return nullptr;
