@@ -38,9 +38,10 @@ struct Unscale {
   }
 };
 
-// master_grads = grads * inv_scale; with write_back, grads are then the master gradients, rounded.
-struct UnscaleCopy {
-  static constexpr bool kReadsNarrow = true, kHasWide = true, kReadsWide = false, kWritesWide = true, kSums = false;
+// master_grads = grads * inv_scale, or += where it adds; with write_back, grads are then the master gradients, rounded.
+template <bool kAdds>
+struct UnscaleInto {
+  static constexpr bool kReadsNarrow = true, kHasWide = true, kReadsWide = kAdds, kWritesWide = true, kSums = false;
   float inv_scale;
   bool write_back;
 
@@ -51,30 +52,18 @@ struct UnscaleCopy {
   template <class Value>
   C10_HOST_DEVICE auto operator()(Value& grad, Value& master_grad, Value&) const {
     const Value scaled = grad;
-    master_grad = scaled * inv_scale;
+    const Value unscaled = scaled * inv_scale;
+    if constexpr (kAdds) {
+      master_grad += unscaled;
+    } else {
+      master_grad = unscaled;
+    }
     grad = master_grad;
     return is_finite(scaled);
   }
 };
-
-// master_grads += grads * inv_scale; with write_back, grads are then the master gradients, rounded.
-struct UnscaleAdd {
-  static constexpr bool kReadsNarrow = true, kHasWide = true, kReadsWide = true, kWritesWide = true, kSums = false;
-  float inv_scale;
-  bool write_back;
-
-  C10_HOST_DEVICE bool writes_narrow() const {
-    return write_back;
-  }
-
-  template <class Value>
-  C10_HOST_DEVICE auto operator()(Value& grad, Value& master_grad, Value&) const {
-    const Value scaled = grad;
-    master_grad += scaled * inv_scale;
-    grad = master_grad;
-    return is_finite(scaled);
-  }
-};
+using UnscaleCopy = UnscaleInto<false>;
+using UnscaleAdd = UnscaleInto<true>;
 
 // Reads only: sum += (grads * inv_scale) ** 2
 struct FoundInfNorm {
