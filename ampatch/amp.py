@@ -34,7 +34,7 @@ from ampatch.errors import (
 )
 from ampatch.function_patches import Registration
 from ampatch.loss_scaler import LossScaler, ScaleState, is_of_grad_scaler, make_policy, settings_unlike
-from ampatch.optimizer_state import parameters_of
+from ampatch.optimizer_state import gradients_of, parameters_of
 from ampatch.optimizers import check_optimizer
 from ampatch.paths import Path
 from ampatch.session import Session, Settings
@@ -407,8 +407,7 @@ def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
     live = session.process.live
     if live is not None and live.has_adopted(optimizer):
         return live.clip_grad_norm_(checked, most)
-    parameters = dict.fromkeys(parameters_of(checked))
-    return clip_unscaled([parameter.grad for parameter in parameters if parameter.grad is not None], most)
+    return clip_unscaled(gradients_of(parameters_of(checked)), most)
 
 
 def state_dict() -> dict[str, dict[str, float | int]]:

@@ -218,7 +218,7 @@ def find() -> Library | None:
         return None
     with suppress(OSError, KernelError):  # a cache that cannot be read is as good as none
         directories += sorted(cache_directory().glob(f"{expected[:16]}-torch{ABI}-*"))
-    fitting = [library for library in map(read, directories) if library is not None and _fits(library, expected)]
+    fitting = [library for library in map(read, directories) if library is not None and fits(library, expected)]
     capabilities = _capabilities()
 
     def rank(library: Library) -> tuple[bool, bool, bool, int, tuple[str, ...]]:
@@ -233,7 +233,8 @@ def find() -> Library | None:
     return max(fitting, key=rank, default=None)
 
 
-def _fits(library: Library, expected: str) -> bool:
+def fits(library: Library, expected: str) -> bool:
+    """Whether a library is of sources with the hash that is expected, and for this machine and torch."""
     # Where torch is built for ROCm, AMD's GPUs go by the name of CUDA.
     return (library.sources, library.abi, library.machine) == (expected, ABI, processor()) and (
         torch.version.hip is None or not library.architectures

@@ -181,21 +181,16 @@ def carry_out(plan: Plan, force: bool = False) -> Built:
             for left in place.glob(f"{prefix}*/"):  # by a build that was killed: this process has the lock now
                 shutil.rmtree(left, ignore_errors=True)
             library = extension.read(plan.directory)
-            was_there = library is not None and _is_what_was_planned(library, plan)
+            was_there = (
+                library is not None
+                and library.architectures == plan.architectures
+                and extension.fits(library, plan.source_hash)
+            )
             if library is None or not was_there or force:
                 with tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True) as scratch:
                     library = _compiled(plan, Path(scratch))
                 was_there = False
     return Built(library, was_there, time.monotonic() - began)
-
-
-def _is_what_was_planned(library: Library, plan: Plan) -> bool:
-    return (library.sources, library.abi, library.machine, library.architectures) == (
-        plan.source_hash,
-        extension.ABI,
-        extension.processor(),
-        plan.architectures,
-    )
 
 
 # Compilers

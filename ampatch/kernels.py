@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ampatch import extension, extension_kernels, torch_kernels
 from ampatch.errors import KernelError, OptionError, did_you_mean
+from ampatch.opt_levels import HALVES
 
 logger = logging.getLogger("ampatch")
 
@@ -27,7 +28,7 @@ _VARIABLE = "AMPATCH_KERNELS"
 
 # What the extension's kernels work on. Subclasses of tensors have ways of their own, and are left to torch.
 _TYPES = (Tensor, nn.Parameter)
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_DTYPES = (*HALVES, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +308,7 @@ def _summed(grad: Tensor) -> Tensor:
     """A gradient with one value an element: entries of one index of a sparse one are added up, in float32 at least."""
     if not grad.is_sparse:
         return grad
-    return (grad.to(torch.float32) if grad.dtype in (torch.float16, torch.bfloat16) else grad).coalesce()
+    return (grad.to(torch.float32) if grad.dtype in HALVES else grad).coalesce()
 
 
 def values_of(tensor: Tensor) -> Tensor:

@@ -216,20 +216,18 @@ class MasterWeights:
 
     def show_gradients(self) -> None:
         """Shows the masters' gradients in the half parameters once more, after they were changed."""
+        dense: list[_Pair] = []
         for pair in self._pairs.values():
             if pair.master.grad is None:
                 pair.clear()
-        shown = [
-            pair
-            for pair in self._pairs.values()
-            if pair.gradient is _Gradient.SHOWN and not _gradient(pair.parameter).requires_grad
-        ]
-        sparse = [pair for pair in shown if _is_sparse(pair.parameter.grad) or _is_sparse(pair.master.grad)]
-        for pair in sparse:
-            pair.parameter.grad = _gradient(pair.master).to(pair.parameter.dtype)
-        dense = [pair for pair in shown if pair not in sparse]
+            elif pair.gradient is _Gradient.SHOWN and not _gradient(pair.parameter).requires_grad:
+                if _is_sparse(pair.parameter.grad) or _is_sparse(pair.master.grad):
+                    pair.parameter.grad = pair.master.grad.to(pair.parameter.dtype)
+                    pair.leave(_Gradient.SHOWN)
+                else:
+                    dense.append(pair)
         kernels.copy_to_half([_gradient(pair.master) for pair in dense], [_gradient(pair.parameter) for pair in dense])
-        for pair in shown:
+        for pair in dense:
             pair.leave(_Gradient.SHOWN)
 
     def follow_clearing(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -22,6 +22,11 @@ def parameters_of(optimizer: Any) -> Iterator[Tensor]:
     """The tensors that an optimizer updates, group by group."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients that are there, each once."""
+    return [parameter.grad for parameter in dict.fromkeys(parameters) if parameter.grad is not None]
 
 
 def replace_parameters(optimizer: Any, replacement_of: Callable[[Tensor], tuple[Tensor, torch.dtype] | None]) -> None:

@@ -173,7 +173,7 @@ class AdoptedOptimizer:
 
     def gradients(self) -> list[Tensor]:
         """The gradients that the optimizer updates its parameters with, each once."""
-        return [parameter.grad for parameter in dict.fromkeys(self.parameters()) if parameter.grad is not None]
+        return optimizer_state.gradients_of(self.parameters())
 
     def has_gradients(self) -> bool:
         """Whether there is any gradient where backward puts them."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ampatch import kernels
 from ampatch.errors import UsageError
+from ampatch.optimizer_state import gradients_of
 from ampatch.optimizers import AdoptedOptimizer
 from ampatch.scaling import Scaling
 
@@ -52,7 +53,7 @@ class ScaledPass:
                 optimizer.bring_up_to_date()
                 if optimizer.passes and optimizer.passes[-1].found_inf is not None:
                     # What overflowed stays infinite, and this pass is to be judged by itself.
-                    kernels.zero_after_overflow_(_gradients(optimizer.parameters()), optimizer.passes[-1].found_inf)
+                    kernels.zero_after_overflow_(optimizer.gradients(), optimizer.passes[-1].found_inf)
                 optimizer.masters.make_way()
                 if not self._scaler.is_one:
                     optimizer.widen_half_gradients(but=scaled)
@@ -144,14 +145,9 @@ class ScaledPass:
 
 def _in_place(optimizers: Iterable[AdoptedOptimizer], but: Collection[int] = ()) -> list[Tensor]:
     """The gradients that are scaled and unscaled where they are: those of parameters without a master."""
-    return _gradients(
+    return gradients_of(
         parameter
         for optimizer in optimizers
         for parameter in optimizer.parameters()
         if id(parameter) not in but and not optimizer.masters.is_master(parameter)
     )
-
-
-def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that are there, each once."""
-    return [parameter.grad for parameter in dict.fromkeys(parameters) if parameter.grad is not None]

@@ -261,11 +261,7 @@ void update_scale(Tensor scale,
   int32_t* clean = scalar<int32_t>(name, "unskipped", unskipped, scale);
   int32_t* left = scalar<int32_t>(name, "hysteresis_left", hysteresis_left, scale);
   const float* flag = scalar<float>(name, "found_inf", found_inf, scale);
-  const UpdateScale update{static_cast<float>(factor),
-                           static_cast<int32_t>(window),
-                           static_cast<int32_t>(hysteresis),
-                           static_cast<float>(floor),
-                           static_cast<float>(ceiling)};
+  const UpdateScale update(factor, window, hysteresis, floor, ceiling);
   update(*current, *clean, *left, *flag);
 }
 

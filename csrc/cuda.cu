@@ -369,11 +369,7 @@ void update_scale(Tensor scale,
                   double ceiling) {
   const char* name = "ampatch::update_scale";
   const OnDevice device(name, scale);
-  const UpdateScale update{static_cast<float>(factor),
-                           static_cast<int32_t>(window),
-                           static_cast<int32_t>(hysteresis),
-                           static_cast<float>(floor),
-                           static_cast<float>(ceiling)};
+  const UpdateScale update(factor, window, hysteresis, floor, ceiling);
   update_scale_kernel<<<1, 1, 0, device.stream()>>>(scalar<float>(name, "scale", scale, scale),
                                                     scalar<int32_t>(name, "unskipped", unskipped, scale),
                                                     scalar<int32_t>(name, "hysteresis_left", hysteresis_left, scale),

@@ -99,6 +99,15 @@ struct CopyToHalf {
 
 // The transition of a loss scale, as ampatch.loss_scaler.next_state describes it.
 struct UpdateScale {
+  // As the operator gets them.
+  UpdateScale(double factor, int64_t window, int64_t hysteresis, double floor, double ceiling)
+      : factor(static_cast<float>(factor)),
+        window(static_cast<int32_t>(window)),
+        hysteresis(static_cast<int32_t>(hysteresis)),
+        floor(static_cast<float>(floor)),
+        ceiling(static_cast<float>(ceiling)) {
+  }
+
   float factor;
   int32_t window;
   int32_t hysteresis;
