@@ -34,9 +34,11 @@ from ampatch.errors import (
 )
 from ampatch.function_patches import Registration
 from ampatch.loss_scaler import LossScaler, ScaleState, is_of_grad_scaler, make_policy, settings_unlike
-from ampatch.optimizer_state import gradients_of, parameters_of
+from ampatch.opt_levels import Properties
+from ampatch.optimizer_state import parameters_of
 from ampatch.optimizers import check_optimizer
 from ampatch.paths import Path
+from ampatch.processes import Processes, is_sharded
 from ampatch.session import Session, Settings
 from ampatch.weight_cache import CastCounts
 
@@ -59,6 +61,7 @@ __all__ = [
     "deinitialize",
     "disable_casts",
     "float_function",
+    "frozen_weights",
     "get_loss_scale",
     "half_function",
     "init",
@@ -202,6 +205,8 @@ def initialize(
             f"amp.deinitialize() first, or give the same arguments."
         )
     _check_optimizers(optimizer_list, model_list, live)
+    if properties.cast_model_type in opt_levels.HALVES:
+        _check_whole(optimizer_list, model_list, properties)
     conversion_plan.check_matches([*model_list, *(live.models if live is not None else ())], kept)
 
     device_types = set().union(*(models_module.device_types(model) for model in model_list)) or _all_device_types()
@@ -358,6 +363,37 @@ def disable_casts() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def frozen_weights(model: nn.Module) -> Iterator[None]:
+    """Keeps the casts of a model's weights from call to call until the block ends, for calls without gradients.
+
+    ::
+
+        with torch.inference_mode(), amp.frozen_weights(model):
+            for batch in loader:
+                predictions = model(batch)
+
+    Each weight is then cast once, and not once a call. Calls that record gradients are not concerned. A weight that is
+    changed all the same is cast anew at its next use, unless it was changed through ``.data`` within its storage, which
+    nothing can see: `clear_cache` after that. Blocks nest, for the same model and for several; threads share what is
+    kept. All of it is dropped when the block ends, and by `deinitialize`.
+
+    Where no functions are patched, or amp is off, there is nothing to keep. What torch.compile has compiled casts for
+    itself, and keeps nothing either.
+
+    Args:
+        model: one that amp has, a part of it, or a wrapper around it.
+
+    Raises:
+        OptionError: it is no module.
+        UsageError: it was never handed to ``amp.initialize``.
+    """
+    checked = models_module.check_module(model)
+    live = session.process.live
+    with contextlib.nullcontext() if live is None else live.frozen_weights(checked):
+        yield
+
+
 def master_params(optimizer: Any) -> Iterator[Tensor]:
     """Iterates over the parameters that an optimizer updates: clip the gradients of these.
 
@@ -399,15 +435,15 @@ def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
 
     Raises:
         OptionError: ``optimizer`` is none, or ``max_norm`` is no number from 0 on.
-        UsageError: inside a block; another optimizer has left gradients of the same parameters scaled; or gradients
-            are sharded.
+        UsageError: inside a block; another optimizer has left gradients of the same parameters scaled; or they are
+            of a ``FullyShardedDataParallel`` that amp does not know.
     """
     checked = check_optimizer(optimizer)
     most = _max_norm(max_norm)
     live = session.process.live
     if live is not None and live.has_adopted(optimizer):
         return live.clip_grad_norm_(checked, most)
-    return clip_unscaled(gradients_of(parameters_of(checked)), most)
+    return clip_unscaled(parameters_of(checked), most, Processes())
 
 
 def state_dict() -> dict[str, dict[str, float | int]]:
@@ -526,7 +562,7 @@ def clear_cache() -> None:
     """Drops the cast weights.
 
     Needed only after a change that no check can see: through ``.data``, between two forwards with gradients and no step
-    between them.
+    between them, or inside `frozen_weights`.
     """
     live = session.process.live
     if live is not None:
@@ -675,6 +711,23 @@ def _all_device_types() -> set[str]:
 def _lists(overlay: Overlay | None) -> lists_module.CastLists:
     shipped = lists_module.shipped()
     return shipped if overlay is None else shipped.overlaid(overlay)
+
+
+def _check_whole(optimizers: list[Any], models: list[nn.Module], properties: Properties) -> None:
+    """Refuses to convert weights of which a process has pieces only, and to give masters to what is in pieces."""
+    instead = "Use opt_level='O1' (or 'O4')"
+    if is_sharded(parameter for model in models for parameter in model.parameters()):
+        raise OptionError(
+            f"the model's parameters are sharded over processes, and opt_level={properties.opt_level!r} would convert "
+            f"them under the hands of FSDP or tensor parallelism. {instead}, and have FSDP itself gather them in half "
+            "where memory is scarce (MixedPrecisionPolicy)."
+        )
+    for optimizer in optimizers:
+        if properties.master_weights and hasattr(optimizer, "consolidate_state_dict"):
+            raise OptionError(
+                f"the {type(optimizer).__name__} hands pieces of its parameters to an optimizer of its own, which "
+                f"would not update float32 masters. {instead} with it."
+            )
 
 
 def _check_optimizers(optimizers: list[Any], models: list[nn.Module], live: Session | None) -> None:

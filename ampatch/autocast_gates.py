@@ -31,12 +31,11 @@ def _check_input_of_any_float(switch: Switch) -> Any:
     torch's own raises where it is not that of the weights, before anything is called that would cast both.
     """
     original = nn.RNNBase.check_input
-    thread = switch.thread
 
     @functools.wraps(original)
     def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
         dtype = self._flat_weights[0].dtype  # type: ignore[union-attr]
-        if switch.active and not thread.off and input.dtype is not dtype and {input.dtype, dtype} <= CASTABLE:
+        if switch.active and not switch.is_off() and input.dtype is not dtype and {input.dtype, dtype} <= CASTABLE:
             # Only the shape is looked at from here on; a meta tensor holds no memory.
             input = torch.empty(input.shape, dtype=dtype, device="meta")
         original(self, input, batch_sizes)

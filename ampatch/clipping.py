@@ -2,30 +2,41 @@
 
 Owns the order of passes over the gradients: one that reads, for the norm and for overflow; and one that writes, unless
 the optimizer's own kernel does that. Must not decide whether a step is skipped.
+
+Of gradients that are spread over processes each reads its own pieces, and the sums of squares are added up: all of them
+have to clip, and at the same time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ampatch import kernels
 from ampatch.errors import UsageError
+from ampatch.optimizer_state import gradients_of
 from ampatch.optimizers import AdoptedOptimizer
+from ampatch.processes import Group, Processes, lay_out_gradient
 from ampatch.scaled_pass import ScaledPass
-from ampatch.scaling import Scaling
+
+# Gradients that are summed up on their own: the groups over which their elements are spread, and this process's.
+_Part = tuple[tuple[Group, ...], list[Tensor]]
 
 
-def clip(optimizer: AdoptedOptimizer, max_norm: float, everyone: Iterable[AdoptedOptimizer]) -> Tensor:
+def clip(
+    optimizer: AdoptedOptimizer, max_norm: float, everyone: Iterable[AdoptedOptimizer], processes: Processes
+) -> Tensor:
     """Clips the gradients of an adopted optimizer; unscales them if a block has left that to be done.
 
     Args:
         optimizer: whose gradients.
         max_norm: the most that their norm may be.
         everyone: all optimizers of the session.
+        processes: those over which gradients may be spread.
 
     Returns:
         The norm before, of unscaled gradients: 0-dimensional float32.
@@ -37,38 +48,42 @@ def clip(optimizer: AdoptedOptimizer, max_norm: float, everyone: Iterable[Adopte
     scaling = optimizer.scaled_by
     together = [each for each in everyone if scaling is not None and each.scaled_by is scaling]
     optimizer.check_shared("amp.clip_grad_norm_ would clip", together)
-    _check_whole(optimizer.gradients())
     if scaling is not None and scaling.is_open:
         raise UsageError("amp.clip_grad_norm_ stands inside the amp.scale_loss block. Move it behind the block.")
     for each in together:
         each.masters.follow_clearing()
         each.masters.follow_zeroing()
-    if scaling is not None and not optimizer.has_gradients():  # cleared since
-        optimizer.leave_scale()
+    if scaling is not None and not (optimizer.has_gradients() or processes.share(optimizer.parameters())):
+        optimizer.leave_scale()  # they were cleared since
     elif scaling is not None:
+        scaled_pass = ScaledPass(scaling, together, processes)
         if together == [optimizer] and _is_plain(optimizer):
-            return _clip_scaled(optimizer, scaling, max_norm)
-        ScaledPass(scaling, together).end(delay_unscale=False, delay_overflow_check=False)
+            return _clip_scaled(optimizer, scaled_pass, max_norm, processes)
+        scaled_pass.finish()
     optimizer.bring_up_to_date()
-    norm = clip_unscaled(optimizer.gradients(), max_norm)
+    norm = clip_unscaled(optimizer.parameters(), max_norm, processes)
     optimizer.masters.show_gradients()
     return norm
 
 
-def clip_unscaled(grads: list[Tensor], max_norm: float) -> Tensor:
-    """Clips gradients by the norm of all of them taken together.
+def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, processes: Processes) -> Tensor:
+    """Clips the gradients of parameters by the norm of all of them taken together.
 
     Args:
-        grads: floating or complex tensors of any shape, layout, dtype and device.
+        parameters: with gradients of any shape, layout, dtype and device, or with none.
         max_norm: the most that their norm may be.
+        processes: those over which gradients may be spread.
 
     Returns:
-        The norm before: 0-dimensional float32, on the device of the first.
+        The norm before: 0-dimensional float32, on the device of the first gradient.
     """
-    _check_whole(grads)
-    one = torch.ones((), device=grads[0].device if grads else None)
+    parameters = list(parameters)
+    parts = list(_parts(parameters, processes))
+    grads = [grad for _, part in parts for grad in part]
+    one = torch.ones((), dtype=torch.float32, device=grads[0].device if grads else None)
     found_inf = torch.zeros_like(one)
-    norm = _norm(grads, one, found_inf)
+    norm = _norm(parts, one, found_inf)
+    processes.agree(found_inf, parameters)
     if not math.isinf(max_norm):
         with torch.no_grad():
             kernels.multiply_(grads, _factor(norm, max_norm, found_inf))
@@ -77,19 +92,18 @@ def clip_unscaled(grads: list[Tensor], max_norm: float) -> Tensor:
 
 def _is_plain(optimizer: AdoptedOptimizer) -> bool:
     """Whether all of its gradients are as backward left them, so that one factor unscales and clips them."""
-    return not optimizer.masters.has_sums() and not any(grad.requires_grad for grad in _scaled(optimizer))
+    scaled = [*optimizer.gradients(), *optimizer.masters.new_gradients()]
+    return not optimizer.masters.has_sums() and not any(grad.requires_grad for grad in scaled)
 
 
-def _scaled(optimizer: AdoptedOptimizer) -> list[Tensor]:
-    return [*optimizer.gradients(), *optimizer.masters.new_gradients()]
-
-
-def _clip_scaled(optimizer: AdoptedOptimizer, scaling: Scaling, max_norm: float) -> Tensor:
+def _clip_scaled(optimizer: AdoptedOptimizer, scaled_pass: ScaledPass, max_norm: float, processes: Processes) -> Tensor:
     """Ends a pass that left its gradients scaled: reads them once, and writes them once or leaves that to the step."""
-    scaled_pass = ScaledPass(scaling, [optimizer])
+    scaling = scaled_pass.scaling
     with scaled_pass.whole():
         inv_scale, found_inf = scaling.scale.reciprocal(), scaling.scaler.no_overflow()
-        norm = _norm(_scaled(optimizer), inv_scale, found_inf)
+        parts = [*_parts(optimizer.parameters(), processes), ((), optimizer.masters.new_gradients())]
+        norm = _norm(parts, inv_scale, found_inf)
+        processes.agree(found_inf, optimizer.parameters())
         factor = _factor(norm, max_norm, found_inf)
         folds = optimizer.may_fold()
         if not folds:
@@ -101,10 +115,23 @@ def _clip_scaled(optimizer: AdoptedOptimizer, scaling: Scaling, max_norm: float)
     return norm.float()
 
 
-def _norm(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> Tensor:
-    sum_of_squares = torch.zeros((), dtype=torch.float64, device=found_inf.device)
-    kernels.found_inf_norm(grads, inv_scale, found_inf, sum_of_squares)
-    return sum_of_squares.sqrt_()
+def _parts(parameters: Iterable[Tensor], processes: Processes) -> Iterator[_Part]:
+    for groups, part in processes.by_pieces(parameters):
+        for parameter in part:
+            lay_out_gradient(parameter)
+        yield groups, gradients_of(part)
+
+
+def _norm(parts: Iterable[_Part], inv_scale: Tensor, found_inf: Tensor) -> Tensor:
+    """The norm of gradients times ``inv_scale``, and ``found_inf`` for those of this process: 0-dimensional float64."""
+    total = torch.zeros((), dtype=torch.float64, device=found_inf.device)
+    for groups, grads in parts:
+        sum_of_squares = torch.zeros_like(total)
+        kernels.found_inf_norm(grads, inv_scale, found_inf, sum_of_squares)
+        for group in groups:
+            group.reduce_(sum_of_squares, dist.ReduceOp.SUM)
+        total += sum_of_squares
+    return total.sqrt_()
 
 
 def _factor(norm: Tensor, max_norm: float, found_inf: Tensor) -> Tensor:
@@ -114,12 +141,3 @@ def _factor(norm: Tensor, max_norm: float, found_inf: Tensor) -> Tensor:
     """
     factor = torch.ones_like(norm) if math.isinf(max_norm) else (max_norm / (norm + 1e-6)).clamp_(max=1)
     return factor.float().masked_fill_(found_inf != 0, 1)
-
-
-def _check_whole(grads: list[Tensor]) -> None:
-    if any(hasattr(grad, "device_mesh") for grad in grads):
-        raise UsageError(
-            "found gradients that are sharded over processes (DTensor), whose norm amp.clip_grad_norm_ does not know. "
-            "Clip them after a block without delay_unscale=True: "
-            "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)."
-        )

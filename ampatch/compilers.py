@@ -7,15 +7,18 @@ nothing of rules or types.
 
 from __future__ import annotations
 
+import pkgutil
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.jit._builtins
 import torch.jit._recursive
+import wrapt
 from torch import nn
 
 from ampatch.errors import UsageError
@@ -33,9 +36,77 @@ _BELOW_OPERATORS = (
 )
 
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_TORCH = Path(torch.__file__).parent
+
+# Of this package, what models call while they run. The rest keeps books around them, which is no work for a compiler.
+_TRACED = frozenset(
+    f"ampatch.{name}"
+    for name in (
+        *("amp", "session", "models", "autocast_gates", "wrappers", "weight_cache", "switch", "compilers", "casting"),
+        *("signatures", "paths", "errors"),
+    )
+)
+
+
+def _keep_books_untraced(dynamo: types.ModuleType) -> None:
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)], "ampatch."):
+        if module.name not in _TRACED:
+            dynamo.trace_rules.add(module.name)
+
+
+wrapt.register_post_import_hook(_keep_books_untraced, "torch._dynamo")
+
+
+def called_in_graphs(function: Callable[..., None]) -> Callable[..., None]:
+    """Decorates a function that torch.compile is not to trace, but to call where its graph runs."""
+    wrapt.register_post_import_hook(lambda dynamo: dynamo.allow_in_graph(function), "torch._dynamo")
+    return function
+
+
+def traced_within_others(function: _F) -> _F:
+    """Decorates a function that torch.compile is to trace where it is called by what is compiled, and only there.
+
+    Where it lets code run as it is, as it does around some graph breaks and the hooks of modules, it goes on to compile
+    every function that is called there, but for those of torch.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
+def give_own_code(wrapper: Any, original: object) -> None:
+    """Has torch.compile see in a wrapper what it sees in the original.
+
+    It keeps what it has compiled by code, in a small number, and wrappers that were made in one place share theirs.
+    """
+    wrapper.__code__ = wrapper.__code__.replace(co_name=wrapper.__name__)
+    if not isinstance(original, types.FunctionType) or Path(original.__code__.co_filename).is_relative_to(_TORCH):
+        traced_within_others(wrapper)
+
+
+def is_recording() -> bool:
+    """Whether what runs is taken down, faked or transformed, so that nothing may be written beside it."""
+    modes = torch._C._TorchDispatchModeKey
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or any(torch._C._get_dispatch_mode(key) is not None for key in (modes.FAKE, modes.PROXY))
+    )
+
+
 def is_below_operators(frame: types.FrameType) -> bool:
     """Whether a frame belongs to the implementation of an operator for tracers."""
     return str(frame.f_globals.get("__name__", "")).startswith(_BELOW_OPERATORS)
+
+
+def is_capturing() -> bool:
+    """Whether what this thread does is recorded into a CUDA graph, and nothing can be read back."""
+    # A worker forked from a process that uses a GPU counts as one that does not, and could not answer.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def read_tables() -> None:

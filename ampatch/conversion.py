@@ -11,6 +11,7 @@ import contextlib
 import gc
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -253,6 +254,13 @@ class Conversion:
         backing = self._backings.get(tensor)
         if backing is not None:
             backing.load(tensor, values)
+
+    def take_values(self, tensor: Tensor, overwrite: Callable[[Tensor], object]) -> None:
+        """Has the float32 values behind a tensor overwritten, where they are kept; rounded they are what it has."""
+        backing = self._backings.get(tensor)
+        if backing is not None and backing.full is not None:
+            overwrite(backing.full)
+            backing.note(tensor)
 
     def mark(self) -> int:
         """A point in time for `restore`."""

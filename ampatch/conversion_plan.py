@@ -105,6 +105,12 @@ def plan(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool, keep_f
     names: dict[int, str] = {}
     for prefix, module in model.named_modules():
         wanted = torch.float32 if module in kept else dtype
+        if isinstance(module, torch.jit.ScriptModule) and dtype in HALVES:
+            raise OptionError(
+                f"the model's {prefix!r} was compiled by TorchScript, which has no room for what amp has to add to a "
+                f"module that is converted to {dtype}. Put the module there that it was made of, or use "
+                "opt_level='O1' or 'O4', which leave it as it is."
+            )
         for name, tensor in own_tensors(module):
             path = f"{prefix}.{name}" if prefix else name
             _check_convertible(path, tensor, wanted)
@@ -164,6 +170,12 @@ def _check_convertible(path: str, tensor: Tensor, dtype: torch.dtype) -> None:
         raise OptionError(
             f"the model's {path!r} was made under torch.inference_mode(), where nothing can be trained or converted. "
             "Make the model outside of it."
+        )
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise OptionError(
+            f"the model's {path!r} is {'nested' if tensor.is_nested else f'of layout {tensor.layout}'}, and float32 "
+            f"values can be kept of dense tensors only, so it cannot be converted to {dtype}. Use opt_level='O1' or "
+            "'O4', or name its module in keep_fp32."
         )
     if type(tensor.data) is not Tensor:
         raise OptionError(

@@ -149,7 +149,8 @@ def _runs_on(device: torch.device) -> bool:
 
 def _try_out(device: torch.device) -> None:
     """Runs an operator on a GPU, whose driver may be older than the compiler's libraries want it: RuntimeError then."""
-    one, found_inf = torch.ones((), device=device), torch.zeros((), device=device)
+    one = torch.ones((), dtype=torch.float32, device=device)
+    found_inf = torch.zeros_like(one)
     extension_kernels.unscale_([torch.ones_like(one)], one, found_inf)
 
 
@@ -312,7 +313,9 @@ def _summed(grad: Tensor) -> Tensor:
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """The elements of a tensor as a dense and real one that shares its memory."""
+    """The elements of a tensor as a dense and real one that shares its memory; of a DTensor, those of this process."""
+    if type(tensor) is not Tensor and hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
     if tensor.is_sparse:
         tensor = tensor._values()
     elif tensor.layout is not torch.strided:  # compressed rows or columns

@@ -17,6 +17,7 @@ from torch import Tensor
 from ampatch import kernels
 from ampatch.errors import AmpError, OptionError
 from ampatch.opt_levels import LossScale, check_loss_scale
+from ampatch.processes import Processes
 
 # The keys of a saved state. The first two of each are what a scaler cannot do without: the scale and its clean steps.
 _KEYS = ("loss_scale", "unskipped", "hysteresis_left", "dynamic")
@@ -184,7 +185,12 @@ class LossScaler:
 
     def _begin(self, policy: ScalePolicy) -> None:
         self.policy = policy
-        self._set(first_state(policy), torch.device("cpu"))
+        with torch.inference_mode(False):  # backward may need them, whoever makes them where
+            self._scale = torch.empty((), dtype=torch.float32, device="cpu")
+            self._unskipped = torch.empty((), dtype=torch.int32, device="cpu")
+            self._hysteresis_left = torch.empty_like(self._unskipped)
+            self._found_inf = torch.empty_like(self._scale)
+        self._set(first_state(policy))
 
     @property
     def dynamic(self) -> bool:
@@ -219,7 +225,7 @@ class LossScaler:
 
         Args:
             grads: floating or complex tensors of any shape, dtype and device; None is passed over, sparse ones are
-                coalesced.
+                coalesced. Of DTensors every process has to hand in the same, and all hear of an overflow in one.
 
         Returns:
             0-dimensional float32, 1 if any element of these gradients was not finite, else 0; always 0 under a static
@@ -232,6 +238,7 @@ class LossScaler:
         found_inf = self.no_overflow()
         if self.dynamic:
             kernels.unscale_(there, self._scale.reciprocal(), found_inf)
+            Processes().agree(found_inf, there)
             self.note(found_inf)
         elif not self.is_one:
             kernels.multiply_(there, self._scale.reciprocal())
@@ -247,7 +254,7 @@ class LossScaler:
         Args:
             found_inf: 0-dimensional float32, not 0 after an overflow.
         """
-        self._found_inf = torch.maximum(self._found_inf, found_inf)
+        torch.maximum(self._found_inf, found_inf, out=self._found_inf)
 
     def update(self) -> None:
         """Ends a pass: the scale backs off if an `unscale_` since the last update met overflow; else grows or stays."""
@@ -302,7 +309,7 @@ class LossScaler:
         Raises:
             OptionError: a key is missing, unknown, or holds no such number; nothing was changed.
         """
-        self._set(self.read_state_dict(state_dict), self._scale.device)
+        self._set(self.read_state_dict(state_dict))
 
     def read_state_dict(self, state_dict: Mapping[str, object]) -> ScaleState:
         """The state that a dict holds, checked, without taking it over.
@@ -337,12 +344,12 @@ class LossScaler:
             scale = min(max(scale, self.policy.floor), self.policy.ceiling)
         return ScaleState(scale, unskipped, left)
 
-    def _set(self, state: ScaleState, device: torch.device) -> None:
-        with torch.inference_mode(False):  # backward may need them, whoever makes them where
-            self._scale = torch.tensor(state.loss_scale, dtype=torch.float32, device=device)
-            self._unskipped = torch.tensor(state.unskipped, dtype=torch.int32, device=device)
-            self._hysteresis_left = torch.tensor(state.hysteresis_left, dtype=torch.int32, device=device)
-            self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
+    def _set(self, state: ScaleState) -> None:
+        # In place, as everything is but the move to a device: a CUDA graph goes on with the tensors that it met.
+        self._scale.fill_(state.loss_scale)
+        self._unskipped.fill_(state.unskipped)
+        self._hysteresis_left.fill_(state.hysteresis_left)
+        self._found_inf.zero_()
         self.is_one = not self.policy.dynamic and state.loss_scale == 1
         self.age += 1
 
@@ -388,7 +395,7 @@ def _kind(value: object) -> str:
 def _checked_scale(name: str, value: object) -> float:
     """A number that float32 holds without rounding it or its reciprocal to zero, as float32 holds it."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 2.0**-126 <= value <= 2.0**126:
-        return float(torch.tensor(value, dtype=torch.float32))
+        return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
     raise OptionError(f"{name} is {value!r}; expected a number from 2**-126 to 2**126.")
 
 

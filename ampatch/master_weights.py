@@ -101,6 +101,7 @@ class MasterWeights:
         self._conversion = conversion
         self._pairs: dict[int, _Pair] = {}  # by id of the half parameter
         self._parameters: dict[int, nn.Parameter] = {}  # by id of the master
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that `are_of` has found some of
 
     def install(self, ledger: PatchLedger) -> None:
         """Makes the masters, and has the optimizer's other methods know of them.
@@ -145,6 +146,7 @@ class MasterWeights:
             raise
         if new:
             self._pairs.update(new)
+            self._models.clear()
             self._parameters.update({id(pair.master): pair.parameter for pair in new.values()})
             # Its way out is `take_out`, which puts back what has been put in.
             optimizer_state.replace_parameters(
@@ -162,6 +164,7 @@ class MasterWeights:
             self._conversion.release(pair.parameter)
         self._pairs.clear()
         self._parameters.clear()
+        self._models.clear()
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -169,6 +172,15 @@ class MasterWeights:
     def parameter_of(self, tensor: Tensor) -> Tensor:
         """The model's parameter behind a master; any other tensor is its own."""
         return self._parameters.get(id(tensor), tensor)
+
+    def are_of(self, model: nn.Module) -> bool:
+        """Whether any is of a parameter of the model.
+
+        Only that there are some is remembered: within `torch.func.functional_call` a model has other parameters.
+        """
+        if model not in self._models and any(id(parameter) in self._pairs for parameter in model.parameters()):
+            self._models.add(model)
+        return model in self._models
 
     def is_master(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of these masters."""
@@ -187,8 +199,8 @@ class MasterWeights:
         if not pairs:
             return
         device = pairs[0].master.device
-        factor = torch.ones((), device=device) if inv_scale is None else inv_scale
-        found_inf = torch.zeros((), device=device) if found_inf is None else found_inf
+        factor = torch.ones((), dtype=torch.float32, device=device) if inv_scale is None else inv_scale
+        found_inf = torch.zeros((), dtype=torch.float32, device=device) if found_inf is None else found_inf
         first: list[_Pair] = []
         later: list[_Pair] = []
         for pair in pairs:

@@ -6,17 +6,30 @@ Hooks are handed in as module-level functions without state, so that an adopted 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Set
+import types
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import torch
 from torch import nn
 
 from ampatch.casting import cast_floating
+from ampatch.compilers import traced_within_others
 from ampatch.errors import OptionError, UsageError
 from ampatch.patching import PatchLedger
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def check_module(model: object) -> nn.Module:
+    """``model`` itself if it is a module.
+
+    Raises:
+        OptionError: it is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"found {type(model).__name__} as a model; expected a torch.nn.Module.")
+    return model
 
 
 def check_model(model: object) -> nn.Module:
@@ -25,8 +38,7 @@ def check_model(model: object) -> nn.Module:
     Raises:
         OptionError: it is no module, was compiled by TorchScript, or is wrapped for several processes or devices.
     """
-    if not isinstance(model, nn.Module):
-        raise OptionError(f"found {type(model).__name__} as a model; expected a torch.nn.Module.")
+    model = check_module(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise OptionError(
             "the model was compiled by TorchScript, so that nothing in it can be cast. Hand in the module that it was "
@@ -39,6 +51,31 @@ def check_model(model: object) -> nn.Module:
             f"it returns: model, optimizer = amp.initialize(model, optimizer); model = {kind}(model)."
         )
     return model
+
+
+def scripted_parts(model: nn.Module) -> list[str]:
+    """What TorchScript has compiled in a model: submodules, and functions that its modules hold or call by name."""
+    parts: dict[int, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            if not any(name.startswith(f"{part}.") for part in parts.values()):
+                parts[id(module)] = name
+            continue
+        held = {f"{name}.{key}" if name else key: value for key, value in vars(module).items()}
+        for function in _own_functions(type(module)):
+            for key in function.__code__.co_names:
+                held[f"{function.__module__}.{key}"] = function.__globals__.get(key)
+        for key, value in held.items():
+            if isinstance(value, torch.jit.ScriptFunction):
+                parts.setdefault(id(value), key)
+    return list(parts.values())
+
+
+def _own_functions(kind: type) -> Iterator[types.FunctionType]:
+    """The methods of a class and of those it derives from, without torch's own."""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] != "torch":
+            yield from (value for value in vars(base).values() if isinstance(value, types.FunctionType))
 
 
 def device_type(model: nn.Module) -> str | None:
@@ -109,10 +146,12 @@ def hook_state_dict(
         ledger.on_undo(module.register_load_state_dict_post_hook(after_load).remove, module)
 
 
+@traced_within_others
 def _cast_arguments(dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
 
+@traced_within_others
 def _cast_result(dtype: torch.dtype, _: nn.Module, __: tuple[Any, ...], result: Any) -> Any:
     return cast_floating(result, dtype)
 

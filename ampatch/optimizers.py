@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from ampatch import kernels, optimizer_state
+from ampatch.compilers import is_capturing
 from ampatch.errors import LossScaleError, OptionError, UsageError
 from ampatch.folding import Folded
 from ampatch.master_weights import MasterWeights
@@ -70,7 +71,7 @@ class AdoptedOptimizer:
         optimizer: the user's; referred to weakly.
         masters: its float32 masters; none where the level has none.
         switch: the session's; off while ``step`` runs, since an optimizer's own arithmetic is not to be cast.
-        after_step: called at the end of every step, skipped or not.
+        after_step: called at the end of every step, skipped or not, with the model's parameters that it updates.
         name_of: a model's parameter's name, for messages.
         others: all optimizers of the session.
         dynamic: whether a scale is dynamic, so that a step may have to be taken back.
@@ -91,7 +92,7 @@ class AdoptedOptimizer:
         optimizer: OptimizerLike,
         masters: MasterWeights,
         switch: Switch,
-        after_step: Callable[[], object],
+        after_step: Callable[[Iterable[Tensor]], object],
         name_of: Callable[[Tensor], str],
         others: Callable[[], Iterable[AdoptedOptimizer]],
         *,
@@ -186,15 +187,20 @@ class AdoptedOptimizer:
         self.masters.clear_gradients()
         self.leave_scale()
 
+    def parameters_with_half_gradients(self) -> list[Tensor]:
+        """Those whose gradients would be made float32 for as long as they are scaled."""
+        there = ((parameter, parameter.grad) for parameter in self.parameters())
+        return [each for each, grad in there if grad is not None and grad.dtype in HALVES and not grad.is_sparse]
+
     def widen_half_gradients(self, but: Collection[int]) -> None:
         """Makes half gradients float32 for as long as they are scaled, since at the scale they could overflow.
 
         Args:
             but: ids of parameters to leave out.
         """
-        for parameter in self.parameters():
-            grad = None if id(parameter) in but else parameter.grad
-            if grad is not None and grad.dtype in HALVES and not grad.is_sparse:
+        for parameter in self.parameters_with_half_gradients():
+            grad = parameter.grad
+            if id(parameter) not in but and grad is not None:
                 self._widened.append((parameter, parameter.dtype, parameter.grad_dtype, grad.dtype))
                 _set_gradient(parameter, grad.float(), torch.float32)
 
@@ -345,6 +351,12 @@ class AdoptedOptimizer:
         try:
             if (passes or self.is_folded) and self._skips_by_itself(args, kwargs):
                 return self._step_or_skip(original, passes)
+            if passes and is_capturing():
+                raise UsageError(
+                    "whether this step is to be skipped would have to be read from the device, which cannot be done "
+                    "while a CUDA graph is captured. Use an optimizer with fused=True (and capturable=True, where it "
+                    "has that), without exact_hooks, that has made a step before; or a static loss_scale."
+                )
             overflowed = [scaling for scaling in passes if scaling.overflowed]
             self._settle(wait=bool(passes))
             self._unsettled.append([])  # in its order behind steps that are not settled yet
@@ -356,7 +368,7 @@ class AdoptedOptimizer:
             return self._step(original, args, kwargs)
         finally:
             self.masters.clear_gradients()
-            self._after_step()
+            self._after_step(map(self.masters.parameter_of, self.parameters()))
 
     def _step(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = _closure(args, kwargs)
@@ -452,9 +464,10 @@ class AdoptedOptimizer:
             raise
         finally:
             del optimizer.grad_scale, optimizer.found_inf
-            for scaling in passes:
-                scaling.send()
-            self._unsettled.append(passes)
+            if not is_capturing():  # of replays nobody hears
+                for scaling in passes:
+                    scaling.send()
+                self._unsettled.append(passes)
 
     def _skips_by_itself(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         optimizer = self._optimizer()
@@ -481,6 +494,8 @@ class AdoptedOptimizer:
 
     def _settle(self, wait: bool) -> None:
         """Reads what became of steps that nobody waited for, in their order."""
+        if is_capturing():  # it may not even be asked whether it is there
+            return
         while self._unsettled and (wait or all(scaling.has_arrived for scaling in self._unsettled[0])):
             overflowed = [scaling for scaling in self._unsettled.popleft() if scaling.overflowed]
             self._last_was_skipped = bool(overflowed)
@@ -494,16 +509,21 @@ class AdoptedOptimizer:
         if self.scaled_by is None:
             return
         if self.has_gradients():
-            raise UsageError(
-                f"{what} still scaled: "
-                + (
-                    "it stands inside the amp.scale_loss block. Move it behind the block."
-                    if self.scaled_by.is_open
-                    else "the last amp.scale_loss had delay_unscale=True. Leave it out in the last block before the "
+            if self.scaled_by.is_open:
+                why = "it stands inside the amp.scale_loss block. Move it behind the block."
+            elif self.scaled_by.is_postponed:
+                why = (
+                    "the last amp.scale_loss was under no_sync, so that they are not reduced over processes either. "
+                    "Run the last forward and backward before the step outside of no_sync; or, if you have reduced the "
+                    "gradients yourself, call amp.clip_grad_norm_(optimizer, float('inf')), which unscales them."
+                )
+            else:
+                why = (
+                    "the last amp.scale_loss had delay_unscale=True. Leave it out in the last block before the "
                     "step, or call amp.clip_grad_norm_(optimizer, max_norm) after it; or, to drop the gradients, type "
                     "optimizer.zero_grad(), which has to set them to None."
                 )
-            )
+            raise UsageError(f"{what} still scaled: {why}")
         if not self.scaled_by.is_open:
             self.leave_scale()
 

@@ -15,6 +15,7 @@ from ampatch import kernels
 from ampatch.errors import UsageError
 from ampatch.optimizer_state import gradients_of
 from ampatch.optimizers import AdoptedOptimizer
+from ampatch.processes import Processes
 from ampatch.scaling import Scaling
 
 
@@ -24,10 +25,15 @@ class ScaledPass:
     Args:
         scaling: the use that is made of a scale.
         optimizers: whose gradients the block works on; a parameter in two of them is handled once.
+        processes: those over which gradients may be spread.
+
+    Attributes:
+        scaling: as given.
     """
 
-    def __init__(self, scaling: Scaling, optimizers: Sequence[AdoptedOptimizer]) -> None:
-        self._scaling = scaling
+    def __init__(self, scaling: Scaling, optimizers: Sequence[AdoptedOptimizer], processes: Processes) -> None:
+        self.scaling = scaling
+        self._processes = processes
         self._scaler = scaling.scaler
         self._optimizers = list(dict.fromkeys(optimizers))
 
@@ -40,6 +46,7 @@ class ScaledPass:
         for optimizer in self._optimizers:
             optimizer.unfold()
             self._check_may_follow(optimizer)
+            self._check_may_widen(optimizer)
         unscaled = [optimizer for optimizer in self._optimizers if optimizer.scaled_by is None]
         # A parameter of two optimizers may be at the scale already, by one of them.
         scaled = {
@@ -62,41 +69,59 @@ class ScaledPass:
                 if optimizer.scaled_by is not None:
                     optimizer.masters.follow_clearing()
                     optimizer.masters.follow_zeroing()
-                optimizer.scaled_by = self._scaling
-        self._scaling.is_open = True
+                optimizer.scaled_by = self.scaling
+        self.scaling.is_open = True
 
     def end(self, delay_unscale: bool, delay_overflow_check: bool) -> None:
-        """The block ended: unscales, looks for overflow, lets the scale react."""
-        self._scaling.is_open = False
-        if delay_unscale:
+        """The block ended: unscales, looks for overflow, lets the scale react.
+
+        Where the reduction over processes is left to a later backward, so is all of that: pieces that are unscaled and
+        such that are not would be added up.
+        """
+        self.scaling.is_open = False
+        # To hand gradients on to masters sets them aside, where no later reduction would find them.
+        touches = not self.scaling.is_one or any(optimizer.masters for optimizer in self._optimizers)
+        self.scaling.is_postponed = touches and any(
+            self._processes.is_postponed(map(optimizer.masters.parameter_of, optimizer.parameters()))
+            for optimizer in self._optimizers
+        )
+        if delay_unscale or self.scaling.is_postponed:
             for optimizer in self._optimizers:
                 optimizer.note_scaled()
-            return
+        else:
+            self.finish(delay_overflow_check)
+
+    def finish(self, delay_overflow_check: bool = False) -> None:
+        """Unscales, looks for overflow, lets the scale react."""
         with self.whole():
             found_inf = self._unscale()
+            if self._scaler.dynamic:
+                for optimizer in self._optimizers:
+                    self._processes.agree(found_inf, optimizer.parameters())
             self.settle(found_inf, delay_overflow_check)
 
     def settle(self, found_inf: Tensor, delay_overflow_check: bool = False) -> None:
         """The gradients are unscaled now: what was found of them decides on the next steps, and moves the scale.
 
         Args:
-            found_inf: 0-dimensional float32, not 0 if one was not finite.
+            found_inf: 0-dimensional float32, not 0 if one was not finite, in whichever process.
             delay_overflow_check: leaves the scale to a later pass.
         """
         for optimizer in self._optimizers:
             optimizer.leave_scale()
         if self._scaler.dynamic:
             self._scaler.note(found_inf)
-            self._scaling.found_inf = found_inf
+            self.scaling.found_inf = found_inf
             for optimizer in self._optimizers:
-                optimizer.remember(self._scaling)
+                optimizer.remember(self.scaling)
         if not delay_overflow_check:
             self._scaler.update()
 
     def abandon(self) -> None:
         """The block raised: no gradient is left half done, and the next iteration starts clean."""
-        self._scaling.is_open = False
+        self.scaling.is_open = False
         for optimizer in self._optimizers:
+            self._processes.drop_unreduced(map(optimizer.masters.parameter_of, optimizer.parameters()))
             optimizer.drop_gradients()
             optimizer.passes.clear()
 
@@ -104,13 +129,13 @@ class ScaledPass:
         masters = [optimizer.masters for optimizer in self._optimizers]
         for each in masters:
             each.follow_clearing()
-        found_inf, inv_scale = self._scaler.no_overflow(), self._scaling.scale.reciprocal()
+        found_inf, inv_scale = self._scaler.no_overflow(), self.scaling.scale.reciprocal()
         if self._scaler.dynamic:
             kernels.unscale_(_in_place(self._optimizers), inv_scale, found_inf)
-        elif not self._scaling.is_one:
+        elif not self.scaling.is_one:
             kernels.multiply_(_in_place(self._optimizers), inv_scale)
         for each in masters:
-            each.take_gradients(None if self._scaling.is_one else inv_scale, found_inf)
+            each.take_gradients(None if self.scaling.is_one else inv_scale, found_inf)
         return found_inf
 
     @contextlib.contextmanager
@@ -132,14 +157,26 @@ class ScaledPass:
                 "this amp.scale_loss stands inside another one for the same optimizer, so that its gradients would be "
                 "unscaled twice. End the outer block first, or add the losses up and scale their sum."
             )
-        if not optimizer.has_gradients():
+        if not (optimizer.has_gradients() or self._processes.has_unreduced(optimizer.parameters())):
             optimizer.leave_scale()
-        elif not earlier.is_same_scale(self._scaling):
+        elif not earlier.is_same_scale(self.scaling):
             raise UsageError(
                 f"the gradients of an optimizer are scaled by loss scaler {earlier.scaler_id} at "
                 f"{float(earlier.scale):g}, and this amp.scale_loss would add gradients scaled by loss scaler "
-                f"{self._scaling.scaler_id} at {float(self._scaling.scale):g}. Leave out delay_unscale=True in the "
+                f"{self.scaling.scaler_id} at {float(self.scaling.scale):g}. Leave out delay_unscale=True in the "
                 "block before."
+            )
+
+    def _check_may_widen(self, optimizer: AdoptedOptimizer) -> None:
+        """Half gradients are float32 while they are at a scale, and what DDP has reduced it wants to get as it gave."""
+        if self._scaler.is_one or optimizer.scaled_by is not None:
+            return
+        half = optimizer.parameters_with_half_gradients()
+        if half and self._processes.are_replicated(half):
+            raise UsageError(
+                "DistributedDataParallel cannot add to half gradients that were unscaled, as it takes none of another "
+                "type than its parameters. Put all passes before the last one of a step under no_sync(), or use "
+                "opt_level='O2', which has float32 masters."
             )
 
 

@@ -26,6 +26,7 @@ class Scaling:
 
     Attributes:
         is_open: whether gradients may still be added at this scale in the block that began it.
+        is_postponed: whether the gradients that it left are reduced over processes with those of a later backward.
         is_one: whether the scale is static and 1, so that the gradients are what they are without one.
         scale: the scale as it was: 0-dimensional float32, on the device.
         found_inf: 0-dimensional float32, not 0 if a gradient was not finite; None until that is known, and under a
@@ -36,6 +37,7 @@ class Scaling:
         self.scaler = scaler
         self.scaler_id = scaler_id
         self.is_open = False
+        self.is_postponed = False
         self.is_one = scaler.is_one
         self.scale = scaler.snapshot()
         self.found_inf: Tensor | None = None

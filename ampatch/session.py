@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ampatch import autocast_gates, clipping, compilers, conversion_plan, models, opt_levels, optimizer_state
@@ -29,6 +32,7 @@ from ampatch.master_weights import MasterWeights
 from ampatch.opt_levels import HALVES, Properties
 from ampatch.optimizers import AdoptedOptimizer, OptimizerLike, check_optimizer
 from ampatch.patching import PatchLedger
+from ampatch.processes import Processes
 from ampatch.scaled_pass import ScaledPass
 from ampatch.scaling import Scaling
 from ampatch.switch import Switch
@@ -101,6 +105,7 @@ class Session:
         conversion: what was done to the models' weights.
         loading: modules in the middle of ``load_state_dict``, with what they load and the prefix of their names in it.
         adapters: what decorated functions do to their arguments, by kind.
+        processes: those over which gradients may be spread.
     """
 
     def __init__(self, settings: Settings, device_types: Iterable[str]) -> None:
@@ -113,6 +118,7 @@ class Session:
         self._device_types = set(device_types)
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: dict[int, AdoptedOptimizer] = {}  # by id: an optimizer may not be hashable
+        self.processes = Processes()
         self.conversion = Conversion()
         self.loading: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
         self._adapters = Adapters(
@@ -128,6 +134,8 @@ class Session:
 
     def install(self) -> None:
         """Patches what the settings ask for, and turns casts on."""
+        self.ledger.set(DistributedDataParallel, "__init__", _announcing(DistributedDataParallel.__init__))
+        self.ledger.set(GradScaler, "_unscale_grads_", _refusing_ours(GradScaler._unscale_grads_))
         if self.patches_functions:
             compilers.read_tables()
             compilers.instruct(self.ledger, self._functions.original_of, (before_forward, after_forward))
@@ -135,6 +143,7 @@ class Session:
             self._functions.install(rules, process.registered)
             autocast_gates.open_gates(self.ledger, self.switch)
             self.switch.follow_checkpoints(self.ledger)
+            self.switch.follow_replicas(self.ledger)
             handle = register_optimizer_step_post_hook(_forget_casts(weakref.ref(self.cache)))
             self.ledger.on_undo(handle.remove)
             compilers.forget_compiled()
@@ -208,14 +217,26 @@ class Session:
             OptionError: its weights cannot be converted.
         """
         self._device_types |= models.device_types(model)
+        self._find_wrappers(model)
         if model in self._models:
             return
         self._models.add(model)
         self._convert(model)
         if self.patches_functions:
             self._functions.rebind(model.modules())
+            scripted = models.scripted_parts(model)
+            if scripted:
+                warn(
+                    f"TorchScript has compiled {', '.join(scripted)}: nothing in there is cast, and so it computes in "
+                    "the types that it is given. Use the Python code that it was made of, or hand it tensor.float()."
+                )
             # A cast's graph holds its weight, and so would keep a model's weights when the model has gone.
-            self.ledger.on_undo(weakref.finalize(model, self.cache.clear).detach, model)
+            self.ledger.on_undo(weakref.finalize(model, self.cache.end_iteration).detach, model)
+
+    def _find_wrappers(self, model: nn.Module) -> None:
+        self.processes.find_wrappers(model)
+        if self.processes.gathers_weights:
+            self.cache.keep_nothing()
 
     def _convert(self, model: nn.Module) -> None:
         properties = self.settings.properties
@@ -260,6 +281,8 @@ class Session:
             UsageError: a parameter is in two optimizers that would each have a master of it.
         """
         settings = self.settings
+        for model in self._models:  # which may have been sharded since
+            self._find_wrappers(model)
         for adopted in list(self._optimizers.values()):
             if any(adopted.masters.is_master(parameter) for parameter in optimizer_state.parameters_of(optimizer)):
                 raise UsageError(
@@ -272,7 +295,7 @@ class Session:
                 optimizer,
                 MasterWeights(optimizer, self.conversion, wanted),
                 self.switch,
-                self.cache.clear,
+                self.cache.end_iteration,
                 self._name_of,
                 self._optimizers.values,
                 dynamic=settings.scale_policy.dynamic,
@@ -319,15 +342,32 @@ class Session:
         updated = {id(parameter) for adopted in list(self._optimizers.values()) for parameter in adopted.parameters()}
         return updated | set(models.named_parameters(self._models))
 
-    def synchronise_weights(self) -> None:
-        """Has half weights and their masters follow what was written into either of them."""
+    def synchronise_weights(self, model: nn.Module | None = None) -> None:
+        """Has half weights and their masters follow what was written into either of them.
+
+        Args:
+            model: leaves out optimizers that update nothing of it: another thread may be in the middle of their steps.
+        """
         for adopted in list(self._optimizers.values()):
-            adopted.masters.synchronise()
+            if model is None or adopted.masters.are_of(model):
+                adopted.masters.synchronise()
 
     def complete_masters(self) -> None:
         """Has masters be there for all half parameters that are updated: those that were unfrozen too."""
         for adopted in list(self._optimizers.values()):
             adopted.masters.complete()
+
+    def follow_wrapper(self, wrapper: DistributedDataParallel, has_sent_weights: bool) -> None:
+        """A model was wrapped for several processes, which all go on from the weights of the first.
+
+        Args:
+            wrapper: around it.
+            has_sent_weights: whether it has seen to that itself; half weights it has sent, and not the values behind.
+        """
+        self.processes.add(wrapper)
+        self.ledger.on_undo(wrapper.register_forward_hook(after_replicated_forward).remove, wrapper)
+        if has_sent_weights:
+            self.processes.send_from_first(wrapper, self.conversion.take_values)
 
     def check_device(self, model: nn.Module) -> None:
         """Raises `UsageError` where a model was moved to another type of device than amp was set up for."""
@@ -369,7 +409,7 @@ class Session:
             if new:
                 self.adopt([], new.values())
         adopted = [self.adopted(optimizer) for optimizer in optimizers]
-        scaled_pass = ScaledPass(Scaling(scaler, loss_id), adopted)
+        scaled_pass = ScaledPass(Scaling(scaler, loss_id), adopted, self.processes)
         scaled_pass.begin()
         try:
             yield scaled
@@ -380,11 +420,29 @@ class Session:
             # Nobody would unscale them after `take_down`.
             scaled_pass.end(delay_unscale and self.switch.active, delay_overflow_check)
         finally:
-            self.cache.clear()
+            self.cache.end_iteration()
 
     def clip_grad_norm_(self, optimizer: OptimizerLike, max_norm: float) -> Tensor:
         """`clipping.clip` of an optimizer."""
-        return clipping.clip(self.adopted(optimizer), max_norm, list(self._optimizers.values()))
+        return clipping.clip(self.adopted(optimizer), max_norm, list(self._optimizers.values()), self.processes)
+
+    # Inference
+
+    def frozen_weights(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """The block behind ``amp.frozen_weights``.
+
+        Raises:
+            UsageError: amp has neither the model, nor a part of it, nor one that it is a part of.
+        """
+        # With amp.init no model is ever adopted.
+        if not self.settings.adopts_on_use and not any(
+            adopted in model.modules() or model in adopted.modules() for adopted in self.models
+        ):
+            raise UsageError(
+                f"this {type(model).__name__} was never handed to amp.initialize, or is a copy of what was. Type: "
+                "model = amp.initialize(model, ...), and use the model that it returns, or a wrapper around it."
+            )
+        return self.cache.frozen(model.parameters()) if self.patches_functions else contextlib.nullcontext()
 
 
 def _is_wrapped_by_scheduler(owner: object, name: str) -> bool:
@@ -402,12 +460,46 @@ def _forget_optimizer(optimizers: dict[int, AdoptedOptimizer], key: int) -> None
 def _forget_casts(cache: weakref.ref[WeightCache]) -> Any:
     """A hook for every optimizer's step, adopted or not: the weights have changed."""
 
-    def forget(*_: object) -> None:
+    def forget(optimizer: OptimizerLike, *_: object) -> None:
         live = cache()
         if live is not None:
-            live.clear()
+            live.end_iteration(optimizer_state.parameters_of(optimizer))
 
     return forget
+
+
+def _announcing(original: Callable[..., None]) -> Callable[..., None]:
+    """A `DistributedDataParallel.__init__` that the live session knows of."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        live = process.live
+        if live is not None:
+            live.synchronise_weights()
+        original(self, *args, **kwargs)
+        if live is not None:
+            live.follow_wrapper(self, signature.bind(self, *args, **kwargs).arguments.get("init_sync", True))
+
+    return __init__
+
+
+def _refusing_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A `GradScaler._unscale_grads_` that says so where amp has the gradients, or has scaled them too."""
+
+    @functools.wraps(original)
+    def _unscale_grads_(self: GradScaler, optimizer: OptimizerLike, *args: Any, **kwargs: Any) -> Any:
+        live = process.live
+        adopted = live.adopted(optimizer) if live is not None and live.has_adopted(optimizer) else None
+        if adopted is not None and (adopted.masters or adopted.passes):
+            raise UsageError(
+                f"torch.amp.GradScaler cannot unscale for this {type(optimizer).__name__}: amp.scale_loss does, and "
+                "has it skip where gradients overflow. Leave the GradScaler out: with amp.scale_loss(loss, optimizer) "
+                "as scaled_loss: scaled_loss.backward(), and then optimizer.step()."
+            )
+        return original(self, optimizer, *args, **kwargs)
+
+    return _unscale_grads_
 
 
 @dataclass(slots=True)
@@ -480,7 +572,7 @@ def decorate(function: Any, kind: str) -> Any:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         session = process.live
-        if session is None or not session.patches_functions or not session.switch.active or session.switch.thread.off:
+        if session is None or not session.patches_functions or not session.switch.active or session.switch.is_off():
             return function(*args, **kwargs)
         adapted = None
         try:
@@ -490,26 +582,39 @@ def decorate(function: Any, kind: str) -> Any:
             explain(error, reason, (args, kwargs), adapted)
             raise
 
+    compilers.give_own_code(wrapper, function)
     return wrapper
 
 
 # The hooks of adopted models: without state, so that a model deep-copies and pickles with them.
 
 
+@compilers.traced_within_others
 def before_forward(model: nn.Module, _: object) -> None:
     """Runs before an adopted model's forward, or that of a copy of one."""
     session = process.live
-    if session is not None and not torch.compiler.is_compiling():
-        session.check_device(model)
-        session.synchronise_weights()
+    if session is None:
+        return
+    session.check_device(model)
+    if not torch.compiler.is_compiling():
+        if not compilers.is_recording():
+            session.synchronise_weights(model)
         session.cache.enter_forward(model)
 
 
+@compilers.traced_within_others
 def after_forward(model: nn.Module, _: object, __: object) -> None:
     """Runs after it, whether it returned or raised."""
     session = process.live
     if session is not None and not torch.compiler.is_compiling():
         session.cache.exit_forward(model)
+
+
+def after_replicated_forward(wrapper: Any, _: object, __: object) -> None:
+    """Runs after every forward of a wrapper for several processes."""
+    session = process.live
+    if session is not None:
+        session.processes.note_forward(wrapper)
 
 
 def after_state_dict(module: nn.Module, saved: dict[str, Any], prefix: str, _: object) -> None:

@@ -5,21 +5,26 @@ of its own, which must see casts on. Off belongs to the thread, because one thre
 another's.
 
 Compiled code must follow, and torch.compile does not guard what its graphs do by name, such as methods of tensors. What
-it guards always, per thread, is for which types of device autocast is enabled. So where casts are off autocast is on
-for a type of device that no tensor here is on: nothing but that guard looks at it.
+it guards always, per thread, is for which types of device autocast is enabled; it sets that within its graphs as well,
+and takes it back whatever raises. So casts are off where autocast is on for a type of device that no tensor here is on.
+To ask torch for that takes longer than a call may cost, so a count beside it says whether there is anything to ask for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch._C import _len_torch_dispatch_stack
+from torch.compiler import is_dynamo_compiling
 
+from ampatch.compilers import called_in_graphs
 from ampatch.patching import PatchLedger
 
 # An accelerator whose backend is not public. torch leaves it out even when it asks whether *any* autocast is enabled.
@@ -36,52 +41,83 @@ class Switch:
 
     Attributes:
         active: on for the process; set once the session is installed, cleared for good when it is taken down.
-        thread: ``thread.off`` counts the regions of this thread in which casts are off.
+        thread: ``thread.off`` counts the regions without casts that this thread is in. Where it is 0, and no tracer at
+            work, casts are on; otherwise `is_off` tells. All sessions share it.
     """
 
-    __slots__ = ("active", "thread")
+    __slots__ = ("active",)
+    thread = _Thread()
 
     def __init__(self) -> None:
         self.active = False
-        self.thread = _Thread()
+
+    def is_off(self) -> bool:
+        """Whether casts are off in this thread, or under a tracer where it has come to."""
+        asks = is_dynamo_compiling() or self.thread.off or _len_torch_dispatch_stack()
+        return bool(asks) and torch.is_autocast_enabled(_SIGNAL)
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Casts are off in this thread until the block ends; nests."""
-        with self._at(self.thread.off + 1):
+        """Casts are off in this thread until the block ends; nests. In compiled code the graph turns them off."""
+        with _off_in_graph() if is_dynamo_compiling() else self._at(self._count() + 1):
             yield
 
     @contextlib.contextmanager
     def resumed(self) -> Iterator[None]:
         """Takes back one `disabled` until the block ends: for a closure that an optimizer's step calls."""
-        with self._at(self.thread.off - 1):
+        with self._at(self._count() - 1):
             yield
 
     def follow_checkpoints(self, ledger: PatchLedger) -> None:
         """Has `torch.utils.checkpoint` recompute a region with casts on or off, as they were when it ran."""
-        # Below torch.utils.checkpoint.checkpoint, which many have bound or put into a functools.partial before.
-        for owner, name in (
-            (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"),
-            (torch.utils.checkpoint.CheckpointFunction, "apply"),
+        # Below torch.utils.checkpoint.checkpoint, which many have bound or put into a functools.partial before, and
+        # below the generator under it, which torch.distributed has bound.
+        for owner, name, position in (
+            (torch.utils.checkpoint._CheckpointFrame, "__init__", 1),
+            (torch.utils.checkpoint.CheckpointFunction, "apply", 0),
         ):
-            ledger.set(owner, name, self._remembered_by(getattr(owner, name)))
+            ledger.set(owner, name, self._remembered_by(getattr(owner, name), position))
 
-    def _remembered_by(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    def _remembered_by(self, checkpoint: Callable[..., Any], position: int) -> Callable[..., Any]:
         @functools.wraps(checkpoint)
-        def wrapper(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            off = self.thread.off
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            off, function = self._count(), args[position]
 
             def as_it_ran(*args: Any, **kwargs: Any) -> Any:
                 with self._at(off):
                     return function(*args, **kwargs)
 
-            return checkpoint(as_it_ran, *args, **kwargs)
+            return checkpoint(*args[:position], as_it_ran, *args[position + 1 :], **kwargs)
 
         return wrapper
 
+    def follow_replicas(self, ledger: PatchLedger) -> None:
+        """Has the threads of `torch.nn.DataParallel` run with casts on or off, as the one that starts them."""
+        # Two of the modules that bind it have the name of a function in their package.
+        modules = [importlib.import_module(f"torch.nn.parallel.{name}") for name in ("parallel_apply", "data_parallel")]
+        for owner in (torch.nn.parallel, *modules):
+            ledger.set(owner, "parallel_apply", self._carried_by(owner.parallel_apply))
+
+    def _carried_by(self, parallel_apply: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(parallel_apply)
+        def wrapper(modules: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
+            off = self._count()
+
+            def as_here(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                with self._at(off):
+                    return module(*args, **kwargs)
+
+            return parallel_apply([functools.partial(as_here, module) for module in modules], *args, **kwargs)
+
+        return wrapper
+
+    def _count(self) -> int:
+        """The regions that this thread is in, less those of graphs that raised."""
+        return self.thread.off if self.is_off() else 0
+
     @contextlib.contextmanager
     def _at(self, off: int) -> Iterator[None]:
-        # Inside a graph casts could be switched for functions only, not for what the graph does by name.
+        # A graph cannot know how many regions it will run in.
         torch._dynamo.graph_break()
         before, signal = self.thread.off, torch.is_autocast_enabled(_SIGNAL)
         self.thread.off = off
@@ -91,3 +127,23 @@ class Switch:
         finally:
             self.thread.off = before
             torch.set_autocast_enabled(_SIGNAL, signal)
+
+
+@contextlib.contextmanager
+def _off_in_graph() -> Iterator[None]:
+    """What torch.compile traces: casts are off from one place of its graph to another."""
+    before = torch.is_autocast_enabled(_SIGNAL)
+    with torch.autocast(_SIGNAL, torch.bfloat16):  # which tracing takes back wherever it stops or starts anew
+        _count_region(1, True)
+        try:
+            yield
+        finally:
+            _count_region(-1, before)
+
+
+@called_in_graphs
+def _count_region(step: int, off: bool) -> None:
+    """A graph enters or leaves a region, in which export has autocast recorded and not entered."""
+    torch.set_autocast_enabled(_SIGNAL, off)
+    if not _len_torch_dispatch_stack():  # it is run as it was traced, by a backend such as "eager", and not traced on
+        Switch.thread.off += step

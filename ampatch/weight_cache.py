@@ -2,17 +2,23 @@
 
 The cache may never be wrong. Constraints, and how they are kept:
 
-- A cast made without grad carries no graph, and one made with grad must not outlive its iteration. So there are two
-  stores: the *iteration* store serves code that records gradients, and is dropped at the end of a ``scale_loss`` block
-  and at every optimizer step; the *forward* store serves code that does not (``no_grad``, inference mode), belongs to a
-  thread, and lives only inside the outermost forward of an adopted model. Neither ever serves the other.
+- A cast made without grad carries no graph, and one made with grad must not outlive its iteration. So there are three
+  kinds of store, and what is in one is never in use by way of another. The *iteration* store serves code that records
+  gradients, and is dropped at the end of a ``scale_loss`` block and at every optimizer step. The *forward* store serves
+  code that does not (``no_grad``, inference mode), belongs to a thread, and lives only inside the outermost forward of
+  an adopted model. A *frozen* store serves such code too, in every thread and in no forward in particular, but only for
+  the weights that the user said will not change, and until the block ends in which that holds.
 - A weight may change under a cast. An entry counts only while the parameter's version counter, its address and layout
   and its ``requires_grad`` are what they were, and the storage at that address still lives, since another one may take
-  its place. Nor does it count once the cast itself was written to, through a view that a function returned. A change
-  through ``.data`` that stays in the storage (``p.data.add_()``), between two forwards with grad and no step between,
-  is what no check can see; `clear` is for that.
+  its place. Nor does it count once the cast itself was written to, through a view that a function returned. All of that
+  is looked at on every use. An optimizer may write in ways that are not counted, so that its step ends what there is of
+  the weights it updates; where a CUDA graph records the step nothing of them is kept any more, since nobody hears of
+  its replays. A change through ``.data`` that stays in the storage (``p.data.add_()``), in a frozen block or between
+  two forwards with grad and no step between, is what no check can see; `clear` is for that.
 - Nothing may be kept alive. A cast's graph holds its parameter, so a weak reference alone would never die: entries
   whose parameter no Python code holds any more are swept out as the store grows.
+- Threads share stores, and there is no lock, which a fork could find held. Two that miss at once both cast, and the
+  later cast is kept. One that was under way when a block ended writes to a store that nobody looks in any more.
 - Tracers (torch.compile, torch.export, torch.jit.trace, make_fx, CUDA graph capture) must record the cast where it is
   used: while one is at work the cache is not consulted.
 
@@ -21,17 +27,25 @@ Only `torch.nn.Parameter` itself is cached: subclasses (sharded, gathered, lazy 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 from torch._C import _get_tracing_state, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+from ampatch.compilers import is_capturing
+
+# The modes of selective checkpointing: while it runs a region, and while it recomputes it.
+_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +103,14 @@ class _Entry:
 _Store = dict[torch.dtype, dict[int, _Entry]]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Frozen:
+    """What one block of `WeightCache.frozen` keeps."""
+
+    parameters: frozenset[int]  # ids; should one die and another take its id, the entries tell them apart
+    store: _Store = field(default_factory=dict)
+
+
 def _nothing() -> None:
     return None
 
@@ -115,9 +137,10 @@ class WeightCache:
         self.hits = 0
         self._enabled = enabled
         self._iteration: _Store = {}
+        self._frozen: list[_Frozen] = []  # the oldest first
         self._thread = _Thread()
         self._sweep_at = self._SWEEP_FROM
-        self._capturing = torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else _never
+        self._replayed: set[int] = set()  # ids of parameters that a CUDA graph updates
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """``tensor`` in ``dtype``; from the cache if it is a parameter that was cast before and has not changed since.
@@ -131,7 +154,7 @@ class WeightCache:
         """
         if is_compiling():
             return tensor.to(dtype)
-        store = self._store() if type(tensor) is Parameter else None
+        store = self._store(tensor) if type(tensor) is Parameter else None
         if store is None:
             self.casts += 1
             return tensor.to(dtype)
@@ -147,15 +170,55 @@ class WeightCache:
         if _can_be_kept(tensor, cast):
             if len(entries) >= self._sweep_at:
                 self._sweep(entries)
+            if tensor.is_cuda and any(store is block.store for block in self._frozen):
+                # Threads with streams of their own will read it, and only this stream knows when it is written.
+                torch.cuda.current_stream(tensor.device).synchronize()
             entries[id(tensor)] = _Entry.of(tensor, cast)
         return cast
 
     def clear(self) -> None:
-        """Drops every cast of the iteration, and those of a forward that runs in this thread."""
+        """Drops every cast, bar those of forwards that run in other threads."""
+        self.end_iteration()
+        for block in list(self._frozen):
+            block.store.clear()
+
+    def keep_nothing(self) -> None:
+        """From now on casts every time: for weights that are gathered for their layer's time, and let go after it."""
+        self._enabled = False
+        self.clear()
+
+    def end_iteration(self, updated: Iterable[Tensor] = ()) -> None:
+        """Drops the casts of the iteration and of a forward that runs in this thread.
+
+        Args:
+            updated: parameters whose casts go from the frozen stores as well. Where a CUDA graph records the update
+                they are kept for a forward at most from now on, since nobody hears of a replay.
+        """
+        if is_capturing():
+            updated = list(updated)
+            self._replayed.update(map(id, updated))
         self._iteration.clear()
         self._sweep_at = self._SWEEP_FROM
         if self._thread.store is not None:
             self._thread.store.clear()
+        if self._frozen:
+            keys = [id(parameter) for parameter in updated]
+            for entries in [entries for block in list(self._frozen) for entries in list(block.store.values())]:
+                for key in keys:
+                    entries.pop(key, None)
+
+    @contextlib.contextmanager
+    def frozen(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Keeps the casts of these parameters until the block ends, for code that records no gradients.
+
+        Where blocks overlap in parameters the one that began first keeps their casts.
+        """
+        block = _Frozen(frozenset(map(id, parameters)))
+        self._frozen.append(block)
+        try:
+            yield
+        finally:
+            self._frozen.remove(block)
 
     def enter_forward(self, model: object) -> None:
         """A forward of an adopted model begins in this thread.
@@ -175,16 +238,23 @@ class WeightCache:
             thread.store, thread.opened_by = None, _nothing
 
     def __len__(self) -> int:
-        stores = [self._iteration, self._thread.store or {}]
+        stores = [self._iteration, self._thread.store or {}, *(block.store for block in self._frozen)]
         return sum(len(entries) for store in stores for entries in store.values())
 
-    def _store(self) -> _Store | None:
-        """The store that may be used here and now; None under a tracer."""
-        if not self._enabled or _get_tracing_state() is not None or _len_torch_dispatch_stack() or self._capturing():
+    def _store(self, parameter: Tensor) -> _Store | None:
+        """The store that may be used here and now for a parameter; None under a tracer, and where there is none."""
+        if not self._enabled or _get_tracing_state() is not None or (_len_torch_dispatch_stack() and _is_traced()):
             return None
+        if parameter.is_cuda and is_capturing():
+            return None
+        changes_unseen = bool(self._replayed) and id(parameter) in self._replayed
         # In inference mode nothing is recorded, whatever enable_grad() says.
-        records = is_grad_enabled() and not is_inference_mode_enabled()
-        return self._iteration if records else self._thread.store
+        if is_grad_enabled() and not is_inference_mode_enabled():
+            return None if changes_unseen else self._iteration
+        for block in self._frozen:
+            if id(parameter) in block.parameters and not changes_unseen:
+                return block.store
+        return self._thread.store
 
     def _sweep(self, entries: dict[int, _Entry]) -> None:
         """Drops entries whose parameter is held by nothing but the graph of its own cast.
@@ -193,13 +263,22 @@ class WeightCache:
         clear the same store meanwhile.
         """
         for key, entry in list(entries.items()):
-            if _abandoned(entry.parameter):
+            if _abandoned(entry):
                 entries.pop(key, None)
         self._sweep_at = max(self._SWEEP_FROM, 2 * len(entries))
 
 
+def _is_traced() -> bool:
+    """Whether a dispatch mode is at work that is not of selective checkpointing, which records no graph."""
+    return not all(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+
+
 def _with_version(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A cast that tells when it is written to, which one made in inference mode does not."""
+    if _len_torch_dispatch_stack():
+        # A selective checkpoint counts operators, and has to find as many where it recomputes, cast already or not.
+        with _disable_current_modes():
+            return _with_version(tensor, dtype)
     if not is_inference_mode_enabled():
         return tensor.to(dtype)
     with torch.inference_mode(False), torch.no_grad():
@@ -219,16 +298,14 @@ def _can_be_kept(parameter: Tensor, cast: Tensor) -> bool:
     )
 
 
-def _never() -> bool:
-    return False
-
-
 def _references(parameter: weakref.ref[Tensor]) -> int:
     return sys.getrefcount(parameter())
 
 
-def _abandoned(parameter: weakref.ref[Tensor]) -> bool:
-    return _references(parameter) <= _REFERENCES_OF_ABANDONED or parameter() is None
+def _abandoned(entry: _Entry) -> bool:
+    # Without a graph there is nothing to hold the parameter but those who use it.
+    is_in_graph = entry.cast.grad_fn is not None
+    return entry.parameter() is None or (is_in_graph and _references(entry.parameter) <= _REFERENCES_OF_ABANDONED)
 
 
 def _count_references_of_abandoned() -> int:

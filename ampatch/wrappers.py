@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
+from torch._C import _is_any_autocast_enabled, _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import get_overridable_functions, handle_torch_function, has_torch_function
 
 from ampatch.cast_lists import Rule, Treatment
 from ampatch.casting import CASTABLE, PLAIN, TensorCast, cast_tensors, tensors_in
-from ampatch.compilers import is_below_operators
+from ampatch.compilers import give_own_code, is_below_operators
 from ampatch.errors import BannedFunctionError, CastListError, Fault
 from ampatch.opt_levels import HALF_DTYPES
 from ampatch.paths import Path
@@ -120,7 +120,7 @@ class Adapters:
         if is_in_place(path.name):
             return self._in_place(path, original, refuse_half=treatment is Treatment.BLACKLIST)
         if treatment is Treatment.WHITELIST:
-            return self._obeying(self._to(self.half_dtype), original)
+            return self._obeying(self._to_half(), original)
         if treatment is Treatment.PROMOTE:
             return self._obeying(self._to_widest(), original)
         return self._obeying(self._via_dtype() if via_dtype else self._to(torch.float32), original)
@@ -131,22 +131,24 @@ class Adapters:
         kinds = {kind.value: self.for_treatment(kind, decorated) for kind in Treatment if kind is not Treatment.BANNED}
         return kinds | {name: self._obeying(self._to(dtype), None) for name, dtype in HALF_DTYPES.items()}
 
+    def _to_half(self) -> Adapter:
+        """In a region of ``torch.autocast`` its type is the half type, which would otherwise be cast to once more."""
+        outside, inside = self._to(self.half_dtype), _casting(self._cast_as_autocast)
+
+        def to_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            return inside(args, kwargs) if _is_any_autocast_enabled() else outside(args, kwargs)
+
+        return to_half
+
+    def _cast_as_autocast(self, tensor: Tensor) -> Tensor:
+        if not self._is_here(tensor):
+            return tensor
+        kind = tensor.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.half_dtype
+        return self._casts[dtype](tensor)
+
     def _to(self, dtype: torch.dtype) -> Adapter:
-        cast = self._casts[dtype]
-
-        def to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            # Every call of a listed function comes along here: no walk for tensors and plain values.
-            items: list[Any] = []
-            for value in args:
-                if isinstance(value, Tensor):
-                    items.append(cast(value))
-                else:
-                    items.append(value if type(value) in PLAIN else cast_tensors(value, cast))
-            if kwargs:
-                kwargs = {name: cast_tensors(value, cast) for name, value in kwargs.items()}
-            return tuple(items), kwargs
-
-        return to
+        return _casting(self._casts[dtype])
 
     def _to_widest(self) -> Adapter:
         casts = {dtype: self._to(dtype) for dtype in self._casts}
@@ -280,6 +282,24 @@ class Adapters:
         return cast
 
 
+def _casting(cast: TensorCast) -> Adapter:
+    """Casts every tensor in the arguments."""
+
+    def to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        # Every call of a listed function comes along here: no walk for tensors and plain values.
+        items: list[Any] = []
+        for value in args:
+            if isinstance(value, Tensor):
+                items.append(cast(value))
+            else:
+                items.append(value if type(value) in PLAIN else cast_tensors(value, cast))
+        if kwargs:
+            kwargs = {name: cast_tensors(value, cast) for name, value in kwargs.items()}
+        return tuple(items), kwargs
+
+    return to
+
+
 def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> Function:
     """A plain function that adapts its arguments while casts are on, then calls the original.
 
@@ -296,12 +316,13 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> F
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not switch.active:
             return original(*args, **kwargs)
-        if thread.off:
-            return overridden(*args, **kwargs)
-        # A tracer runs the Python code that stands for an operator's kernel: what that calls is not the user's.
-        if not is_dynamo_compiling() and _len_torch_dispatch_stack() and is_below_operators(sys._getframe(1)):
-            with switch.disabled():
-                return original(*args, **kwargs)
+        if is_dynamo_compiling() or thread.off or _len_torch_dispatch_stack():
+            if switch.is_off():
+                return overridden(*args, **kwargs)
+            # A tracer runs the Python code that stands for an operator's kernel: what that calls is not the user's.
+            if not is_dynamo_compiling() and _len_torch_dispatch_stack() and is_below_operators(sys._getframe(1)):
+                with switch.disabled():
+                    return original(*args, **kwargs)
         adapted = None
         try:
             if has_torch_function((*args, *kwargs.values()) if kwargs else args):
@@ -313,6 +334,7 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> F
             explain(error, reason, (args, kwargs), adapted)
             raise
 
+    give_own_code(wrapper, original)
     return wrapper
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch.overrides
 from hypothesis import settings as hypothesis_settings
 from samples import LIST_NAMES, entries, resolve
 from torch.optim.optimizer import _global_optimizer_post_hooks
+from workers import Workers
 
 from ampatch import amp, extension, extension_build, extension_kernels, kernels, session
 from ampatch.errors import KernelError
@@ -56,9 +58,17 @@ PATCHED_OWNERS = {
 OWN_ATTRIBUTES = {
     "torch.nn.RNNBase": torch.nn.RNNBase,
     "torch.backends.mha": torch.backends.mha,
+    "torch.nn.parallel.DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
+    "torch.nn.parallel": torch.nn.parallel,
+    **{
+        f"torch.nn.parallel.{name}": sys.modules[f"torch.nn.parallel.{name}"]
+        for name in ("data_parallel", "parallel_apply")
+    },
     "torch.optim.Optimizer": torch.optim.Optimizer,
+    "torch.amp.GradScaler": torch.amp.GradScaler,
     "torch.functional": torch.functional,
     "torch.utils.checkpoint": torch.utils.checkpoint,
+    "torch.utils.checkpoint._CheckpointFrame": torch.utils.checkpoint._CheckpointFrame,
     "torch.utils.checkpoint.CheckpointFunction": torch.utils.checkpoint.CheckpointFunction,
     "torch.jit._builtins": torch.jit._builtins,
     "torch.jit._recursive": torch.jit._recursive,
@@ -134,6 +144,22 @@ def select() -> Iterator[Callable[[str | None], None]]:
 def _compiled_where_everything_runs_on_it(request: pytest.FixtureRequest) -> None:
     if os.environ["AMPATCH_KERNELS"] == "extension":
         request.getfixturevalue("compiled")
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[Workers]:
+    """Two processes of one group."""
+    workers = Workers(2)
+    yield workers
+    workers.stop()
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Workers]:
+    """Four processes of one group."""
+    workers = Workers(4)
+    yield workers
+    workers.stop()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

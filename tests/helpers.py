@@ -6,12 +6,27 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from ampatch import amp
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+# What is to hold on every device: on a GPU where there is one.
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# Of several processes that gather and scatter, which on GPUs they do by way of NCCL only.
+DEVICES_OF_EACH = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs a GPU for each of four processes"),
+        ],
+    ),
+]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -230,6 +230,7 @@ F = ("torch.nn.functional",)
 TORCH_AND_F = ("torch", "torch.nn.functional")
 LINALG = ("torch.linalg",)
 FFT = ("torch.fft",)
+SPARSE = ("torch.sparse",)
 SPECIAL = ("torch.special",)
 RNN = ("torch", "torch._VF")
 
@@ -1090,6 +1091,8 @@ _add(
     "lerp_",
     Sample(lambda m: {"input": m.t(3, 4), "end": m.t(3, 4), "weight": 0.25}, grad=False, note="in place"),
 )
+_add(SPARSE, "mm", Sample(lambda m: {"sparse": m.t(3, 4).to_sparse(), "dense": m.t(4, 3)}))
+_add(SPARSE, "addmm", Sample(lambda m: {"input": m.t(3, 3), "mat1": m.t(3, 4).to_sparse(), "mat2": m.t(4, 3)}))
 
 
 def _at_places(**fields: object) -> Sample:

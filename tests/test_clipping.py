@@ -17,8 +17,6 @@ import pytest
 import torch
 from helpers import HALF_DTYPES, assert_same_state, dtype_name
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
 
 from ampatch import amp, kernels
 from ampatch.errors import AmpWarning, LossScaleError, OptionError, UsageError
@@ -601,17 +599,6 @@ class TestBadInput:
         backward(loss_of(model, 0), optimizer)
         amp.clip_grad_norm_(optimizer, max_norm)
         assert norm_of(gradients(optimizer)) == pytest.approx(MAX_NORM, rel=1e-4)
-
-    def test_gradients_that_are_sharded(self, tmp_path):
-        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
-        try:
-            mesh = init_device_mesh("cpu", (1,))
-            parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh))
-            parameter.grad = distribute_tensor(torch.ones(4), mesh)
-            with pytest.raises(UsageError, match=r"sharded over processes \(DTensor\)"):
-                amp.clip_grad_norm_(SGD([parameter]), MAX_NORM)
-        finally:
-            torch.distributed.destroy_process_group()
 
     def test_parameters_in_place_of_their_optimizer(self):
         model = network()

@@ -64,7 +64,7 @@ def package(tmp_path, monkeypatch):
 
 
 class TestNamespaces:
-    def test_are_the_seven_that_torch_has_functions_in(self):
+    def test_are_the_eight_that_torch_has_functions_in(self):
         assert NAMESPACES == [
             "torch",
             "torch.Tensor",
@@ -72,6 +72,7 @@ class TestNamespaces:
             "torch.fft",
             "torch.linalg",
             "torch.nn.functional",
+            "torch.sparse",
             "torch.special",
         ]
 
@@ -139,9 +140,11 @@ class TestNamespaces:
         assert changed - {str(path) for path in RULES} - second_names == {
             "torch.nn.RNNBase.check_input",
             "torch.backends.mha._is_fastpath_enabled",
-            "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
             "torch._functorch.aot_autograd.should_use_local_autograd_cache",
             "torch._functorch.aot_autograd.should_use_remote_autograd_cache",
+            "torch.nn.parallel.parallel_apply",
+            "torch.nn.parallel.parallel_apply.parallel_apply",
+            "torch.nn.parallel.data_parallel.parallel_apply",
             "torch.jit._builtins._find_builtin",
             "torch.jit._recursive.try_compile_fn",
             "torch.jit._recursive.create_script_module",

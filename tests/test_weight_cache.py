@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import subprocess
@@ -469,6 +470,229 @@ class TestForwardStore:
         assert len(cache()) == 0
 
 
+class TestFrozenStore:
+    """Of `WeightCache.frozen`; what the public block does stands in tests/integration/test_inference.py."""
+
+    @pytest.fixture(params=[torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+    def frozen(self, request) -> Callable[[nn.Module], contextlib.AbstractContextManager[None]]:
+        """A block for a model's weights, in which no gradients are recorded either."""
+
+        @contextlib.contextmanager
+        def block(model: nn.Module) -> Iterator[None]:
+            with cache().frozen(model.parameters()), request.param():
+                yield
+
+        return block
+
+    def test_serves_from_forward_to_forward_until_the_block_ends(self, frozen, model, half):
+        value = x().to(half)
+        with frozen(model):
+            assert casts_of_weights(lambda: [model(value) for _ in range(100)]) == 1
+            assert len(cache()) == 1
+        assert len(cache()) == 0
+        assert casts_of_weights(lambda: model(value)) == 1
+
+    def test_serves_outside_of_forwards_too(self, frozen, model, half):
+        value = x().to(half)
+        with frozen(model):
+            assert casts_of_weights(lambda: [F.linear(value, model.weight) for _ in range(100)]) == 1
+
+    def test_keeps_no_other_weight(self, frozen, model, half):
+        other = adopt(Thrice(), half)
+        value = x().to(half)
+        with frozen(model):
+            assert casts_of_weights(lambda: [other(value) for _ in range(2)]) == 2
+            assert len(cache()) == 0
+
+    def test_keeps_a_cast_to_each_type(self, frozen, model):
+        with frozen(model):
+            both = [cache().cast(model.weight, dtype) for dtype in HALF_DTYPES]
+            assert all(cache().cast(model.weight, dtype) is cast for dtype, cast in zip(HALF_DTYPES, both, strict=True))
+
+    def test_never_serves_what_records_gradients(self, frozen, model, half):
+        with frozen(model):
+            model(x())
+            with torch.inference_mode(False), torch.enable_grad():
+                model(x()).float().sum().backward()
+        assert model.weight.grad.abs().sum() > 0
+
+    def test_is_not_served_by_what_recorded_gradients(self, frozen, model, half):
+        recorded = cache().cast(model.weight, half)
+        with frozen(model):
+            cast = cache().cast(model.weight, half)
+        assert cast is not recorded
+        assert not cast.requires_grad
+
+    @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+    def test_is_never_stale_after_a_weight_was_changed_between_two_forwards(self, frozen, model, half, change):
+        with frozen(model):
+            model(x())
+            with torch.inference_mode(False), torch.no_grad():
+                change(model)
+            assert torch.equal(model(x()), reference(model.weight, x(), half))
+
+    def test_is_not_stale_after_a_change_through_data_once_it_was_said(self, frozen, model, half):
+        with frozen(model):
+            model(x())
+            model.weight.data.add_(1)
+            amp.clear_cache()
+            assert len(cache()) == 0
+            assert torch.equal(model(x()), reference(model.weight, x(), half))
+
+    @pytest.mark.parametrize("adopted", [True, False], ids=["adopted", "not-adopted"])
+    def test_is_not_stale_after_the_step_of_an_optimizer_that_writes_through_data(self, frozen, model, half, adopted):
+        class ThroughData(torch.optim.SGD):
+            def step(self, closure: None = None) -> None:
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.data.add_(1)
+
+        optimizer = ThroughData(model.parameters())
+        if adopted:
+            amp.initialize(model, optimizer, half_dtype=half, verbosity=0)
+        with frozen(model):
+            model(x())
+            optimizer.step()
+            assert torch.equal(model(x()), reference(model.weight, x(), half))
+
+    def test_is_not_stale_after_the_step_of_an_adopted_optimizer_that_is_not_of_torch(self, frozen, model, half):
+        class Own:
+            def __init__(self) -> None:
+                self.param_groups = [{"params": [model.weight]}]
+
+            def step(self) -> None:
+                model.weight.data.add_(1)
+
+            def zero_grad(self) -> None: ...
+
+        _, optimizer = amp.initialize(model, Own(), half_dtype=half, verbosity=0)
+        with frozen(model):
+            model(x())
+            optimizer.step()
+            assert torch.equal(model(x()), reference(model.weight, x(), half))
+
+    def test_survives_the_steps_of_another_model(self, frozen, model, half):
+        """As where a network learns from another one that stays as it is."""
+        student = Thrice()
+        optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+        amp.initialize(student, optimizer, half_dtype=half, verbosity=0)
+        value = x().to(half)
+        with frozen(model):
+            model(value)
+            with torch.inference_mode(False), torch.enable_grad():
+                with amp.scale_loss(student(x()).float().sum(), optimizer) as loss:
+                    loss.backward()
+                optimizer.step()
+            del student
+            gc.collect()
+            assert casts_of_weights(lambda: model(value)) == 0
+
+    def test_leaves_the_casts_of_the_iteration_alone(self, frozen, model, half):
+        value = x().to(half)
+        model(value)
+        with frozen(model):
+            model(value)
+        assert casts_of_weights(lambda: model(value)) == 0
+
+    def test_of_nested_blocks_is_the_outer_ones(self, frozen, model, half):
+        value = x().to(half)
+        with frozen(model):
+            with frozen(model):
+                assert casts_of_weights(lambda: model(value)) == 1
+            assert casts_of_weights(lambda: model(value)) == 0
+        assert len(cache()) == 0
+
+    def test_of_blocks_that_overlap_ends_with_each(self, model, half):
+        """As those of two threads."""
+        value = x().to(half)
+        with torch.no_grad(), contextlib.ExitStack() as second:
+            with cache().frozen(model.parameters()):
+                second.enter_context(cache().frozen(model.parameters()))
+                assert casts_of_weights(lambda: [model(value) for _ in range(2)]) == 1
+            assert len(cache()) == 0
+            assert casts_of_weights(lambda: [model(value) for _ in range(2)]) == 1
+        assert len(cache()) == 0
+
+    def test_ends_where_the_block_raises(self, frozen, model, half):
+        model.error = ValueError("stop")
+        with pytest.raises(ValueError, match="stop"), frozen(model):
+            model(x())
+        model.error = None
+        value = x().to(half)
+        with torch.no_grad():
+            assert casts_of_weights(lambda: [model(value) for _ in range(2)]) == 2
+
+    def test_serves_every_thread(self, frozen, model, half):
+        def run() -> None:
+            with torch.no_grad():
+                model(value)
+
+        value = x().to(half)
+        with frozen(model):
+            model(value)
+            thread = threading.Thread(target=run)
+            assert casts_of_weights(lambda: (thread.start(), thread.join())) == 0
+
+    def test_keeps_nothing_for_a_thread_that_outlives_the_block(self, frozen, half):
+        class Waits(Thrice):
+            def forward(self, value: Tensor) -> Tensor:
+                inside.set()
+                leave.wait(60)
+                return super().forward(value)
+
+        def run() -> None:
+            with torch.no_grad():
+                results.append(model(x()))
+
+        inside, leave, results = threading.Event(), threading.Event(), []
+        model = adopt(Waits(), half)
+        thread = threading.Thread(target=run)
+        with frozen(model):
+            thread.start()
+            inside.wait(60)
+        leave.set()
+        thread.join()
+        assert len(cache()) == 0
+        assert torch.equal(results[0], reference(model.weight, x(), half))
+
+    def test_keeps_the_casts_of_more_weights_than_are_worth_sweeping(self, frozen, half):
+        model = adopt(nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(WeightCache._SWEEP_FROM + 50)]), half)
+        value = x().to(half)
+        with frozen(model):
+            assert casts_of_weights(lambda: [model(value) for _ in range(3)]) == len(model)
+
+    def test_does_not_keep_weights_alive(self, half):
+        model = adopt(Thrice(), half)
+        died = weakref.ref(model.weight)
+        with torch.no_grad(), cache().frozen(model.parameters()):
+            model(x())
+            del model
+            gc.collect()
+            assert died() is None
+
+    def test_does_not_serve_a_tracer(self, frozen, model, half):
+        with frozen(model):
+            model(x())
+            with torch.inference_mode(False), torch.no_grad():
+                graph = make_fx(model)(x())
+                add_without_grad(model)
+            assert torch.equal(graph(x()), reference(model.weight, x(), half))
+
+    def test_is_dropped_by_deinitialize(self, frozen, model, half):
+        kept = cache()
+        with frozen(model):
+            model(x())
+            amp.deinitialize()
+            assert len(kept) == 0
+            assert model(x()).dtype is torch.float32
+        assert len(kept) == 0
+
+    def test_does_not_hold_without_caching(self, frozen, half):
+        with amp.init(enable_caching=False, half_dtype=half):
+            model, value = Thrice(), x().to(half)
+            with frozen(model):
+                assert casts_of_weights(lambda: model(value)) == 3
+
+
 class TestNothingGrows:
     def test_over_models_that_come_and_go(self):
         adopt(nn.Module())
@@ -521,6 +745,16 @@ class TestNothingGrows:
             for layer in layers:
                 layer(x())
         assert len(cache()) == len(layers)
+        assert amp.cast_counts().cache_hits == len(layers)
+
+    @pytest.mark.parametrize("without", ["grad", "requires_grad"])
+    def test_where_weights_without_gradients_fill_the_store(self, without):
+        """A cast without a graph holds no weight, so that few references do not mean that nobody needs it."""
+        layers = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(WeightCache._SWEEP_FROM + 50)])
+        model = adopt(nn.Sequential(layers, layers))
+        layers.requires_grad_(without == "grad")
+        with torch.set_grad_enabled(without != "grad"):
+            model(x())
         assert amp.cast_counts().cache_hits == len(layers)
 
     def test_after_deinitialize(self):

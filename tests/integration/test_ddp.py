@@ -1,0 +1,382 @@
+"""`DistributedDataParallel`: several processes train as one does on the whole batch, and skip steps together."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import DEVICES, HALF_DTYPES, assert_same_state, dtype_name
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from workers import Workers
+
+from ampatch import amp
+
+LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
+HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
+
+# Gradients are at most 8 here, so that none overflows at this scale, even after the sum over processes.
+SCALE = {"loss_scale": "dynamic", "init_scale": 2.0**10, "verbosity": 0}
+MICRO_BATCHES, ROWS = 3, 4
+
+
+class Exact(nn.Module):
+    """A model of few and round numbers: no rounding in either half type, in whatever order sums are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 2)
+        self.unused = nn.Linear(2, 2)
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters()):
+                generator = torch.Generator().manual_seed(number)
+                parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=generator) / 2)
+
+    def forward(self, x: Tensor, with_unused: bool = True) -> Tensor:
+        out = self.last(self.first(x).relu())
+        return self.unused(out) if with_unused else out
+
+
+def data(device: str, rank: int) -> list[Tensor]:
+    """The micro-batches of a rank."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    return [torch.randint(-1, 2, (ROWS, 4), generator=generator).float().to(device) for _ in range(MICRO_BATCHES)]
+
+
+def state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """What one step has come to: gradients that it used, masters and weights."""
+    return {
+        "grads": [None if p.grad is None else p.grad.detach().cpu() for p in amp.master_params(optimizer)],
+        "masters": [p.detach().cpu() for p in amp.master_params(optimizer)],
+        "weights": [p.detach().cpu() for p in model.parameters()],
+        "scale": amp.get_loss_scale(),
+    }
+
+
+def loss_of(model: nn.Module, batch: Tensor, **forward: Any) -> Tensor:
+    # A sum and not a mean, which would be one of its ranks: three micro-batches are no power of two.
+    return model(batch, **forward).float().sum()
+
+
+def backward(loss: Tensor, optimizer: Any) -> None:
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+def alone(level: str, half: torch.dtype, device: str, **forward: Any) -> dict[str, Any]:
+    """One process on the whole batch: all micro-batches of all ranks."""
+    model = Exact().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, half_dtype=half, **SCALE)
+    batches = [batch for rank in range(dist.get_world_size()) for batch in data(device, rank)]
+    backward(loss_of(model, torch.cat(batches), **forward) / dist.get_world_size(), optimizer)
+    before = state(model, optimizer)["grads"]
+    optimizer.step()
+    after = {**state(model, optimizer), "grads": before}
+    amp.deinitialize()
+    return after
+
+
+def together(
+    level: str, half: torch.dtype, device: str, postpone: str = "", hook: Any = None, **options: Any
+) -> dict[str, Any]:
+    """Each process on its micro-batches, one after the other."""
+    forward = {"with_unused": False} if options.get("find_unused_parameters") else {}
+    model = Exact().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, half_dtype=half, **SCALE)
+    replica = DistributedDataParallel(model, **options)
+    if hook is not None:
+        replica.register_comm_hook(None, hook)
+    for number, batch in enumerate(data(device, dist.get_rank())):
+        is_last = number == MICRO_BATCHES - 1
+        if postpone == "attribute":
+            replica.require_backward_grad_sync = is_last
+        without = replica.no_sync if postpone.startswith("no_sync") and not is_last else contextlib.nullcontext
+        with without():
+            loss = loss_of(replica, batch, **forward)
+            if postpone != "no_sync around the forward":
+                backward(loss, optimizer)
+        if postpone == "no_sync around the forward":
+            backward(loss, optimizer)
+    before = state(model, optimizer)["grads"]
+    optimizer.step()
+    return {**state(model, optimizer), "grads": before}
+
+
+def both(*args: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    forward = {"with_unused": False} if options.get("find_unused_parameters") else {}
+    return alone(*args, **forward), together(*args, **options)
+
+
+def run_both(level: str, half: torch.dtype, device: str, options: dict[str, Any]) -> Any:
+    return both(level, half, device, **options)
+
+
+def assert_as_one(workers: Workers, level: str, half: torch.dtype, device: str, **options: Any) -> None:
+    for one, several in workers.run(run_both, level, half, device, options):
+        # The scale moves with the passes, of which one process makes fewer.
+        assert one.pop("scale") == several.pop("scale")
+        assert_same_state(several, one)
+        assert any(bool(grad.any()) for grad in several["grads"] if grad is not None)
+
+
+def through_float16(_, bucket):  # torch looks at annotations, and knows no strings
+    return default_hooks.fp16_compress_hook(None, bucket)
+
+
+def through_bfloat16(_, bucket):
+    """Under a name of its own, as torch lets its hook be registered with NCCL only."""
+    return default_hooks.bf16_compress_hook(None, bucket)
+
+
+@ON_DEVICES
+@HALVES
+@LEVELS
+class TestOneStep:
+    """Bit for bit what one process does on the whole batch."""
+
+    @pytest.mark.parametrize("as_view", [False, True])
+    @pytest.mark.parametrize("postpone", ["", "no_sync", "no_sync around the forward", "attribute"])
+    def test_of_two_processes(self, two, level, half, device, postpone, as_view):
+        assert_as_one(two, level, half, device, postpone=postpone, gradient_as_bucket_view=as_view)
+
+    @pytest.mark.parametrize("as_view", [False, True])
+    def test_of_four_processes_that_reduce_once(self, four, level, half, device, as_view):
+        assert_as_one(four, level, half, device, postpone="no_sync", gradient_as_bucket_view=as_view)
+
+    def test_with_a_static_graph(self, two, level, half, device):
+        assert_as_one(two, level, half, device, static_graph=True)
+
+    @pytest.mark.parametrize("postpone", ["", "no_sync"])
+    def test_with_unused_parameters(self, two, level, half, device, postpone):
+        assert_as_one(two, level, half, device, postpone=postpone, find_unused_parameters=True)
+
+    @pytest.mark.parametrize("hook", [through_float16, through_bfloat16])
+    def test_with_gradients_that_travel_in_half(self, two, level, half, device, hook):
+        assert_as_one(two, level, half, device, postpone="no_sync", hook=hook)
+
+
+class Classifier(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)
+        )
+
+
+STEPS, OVERFLOWS = 50, {3: 0, 20: 1, 21: 1}  # by step, the rank in which it happens
+
+
+def fifty_steps(level: str, half: torch.dtype, device: str, accumulate: bool, fused: bool) -> dict[str, Any]:
+    rank = dist.get_rank()
+    torch.manual_seed(rank)  # each starts from weights of its own, as without a seed
+    model = Classifier().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    amp.initialize(model, optimizer, opt_level=level, half_dtype=half, **SCALE, scale_window=10)
+    replica = DistributedDataParallel(model)
+    skipped, scales = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for last in (False, True) if accumulate else (True,):
+            with contextlib.nullcontext() if last else replica.no_sync():
+                x, target = torch.randn(16, 8, device=device), torch.randint(3, (16,), device=device)
+                loss = nn.functional.cross_entropy(replica(x), target)
+                if OVERFLOWS.get(step) == rank and last != accumulate:
+                    loss = loss * float("inf")
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+        optimizer.step()
+        skipped.append(amp.step_was_skipped(optimizer))
+        scales.append(amp.get_loss_scale())
+    return {
+        "skipped": skipped,
+        "scales": scales,
+        "masters": [p.detach().cpu() for p in amp.master_params(optimizer)],
+        "weights": [p.detach().cpu() for p in model.parameters()],
+        "moments": [s["exp_avg"].cpu() for s in optimizer.state.values()],
+    }
+
+
+@ON_DEVICES
+@HALVES
+@LEVELS
+class TestFiftySteps:
+    """Overflows in one process skip the step in all, and all stay bit for bit the same."""
+
+    @pytest.mark.parametrize(("accumulate", "fused"), [(False, False), (True, False), (False, True)])
+    def test_of_two_processes(self, two, level, half, device, accumulate, fused):
+        self.check(two, level, half, device, accumulate, fused)
+
+    def test_of_four_processes(self, four, level, half, device):
+        self.check(four, level, half, device, True, False)
+
+    def check(self, workers: Workers, *args: Any) -> None:
+        first, *others = workers.run(fifty_steps, *args)
+        assert [step for step, was_skipped in enumerate(first["skipped"]) if was_skipped] == list(OVERFLOWS)
+        assert len(set(first["scales"])) > 2
+        for other in others:
+            assert_same_state(other, first)
+
+
+def from_other_weights(level: str, device: str, init_sync: bool) -> list[Tensor]:
+    torch.manual_seed(dist.get_rank())
+    model = Classifier().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, **SCALE)
+    DistributedDataParallel(model, init_sync=init_sync)
+    return [tensor.detach().cpu() for tensor in (*amp.master_params(optimizer), *model.state_dict().values())]
+
+
+@ON_DEVICES
+class TestWrapping:
+    @LEVELS
+    def test_gives_all_the_weights_of_the_first_with_every_bit(self, two, level, device):
+        first, second = two.run(from_other_weights, level, device, True)
+        assert_same_state(second, first)
+        assert any(bool((tensor != tensor.half()).any()) for tensor in first if tensor.is_floating_point())
+
+    @LEVELS
+    def test_leaves_them_where_it_is_told_to(self, two, level, device):
+        first, second = two.run(from_other_weights, level, device, False)
+        assert not torch.equal(first[0], second[0])
+
+
+def only_postponed(level: str, what: str) -> Any:
+    model = Exact()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, half_dtype=torch.float16, **SCALE)
+    replica = DistributedDataParallel(model)
+    with replica.no_sync():
+        backward(loss_of(replica, data("cpu", dist.get_rank())[0]), optimizer)
+    if what == "step":
+        with pytest.raises(amp.UsageError, match="under no_sync"):
+            optimizer.step()
+        return None
+    if what == "reduced by hand":
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        amp.clip_grad_norm_(optimizer, float("inf"))
+    elif what == "raised afterwards":
+        with contextlib.suppress(KeyError), amp.scale_loss(torch.zeros(()), optimizer):
+            raise KeyError
+    elif what == "cleared":
+        optimizer.zero_grad()
+    before = state(model, optimizer)
+    optimizer.step()
+    return before
+
+
+class TestAPassUnderNoSync:
+    @LEVELS
+    def test_is_no_end_of_an_iteration(self, two, level):
+        two.run(only_postponed, level, "step")
+
+    @LEVELS
+    def test_is_one_where_gradients_are_reduced_by_hand(self, two, level):
+        first, second = two.run(only_postponed, level, "reduced by hand")
+        assert_same_state(second, first)
+        assert float(first["grads"][0].abs().max()) <= 16  # it would be at the scale else
+
+    @LEVELS
+    @pytest.mark.parametrize("what", ["raised afterwards", "cleared"])
+    def test_is_forgotten_with_its_gradients(self, two, level, what):
+        for before in two.run(only_postponed, level, what):
+            assert before["grads"] == [None] * 6
+            assert before["scale"] == SCALE["init_scale"]
+
+    def test_needs_no_second_one_without_a_scale(self, two):
+        two.run(without_scale)
+
+
+def without_scale() -> None:
+    """In bfloat16 at O1 there is nothing to unscale: gradients are the user's to reduce or not."""
+    model = Exact()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level="O1", half_dtype=torch.bfloat16, verbosity=0)
+    replica = DistributedDataParallel(model)
+    with replica.no_sync():
+        backward(loss_of(replica, data("cpu", dist.get_rank())[0]), optimizer)
+    optimizer.step()
+
+
+def of_half_weights(level: str, postpone: bool) -> Any:
+    """Two passes of a model that is half already, without masters."""
+    model = Exact().half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, half_dtype=torch.float16, **SCALE)
+    replica = DistributedDataParallel(model)
+    first, second, _ = (batch.half() for batch in data("cpu", dist.get_rank()))
+    with replica.no_sync() if postpone else contextlib.nullcontext():
+        backward(loss_of(replica, first), optimizer)
+    if postpone:
+        backward(loss_of(replica, second), optimizer)
+        return state(model, optimizer)["grads"]
+    before = state(model, optimizer)
+    with pytest.raises(amp.UsageError, match=r"Put all passes before the last one of a step under no_sync\(\)"):
+        backward(loss_of(replica, second), optimizer)
+    assert_same_state(state(model, optimizer), before)
+    optimizer.step()
+    return None
+
+
+@pytest.mark.parametrize("level", ["O1", "O3"])
+class TestHalfWeightsWithoutMasters:
+    def test_accumulate_under_no_sync(self, two, level):
+        first, second = two.run(of_half_weights, level, True)
+        assert_same_state(second, first)
+        one = Exact()
+        batches = [batch for rank in range(2) for batch in data("cpu", rank)[:2]]
+        (one(torch.cat(batches)).sum() / 2).backward()
+        assert_same_state([grad.float() for grad in first], [p.grad for p in one.parameters()])
+
+    def test_cannot_be_added_to_otherwise(self, two, level):
+        two.run(of_half_weights, level, False)
+
+
+def compiled_accumulation(half: torch.dtype) -> Any:
+    model = Exact()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level="O1", half_dtype=half, **SCALE)
+    replica = DistributedDataParallel(model)
+    compiled = torch.compile(replica, backend="aot_eager")
+    for number, batch in enumerate(data("cpu", dist.get_rank())):
+        with replica.no_sync() if number < MICRO_BATCHES - 1 else contextlib.nullcontext():
+            backward(loss_of(compiled, batch), optimizer)
+    return state(model, optimizer)["grads"]
+
+
+def clipped(level: str, device: str) -> tuple[float, Any]:
+    model = Exact().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, half_dtype=torch.float16, **SCALE)
+    replica = DistributedDataParallel(model)
+    with amp.scale_loss(
+        replica(data(device, dist.get_rank())[0]).float().sum(), optimizer, delay_unscale=True
+    ) as scaled:
+        scaled.backward()
+    norm = float(amp.clip_grad_norm_(optimizer, 0.5))
+    clipped_to = torch.cat([p.grad.flatten() for p in amp.master_params(optimizer)]).norm()
+    return norm, float(clipped_to)
+
+
+class TestBesides:
+    @HALVES
+    def test_compiled_replicas_accumulate(self, two, half):
+        for (one, _), several in zip(
+            two.run(run_both, "O1", half, "cpu", {}), two.run(compiled_accumulation, half), strict=True
+        ):
+            assert_same_state(several, one["grads"])
+
+    @ON_DEVICES
+    @LEVELS
+    def test_clipping_is_by_the_norm_of_the_reduced_gradients(self, two, level, device):
+        (norm, clipped_to), second = two.run(clipped, level, device)
+        assert second == (norm, clipped_to)
+        assert norm > 1
+        assert clipped_to == pytest.approx(0.5, rel=1e-3)

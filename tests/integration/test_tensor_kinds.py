@@ -1,0 +1,585 @@
+"""Tensors, modules and modes of every kind that torch has: cast where they can be, left alone where not, no error."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import DEVICES, HALF_DTYPES, assert_same_bits, casts_on, dtype_name
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.masked import masked_tensor
+from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from ampatch import amp
+from ampatch.errors import OptionError
+
+# Torch's own: what it says of kinds of tensors that it may yet change, and of modules that it would have replaced.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:.*{text}.*")
+    for text in (
+        "prototype",
+        "beta state",
+        "MaskedTensor",
+        "Lazy modules",
+        "weight_norm. is deprecated",
+        "quantized tensor creation",
+        "torch.ao.quantization",
+    )
+]
+
+LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
+HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
+
+# Of the largest value of a tensor.
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 4e-2}
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        self.seen.append(hidden.dtype)
+        return self.last(torch.tanh(self.norm(hidden)))
+
+
+def inputs(device: str = "cpu") -> Tensor:
+    return torch.linspace(-1, 1, 24, device=device).view(4, 6)
+
+
+def trained(model: nn.Module, x: Any, level: str | None, half: torch.dtype) -> list[Tensor]:
+    """Weights after two steps, at an opt level or (None) without amp."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if level is not None:
+        amp.initialize(model, optimizer, opt_level=level, half_dtype=half, init_scale=64.0, verbosity=0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        out = model(x)
+        loss = out.float().pow(2).mean()
+        if level is None:
+            loss.backward()
+        else:
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        optimizer.step()
+    weights = [p.detach().clone() for p in (amp.master_params(optimizer) if level else model.parameters())]
+    amp.deinitialize()
+    return weights
+
+
+def assert_close(actual: list[Tensor], expected: list[Tensor], half: torch.dtype) -> None:
+    assert len(actual) == len(expected) > 0
+    for one, other in zip(actual, expected, strict=True):
+        assert one.shape == other.shape
+        room = TOLERANCE[half] * float(other.float().abs().max()) + 1e-6
+        assert float((one.float() - other.float()).abs().max()) <= room
+
+
+class Named(Tensor):
+    """Overrides functions of torch, by leaving them as they are."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Silent(Tensor):
+    """A subclass whose results are plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class Wrapped(Tensor):
+    """Holds another tensor, and overrides operators."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Wrapped:
+        return Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda wrapped: wrapped.held, (args, kwargs or {}))
+        return tree_map_only(Tensor, cls, func(*args, **kwargs))
+
+
+@LEVELS
+@HALVES
+@ON_DEVICES
+class TestSubclasses:
+    @pytest.mark.parametrize("kind", [Named, Silent])
+    def test_go_in(self, kind, level, half, device):
+        x = inputs(device).as_subclass(kind)
+        expected = trained(Network().to(device), x, None, half)
+        assert_close(trained(Network().to(device), x, level, half), expected, half)
+
+    def test_that_hold_a_tensor_go_in_and_come_out(self, level, half, device):
+        expected = Network().to(device)(inputs(device))
+        model = amp.initialize(Network().to(device), opt_level=level, half_dtype=half, verbosity=0)
+        out = model(Wrapped(inputs(device)))
+        assert type(out) is Wrapped
+        assert set(model.seen) == {half}
+        assert_close([out.held.detach()], [expected.detach()], half)
+
+
+@HALVES
+@ON_DEVICES
+class TestSubclassesAsWeights:
+    def network(self, device: str) -> Network:
+        model = Network().to(device)
+        for linear in (model.first, model.last):
+            linear.weight = nn.Parameter(Wrapped(linear.weight.detach()))
+        return model
+
+    def test_are_cast_and_get_gradients(self, half, device):
+        plain = Network().to(device)
+        plain(inputs(device)).pow(2).mean().backward()
+        model = amp.initialize(self.network(device), half_dtype=half, verbosity=0)
+        model(Wrapped(inputs(device))).float().pow(2).mean().backward()
+        found = [model.first.weight.grad.held, model.last.weight.grad.held]
+        assert set(model.seen) == {half}
+        assert_close(found, [plain.first.weight.grad, plain.last.weight.grad], half)
+
+    def test_cannot_be_converted(self, half, device):
+        with pytest.raises(OptionError, match=r"'first\.weight' is a Wrapped"):
+            amp.initialize(self.network(device), opt_level="O2", half_dtype=half)
+
+
+class Operators(TorchDispatchMode):
+    """Takes note of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    """Takes note of functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def both_twice() -> Iterator[None]:
+    with Operators(), Functions(), Functions(), Operators():
+        yield
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "operators": Operators,
+    "functions": Functions,
+    "functions-that-torch-provides": BaseTorchFunctionMode,
+    "both-twice": both_twice,
+    "flop-counter": lambda: FlopCounterMode(display=False),
+    "no-overrides": torch._C.DisableTorchFunction,
+    "anomaly-detection": torch.autograd.detect_anomaly,
+    "saved-tensors-elsewhere": torch.autograd.graph.save_on_cpu,
+    "device-meta": lambda: torch.device("meta"),
+    "default-device-meta": lambda: default_device("meta"),
+    "default-float64": lambda: default_dtype(torch.float64),
+    "default-bfloat16": lambda: default_dtype(torch.bfloat16),
+}
+
+
+@LEVELS
+@HALVES
+@ON_DEVICES
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+class TestModes:
+    @pytest.mark.parametrize("mode", MODES)
+    def test_change_nothing_for_what_is_set_up_and_trained_in_them(self, mode, level, half, device):
+        model, x = Network().to(device), inputs(device)
+        expected = trained(Network().to(device), x, level, half)
+        with MODES[mode]():
+            found = trained(model, x, level, half)
+        # With an observer in place the casts of weights are not kept, for each to be seen.
+        assert set(model.seen) == {half}
+        for one, other in zip(found, expected, strict=True):
+            assert_same_bits(one, other)
+
+
+@HALVES
+class TestObservers:
+    def test_see_the_casts_and_the_functions_that_torch_has(self, half):
+        linear, x = F.linear, inputs()
+        model = amp.initialize(Network(), half_dtype=half, verbosity=0)
+        model(x)
+        for _ in range(2):  # none is served by the cache
+            with Operators() as operators, Functions() as functions:
+                model(x)
+            assert operators.seen.count("aten._to_copy.default") == 7
+            assert functions.seen.count(linear) == 2
+
+    def test_count_as_many_operations_as_without_amp(self, half):
+        with FlopCounterMode(display=False) as plain:
+            Network()(inputs())
+        model = amp.initialize(Network(), half_dtype=half, verbosity=0)
+        with FlopCounterMode(display=False) as cast:
+            model(inputs())
+        assert cast.get_total_flops() == plain.get_total_flops() > 0
+
+
+def nested(layout: torch.layout, device: str) -> Tensor:
+    rows = torch.linspace(-1, 1, 40, device=device).view(5, 8)
+    return torch.nested.nested_tensor([rows[:2], rows[2:]], layout=layout)
+
+
+def dense(value: Tensor) -> Tensor:
+    return value.to_padded_tensor(0.0)
+
+
+@HALVES
+@ON_DEVICES
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+class TestNestedTensors:
+    @LEVELS
+    def test_train(self, layout, level, half, device):
+        def model() -> nn.Module:
+            torch.manual_seed(0)
+            layers = [nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8)]
+            model = nn.Sequential(*layers) if layout is torch.jagged else nn.Sequential(layers[0], nn.ReLU(), layers[3])
+            return nn.Sequential(model, ToDense()).to(device)
+
+        x = nested(layout, device)
+        expected = trained(model(), x, None, half)
+        assert_close(trained(model(), x, level, half), expected, half)
+
+    def test_attend(self, layout, half, device):
+        def heads() -> Tensor:
+            if layout is torch.jagged:
+                return nested(layout, device).unflatten(-1, (1, 8)).transpose(1, 2)
+            return torch.nested.nested_tensor([row[None] for row in nested(layout, device).unbind()])
+
+        def call() -> Tensor:
+            return F.scaled_dot_product_attention(heads(), heads(), heads())
+
+        expected = call()
+        with casts_on(half):
+            found = call()
+        assert found.dtype is half
+        for one, other in zip(found.unbind(), expected.unbind(), strict=True):
+            assert_close([one], [other], half)
+
+    def test_are_blacklisted_as_other_tensors_are(self, layout, half, device):
+        value = nested(layout, device).to(half)
+        with casts_on(half):
+            found = torch.softmax(value, -1)
+        assert found.dtype is torch.float32
+        assert_close([dense(found)], [dense(torch.softmax(value.float(), -1))], half)
+
+
+class ToDense(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return dense(x)
+
+
+@HALVES
+@ON_DEVICES
+class TestSparseTensors:
+    @pytest.mark.parametrize(
+        ("product", "in_half"),
+        [
+            pytest.param(lambda a, x: torch.mm(a, x), True, id="mm"),  # noqa: PLW0108 - looked up when called
+            pytest.param(lambda a, x: a @ x, True, id="operator"),
+            pytest.param(lambda a, x: torch.sparse.mm(a, x), False, id="sparse.mm"),  # noqa: PLW0108 - as above
+            pytest.param(lambda a, x: torch.sparse.addmm(x, a, x), False, id="sparse.addmm"),
+        ],
+    )
+    @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed"])
+    def test_multiply_as_torch_does_and_meet_half_ones(self, product, in_half, mixed, half, device):
+        matrix = torch.tensor([[0.0, 2.0], [1.0, 0.0]], device=device)
+        x = torch.tensor([[1.0, 0.5], [0.25, -1.0]], device=device, requires_grad=True)
+        expected = product(matrix.to_sparse(), x)
+        with casts_on(half):
+            found = product(matrix.to_sparse(), x.to(half) if mixed else x)
+        assert found.dtype is (half if in_half else torch.float32)
+        assert torch.equal(found.float(), expected)
+        found.float().sum().backward()
+        assert x.grad.abs().sum() > 0
+
+    def test_reduce_in_float32(self, half, device):
+        value = torch.eye(4, device=device).to(half).to_sparse()
+        with casts_on(half):
+            assert value.sum().dtype is torch.float32
+            assert torch.log1p(value).dtype is torch.float32
+
+    @LEVELS
+    def test_gradients_of_tables_train(self, level, half, device):
+        def model() -> nn.Module:
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Embedding(5, 6, sparse=True), nn.Linear(6, 6)).to(device)
+
+        x = torch.tensor([0, 3, 3], device=device)
+        expected = trained(model(), x, None, half)
+        assert_close(trained(model(), x, level, half), expected, half)
+
+    @LEVELS
+    def test_go_in_with_dense_ones(self, level, half, device):
+        class Graph(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                torch.manual_seed(0)
+                self.linear = nn.Linear(6, 6)
+
+            def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+                return torch.sparse.mm(pair[0], self.linear(pair[1]))
+
+        pair = (torch.eye(4, device=device).to_sparse(), inputs(device))
+        expected = trained(Graph().to(device), pair, None, half)
+        assert_close(trained(Graph().to(device), pair, level, half), expected, half)
+
+    @pytest.mark.parametrize(
+        "make",
+        [Tensor.to_sparse, Tensor.to_sparse_csr, lambda t: torch.nested.nested_tensor([t])],
+        ids=["coo", "csr", "nested"],
+    )
+    def test_buffers_are_left_alone_at_o1_and_refused_at_o2_before_anything_changes(self, make, half, device):
+        model = nn.Linear(2, 2).to(device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.register_buffer("adjacency", make(torch.eye(2, device=device)))
+        amp.initialize(model, half_dtype=half, verbosity=0)
+        amp.deinitialize()
+        with pytest.raises(OptionError, match=r"'adjacency' is (nested|of layout)"):
+            amp.initialize(model, opt_level="O2", half_dtype=half)
+        assert {model.weight.dtype, model.adjacency.dtype} == {torch.float32}
+
+    def test_of_compressed_rows_fail_in_half_where_they_do_under_autocast(self, half, device):
+        """Torch's own kernels on the CPU lack both half types; in float32 they run in a block of `disable_casts`."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            rows = torch.eye(4, device=device).to_sparse_csr()
+        x = inputs(device)
+        with contextlib.suppress(NotImplementedError), torch.autocast(device, half):
+            with casts_on(half):
+                assert (rows @ x).dtype is half
+            return
+        with casts_on(half):
+            with pytest.raises(NotImplementedError) as caught:
+                rows @ x
+            assert "whitelist" in caught.value.__notes__[0]
+            with amp.disable_casts():
+                assert torch.equal(rows @ x, x)
+
+
+@HALVES
+class TestQuantizedTensors:
+    def test_are_not_touched(self, half):
+        quantized = torch.quantize_per_tensor(inputs(), 0.125, 0, torch.qint8)
+        with casts_on(half):
+            assert torch.dequantize(quantized).dtype is torch.float32
+            assert quantized.reshape(-1).dtype is torch.qint8
+
+    def test_a_part_of_a_model_that_is_quantized_takes_float32_once_it_is_said(self, half):
+        def model() -> nn.Module:
+            torch.manual_seed(0)
+            part = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(6, 6)), {nn.Linear})
+            return nn.Sequential(nn.Linear(6, 6), part)
+
+        expected = model()(inputs())
+        amp.register_float_function(torch.ao.nn.quantized.dynamic.Linear, "forward")
+        found = amp.initialize(model(), half_dtype=half, verbosity=0)(inputs())
+        assert_close([found.detach()], [expected.detach()], torch.bfloat16)
+
+
+@HALVES
+class TestTensorsWithoutValues:
+    @pytest.mark.parametrize("within", [False, True], ids=["moved", "made"])
+    def test_meta_models_run(self, within, half):
+        with torch.device("meta") if within else contextlib.nullcontext():
+            model = amp.initialize(Network().to("meta"), half_dtype=half, verbosity=0)
+            out = model(torch.empty(4, 6, device="meta"))
+        assert (out.shape, out.device.type) == ((4, 6), "meta")
+
+    def test_fake_models_run_and_have_gradients(self, half):
+        with FakeTensorMode():
+            model = amp.initialize(Network(), half_dtype=half, verbosity=0)
+            out = model(torch.empty(4, 6))
+            out.float().sum().backward()
+        assert out.dtype is half
+        assert model.first.weight.grad.shape == (6, 6)
+
+    @LEVELS
+    def test_fake_inputs_leave_a_real_model_as_it_was(self, level, half):
+        model = Network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, half_dtype=half, verbosity=0)
+        before = [parameter.detach().clone() for parameter in amp.master_params(optimizer)]
+        with torch.no_grad():
+            next(amp.master_params(optimizer)).mul_(1.0)  # so that there is something to be brought into step
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            out = model(torch.empty(4, 6))
+        assert out.dtype is (half if level == "O1" else torch.float32)
+        for parameter, value in zip(amp.master_params(optimizer), before, strict=True):
+            assert_same_bits(parameter.detach(), value)
+        assert model(inputs()).isfinite().all()
+
+
+@HALVES
+class TestMaskedTensors:
+    @pytest.mark.parametrize(
+        "call",
+        [lambda t: torch.softmax(t, -1), lambda t: torch.sum(t, -1), lambda t: t.sum(-1)],
+        ids=["softmax", "sum", "method"],
+    )
+    def test_compute_as_without_amp(self, call, half):
+        value = masked_tensor(inputs(), inputs() > -0.5)
+        expected = call(value)
+        with casts_on(half):
+            found = call(value)
+        assert torch.equal(found.get_mask(), expected.get_mask())
+        torch.testing.assert_close(found.to_tensor(0.0), expected.to_tensor(0.0))
+
+
+def pruned(layer: nn.Linear) -> None:
+    prune.l1_unstructured(layer, "weight", 0.5)
+
+
+PARAMETRIZED: dict[str, Callable[[nn.Linear], Any]] = {
+    "weight-norm": parametrizations.weight_norm,
+    "weight-norm-by-hooks": weight_norm,
+    "spectral-norm": parametrizations.spectral_norm,
+    "spectral-norm-by-hooks": spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "pruned": pruned,
+}
+
+
+@LEVELS
+@HALVES
+@ON_DEVICES
+class TestModules:
+    @pytest.mark.parametrize("kind", PARAMETRIZED)
+    def test_that_compute_their_weights_train(self, kind, level, half, device):
+        if kind == "orthogonal" and level == "O2":
+            pytest.skip("torch 2.13: the gradient of a matrix exponential is nan in half on the CPU")
+
+        def model() -> nn.Module:
+            model = Network().to(device)
+            PARAMETRIZED[kind](model.first)
+            return model
+
+        x = inputs(device)
+        expected = trained(model(), x, None, half)
+        assert_close(trained(model(), x, level, half), expected, half)
+
+    def test_whose_computed_weights_are_kept_for_a_block_train(self, level, half, device):
+        model = Network().to(device)
+        parametrizations.weight_norm(model.first)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        amp.initialize(model, optimizer, opt_level=level, half_dtype=half, init_scale=64.0, verbosity=0)
+        x = inputs(device)
+        with parametrize.cached():
+            assert_same_bits(model(x).detach(), model(x).detach())
+            with amp.scale_loss(model(x).float().sum(), optimizer) as loss:
+                loss.backward()
+        assert model.first.parametrizations.weight.original0.grad.abs().sum() > 0
+        optimizer.step()
+
+    def test_that_share_a_weight_train(self, level, half, device):
+        def model() -> nn.Module:
+            model = Network().to(device)
+            model.last.weight = model.first.weight
+            return model
+
+        x = inputs(device)
+        expected = trained(model(), x, None, half)
+        assert_close(trained(model(), x, level, half), expected, half)
+
+    def test_in_inference_mode_are_cast_and_train_on_afterwards(self, level, half, device):
+        x = inputs(device)
+        expected = trained(Network().to(device), x, level, half)
+        model = Network().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        amp.initialize(model, optimizer, opt_level=level, half_dtype=half, init_scale=64.0, verbosity=0)
+        for _ in range(2):
+            with torch.inference_mode():
+                out = model(x)
+                assert out.is_inference()
+                assert out.dtype is (half if level == "O1" else torch.float32)
+            optimizer.zero_grad()
+            with amp.scale_loss(model(x).float().pow(2).mean(), optimizer) as loss:
+                loss.backward()
+            optimizer.step()
+        for one, other in zip(amp.master_params(optimizer), expected, strict=True):
+            assert_same_bits(one.detach(), other)
+
+    def test_of_float64_are_left_alone(self, level, half, device):
+        x = inputs(device).double()
+        with default_dtype(torch.float64):
+            expected = trained(Network().to(device), x, None, half)
+            found = trained(Network().to(device), x, level, half)
+        for one, other in zip(found, expected, strict=True):
+            assert_same_bits(one, other)
+
+
+@HALVES
+class TestLazyModules:
+    def network(self) -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(6), nn.LazyBatchNorm1d(), nn.LazyLinear(3))
+
+    def test_get_their_shapes_under_casts_and_train(self, half):
+        torch.manual_seed(0)
+        model = self.network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, half_dtype=half, init_scale=64.0, verbosity=0)
+        out = model(inputs())
+        assert out.dtype is half
+        with amp.scale_loss(out.float().pow(2).sum(), optimizer) as loss:
+            loss.backward()
+        before = model[0].weight.detach().clone()
+        optimizer.step()
+        assert not torch.equal(model[0].weight, before)
+        assert model[0].weight.dtype is torch.float32
+
+    def test_without_shapes_cannot_be_converted(self, half):
+        with pytest.raises(OptionError, match="has no shape yet"):
+            amp.initialize(self.network(), opt_level="O2", half_dtype=half)

@@ -1,0 +1,307 @@
+"""Of several threads at once: no cast is lost, none leaks, and nobody is switched off by somebody else."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from helpers import DEVICES, HALF_DTYPES, assert_same_bits, dtype_name
+from torch import Tensor, nn
+
+from ampatch import amp, session
+from ampatch.switch import Switch
+
+THREADS = 8
+
+
+class Product(torch.autograd.Function):
+    """A matrix product whose backward calls listed functions, and notes what they compute in."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, weight: Tensor, seen: list[tuple[str, torch.dtype]]) -> Tensor:
+        ctx.save_for_backward(value, weight)
+        ctx.seen = seen
+        result = torch.mm(value, weight)
+        seen.append(("forward", result.dtype))
+        return result
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        value, weight = ctx.saved_tensors
+        of_weight, of_value = torch.mm(value.t(), grad), grad.matmul(weight.t())
+        ctx.seen.append(("backward", of_weight.dtype))
+        ctx.seen.append(("blacklist", torch.softmax(of_value, -1).dtype))
+        return of_value.to(value.dtype), of_weight.to(weight.dtype), None
+
+
+class Network(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(width)
+        self.first = nn.Linear(4, width)
+        self.weight = nn.Parameter(torch.randn(width, width) / width)
+        self.seen: list[tuple[str, torch.dtype]] = []
+
+    def forward(self, value: Tensor) -> Tensor:
+        return Product.apply(torch.relu(self.first(value)), self.weight, self.seen)
+
+
+class Trainer:
+    """A model, and a run of three steps that begins at the same weights whenever it is called."""
+
+    def __init__(self, index: int, device: str, **options: object) -> None:
+        self.index = index
+        self.model = Network(width=index + 2).to(device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.value = torch.linspace(-1, 1, 5 * 4, device=device).view(5, 4)
+        amp.initialize(self.model, self.optimizer, num_losses=THREADS, init_scale=2.0**8, verbosity=0, **options)
+        self.start = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+    def run(self) -> list[Tensor]:
+        """The weights after three steps."""
+        self.model.load_state_dict(self.start)
+        for _ in range(3):
+            self.optimizer.zero_grad()
+            loss = self.model(self.value).float().square().mean()
+            with amp.scale_loss(loss, self.optimizer, loss_id=self.index) as scaled_loss:
+                scaled_loss.backward()
+            self.optimizer.step()
+        return [tensor.clone() for tensor in self.model.state_dict().values()]
+
+    def compute_types(self) -> set[tuple[str, torch.dtype]]:
+        seen, self.model.seen[:] = set(self.model.seen), []
+        return seen
+
+
+def together(functions: Iterable[Callable[[], object]]) -> None:
+    """Runs functions in threads of their own, which begin at once; the first error in one of them is raised here."""
+
+    def run(function: Callable[[], object]) -> None:
+        try:
+            barrier.wait(60)
+            function()
+        except BaseException as error:  # noqa: BLE001 - raised below, where the test is
+            errors.append(error)
+
+    functions = list(functions)
+    barrier, errors = threading.Barrier(len(functions)), []
+    threads = [threading.Thread(target=run, args=[function]) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error
+
+
+def train_side_by_side(device: str, seconds: float, **options: object) -> None:
+    """Trains models in threads, some of which turn casts off now and then, and compares with what each does alone."""
+
+    def train(trainer: Trainer) -> None:
+        while time.monotonic() < until or not done[trainer.index]:
+            for found, wanted in zip(trainer.run(), expected[trainer.index], strict=True):
+                assert_same_bits(found, wanted)
+            assert trainer.compute_types() == types[trainer.index]
+            if trainer.index % 2:
+                with amp.disable_casts():
+                    product = torch.mm(trainer.value, trainer.value.t())
+                    assert product.dtype is torch.float32
+                    time.sleep(0.001)  # in which the others are to see nothing of it
+            done[trainer.index] += 1
+
+    trainers = [Trainer(index, device, **options) for index in range(THREADS)]
+    expected = [trainer.run() for trainer in trainers]
+    types = [trainer.compute_types() for trainer in trainers]
+    done = [0] * THREADS
+    until = time.monotonic() + seconds
+    together(functools.partial(train, trainer) for trainer in trainers)
+    assert min(done) > 0
+
+
+def on_every_device(test: Callable[..., None]) -> Callable[..., None]:
+    for mark in (
+        pytest.mark.parametrize("device", DEVICES),
+        pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name),
+        pytest.mark.parametrize("level", ["O1", "O2"]),
+    ):
+        test = mark(test)
+    return test
+
+
+class TestThreads:
+    @on_every_device
+    def test_that_train_side_by_side_do_as_each_does_alone(self, device, half, level):
+        train_side_by_side(device, 1.0, half_dtype=half, opt_level=level)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("device", DEVICES)
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_that_train_for_long_do_as_each_does_alone(self, device, level):
+        train_side_by_side(device, 30, half_dtype=torch.float16, opt_level=level)
+
+    @pytest.mark.parametrize("device", DEVICES)
+    def test_that_run_one_model_leave_the_weights_of_another_alone(self, device):
+        """Which may be half written, in the middle of its step."""
+        one, other = (Trainer(index, device, opt_level="O2", half_dtype=torch.float16) for index in range(2))
+        (master, *_) = amp.master_params(other.optimizer)
+        half = next(other.model.parameters())
+        before = master.clone()
+        with torch.no_grad():
+            half.add_(1)
+        one.model(one.value)
+        assert_same_bits(master, before)
+        other.model(other.value)
+        torch.testing.assert_close(master, before + 1, rtol=0, atol=1e-2)
+
+    @pytest.mark.parametrize("device", DEVICES)
+    def test_that_are_gone_leave_nothing_behind(self, device):
+        train_side_by_side(device, 0.2, half_dtype=torch.bfloat16)
+        gc.collect()
+        assert len(session.process.live.cache) == 0
+        assert not Switch.thread.off
+        assert torch.mm(torch.ones(2, 2, device=device), torch.ones(2, 2, device=device)).dtype is torch.bfloat16
+
+    def test_evaluate_one_model_at_once(self):
+        """Casts made without gradients belong to the thread in whose forward they are."""
+
+        def evaluate() -> None:
+            with torch.no_grad():
+                for _ in range(50):
+                    assert_same_bits(model(value), expected)
+
+        model = amp.initialize(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), verbosity=0)
+        value = torch.linspace(-1, 1, 8).view(2, 4)
+        with torch.no_grad():
+            expected = model(value)
+        together([evaluate] * THREADS)
+        assert len(session.process.live.cache) == 0
+
+    def test_that_turn_casts_off_are_not_seen_by_one_that_does_not(self):
+        def is_off() -> None:
+            with amp.disable_casts():
+                barrier.wait(60)
+                assert torch.mm(value, value).dtype is torch.float32
+                barrier.wait(60)
+
+        def is_on() -> None:
+            barrier.wait(60)
+            assert torch.mm(value, value).dtype is torch.bfloat16
+            barrier.wait(60)
+
+        value, barrier = torch.ones(2, 2), threading.Barrier(3)
+        amp.initialize(nn.Linear(2, 2), half_dtype=torch.bfloat16, verbosity=0)
+        together([is_off, is_on, is_off])
+
+
+class Types(nn.Module):
+    """Says in its output what its forward computes in: 1 for the half type, 0 for float32; a value for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, value: Tensor) -> Tensor:
+        is_half = torch.mm(value, self.weight).dtype is torch.bfloat16
+        return (value[:, :1] * self.weight[0, 0] * 0).float() + float(is_half)
+
+
+class TestDataParallel:
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="where there are GPUs DataParallel takes no model on the CPU")
+    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_without_gpus_is_the_model(self, half, level):
+        def train(wrap: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
+            model = Network(width=6)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            amp.initialize(model, optimizer, half_dtype=half, opt_level=level, init_scale=2.0**8, verbosity=0)
+            wrapped, value = wrap(model), torch.linspace(-1, 1, 20).view(5, 4)
+            for _ in range(3):
+                optimizer.zero_grad()
+                with amp.scale_loss(wrapped(value).float().square().mean(), optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+            trained = list(model.state_dict().values())
+            amp.deinitialize()
+            return trained
+
+        for wrapped, alone in zip(train(nn.DataParallel), train(lambda model: model), strict=True):
+            assert_same_bits(wrapped, alone)
+
+    def test_has_its_threads_follow_the_one_that_starts_them(self):
+        """By way of a function that starts threads as torch's does, which wants accelerators."""
+
+        def parallel_apply(modules: list[Callable[..., Tensor]], inputs: list[Tensor]) -> list[Tensor]:
+            results: dict[int, Tensor] = {}
+            together(
+                functools.partial(lambda index: results.update({index: modules[index](inputs[index])}), index)
+                for index in range(len(modules))
+            )
+            return [results[index] for index in range(len(modules))]
+
+        model = amp.initialize(Types(), half_dtype=torch.bfloat16, verbosity=0)
+        carried = session.process.live.switch._carried_by(parallel_apply)
+        values = [torch.ones(1, 4)] * 2
+        assert torch.cat(carried([model, model], values)).tolist() == [[1], [1]]
+        with amp.disable_casts():
+            assert torch.cat(carried([model, model], values)).tolist() == [[0], [0]]
+            assert torch.cat(parallel_apply([model, model], values)).tolist() == [[1], [1]]
+        assert torch.cat(carried([model, model], values)).tolist() == [[1], [1]]
+
+    def test_is_reached_under_every_name_that_it_is_bound_to(self):
+        places = [
+            torch.nn.parallel,
+            importlib.import_module("torch.nn.parallel.data_parallel"),
+            importlib.import_module("torch.nn.parallel.parallel_apply"),
+        ]
+        before = [place.parallel_apply for place in places]
+        amp.initialize(Types(), verbosity=0)
+        for place, original in zip(places, before, strict=True):
+            assert place.parallel_apply.__wrapped__ is original
+        amp.deinitialize()
+        assert [place.parallel_apply for place in places] == before
+
+    @pytest.mark.gpu
+    def test_threads_on_one_gpu_follow_the_one_that_starts_them(self):
+        model = amp.initialize(Types().cuda(), half_dtype=torch.bfloat16, verbosity=0)
+        values = [torch.ones(1, 4, device="cuda")] * 2
+        apply = functools.partial(nn.parallel.parallel_apply, [model, model], values, devices=[0, 0])
+        assert torch.cat(apply()).tolist() == [[1], [1]]
+        with amp.disable_casts():
+            assert torch.cat(apply()).tolist() == [[0], [0]]
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_trains_on_two_gpus_as_on_one(self, half, level):
+        def train(devices: list[int]) -> list[Tensor]:
+            model = Network(width=6).cuda()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            amp.initialize(model, optimizer, half_dtype=half, opt_level=level, init_scale=2.0**8, verbosity=0)
+            wrapped, value = nn.DataParallel(model, devices), torch.linspace(-1, 1, 24, device="cuda").view(6, 4)
+            for _ in range(3):
+                optimizer.zero_grad()
+                with amp.scale_loss(wrapped(value).float().square().mean(), optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+            trained = list(model.state_dict().values())
+            amp.deinitialize()
+            return trained
+
+        for many, one in zip(train([0, 1]), train([0]), strict=True):
+            torch.testing.assert_close(many, one, rtol=1e-2, atol=1e-2)
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+    def test_on_two_gpus_has_casts_off_where_it_is_called_so(self):
+        model = amp.initialize(Types().cuda(), half_dtype=torch.bfloat16, verbosity=0)
+        wrapped, value = nn.DataParallel(model, [0, 1]), torch.ones(2, 4, device="cuda")
+        assert wrapped(value).tolist() == [[1], [1]]
+        with amp.disable_casts():
+            assert wrapped(value).tolist() == [[0], [0]]

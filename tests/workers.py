@@ -1,0 +1,120 @@
+"""Real processes with a process group, which run a test's function together: every rank the same, as under torchrun.
+
+They are started once and serve many tests, since starting them takes longer than most tests do.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# What is imported here is there in every worker from the start.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "ampatch"])
+
+_PATIENCE = 120.0  # seconds until a collective that some rank never joins is given up
+
+
+class Workers:
+    """Processes of one group.
+
+    Args:
+        count: how many.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._directory: tempfile.TemporaryDirectory[str] | None = None  # where they find one another
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What ``function(*args)`` returns in every process, by rank.
+
+        Args:
+            function: at the top of a module.
+            args: whatever pickles. A device is "cpu" or "cuda".
+
+        Raises:
+            AssertionError: it raised in one of them.
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        outcomes: list[tuple[Any, str | None]] = []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                ready = pipe.poll(_PATIENCE)
+                outcomes.append(pipe.recv() if ready else (None, f"rank {rank} did not answer"))
+            except EOFError:
+                outcomes.append((None, f"rank {rank} died"))
+        faults = [fault for _, fault in outcomes if fault is not None]
+        if faults:
+            self.stop()  # the others may wait for it for ever
+            raise AssertionError("\n".join(faults))
+        return [result for result, _ in outcomes]
+
+    def stop(self) -> None:
+        """Ends the processes; the next `run` starts others."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+        if self._directory is not None:
+            self._directory.cleanup()
+
+    def _start(self) -> None:
+        self._directory = tempfile.TemporaryDirectory()
+        store = Path(self._directory.name) / "store"
+        for rank in range(self.count):
+            here, there = _context.Pipe()
+            process = _context.Process(target=_serve, args=(there, rank, self.count, str(store)), daemon=True)
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._pipes.append(here)
+
+
+def _serve(pipe: Connection, rank: int, count: int, store: str) -> None:
+    torch.set_num_threads(1)
+    gpus = torch.cuda.device_count()
+    if gpus:
+        torch.cuda.set_device(rank % gpus)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if gpus >= count else "gloo",  # NCCL wants a GPU for each
+        store=dist.FileStore(store, count),
+        rank=rank,
+        world_size=count,
+        timeout=datetime.timedelta(seconds=_PATIENCE / 2),
+    )
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        pipe.send_bytes(_outcome(function, args))
+
+
+def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """What a call gave, or why it did not, pickled."""
+    from ampatch import amp
+
+    torch.manual_seed(0)
+    try:
+        return bytes(ForkingPickler.dumps((function(*args), None)))
+    except BaseException:  # noqa: BLE001 - it is handed on, whatever it is
+        return bytes(ForkingPickler.dumps((None, f"rank {dist.get_rank()}: {traceback.format_exc()}")))
+    finally:
+        amp.deinitialize()
+        torch._dynamo.reset()
