@@ -1,0 +1,63 @@
+"""Data parallel: every process has the whole model, and DDP averages the gradients.
+
+Run it with as many processes as there are GPUs; without a GPU it runs on the CPU:
+
+    torchrun --nproc-per-node 2 examples/ddp.py
+"""
+
+import argparse
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ampatch import amp
+
+MICRO_BATCHES = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--opt-level", default="O2")
+    options = parser.parse_args()
+
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank = dist.get_rank()
+    if device.type == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+
+    # First amp.initialize, then DDP. Every process starts from the first one's weights, float32 masters included.
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=options.opt_level, half_dtype=torch.float16, verbosity=int(rank == 0)
+    )
+    replica = DistributedDataParallel(model)
+
+    torch.manual_seed(rank)  # every process has data of its own
+    for step in range(options.steps):
+        optimizer.zero_grad()
+        for number in range(MICRO_BATCHES):
+            inputs = torch.randn(64, 16, device=device)
+            targets = inputs.sin().sum(dim=1, keepdim=True)
+            # Gradients are averaged over the processes once, in the last backward before the step. Under no_sync
+            # amp.scale_loss leaves them scaled, so that this comes to the sum that it would be without.
+            is_last = number == MICRO_BATCHES - 1
+            with contextlib.nullcontext() if is_last else replica.no_sync():
+                loss = nn.functional.mse_loss(replica(inputs), targets) / MICRO_BATCHES
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+        # Skipped in all processes where a gradient overflowed in one.
+        optimizer.step()
+        if rank == 0 and step in (0, options.steps - 1):
+            print(f"step {step + 1}: loss {loss.item() * MICRO_BATCHES:.3f}")
+
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Fully sharded: every process has a piece of each weight, gradient and optimizer state, and gathers a layer to run it.
+
+Run it with as many processes as there are GPUs; without a GPU it runs on the CPU:
+
+    torchrun --nproc-per-node 2 examples/fsdp2.py
+"""
+
+import argparse
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from ampatch import amp
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    options = parser.parse_args()
+
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank = dist.get_rank()
+    if device.type == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+
+    # First fully_shard, then the optimizer, which updates the pieces, then amp.initialize at O1 (or O4).
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level="O1", half_dtype=torch.float16, verbosity=int(rank == 0)
+    )
+
+    torch.manual_seed(rank)  # every process has data of its own
+    for step in range(options.steps):
+        inputs = torch.randn(64, 16, device=device)
+        targets = inputs.sin().sum(dim=1, keepdim=True)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled_loss:
+            scaled_loss.backward()
+        # By the norm of the whole gradients, of which every process has pieces. All of them have to call it.
+        amp.clip_grad_norm_(optimizer, max_norm=10.0)
+        # Skipped in all processes where a piece overflowed in one.
+        optimizer.step()
+        if rank == 0 and step in (0, options.steps - 1):
+            print(f"step {step + 1}: loss {loss.item():.3f}")
+
+    with tempfile.TemporaryDirectory() as own:
+        directory = [own]
+        dist.broadcast_object_list(directory)  # the first process's, which all of them have to reach
+
+        # A checkpoint: every process writes its pieces. The loss scale is plain numbers.
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state, "amp": amp.state_dict()}
+        dcp.save(state, checkpoint_id=directory[0])
+
+        # And its way back, here into the same objects.
+        dcp.load(state, checkpoint_id=directory[0])
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        amp.load_state_dict(state["amp"])
+        dist.barrier()
+    if rank == 0:
+        print("saved and loaded again")
+
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
