@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ampatch import cast_lists as lists_module
-from ampatch import conversion_plan, kernels, opt_levels, session
+from ampatch import conversion_plan, kernels, opt_levels
 from ampatch import models as models_module
 from ampatch.cast_lists import Overlay, Treatment
 from ampatch.clipping import clip_unscaled
@@ -38,6 +38,7 @@ from ampatch.opt_levels import Properties
 from ampatch.optimizer_state import parameters_of
 from ampatch.optimizers import check_optimizer
 from ampatch.paths import Path
+from ampatch.process import close_session, decorate, open_session, process, register
 from ampatch.processes import Processes, is_sharded
 from ampatch.session import Session, Settings
 from ampatch.weight_cache import CastCounts
@@ -157,7 +158,7 @@ def initialize(
         KernelError: AMPATCH_KERNELS asks for an extension that was not built.
     """
     if not _flag("enabled", enabled):
-        session.process.disabled = session.process.live is None
+        process.disabled = process.live is None
         return models if optimizers is None else (models, optimizers)
 
     kernels.prepare()
@@ -198,7 +199,7 @@ def initialize(
         cast_model_outputs=opt_levels.check_output_type(cast_model_outputs),
         exact_hooks=_flag("exact_hooks", exact_hooks),
     )
-    live = session.process.live
+    live = process.live
     if live is not None and live.settings != settings:
         raise UsageError(
             f"amp is set up already with other settings ({live.settings.difference(settings)}). Type "
@@ -210,15 +211,15 @@ def initialize(
     conversion_plan.check_matches([*model_list, *(live.models if live is not None else ())], kept)
 
     device_types = set().union(*(models_module.device_types(model) for model in model_list)) or _all_device_types()
-    opened = session.open_session(settings, device_types) if live is None else live
+    opened = open_session(settings, device_types) if live is None else live
     opened.verbose = bool(verbosity)
     try:
         opened.adopt(model_list, optimizer_list)
     except BaseException:
         if live is None:
-            session.close_session(opened)
+            close_session(opened)
         raise
-    session.process.disabled = False
+    process.disabled = False
     if verbosity:
         logger.info("amp is on: %s", properties)
     return models if optimizers is None else (models, optimizers)
@@ -231,10 +232,10 @@ def deinitialize() -> None:
         AmpWarning: gradients were still scaled, after ``delay_unscale=True``, and were set to None; or somebody else
             replaced what amp had patched, and was left in place.
     """
-    session.process.disabled = False
-    live = session.process.live
+    process.disabled = False
+    live = process.live
     if live is not None:
-        session.close_session(live)
+        close_session(live)
 
 
 class Handle:
@@ -246,7 +247,7 @@ class Handle:
     def deactivate(self) -> None:
         """Takes the patches out; a second call does nothing."""
         if self._session is not None:
-            session.close_session(self._session)
+            close_session(self._session)
 
     def __enter__(self) -> Handle:
         return self
@@ -290,7 +291,7 @@ def init(
         KernelError: AMPATCH_KERNELS asks for an extension that was not built.
     """
     if not _flag("enabled", enabled):
-        session.process.disabled = session.process.live is None
+        process.disabled = process.live is None
         return Handle(None)
     kernels.prepare()
     half = _half_dtype(half_dtype, patch_type, "patch_type", "O1", [])
@@ -303,9 +304,9 @@ def init(
         enable_caching=bool(enable_caching),
         adopts_on_use=True,
     )
-    opened = session.open_session(settings, _all_device_types())
+    opened = open_session(settings, _all_device_types())
     opened.verbose = bool(verbose)
-    session.process.disabled = False
+    process.disabled = False
     return Handle(opened)
 
 
@@ -355,7 +356,7 @@ def scale_loss(
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
     """Turns casts off in this thread: as a context manager, or as a decorator. Nests; an exception restores."""
-    live = session.process.live
+    live = process.live
     if live is None:
         yield
         return
@@ -389,7 +390,7 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
         UsageError: it was never handed to ``amp.initialize``.
     """
     checked = models_module.check_module(model)
-    live = session.process.live
+    live = process.live
     with contextlib.nullcontext() if live is None else live.frozen_weights(checked):
         yield
 
@@ -402,7 +403,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     Raises:
         OptionError: it is no optimizer.
     """
-    live = session.process.live
+    live = process.live
     checked = check_optimizer(optimizer)
     if live is not None and live.has_adopted(optimizer):
         live.adopted(optimizer).bring_up_to_date()
@@ -440,7 +441,7 @@ def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
     """
     checked = check_optimizer(optimizer)
     most = _max_norm(max_norm)
-    live = session.process.live
+    live = process.live
     if live is not None and live.has_adopted(optimizer):
         return live.clip_grad_norm_(checked, most)
     return clip_unscaled(parameters_of(checked), most, Processes())
@@ -564,7 +565,7 @@ def clear_cache() -> None:
     Needed only after a change that no check can see: through ``.data``, between two forwards with gradients and no step
     between them, or inside `frozen_weights`.
     """
-    live = session.process.live
+    live = process.live
     if live is not None:
         live.cache.clear()
 
@@ -574,7 +575,7 @@ def cast_counts() -> CastCounts:
 
     What compiled code casts is not counted.
     """
-    live = session.process.live
+    live = process.live
     return CastCounts(0, 0) if live is None else CastCounts(live.cache.casts, live.cache.hits)
 
 
@@ -609,26 +610,26 @@ def register_promote_function(module: Any, name: str) -> None:
 
 def half_function(function: _F) -> _F:
     """Decorator: floating arguments are cast to the half type while amp patches functions; inert otherwise."""
-    return session.decorate(function, "whitelist")  # type: ignore[no-any-return]
+    return decorate(function, "whitelist")  # type: ignore[no-any-return]
 
 
 def bfloat16_function(function: _F) -> _F:
     """Decorator: floating arguments are cast to bfloat16, whatever the half type is; otherwise as `half_function`."""
-    return session.decorate(function, "bfloat16")  # type: ignore[no-any-return]
+    return decorate(function, "bfloat16")  # type: ignore[no-any-return]
 
 
 def float_function(function: _F) -> _F:
     """Decorator: half arguments are cast to float32; otherwise as `half_function`."""
-    return session.decorate(function, "blacklist")  # type: ignore[no-any-return]
+    return decorate(function, "blacklist")  # type: ignore[no-any-return]
 
 
 def promote_function(function: _F) -> _F:
     """Decorator: mixed floating arguments are cast to the widest type; otherwise as `half_function`."""
-    return session.decorate(function, "promote")  # type: ignore[no-any-return]
+    return decorate(function, "promote")  # type: ignore[no-any-return]
 
 
 def _register(owner: Any, name: str, treatment: Treatment, dtype: torch.dtype | None = None) -> None:
-    if session.process.live is not None:
+    if process.live is not None:
         raise UsageError("functions are registered before amp.initialize; type amp.deinitialize() first.")
     if isinstance(owner, str):
         raise OptionError(
@@ -643,15 +644,15 @@ def _register(owner: Any, name: str, treatment: Treatment, dtype: torch.dtype | 
     unfit = lists_module.why_unfit(Path(where, name), owner, found)
     if unfit:
         raise OptionError(unfit)
-    session.register(Registration(owner, name, treatment, dtype))
+    register(Registration(owner, name, treatment, dtype))
 
 
 def _is_disabled() -> bool:
-    return session.process.disabled
+    return process.disabled
 
 
 def _require_session(what: str) -> Session:
-    live = session.process.live
+    live = process.live
     if live is None:
         raise UsageError(
             f"{what} was called before amp.initialize. Type model, optimizer = amp.initialize(model, optimizer) first."
@@ -696,7 +697,7 @@ def _half_dtype(
                 f"half_dtype out, or use opt_level={'O1' if opt_level == 'O4' else 'O2'!r}."
             )
         return checked
-    live = session.process.live
+    live = process.live
     if live is not None:
         return live.settings.properties.half_dtype
     types = set().union(*(models_module.device_types(model) for model in models)) or _all_device_types()

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import torch
 
-from ampatch import __version__, amp, doctor, extension, extension_build, list_reports, session
+from ampatch import __version__, amp, doctor, extension, extension_build, list_reports
 from ampatch.cast_lists import PEERS, peer, shipped
 from ampatch.errors import AmpError, CastListError, OptionError
 from ampatch.opt_levels import HALF_DTYPES
+from ampatch.process import process
 
 _FAULT = 1  # argparse itself ends with 2 where the command line is wrong
 # What a shell reports of a program that a signal ended: 128 + SIGINT, 128 + SIGPIPE.
@@ -165,7 +166,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     _import(arguments.modules)
-    if session.process.live is not None:  # by one of the modules
+    if process.live is not None:  # by one of the modules
         _print(doctor.report())
         return 0
     try:

@@ -44,8 +44,8 @@ _TORCH = Path(torch.__file__).parent
 _TRACED = frozenset(
     f"ampatch.{name}"
     for name in (
-        *("amp", "session", "models", "autocast_gates", "wrappers", "weight_cache", "switch", "compilers", "casting"),
-        *("signatures", "paths", "errors"),
+        *("amp", "process", "session", "models", "autocast_gates", "wrappers", "weight_cache", "switch", "compilers"),
+        *("casting", "signatures", "paths", "errors"),
     )
 )
 

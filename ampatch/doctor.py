@@ -22,11 +22,12 @@ import torch
 import wrapt
 import yaml
 
-from ampatch import __version__, kernels, list_reports, session
+from ampatch import __version__, kernels, list_reports
 from ampatch.cast_lists import Treatment, shipped
 from ampatch.errors import AmpError, CastListError
 from ampatch.patching import MISSING, bindings, loaded_modules
 from ampatch.paths import Path, PathError, beneath, find_owner, is_wrapper
+from ampatch.process import process
 from ampatch.session import Session
 
 _NVIDIA_DRIVER = FilePath("/proc/driver/nvidia/version")
@@ -164,7 +165,7 @@ class _Seen:
     @classmethod
     def now(cls) -> _Seen:
         """As things stand."""
-        live = session.process.live
+        live = process.live
         patches = []
         for patch in live.ledger.patches if live is not None else ():
             owner = patch.owner()
@@ -253,7 +254,7 @@ def _in_torch(module: str | None) -> bool:
 def _amp(seen: _Seen) -> Iterator[str]:
     live = seen.live
     if live is None:
-        yield "amp is not set up" + (": initialize was called with enabled=False" if session.process.disabled else "")
+        yield "amp is not set up" + (": initialize was called with enabled=False" if process.disabled else "")
         return
     properties = live.settings.properties
     yield f"amp is set up: {properties.opt_level}, {str(properties.half_dtype).removeprefix('torch.')}"
@@ -278,7 +279,7 @@ def _places(live: Session) -> tuple[dict[tuple[int, str], str], Counter[str]]:
     places: dict[tuple[int, str], str] = {}
     waiting: Counter[str] = Counter()
     if live.patches_functions:
-        for known in session.process.registered:
+        for known in process.registered:
             places[id(known.owner), known.name] = known.path.namespace
         for path in live.settings.lists.for_half(live.settings.properties.half_dtype):
             owner = _owner(path.namespace)

@@ -1,8 +1,7 @@
 """The session: the one owner of what lives between ``amp.initialize`` and ``amp.deinitialize``.
 
 It holds the ledger of patches, the cache of cast weights, the on/off switch, the loss scalers, the adopted models and
-optimizers. There is at most one live session in a process, since torch's functions are the process's. Functions
-registered by the user beforehand are kept here too, outside of any session.
+optimizers. Must not know whether it is the live one: `ampatch.process` does.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from ampatch.scaled_pass import ScaledPass
 from ampatch.scaling import Scaling
 from ampatch.switch import Switch
 from ampatch.weight_cache import WeightCache
-from ampatch.wrappers import Adapters, explain
+from ampatch.wrappers import Adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +87,28 @@ class Settings:
         return ", ".join(part for part in parts if part)
 
 
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What torch calls around forwards, and when a model is saved and loaded.
+
+    Functions at the top of a module, so that a model deep-copies and pickles with them: they look for the session.
+    """
+
+    before_forward: Callable[[nn.Module, Any], None]
+    after_forward: Callable[[nn.Module, Any, Any], None]
+    after_replicated_forward: Callable[[nn.Module, Any, Any], None]
+    after_state_dict: Callable[[nn.Module, Any, str, Any], None]
+    before_load_state_dict: Callable[..., None]
+    after_load_state_dict: Callable[[nn.Module, Any], None]
+
+
 class Session:
     """Everything that amp installed and keeps.
 
     Args:
         settings: what the session is to do.
         device_types: of the tensors that are cast; grows as models join.
+        hooks: what models and wrappers get.
 
     Attributes:
         settings: as given.
@@ -108,8 +123,9 @@ class Session:
         processes: those over which gradients may be spread.
     """
 
-    def __init__(self, settings: Settings, device_types: Iterable[str]) -> None:
+    def __init__(self, settings: Settings, device_types: Iterable[str], hooks: Hooks) -> None:
         self.settings = settings
+        self._hooks = hooks
         self.verbose = True
         self.switch = Switch()
         self.cache = WeightCache(settings.enable_caching)
@@ -132,15 +148,16 @@ class Session:
         """Whether functions cast by the lists in this session."""
         return self.settings.properties.patch_torch_functions
 
-    def install(self) -> None:
-        """Patches what the settings ask for, and turns casts on."""
-        self.ledger.set(DistributedDataParallel, "__init__", _announcing(DistributedDataParallel.__init__))
-        self.ledger.set(GradScaler, "_unscale_grads_", _refusing_ours(GradScaler._unscale_grads_))
+    def install(self, registered: Sequence[Registration]) -> None:
+        """Patches what the settings ask for and the user has registered, and turns casts on."""
+        hooks = self._hooks
+        self.ledger.set(DistributedDataParallel, "__init__", self._seeing_wrappers(DistributedDataParallel.__init__))
+        self.ledger.set(GradScaler, "_unscale_grads_", self._refusing_to_unscale(GradScaler._unscale_grads_))
         if self.patches_functions:
             compilers.read_tables()
-            compilers.instruct(self.ledger, self._functions.original_of, (before_forward, after_forward))
+            compilers.instruct(self.ledger, self._functions.original_of, (hooks.before_forward, hooks.after_forward))
             rules = self.settings.lists.for_half(self.settings.properties.half_dtype).values()
-            self._functions.install(rules, process.registered)
+            self._functions.install(rules, registered)
             autocast_gates.open_gates(self.ledger, self.switch)
             self.switch.follow_checkpoints(self.ledger)
             self.switch.follow_replicas(self.ledger)
@@ -239,7 +256,7 @@ class Session:
             self.cache.keep_nothing()
 
     def _convert(self, model: nn.Module) -> None:
-        properties = self.settings.properties
+        properties, hooks = self.settings.properties, self._hooks
         dtype, outputs = properties.cast_model_type, self.settings.cast_model_outputs
         if dtype in HALVES:
             for other in self._models - {model}:
@@ -257,12 +274,16 @@ class Session:
                 models.hook_casts(module, self.ledger, inputs=torch.float32, outputs=dtype)
             if dtype in HALVES:
                 models.hook_state_dict(
-                    model.modules(), self.ledger, after_state_dict, before_load_state_dict, after_load_state_dict
+                    model.modules(),
+                    self.ledger,
+                    hooks.after_state_dict,
+                    hooks.before_load_state_dict,
+                    hooks.after_load_state_dict,
                 )
         if dtype is not None or outputs is not None:
             models.hook_casts(model, self.ledger, inputs=dtype, outputs=outputs or torch.float32)
         if dtype is not None or self.patches_functions:
-            models.hook_forward(model, self.ledger, before_forward, after_forward)
+            models.hook_forward(model, self.ledger, hooks.before_forward, hooks.after_forward)
 
     def _restore_weights(self) -> None:
         """Gives weights back the types they had; optimizers that are still there have their state follow."""
@@ -357,18 +378,6 @@ class Session:
         for adopted in list(self._optimizers.values()):
             adopted.masters.complete()
 
-    def follow_wrapper(self, wrapper: DistributedDataParallel, has_sent_weights: bool) -> None:
-        """A model was wrapped for several processes, which all go on from the weights of the first.
-
-        Args:
-            wrapper: around it.
-            has_sent_weights: whether it has seen to that itself; half weights it has sent, and not the values behind.
-        """
-        self.processes.add(wrapper)
-        self.ledger.on_undo(wrapper.register_forward_hook(after_replicated_forward).remove, wrapper)
-        if has_sent_weights:
-            self.processes.send_from_first(wrapper, self.conversion.take_values)
-
     def check_device(self, model: nn.Module) -> None:
         """Raises `UsageError` where a model was moved to another type of device than amp was set up for."""
         models.check_device(model, self._device_types)
@@ -444,6 +453,64 @@ class Session:
             )
         return self.cache.frozen(model.parameters()) if self.patches_functions else contextlib.nullcontext()
 
+    # What torch does beside amp
+
+    def _seeing_wrappers(self, original: Callable[..., None]) -> Callable[..., None]:
+        """A `DistributedDataParallel.__init__` that this session knows of."""
+        signature, active = inspect.signature(original), self._while_active()
+
+        @functools.wraps(original)
+        def __init__(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            session = active()
+            if session is None:
+                original(wrapper, *args, **kwargs)
+                return
+            session.synchronise_weights()
+            original(wrapper, *args, **kwargs)
+            session._follow_wrapper(wrapper, signature.bind(wrapper, *args, **kwargs).arguments.get("init_sync", True))
+
+        return __init__
+
+    def _follow_wrapper(self, wrapper: DistributedDataParallel, has_sent_weights: bool) -> None:
+        """A model was wrapped for several processes, which all go on from the weights of the first.
+
+        Args:
+            wrapper: around it.
+            has_sent_weights: whether it has seen to that itself; half weights it has sent, and not the values behind.
+        """
+        self.processes.add(wrapper)
+        self.ledger.on_undo(wrapper.register_forward_hook(self._hooks.after_replicated_forward).remove, wrapper)
+        if has_sent_weights:
+            self.processes.send_from_first(wrapper, self.conversion.take_values)
+
+    def _refusing_to_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A `GradScaler._unscale_grads_` that says so where amp has the gradients, or has scaled them too."""
+        active = self._while_active()
+
+        @functools.wraps(original)
+        def _unscale_grads_(scaler: GradScaler, optimizer: OptimizerLike, *args: Any, **kwargs: Any) -> Any:
+            session = active()
+            adopted = None if session is None else session._optimizers.get(id(optimizer))
+            if adopted is not None and (adopted.masters or adopted.passes):
+                raise UsageError(
+                    f"torch.amp.GradScaler cannot unscale for this {type(optimizer).__name__}: amp.scale_loss does, "
+                    "and has it skip where gradients overflow. Leave the GradScaler out: with amp.scale_loss(loss, "
+                    "optimizer) as scaled_loss: scaled_loss.backward(), and then optimizer.step()."
+                )
+            return original(scaler, optimizer, *args, **kwargs)
+
+        return _unscale_grads_
+
+    def _while_active(self) -> Callable[[], Session | None]:
+        """Gives this session until it is taken down, to methods that somebody may keep for longer."""
+        reference = weakref.ref(self)
+
+        def active() -> Session | None:
+            session = reference()
+            return session if session is not None and session.switch.active else None
+
+        return active
+
 
 def _is_wrapped_by_scheduler(owner: object, name: str) -> bool:
     """Whether an attribute is an optimizer's step that an LR scheduler counts: ours below it forwards unchanged."""
@@ -466,209 +533,3 @@ def _forget_casts(cache: weakref.ref[WeightCache]) -> Any:
             live.end_iteration(optimizer_state.parameters_of(optimizer))
 
     return forget
-
-
-def _announcing(original: Callable[..., None]) -> Callable[..., None]:
-    """A `DistributedDataParallel.__init__` that the live session knows of."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        live = process.live
-        if live is not None:
-            live.synchronise_weights()
-        original(self, *args, **kwargs)
-        if live is not None:
-            live.follow_wrapper(self, signature.bind(self, *args, **kwargs).arguments.get("init_sync", True))
-
-    return __init__
-
-
-def _refusing_ours(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A `GradScaler._unscale_grads_` that says so where amp has the gradients, or has scaled them too."""
-
-    @functools.wraps(original)
-    def _unscale_grads_(self: GradScaler, optimizer: OptimizerLike, *args: Any, **kwargs: Any) -> Any:
-        live = process.live
-        adopted = live.adopted(optimizer) if live is not None and live.has_adopted(optimizer) else None
-        if adopted is not None and (adopted.masters or adopted.passes):
-            raise UsageError(
-                f"torch.amp.GradScaler cannot unscale for this {type(optimizer).__name__}: amp.scale_loss does, and "
-                "has it skip where gradients overflow. Leave the GradScaler out: with amp.scale_loss(loss, optimizer) "
-                "as scaled_loss: scaled_loss.backward(), and then optimizer.step()."
-            )
-        return original(self, optimizer, *args, **kwargs)
-
-    return _unscale_grads_
-
-
-@dataclass(slots=True)
-class Process:
-    """What belongs to the process, and not to a session.
-
-    Attributes:
-        live: the session, if there is one.
-        disabled: whether ``initialize(enabled=False)`` was the last word while there was none.
-        registered: the functions that the user registered, for every session to come.
-    """
-
-    live: Session | None = None
-    disabled: bool = False
-    registered: list[Registration] = field(default_factory=list)
-
-
-process = Process()
-
-
-def open_session(settings: Settings, device_types: Iterable[str]) -> Session:
-    """Makes a session and installs it; if that fails, everything is as it was.
-
-    Raises:
-        UsageError: there is a live one already.
-    """
-    if process.live is not None:
-        raise UsageError("amp is set up already; type amp.deinitialize() first.")
-    session = Session(settings, device_types)
-    try:
-        session.install()
-    except BaseException:
-        session.take_down()
-        raise
-    process.live = session
-    return session
-
-
-def close_session(session: Session) -> None:
-    """Takes a session down, if it is the live one; otherwise does nothing."""
-    if session is process.live:
-        process.live = None
-        session.take_down()
-
-
-def register(registration: Registration) -> None:
-    """Remembers a function for the sessions to come; the last registration of a function counts."""
-    same = (registration.owner, registration.name)
-    process.registered[:] = [known for known in process.registered if (known.owner, known.name) != same]
-    process.registered.append(registration)
-
-
-def decorate(function: Any, kind: str) -> Any:
-    """A function whose arguments are cast while a session is live that patches functions.
-
-    Args:
-        function: a function, builtin, static method or class method.
-        kind: a key of `Session.adapters`.
-
-    Raises:
-        OptionError: it is none of these.
-    """
-    if isinstance(function, (staticmethod, classmethod)):
-        return type(function)(decorate(function.__func__, kind))
-    if not callable(function):
-        raise OptionError(f"found {function!r} to decorate; expected a function. Type the decorator above its `def`.")
-    name = getattr(function, "__qualname__", repr(function))
-    reason = f"ampatch: {name} is decorated for the {kind}."
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        session = process.live
-        if session is None or not session.patches_functions or not session.switch.active or session.switch.is_off():
-            return function(*args, **kwargs)
-        adapted = None
-        try:
-            adapted = session.adapters[kind](args, kwargs)
-            return function(*adapted[0], **adapted[1])
-        except Exception as error:
-            explain(error, reason, (args, kwargs), adapted)
-            raise
-
-    compilers.give_own_code(wrapper, function)
-    return wrapper
-
-
-# The hooks of adopted models: without state, so that a model deep-copies and pickles with them.
-
-
-@compilers.traced_within_others
-def before_forward(model: nn.Module, _: object) -> None:
-    """Runs before an adopted model's forward, or that of a copy of one."""
-    session = process.live
-    if session is None:
-        return
-    session.check_device(model)
-    if not torch.compiler.is_compiling():
-        if not compilers.is_recording():
-            session.synchronise_weights(model)
-        session.cache.enter_forward(model)
-
-
-@compilers.traced_within_others
-def after_forward(model: nn.Module, _: object, __: object) -> None:
-    """Runs after it, whether it returned or raised."""
-    session = process.live
-    if session is not None and not torch.compiler.is_compiling():
-        session.cache.exit_forward(model)
-
-
-def after_replicated_forward(wrapper: Any, _: object, __: object) -> None:
-    """Runs after every forward of a wrapper for several processes."""
-    session = process.live
-    if session is not None:
-        session.processes.note_forward(wrapper)
-
-
-def after_state_dict(module: nn.Module, saved: dict[str, Any], prefix: str, _: object) -> None:
-    """Runs for every submodule of a converted model: what it saves is float32, with the masters' bits."""
-    session = process.live
-    if session is None:
-        return
-    for name, tensor in conversion_plan.own_tensors(module):
-        full = session.conversion.float32_of(module, name, tensor)
-        if full is not None:
-            for key in _keys_of(tensor, prefix + name, prefix, saved):
-                saved[key] = full if saved[key] is tensor else full.detach()  # itself with keep_vars=True
-
-
-def _keys_of(tensor: Tensor, expected: str, prefix: str, saved: dict[str, Any]) -> list[str]:
-    """Where a state dict has a tensor: under its name, or under one that the user's own hooks have given it."""
-    candidates = [expected] if expected in saved else [key for key in saved if key.startswith(prefix)]
-    return [key for key in candidates if _is_alias(saved[key], tensor)]
-
-
-def _is_alias(value: object, tensor: Tensor) -> bool:
-    """Whether this is the tensor itself, or a view of all of it, and not what the user's hooks have made of it."""
-    return (
-        isinstance(value, Tensor)
-        and (value.dtype, value.shape, value.layout) == (tensor.dtype, tensor.shape, tensor.layout)
-        and value.data_ptr() == tensor.data_ptr()
-        and value.stride() == tensor.stride()
-    )
-
-
-def before_load_state_dict(
-    module: nn.Module, saved: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
-) -> None:
-    """Runs for every submodule of a converted model, before it is loaded."""
-    session = process.live
-    if session is None:
-        return
-    if local_metadata.get("assign_to_params_buffers") and session.conversion.has_any_of(module):  # or it is a copy
-        raise UsageError(
-            "load_state_dict(assign=True) would replace the half parameters that amp converted. Leave assign out, or "
-            "type amp.deinitialize() first."
-        )
-    if not prefix:
-        session.complete_masters()
-    session.loading[module] = (saved, prefix)
-
-
-def after_load_state_dict(module: nn.Module, _: object) -> None:
-    """Runs after it was loaded: masters take the values that were narrowed, under the names that hooks gave them."""
-    session = process.live
-    if session is None:
-        return
-    saved, prefix = session.loading.pop(module, ({}, ""))
-    for name, tensor in conversion_plan.own_tensors(module):
-        value = saved.get(prefix + name)
-        if isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta":
-            session.conversion.load(tensor, value)

@@ -158,7 +158,7 @@ class Adapters:
             found = [tensor for value in values if type(value) not in PLAIN for tensor in tensors_in(value)]
             if len({tensor.dtype for tensor in found}) < 2:
                 return args, kwargs
-            dtypes = {tensor.dtype for tensor in found if self._is_here(tensor)} & casts.keys()
+            dtypes = {tensor.dtype for tensor in found if tensor.dtype in casts and self._is_here(tensor)}
             if len(dtypes) < 2:
                 return args, kwargs
             return casts[functools.reduce(torch.promote_types, dtypes)](args, kwargs)

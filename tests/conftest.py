@@ -23,9 +23,10 @@ from samples import LIST_NAMES, entries, resolve
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from workers import Workers
 
-from ampatch import amp, extension, extension_build, extension_kernels, kernels, session
+from ampatch import amp, extension, extension_build, extension_kernels, kernels
 from ampatch.errors import KernelError
 from ampatch.extension import Library
+from ampatch.process import process
 
 # What tests compile does not go to the user's cache, and is still there when they run again. Tests that start processes
 # hand this on to them.
@@ -104,8 +105,8 @@ def torch_is_unpatched() -> Iterator[None]:
     """After every test: amp is off, and torch is what it was before the first."""
     yield
     amp.deinitialize()
-    session.process.registered.clear()
-    session.process.disabled = False
+    process.registered.clear()
+    process.disabled = False
     assert changed(BEFORE, torch_now()) == []
     assert not _global_optimizer_post_hooks
     assert torch._C._len_torch_function_stack() == 0

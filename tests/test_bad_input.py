@@ -20,8 +20,9 @@ import torch
 from helpers import Slotted
 from torch import nn
 
-from ampatch import amp, session
+from ampatch import amp
 from ampatch.errors import AmpError, CastListError, OptionError, UsageError
+from ampatch.process import process
 
 
 class Bench:
@@ -49,12 +50,12 @@ class Bench:
 
     def state(self) -> Any:
         """All that a failed call must leave alone."""
-        live = session.process.live
+        live = process.live
         return (
             live,
             None if live is None else (live.ledger.patches, [scaler.state for scaler in live.scalers]),
-            session.process.disabled,
-            list(session.process.registered),
+            process.disabled,
+            list(process.registered),
             {name: id(value) for name, value in self.model.state_dict(keep_vars=True).items()},
             [(value.tolist(), value.dtype) for value in self.model.state_dict(keep_vars=True).values()],
             [dict(module._forward_hooks | module._forward_pre_hooks) for module in self.model.modules()],
@@ -474,7 +475,7 @@ def test_failure_after_torch_was_patched_takes_the_patches_out_again() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(amp.OptionError, match="step of this Slotted cannot be replaced"):
         amp.initialize(model, Slotted(model.parameters()), verbosity=0)
-    assert session.process.live is None
+    assert process.live is None
     assert not model._forward_hooks
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
 

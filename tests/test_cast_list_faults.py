@@ -13,9 +13,10 @@ import torch
 from helpers import HALF_DTYPES, casts_on, dtype_name
 from torch import nn
 
-from ampatch import amp, session
+from ampatch import amp
 from ampatch.cast_lists import Treatment, shipped
 from ampatch.errors import AmpError, CastListError, OptionError
+from ampatch.process import process
 
 
 def write(folder: Path, content: str | bytes, name: str = "own.yaml") -> Path:
@@ -596,14 +597,14 @@ class TestNothingIsPatched:
         with pytest.raises(AmpError, match=r"own\.yaml:"):
             amp.initialize(model, half_dtype=half, cast_lists=write(tmp_path, content))
 
-        assert session.process.live is None
+        assert process.live is None
         assert torch.mm is mm
         assert not model._forward_hooks
 
     def test_and_what_was_on_stays_on(self, tmp_path: Path) -> None:
         with casts_on(torch.bfloat16):
-            live, mm = session.process.live, torch.mm
+            live, mm = process.live, torch.mm
             with pytest.raises(CastListError):
                 amp.initialize(nn.Linear(1, 1), cast_lists=write(tmp_path, "whitelsit: {}"))
-            assert session.process.live is live
+            assert process.live is live
             assert torch.mm is mm

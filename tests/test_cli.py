@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 
 import ampatch
-from ampatch import amp, cli, demo, doctor, extension, extension_build, list_reports, session
+from ampatch import amp, cli, demo, doctor, extension, extension_build, list_reports
 from ampatch.cast_lists import PEERS, peer, shipped
 from ampatch.errors import UsageError
+from ampatch.process import process
 
 SOUND = "blacklist:\n  torch: [mm]\n"
 
@@ -306,7 +307,7 @@ class TestDoctor:
         assert lines == expected
         assert (empty, last) == ("", "amp was set up for this report alone, with the defaults of amp.init().")
         assert printed.err == ""
-        assert session.process.live is None
+        assert process.live is None
 
     def test_modules_are_imported_first_in_their_order(
         self, write: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
@@ -330,7 +331,7 @@ class TestDoctor:
         assert cli.main(["doctor", "script"]) == 0
 
         assert capsys.readouterr().out.splitlines() == list(doctor.report())
-        assert session.process.live is not None
+        assert process.live is not None
 
     @pytest.mark.parametrize(
         ("name", "why"),
@@ -377,13 +378,13 @@ class TestDoctor:
 
     def test_cut_short_it_leaves_torch_as_it_was(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def interrupted() -> None:
-            assert session.process.live is not None
+            assert process.live is not None
             raise KeyboardInterrupt
 
         monkeypatch.setattr(doctor, "report", interrupted)
 
         assert cli.main(["doctor"]) == 130
-        assert session.process.live is None
+        assert process.live is None
 
     def test_the_current_folder_is_searched_however_it_is_started(self, tmp_path: Path) -> None:
         (tmp_path / "mine.py").write_text("print('imported')\n")

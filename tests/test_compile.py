@@ -284,10 +284,11 @@ class TestFreshProcess:
             import torch
             from torch import nn
             import torch.nn.functional as F
-            from ampatch import amp, session
+            from ampatch import amp
+            from ampatch.process import process
 
             amp.initialize(nn.Linear(4, 4), half_dtype=torch.float16, verbosity=0)
-            installed = [patch.installed() for patch in session.process.live.ledger.patches]
+            installed = [patch.installed() for patch in process.live.ledger.patches]
             wrappers = [f for f in installed if isinstance(f, types.FunctionType) and hasattr(f, "__wrapped__")]
             del installed
             assert len(wrappers) > 300

@@ -21,8 +21,9 @@ from helpers import HALF_DTYPES, casts_on, dtype_name
 from torch import nn
 
 import ampatch
-from ampatch import amp, doctor, kernels, session
+from ampatch import amp, doctor, kernels
 from ampatch.cast_lists import shipped
+from ampatch.process import process
 
 # In an object, where amp does not find and patch them.
 ORIGINAL = types.SimpleNamespace(linear=F.linear, matmul=torch.matmul)
@@ -126,7 +127,7 @@ class TestReport:
     def test_reads_nothing_off_a_device(self):
         """A tensor on the meta device has no value to be read."""
         with amp.init(half_dtype=torch.float16):
-            session.process.live.scalers[0].scale(torch.ones((), device="meta"))
+            process.live.scalers[0].scale(torch.ones((), device="meta"))
             assert "Devices" in report()
 
     def test_names_are_read_from_lazy_modules_without_waking_them(self, monkeypatch):
@@ -142,7 +143,7 @@ class TestReport:
 
 
 def amp_patches() -> list[object]:
-    return [] if session.process.live is None else list(session.process.live.ledger.patches)
+    return [] if process.live is None else list(process.live.ledger.patches)
 
 
 class TestVersions:

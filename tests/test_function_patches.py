@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.functional import linear as dense
 
-from ampatch import amp, cast_lists, session
+from ampatch import amp, cast_lists
 from ampatch.errors import AmpWarning
 from ampatch.paths import find_owner
+from ampatch.process import process
 
 RULES = tuple(cast_lists.shipped().for_half(torch.float16))
 NAMESPACES = sorted({path.namespace for path in RULES})
@@ -456,7 +457,7 @@ class TestModulesImportedLater:
     def test_are_left_alone_after_deinitialize(self, package):
         package("late_i", ops=LATE)
         with casts_on(cast_lists={"whitelist": {"late_i.ops": ["attend"]}}):
-            over = session.process.live
+            over = process.live
         assert over is not None  # and somebody keeps it
         assert not wrapped(importlib.import_module("late_i.ops").attend)
 

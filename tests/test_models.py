@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampatch import amp, models, session
+from ampatch import amp, models
 from ampatch.errors import OptionError, UsageError
 from ampatch.patching import PatchLedger
+from ampatch.process import process
 
 
 @pytest.fixture
@@ -91,8 +92,8 @@ class TestDevice:
         amp.initialize(model, verbosity=0)
         model(torch.ones(1, 2))
         # As if the model had been on a GPU until now.
-        session.process.live._device_types.clear()
-        session.process.live._device_types.add("cuda")
+        process.live._device_types.clear()
+        process.live._device_types.add("cuda")
         with pytest.raises(UsageError, match=r"model\.to\('cpu'\)"):
             model(torch.ones(1, 2))
 

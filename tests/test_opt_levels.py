@@ -13,7 +13,7 @@ import torch
 from helpers import HALF_DTYPES, dtype_name
 from torch import nn
 
-from ampatch import amp, session
+from ampatch import amp
 from ampatch.errors import OptionError
 from ampatch.opt_levels import (
     LEVELS,
@@ -27,6 +27,7 @@ from ampatch.opt_levels import (
     difference,
     resolve,
 )
+from ampatch.process import process
 
 FLOAT16, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -137,7 +138,7 @@ class TestContradictions:
         with pytest.raises(OptionError, match=name):
             amp.initialize(model, opt_level="O1", **{name: value})
 
-        assert session.process.live is None
+        assert process.live is None
         assert model.weight is weight
         assert not model._forward_hooks
 

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
-from ampatch import amp, session
+from ampatch import amp
 from ampatch.errors import AmpWarning, LossScaleError, OptionError, UsageError
 from ampatch.optimizers import AdoptedOptimizer
+from ampatch.process import process
 
 SCALE = 2.0**16
 OVERFLOW = 1e38  # times the first scale, and times 2, it is beyond float32
@@ -1381,7 +1382,7 @@ class TestLifetime:
         initialize(model, optimizer, num_losses=2)
         for index in range(50):
             backward(loss_of(model, 0) * (OVERFLOW if index == 9 else 1), optimizer, loss_id=index % 2)
-            assert len(session.process.live.adopted(optimizer).passes) <= 8
+            assert len(process.live.adopted(optimizer).passes) <= 8
         optimizer.step()
         assert amp.step_was_skipped(optimizer)
         assert amp.get_loss_scale(1) == SCALE / 2
@@ -1392,7 +1393,7 @@ class TestLifetime:
         initialize(model, optimizer)
         backward(loss_of(model, 0), optimizer)
         optimizer.step()
-        assert session.process.live.adopted(optimizer).passes == []
+        assert process.live.adopted(optimizer).passes == []
 
     def test_cast_weights_are_forgotten_by_a_step_that_is_skipped_too(self):
         model = linear()
@@ -1400,6 +1401,6 @@ class TestLifetime:
         initialize(model, optimizer, opt_level="O1", half_dtype=torch.bfloat16)
         overflow(model, optimizer)
         F.linear(batch(0), model.weight)
-        assert len(session.process.live.cache) == 1
+        assert len(process.live.cache) == 1
         optimizer.step()
-        assert len(session.process.live.cache) == 0
+        assert len(process.live.cache) == 0

@@ -15,10 +15,10 @@ from helpers import assert_same_bits
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from ampatch import amp, session
+from ampatch import amp
 from ampatch.errors import AmpWarning, OptionError, UsageError
 from ampatch.function_patches import FunctionPatches
-from ampatch.session import process
+from ampatch.process import close_session, open_session, process
 
 
 class Net(nn.Module):
@@ -105,7 +105,7 @@ class TestOneSession:
         amp.initialize(Net(), verbosity=0)
         live = process.live
         with pytest.raises(UsageError, match=r"amp\.deinitialize\(\)"):
-            session.open_session(live.settings, ["cpu"])
+            open_session(live.settings, ["cpu"])
         assert process.live is live
 
 
@@ -135,7 +135,7 @@ class TestTakingDown:
         first = process.live
         amp.deinitialize()
         amp.initialize(Net(), verbosity=0)
-        session.close_session(first)
+        close_session(first)
         assert process.live is not None
         assert patched()
 
@@ -379,4 +379,4 @@ class TestWhatUsersDoWithTheirObjects:
         del model, optimizer, loss
         gc.collect()
         assert [reference() for reference in died] == [None, None, None]
-        assert not session.process.live._optimizers
+        assert not process.live._optimizers

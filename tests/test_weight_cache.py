@@ -21,7 +21,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from ampatch import amp, session, weight_cache
+from ampatch import amp, weight_cache
+from ampatch.process import process
 from ampatch.weight_cache import WeightCache
 
 
@@ -51,7 +52,7 @@ def adopt(model: nn.Module, half: torch.dtype = torch.bfloat16, **options: objec
 
 
 def cache() -> WeightCache:
-    return session.process.live.cache
+    return process.live.cache
 
 
 def casts_of_weights(function: Callable[[], object]) -> int:
@@ -709,7 +710,7 @@ class TestNothingGrows:
 
     def test_over_adopted_models_that_come_and_go(self):
         adopt(nn.Module())
-        weights, steps = [], len(session.process.live.ledger._steps)
+        weights, steps = [], len(process.live.ledger._steps)
         for _ in range(100):
             model = adopt(Thrice())
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -720,7 +721,7 @@ class TestNothingGrows:
         gc.collect()
         assert len(cache()) == 0
         assert [weight for weight in weights if weight() is not None] == []
-        assert len(session.process.live.ledger._steps) == steps
+        assert len(process.live.ledger._steps) == steps
 
     def test_over_training_steps(self):
         model = Thrice()

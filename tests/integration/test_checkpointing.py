@@ -215,6 +215,7 @@ class TestWithoutCasts:
         assert_same(found, expected_without_casts(device))
 
     @HALVES
+    @pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl.NO_REENTRANT")
     @pytest.mark.parametrize("kind", ["reentrant", "saves-products", "composable", *CheckpointImpl.__members__])
     @pytest.mark.parametrize("off", [False, True], ids=["on", "off"])
     def test_every_recomputation_runs_as_the_forward_did(self, kind, half, device, off):

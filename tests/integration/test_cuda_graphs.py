@@ -16,8 +16,9 @@ import torch
 from helpers import HALF_DTYPES, assert_same_bits, dtype_name
 from torch import Tensor, nn
 
-from ampatch import amp, optimizers, scaling, session, weight_cache
+from ampatch import amp, optimizers, scaling, weight_cache
 from ampatch.errors import UsageError
+from ampatch.process import process
 
 SCALE = 2.0**8
 
@@ -253,7 +254,7 @@ class TestUnderCapture:
 
     def test_weights_that_a_step_updates_are_kept_for_a_forward_at_most_from_then_on(self, capturing, monkeypatch):
         loop = Loop(_on_cpu(OPTIMIZERS["Adam"]), "cpu", half_dtype=torch.bfloat16)
-        cache = session.process.live.cache
+        cache = process.live.cache
         loop.model(loop.input)
         assert len(cache) > 0
         loop.step()
@@ -268,7 +269,7 @@ class TestUnderCapture:
     def test_what_a_graph_would_write_to_stays_where_it_is(self):
         loop = Loop(_on_cpu(OPTIMIZERS["Adam"]), "cpu", half_dtype=torch.float16)
         loop.step()
-        (scaler,) = session.process.live.scalers
+        (scaler,) = process.live.scalers
         before = {name: value.data_ptr() for name, value in vars(scaler).items() if isinstance(value, Tensor)}
         assert len(before) == 4
         for index, overflows in enumerate(OVERFLOWS):

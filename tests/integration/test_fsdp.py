@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
-from ampatch import amp, session
+from ampatch import amp
 from ampatch.kernels import values_of
+from ampatch.process import process
 
 HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 ON_DEVICES = pytest.mark.parametrize("device", DEVICES_OF_EACH)
@@ -390,7 +391,7 @@ def casts_of_weights(kind: str) -> tuple[int, int]:
         with amp.scale_loss(model(data("cpu", dist.get_rank())[0]).float().sum(), optimizer) as scaled_loss:
             scaled_loss.backward()
     counts = amp.cast_counts()
-    return counts.cache_hits, len(session.process.live.cache)
+    return counts.cache_hits, len(process.live.cache)
 
 
 @KINDS

@@ -12,8 +12,9 @@ from helpers import DEVICES, HALF_DTYPES, assert_same_bits, dtype_name
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampatch import amp, session
+from ampatch import amp
 from ampatch.errors import OptionError, UsageError
+from ampatch.process import process
 
 WITHOUT_GRAD = [torch.no_grad, torch.inference_mode]
 
@@ -74,7 +75,7 @@ def inputs_cast(function: Callable[[], object]) -> int:
 
 
 def kept() -> int:
-    return len(session.process.live.cache)
+    return len(process.live.cache)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -229,7 +230,7 @@ class TestTheBlock:
 
     def test_ends_with_deinitialize(self, device):
         model = adopt(device)
-        cache = session.process.live.cache
+        cache = process.live.cache
         with torch.inference_mode(), amp.frozen_weights(model):
             model(batch(device))
             amp.deinitialize()

@@ -1,0 +1,203 @@
+"""What belongs to the process: which session is live, what the user has registered, and the ways to the live session.
+
+There is at most one live session in a process, since torch's functions are the process's. Torch's hooks and decorated
+functions look for it here, at every call. Must not do a session's work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampatch import compilers, conversion_plan
+from ampatch.errors import OptionError, UsageError
+from ampatch.function_patches import Registration
+from ampatch.session import Hooks, Session, Settings
+from ampatch.wrappers import explain
+
+
+@dataclass(slots=True)
+class Process:
+    """What belongs to the process, and not to a session.
+
+    Attributes:
+        live: the session, if there is one.
+        disabled: whether ``initialize(enabled=False)`` was the last word while there was none.
+        registered: the functions that the user registered, for every session to come.
+    """
+
+    live: Session | None = None
+    disabled: bool = False
+    registered: list[Registration] = field(default_factory=list)
+
+
+process = Process()
+
+
+def open_session(settings: Settings, device_types: Iterable[str]) -> Session:
+    """Makes a session and installs it; if that fails, everything is as it was.
+
+    Raises:
+        UsageError: there is a live one already.
+    """
+    if process.live is not None:
+        raise UsageError("amp is set up already; type amp.deinitialize() first.")
+    session = Session(settings, device_types, _HOOKS)
+    try:
+        session.install(process.registered)
+    except BaseException:
+        session.take_down()
+        raise
+    process.live = session
+    return session
+
+
+def close_session(session: Session) -> None:
+    """Takes a session down, if it is the live one; otherwise does nothing."""
+    if session is process.live:
+        process.live = None
+        session.take_down()
+
+
+def register(registration: Registration) -> None:
+    """Remembers a function for the sessions to come; the last registration of a function counts."""
+    same = (registration.owner, registration.name)
+    process.registered[:] = [known for known in process.registered if (known.owner, known.name) != same]
+    process.registered.append(registration)
+
+
+def decorate(function: Any, kind: str) -> Any:
+    """A function whose arguments are cast while a session is live that patches functions.
+
+    Args:
+        function: a function, builtin, static method or class method.
+        kind: a key of `Session.adapters`.
+
+    Raises:
+        OptionError: it is none of these.
+    """
+    if isinstance(function, (staticmethod, classmethod)):
+        return type(function)(decorate(function.__func__, kind))
+    if not callable(function):
+        raise OptionError(f"found {function!r} to decorate; expected a function. Type the decorator above its `def`.")
+    name = getattr(function, "__qualname__", repr(function))
+    reason = f"ampatch: {name} is decorated for the {kind}."
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        session = process.live
+        if session is None or not session.patches_functions or not session.switch.active or session.switch.is_off():
+            return function(*args, **kwargs)
+        adapted = None
+        try:
+            adapted = session.adapters[kind](args, kwargs)
+            return function(*adapted[0], **adapted[1])
+        except Exception as error:
+            explain(error, reason, (args, kwargs), adapted)
+            raise
+
+    compilers.give_own_code(wrapper, function)
+    return wrapper
+
+
+# The hooks of adopted models: without state, so that a model deep-copies and pickles with them.
+
+
+@compilers.traced_within_others
+def before_forward(model: nn.Module, _: object) -> None:
+    """Runs before an adopted model's forward, or that of a copy of one."""
+    session = process.live
+    if session is None:
+        return
+    session.check_device(model)
+    if not torch.compiler.is_compiling():
+        if not compilers.is_recording():
+            session.synchronise_weights(model)
+        session.cache.enter_forward(model)
+
+
+@compilers.traced_within_others
+def after_forward(model: nn.Module, _: object, __: object) -> None:
+    """Runs after it, whether it returned or raised."""
+    session = process.live
+    if session is not None and not torch.compiler.is_compiling():
+        session.cache.exit_forward(model)
+
+
+def after_replicated_forward(wrapper: Any, _: object, __: object) -> None:
+    """Runs after every forward of a wrapper for several processes."""
+    session = process.live
+    if session is not None:
+        session.processes.note_forward(wrapper)
+
+
+def after_state_dict(module: nn.Module, saved: dict[str, Any], prefix: str, _: object) -> None:
+    """Runs for every submodule of a converted model: what it saves is float32, with the masters' bits."""
+    session = process.live
+    if session is None:
+        return
+    for name, tensor in conversion_plan.own_tensors(module):
+        full = session.conversion.float32_of(module, name, tensor)
+        if full is not None:
+            for key in _keys_of(tensor, prefix + name, prefix, saved):
+                saved[key] = full if saved[key] is tensor else full.detach()  # itself with keep_vars=True
+
+
+def _keys_of(tensor: Tensor, expected: str, prefix: str, saved: dict[str, Any]) -> list[str]:
+    """Where a state dict has a tensor: under its name, or under one that the user's own hooks have given it."""
+    candidates = [expected] if expected in saved else [key for key in saved if key.startswith(prefix)]
+    return [key for key in candidates if _is_alias(saved[key], tensor)]
+
+
+def _is_alias(value: object, tensor: Tensor) -> bool:
+    """Whether this is the tensor itself, or a view of all of it, and not what the user's hooks have made of it."""
+    return (
+        isinstance(value, Tensor)
+        and (value.dtype, value.shape, value.layout) == (tensor.dtype, tensor.shape, tensor.layout)
+        and value.data_ptr() == tensor.data_ptr()
+        and value.stride() == tensor.stride()
+    )
+
+
+def before_load_state_dict(
+    module: nn.Module, saved: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
+) -> None:
+    """Runs for every submodule of a converted model, before it is loaded."""
+    session = process.live
+    if session is None:
+        return
+    if local_metadata.get("assign_to_params_buffers") and session.conversion.has_any_of(module):  # or it is a copy
+        raise UsageError(
+            "load_state_dict(assign=True) would replace the half parameters that amp converted. Leave assign out, or "
+            "type amp.deinitialize() first."
+        )
+    if not prefix:
+        session.complete_masters()
+    session.loading[module] = (saved, prefix)
+
+
+def after_load_state_dict(module: nn.Module, _: object) -> None:
+    """Runs after it was loaded: masters take the values that were narrowed, under the names that hooks gave them."""
+    session = process.live
+    if session is None:
+        return
+    saved, prefix = session.loading.pop(module, ({}, ""))
+    for name, tensor in conversion_plan.own_tensors(module):
+        value = saved.get(prefix + name)
+        if isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta":
+            session.conversion.load(tensor, value)
+
+
+_HOOKS = Hooks(
+    before_forward,
+    after_forward,
+    after_replicated_forward,
+    after_state_dict,
+    before_load_state_dict,
+    after_load_state_dict,
+)
