@@ -11,7 +11,6 @@ import contextlib
 import gc
 import itertools
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -255,12 +254,14 @@ class Conversion:
         if backing is not None:
             backing.load(tensor, values)
 
-    def take_values(self, tensor: Tensor, overwrite: Callable[[Tensor], object]) -> None:
-        """Has the float32 values behind a tensor overwritten, where they are kept; rounded they are what it has."""
+    def values_behind(self, tensor: Tensor) -> Tensor | None:
+        """The float32 values that are kept of a half tensor: what they are, and not a copy; None if there are none."""
         backing = self._backings.get(tensor)
-        if backing is not None and backing.full is not None:
-            overwrite(backing.full)
-            backing.note(tensor)
+        return None if backing is None else backing.full
+
+    def note(self, tensor: Tensor) -> None:
+        """A tensor is its `values_behind`, rounded."""
+        self._backings[tensor].note(tensor)
 
     def mark(self) -> int:
         """A point in time for `restore`."""

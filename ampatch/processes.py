@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,43 +48,29 @@ class Processes:
 
     def __init__(self) -> None:
         self._replicating: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._sharding: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._flattening: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of FSDP1
+        self._sharding: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of FSDP2
         self._postponing: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
     def find_wrappers(self, model: nn.Module) -> None:
         """Takes note of the wrappers in a model; one made later is found when it is asked for again, or by `add`."""
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody has imported it there are none
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
                 self.add(module)
-            elif isinstance(module, _sharding_classes()):
+            elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+                self._flattening.add(module)
+            elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
                 self._sharding.add(module)
 
     @property
     def gathers_weights(self) -> bool:
         """Whether there is a model whose layers have whole weights only while they are at work."""
-        return bool(self._sharding)
+        return bool(self._flattening) or bool(self._sharding)
 
     def add(self, wrapper: DistributedDataParallel) -> None:
         """Takes note of a wrapper."""
         self._replicating.add(wrapper)
-
-    @torch.no_grad()
-    def send_from_first(
-        self, wrapper: DistributedDataParallel, take: Callable[[Tensor, Callable[[Tensor], object]], object]
-    ) -> None:
-        """Gives all processes of a wrapper what the first of them has behind its weights and buffers.
-
-        Args:
-            wrapper: that has sent the weights themselves.
-            take: is called for each of them, with what sends a tensor to the others, or overwrites it in them.
-        """
-
-        def send(tensor: Tensor) -> None:
-            dist.broadcast(tensor, group=wrapper.process_group, group_src=0)
-
-        for name, tensor in itertools.chain(wrapper.module.named_parameters(), wrapper.module.named_buffers()):
-            if name not in wrapper.parameters_to_ignore:
-                take(tensor, send)
 
     def note_forward(self, wrapper: DistributedDataParallel) -> None:
         """A forward has ended, and with it was decided whether its backward reduces gradients."""
@@ -102,14 +88,13 @@ class Processes:
         for wrapper in list(self._replicating):
             if self._postponing.get(wrapper, not wrapper.require_backward_grad_sync):
                 postponed.update(map(id, wrapper.parameters()))
+        for module in list(self._flattening):
+            if not module._sync_gradients:
+                postponed.update(map(id, module.parameters()))
         for module in list(self._sharding):
-            if hasattr(module, "_sync_gradients"):
-                if not module._sync_gradients:
-                    postponed.update(map(id, module.parameters()))
-            else:
-                for group in _parameter_groups(module):
-                    if not (group.reduce_grads and (group.all_reduce_grads or not group._is_hsdp)):
-                        postponed.update(id(each.sharded_param) for each in group.fsdp_params)
+            for group in _parameter_groups(module):
+                if not (group.reduce_grads and (group.all_reduce_grads or not group._is_hsdp)):
+                    postponed.update(id(each.sharded_param) for each in group.fsdp_params)
         return bool(postponed) and any(id(parameter) in postponed for parameter in parameters)
 
     def has_unreduced(self, parameters: Iterable[Tensor]) -> bool:
@@ -127,7 +112,6 @@ class Processes:
         there = {
             id(each.sharded_param): each
             for module in list(self._sharding)
-            if not hasattr(module, "_sync_gradients")
             for group in _parameter_groups(module)
             for each in group.fsdp_params
             if each.unsharded_accumulated_grad is not None
@@ -160,12 +144,7 @@ class Processes:
     def _spreads(self, parameters: Iterable[Tensor]) -> Iterator[_Spread]:
         if not (dist.is_available() and dist.is_initialized()):
             return (_WHOLE for _ in parameters)
-        flat = {
-            id(parameter): module
-            for module in list(self._sharding)
-            if hasattr(module, "_sync_gradients")
-            for parameter in module.parameters()
-        }
+        flat = {id(parameter): module for module in list(self._flattening) for parameter in module.parameters()}
         return (
             _spread_of(parameter)
             if hasattr(parameter, "device_mesh")
@@ -217,6 +196,19 @@ def _spread_within(module: Any) -> _Spread:
     return _Spread((group,), () if is_whole else (group,))
 
 
+def sent_by(wrapper: DistributedDataParallel) -> Iterator[Tensor]:
+    """The weights and buffers of which the first process's have replaced the others'."""
+    for name, tensor in itertools.chain(wrapper.module.named_parameters(), wrapper.module.named_buffers()):
+        if name not in wrapper.parameters_to_ignore:
+            yield tensor
+
+
+@torch.no_grad()
+def send_from_first(tensor: Tensor, wrapper: DistributedDataParallel) -> None:
+    """Overwrites a tensor by what it is in the first of a wrapper's processes."""
+    dist.broadcast(tensor, group=wrapper.process_group, group_src=0)
+
+
 @torch.no_grad()
 def lay_out_gradient(parameter: Tensor) -> None:
     """Has the gradient of a DTensor lie on processes as the parameter does; backward may leave sums to be done yet."""
@@ -228,12 +220,6 @@ def lay_out_gradient(parameter: Tensor) -> None:
 def is_sharded(parameters: Iterable[Tensor]) -> bool:
     """Whether a process has a piece only of one of these, by what their tensors say."""
     return any(hasattr(each, "device_mesh") or getattr(each, "_fsdp_flattened", False) for each in parameters)
-
-
-def _sharding_classes() -> tuple[type, ...]:
-    """The classes of modules that FSDP has sharded; none where nobody has imported it, which takes its time."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
 
 
 def _parameter_groups(module: Any) -> Sequence[Any]:

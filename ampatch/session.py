@@ -20,7 +20,16 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ampatch import autocast_gates, clipping, compilers, conversion_plan, models, opt_levels, optimizer_state
+from ampatch import (
+    autocast_gates,
+    clipping,
+    compilers,
+    conversion_plan,
+    models,
+    opt_levels,
+    optimizer_state,
+    processes,
+)
 from ampatch.cast_lists import CastLists
 from ampatch.conversion import Conversion
 from ampatch.conversion_plan import KeepFloat32
@@ -481,7 +490,11 @@ class Session:
         self.processes.add(wrapper)
         self.ledger.on_undo(wrapper.register_forward_hook(self._hooks.after_replicated_forward).remove, wrapper)
         if has_sent_weights:
-            self.processes.send_from_first(wrapper, self.conversion.take_values)
+            for tensor in processes.sent_by(wrapper):
+                full = self.conversion.values_behind(tensor)
+                if full is not None:
+                    processes.send_from_first(full, wrapper)
+                    self.conversion.note(tensor)
 
     def _refusing_to_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A `GradScaler._unscale_grads_` that says so where amp has the gradients, or has scaled them too."""
