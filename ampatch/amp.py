@@ -6,6 +6,7 @@ Owns no state. Everything is checked before anything is changed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from ampatch import conversion_plan, kernels, opt_levels
 from ampatch import models as models_module
 from ampatch.cast_lists import Overlay, Treatment
 from ampatch.clipping import clip_unscaled
+from ampatch.distributed import Processes, is_sharded, replicating_wrappers
 from ampatch.errors import (
     AmpError,
     AmpWarning,
@@ -39,7 +41,6 @@ from ampatch.optimizer_state import parameters_of
 from ampatch.optimizers import check_optimizer
 from ampatch.paths import Path
 from ampatch.process import close_session, decorate, open_session, process, register
-from ampatch.processes import Processes, is_sharded
 from ampatch.session import Session, Settings
 from ampatch.weight_cache import CastCounts
 
@@ -717,11 +718,17 @@ def _lists(overlay: Overlay | None) -> lists_module.CastLists:
 def _check_whole(optimizers: list[Any], models: list[nn.Module], properties: Properties) -> None:
     """Refuses to convert weights of which a process has pieces only, and to give masters to what is in pieces."""
     instead = "Use opt_level='O1' (or 'O4')"
-    if is_sharded(parameter for model in models for parameter in model.parameters()):
+    parameters = {id(each): each for model in models for each in model.parameters()}
+    if is_sharded(itertools.chain(parameters.values(), *map(parameters_of, optimizers))):
         raise OptionError(
             f"the model's parameters are sharded over processes, and opt_level={properties.opt_level!r} would convert "
             f"them under the hands of FSDP or tensor parallelism. {instead}, and have FSDP itself gather them in half "
             "where memory is scarce (MixedPrecisionPolicy)."
+        )
+    if any(id(each) in parameters for wrapper in replicating_wrappers() for each in wrapper.parameters()):
+        raise OptionError(
+            f"the model is in a DistributedDataParallel already, which would no longer reduce the gradients of weights "
+            f"that opt_level={properties.opt_level!r} converts. Call amp.initialize first, then wrap the model."
         )
     for optimizer in optimizers:
         if properties.master_weights and hasattr(optimizer, "consolidate_state_dict"):

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ampatch import kernels
+from ampatch.distributed import Group, Processes, lay_out_gradient
 from ampatch.errors import UsageError
 from ampatch.optimizer_state import gradients_of
 from ampatch.optimizers import AdoptedOptimizer
-from ampatch.processes import Group, Processes, lay_out_gradient
 from ampatch.scaled_pass import ScaledPass
 
 # Gradients that are summed up on their own: the groups over which their elements are spread, and this process's.

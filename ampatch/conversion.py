@@ -179,6 +179,10 @@ class Conversion:
         backing = self._backings.get(tensor)
         return None if backing is None else backing.before
 
+    def converted(self) -> list[Tensor]:
+        """The tensors that have another type than before."""
+        return [tensor for tensor, backing in self._backings.items() if backing.before is not backing.dtype]
+
     def has_any_of(self, module: nn.Module) -> bool:
         """Whether a parameter or buffer of a module, or of one in it, was converted."""
         return any(tensor in self._backings for tensor in (*module.parameters(), *module.buffers()))

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ampatch import kernels
+from ampatch.distributed import Processes
 from ampatch.errors import AmpError, OptionError
 from ampatch.opt_levels import LossScale, check_loss_scale
-from ampatch.processes import Processes
 
 # The keys of a saved state. The first two of each are what a scaler cannot do without: the scale and its clean steps.
 _KEYS = ("loss_scale", "unskipped", "hysteresis_left", "dynamic")
@@ -215,11 +215,6 @@ class LossScaler:
         loss = loss.float()
         return loss if self.is_one else loss * self._scale
 
-    def scale_grads_(self, grads: Iterable[Tensor]) -> None:
-        """Brings unscaled gradients to the scale, in place: what accumulation onto them needs."""
-        if not self.is_one:
-            kernels.multiply_(grads, self.snapshot())  # gradients with a graph remember the factor, and the scale moves
-
     def unscale_(self, grads: Iterable[Tensor | None]) -> Tensor:
         """Divides gradients by the scale in place, and looks for overflow if the scale is dynamic.
 
@@ -287,6 +282,12 @@ class LossScaler:
             self._unskipped = self._unskipped.to(device)
             self._hysteresis_left = self._hysteresis_left.to(device)
             self._found_inf = self._found_inf.to(device)
+
+    def tensors_on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """The state as it is kept, once it was moved to a device: written to, that is the state from then on."""
+        self.to(device)
+        self.age += 1
+        return self._scale, self._unskipped, self._hysteresis_left
 
     @property
     def state(self) -> ScaleState:

@@ -23,6 +23,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ampatch import kernels, optimizer_state
 from ampatch.compilers import is_capturing
+from ampatch.distributed import Processes
 from ampatch.errors import LossScaleError, OptionError, UsageError
 from ampatch.folding import Folded
 from ampatch.master_weights import MasterWeights
@@ -74,6 +75,7 @@ class AdoptedOptimizer:
         after_step: called at the end of every step, skipped or not, with the model's parameters that it updates.
         name_of: a model's parameter's name, for messages.
         others: all optimizers of the session.
+        processes: those over which gradients may be spread.
         dynamic: whether a scale is dynamic, so that a step may have to be taken back.
         exact_hooks: whether to read the overflow before every step, so that a skipped one fires no hooks.
         announce: whether a skipped step is logged.
@@ -95,6 +97,7 @@ class AdoptedOptimizer:
         after_step: Callable[[Iterable[Tensor]], object],
         name_of: Callable[[Tensor], str],
         others: Callable[[], Iterable[AdoptedOptimizer]],
+        processes: Processes,
         *,
         dynamic: bool = True,
         exact_hooks: bool = False,
@@ -108,6 +111,7 @@ class AdoptedOptimizer:
         self._after_step = after_step
         self._name_of = name_of
         self._others = others
+        self._processes = processes
         self._dynamic = dynamic
         self._exact_hooks = exact_hooks
         self._announce = announce
@@ -177,11 +181,13 @@ class AdoptedOptimizer:
         return optimizer_state.gradients_of(self.parameters())
 
     def has_gradients(self) -> bool:
-        """Whether there is any gradient where backward puts them."""
-        return any(self.masters.parameter_of(parameter).grad is not None for parameter in self.parameters())
+        """Whether there is any gradient where backward puts them, or FSDP keeps those that it has yet to reduce."""
+        parameters = list(map(self.masters.parameter_of, self.parameters()))
+        return any(parameter.grad is not None for parameter in parameters) or self._processes.has_unreduced(parameters)
 
     def drop_gradients(self) -> None:
         """Sets all of them to None, and so takes them off the scale."""
+        self._processes.drop_unreduced(map(self.masters.parameter_of, self.parameters()))
         for parameter in self.parameters():
             parameter.grad = None
         self.masters.clear_gradients()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ampatch import compilers, conversion_plan
 from ampatch.errors import OptionError, UsageError
@@ -116,6 +117,10 @@ def before_forward(model: nn.Module, _: object) -> None:
         return
     session.check_device(model)
     if not torch.compiler.is_compiling():
+        # It may be older than the session, or a copy.
+        wrapper = DistributedDataParallel._get_active_ddp_module()
+        if wrapper is not None:
+            session.note_replicated_forward(wrapper)
         if not compilers.is_recording():
             session.synchronise_weights(model)
         session.cache.enter_forward(model)
@@ -133,7 +138,7 @@ def after_replicated_forward(wrapper: Any, _: object, __: object) -> None:
     """Runs after every forward of a wrapper for several processes."""
     session = process.live
     if session is not None:
-        session.processes.note_forward(wrapper)
+        session.note_replicated_forward(wrapper)
 
 
 def after_state_dict(module: nn.Module, saved: dict[str, Any], prefix: str, _: object) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from torch import Tensor
 
 from ampatch import kernels
+from ampatch.distributed import Processes
 from ampatch.errors import UsageError
 from ampatch.optimizer_state import gradients_of
 from ampatch.optimizers import AdoptedOptimizer
-from ampatch.processes import Processes
 from ampatch.scaling import Scaling
 
 
@@ -36,6 +36,16 @@ class ScaledPass:
         self._processes = processes
         self._scaler = scaling.scaler
         self._optimizers = list(dict.fromkeys(optimizers))
+
+    def go_on(self) -> bool:
+        """Stays at the scale of a pass whose gradients are to be reduced with those of this one, if there is one."""
+        for optimizer in self._optimizers:
+            earlier = optimizer.scaled_by
+            postponed = earlier is not None and earlier.is_postponed and earlier.scaler is self._scaler
+            if earlier is not None and postponed and optimizer.has_gradients():
+                self.scaling.go_on_from(earlier)
+                return True
+        return False
 
     def begin(self) -> None:
         """Brings what gradients there are to the scale, so that backward adds to them what is of their kind.
@@ -64,7 +74,9 @@ class ScaledPass:
                 optimizer.masters.make_way()
                 if not self._scaler.is_one:
                     optimizer.widen_half_gradients(but=scaled)
-            self._scaler.scale_grads_(_in_place(unscaled, but=scaled))
+            if not self.scaling.is_one:
+                # By a scale of its own: gradients with a graph remember the factor, and the scaler's moves.
+                kernels.multiply_(_in_place(unscaled, but=scaled), self.scaling.scale)
             for optimizer in self._optimizers:
                 if optimizer.scaled_by is not None:
                     optimizer.masters.follow_clearing()
@@ -81,10 +93,11 @@ class ScaledPass:
         self.scaling.is_open = False
         # To hand gradients on to masters sets them aside, where no later reduction would find them.
         touches = not self.scaling.is_one or any(optimizer.masters for optimizer in self._optimizers)
-        self.scaling.is_postponed = touches and any(
-            self._processes.is_postponed(map(optimizer.masters.parameter_of, optimizer.parameters()))
-            for optimizer in self._optimizers
+        parameters = [*self._model_parameters()]
+        self.scaling.is_postponed = touches and (
+            self._processes.is_postponed(parameters) or self._processes.has_unreduced(parameters)
         )
+        self._processes.note_backward()
         if delay_unscale or self.scaling.is_postponed:
             for optimizer in self._optimizers:
                 optimizer.note_scaled()
@@ -96,8 +109,7 @@ class ScaledPass:
         with self.whole():
             found_inf = self._unscale()
             if self._scaler.dynamic:
-                for optimizer in self._optimizers:
-                    self._processes.agree(found_inf, optimizer.parameters())
+                self._processes.agree(found_inf, self._model_parameters())
             self.settle(found_inf, delay_overflow_check)
 
     def settle(self, found_inf: Tensor, delay_overflow_check: bool = False) -> None:
@@ -121,9 +133,13 @@ class ScaledPass:
         """The block raised: no gradient is left half done, and the next iteration starts clean."""
         self.scaling.is_open = False
         for optimizer in self._optimizers:
-            self._processes.drop_unreduced(map(optimizer.masters.parameter_of, optimizer.parameters()))
             optimizer.drop_gradients()
             optimizer.passes.clear()
+
+    def _model_parameters(self) -> Iterator[Tensor]:
+        """Those of the model that the optimizers update, or have masters of."""
+        for optimizer in self._optimizers:
+            yield from map(optimizer.masters.parameter_of, optimizer.parameters())
 
     def _unscale(self) -> Tensor:
         masters = [optimizer.masters for optimizer in self._optimizers]
@@ -157,7 +173,7 @@ class ScaledPass:
                 "this amp.scale_loss stands inside another one for the same optimizer, so that its gradients would be "
                 "unscaled twice. End the outer block first, or add the losses up and scale their sum."
             )
-        if not (optimizer.has_gradients() or self._processes.has_unreduced(optimizer.parameters())):
+        if not optimizer.has_gradients():
             optimizer.leave_scale()
         elif not earlier.is_same_scale(self.scaling):
             raise UsageError(
@@ -169,10 +185,9 @@ class ScaledPass:
 
     def _check_may_widen(self, optimizer: AdoptedOptimizer) -> None:
         """Half gradients are float32 while they are at a scale, and what DDP has reduced it wants to get as it gave."""
-        if self._scaler.is_one or optimizer.scaled_by is not None:
+        if self._scaler.is_one or optimizer.scaled_by is not None or not self._processes.replicates:
             return
-        half = optimizer.parameters_with_half_gradients()
-        if half and self._processes.are_replicated(half):
+        if self._processes.are_replicated(optimizer.parameters_with_half_gradients()):
             raise UsageError(
                 "DistributedDataParallel cannot add to half gradients that were unscaled, as it takes none of another "
                 "type than its parameters. Put all passes before the last one of a step under no_sync(), or use "

@@ -45,6 +45,10 @@ class Scaling:
         self._announced = False
         self._sent: _HostCopy | None = None
 
+    def go_on_from(self, earlier: Scaling) -> None:
+        """Stays at the scale of an earlier use, although it may have moved since."""
+        self.scale, self._age = earlier.scale, earlier._age
+
     def is_same_scale(self, other: Scaling) -> bool:
         """Whether gradients of the two may be added up; waits for the device only if the scale may have moved."""
         if self.scaler is not other.scaler:

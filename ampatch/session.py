@@ -25,14 +25,15 @@ from ampatch import (
     clipping,
     compilers,
     conversion_plan,
+    distributed,
     models,
     opt_levels,
     optimizer_state,
-    processes,
 )
 from ampatch.cast_lists import CastLists
 from ampatch.conversion import Conversion
 from ampatch.conversion_plan import KeepFloat32
+from ampatch.distributed import Processes
 from ampatch.errors import OptionError, UsageError, warn
 from ampatch.function_patches import FunctionPatches, Registration
 from ampatch.loss_scaler import LossScaler, ScalePolicy
@@ -40,7 +41,6 @@ from ampatch.master_weights import MasterWeights
 from ampatch.opt_levels import HALVES, Properties
 from ampatch.optimizers import AdoptedOptimizer, OptimizerLike, check_optimizer
 from ampatch.patching import PatchLedger
-from ampatch.processes import Processes
 from ampatch.scaled_pass import ScaledPass
 from ampatch.scaling import Scaling
 from ampatch.switch import Switch
@@ -182,6 +182,7 @@ class Session:
             AmpWarning: somebody else patched on top, and was left in place; or gradients were still scaled.
         """
         self.switch.active = False
+        cut_off = self.processes.replicates and self.processes.are_replicated(self.conversion.converted())
         dropped: list[AdoptedOptimizer] = []
         foreign: list[tuple[object, str]] = []
 
@@ -201,6 +202,12 @@ class Session:
             whatever_raises.callback(undo)
             for adopted in list(self._optimizers.values()):
                 whatever_raises.callback(let_go, adopted)
+        if cut_off:
+            message = (
+                "the weights of a model that is in a DistributedDataParallel have the types back that they had before "
+                "amp.initialize, and it no longer reduces their gradients. Wrap the model anew before training goes on."
+            )
+            warn(message)
         if foreign:
             names = ", ".join(
                 sorted(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}" for owner, name in foreign)
@@ -328,6 +335,7 @@ class Session:
                 self.cache.end_iteration,
                 self._name_of,
                 self._optimizers.values,
+                self.processes,
                 dynamic=settings.scale_policy.dynamic,
                 exact_hooks=settings.exact_hooks,
                 announce=self.verbose,
@@ -428,6 +436,8 @@ class Session:
                 self.adopt([], new.values())
         adopted = [self.adopted(optimizer) for optimizer in optimizers]
         scaled_pass = ScaledPass(Scaling(scaler, loss_id), adopted, self.processes)
+        if scaled_pass.go_on():
+            scaled = loss.float() * scaled_pass.scaling.scale
         scaled_pass.begin()
         try:
             yield scaled
@@ -435,8 +445,10 @@ class Session:
             scaled_pass.abandon()
             raise
         else:
-            # Nobody would unscale them after `take_down`.
-            scaled_pass.end(delay_unscale and self.switch.active, delay_overflow_check)
+            if self.switch.active:
+                scaled_pass.end(delay_unscale, delay_overflow_check)
+            else:  # nobody would unscale them after `take_down`
+                scaled_pass.finish(delay_overflow_check)
         finally:
             self.cache.end_iteration()
 
@@ -481,7 +493,7 @@ class Session:
         return __init__
 
     def _follow_wrapper(self, wrapper: DistributedDataParallel, has_sent_weights: bool) -> None:
-        """A model was wrapped for several processes, which all go on from the weights of the first.
+        """A model was wrapped for several processes, which all go on from the weights and scales of the first.
 
         Args:
             wrapper: around it.
@@ -489,12 +501,32 @@ class Session:
         """
         self.processes.add(wrapper)
         self.ledger.on_undo(wrapper.register_forward_hook(self._hooks.after_replicated_forward).remove, wrapper)
-        if has_sent_weights:
-            for tensor in processes.sent_by(wrapper):
-                full = self.conversion.values_behind(tensor)
-                if full is not None:
-                    processes.send_from_first(full, wrapper)
-                    self.conversion.note(tensor)
+        if not has_sent_weights:
+            return
+        for tensor in distributed.sent_by(wrapper):
+            full = self.conversion.values_behind(tensor)
+            if full is not None:
+                distributed.send_from_first(full, wrapper)
+                self.conversion.note(tensor)
+        if self.settings.scale_policy.dynamic:  # a checkpoint may have been loaded in the first one alone
+            device = next(wrapper.parameters()).device
+            for tensor in [tensor for scaler in self.scalers for tensor in scaler.tensors_on(device)]:
+                distributed.send_from_first(tensor, wrapper)
+
+    def note_replicated_forward(self, wrapper: DistributedDataParallel) -> None:
+        """A wrapper runs forward: what it was told decides whether its backward reduces gradients.
+
+        Raises:
+            UsageError: processes that have run out of data are to go without what the others do.
+        """
+        has_masters = bool(self.settings.properties.master_weights)
+        if wrapper._join_config.enable and (has_masters or self.settings.scale_policy.dynamic):
+            raise UsageError(
+                "under DistributedDataParallel.join() processes that have run out of data do without the passes that "
+                "the others still make, so that their loss scales and float32 masters would go apart. Give all of them "
+                "the same number of batches (drop_last=True), or use opt_level='O1' with a static loss_scale."
+            )
+        self.processes.note_forward(wrapper)
 
     def _refusing_to_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A `GradScaler._unscale_grads_` that says so where amp has the gradients, or has scaled them too."""

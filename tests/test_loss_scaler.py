@@ -164,12 +164,10 @@ class TestScaler:
 
     @pytest.mark.parametrize("loss_scale", ["dynamic", 8.0, 1.0])
     @pytest.mark.parametrize("dtype", [*HALF_DTYPES, torch.float32], ids=dtype_name)
-    def test_brings_gradients_to_the_scale_and_back(self, dtype, loss_scale):
+    def test_brings_gradients_back_from_the_scale(self, dtype, loss_scale):
         scaler = LossScaler(loss_scale, init_scale=8.0)
-        grad = torch.tensor([0.5, 3.0], dtype=dtype)
-        scaler.scale_grads_([grad])
         factor = 1 if loss_scale == 1 else 8
-        assert grad.tolist() == [0.5 * factor, 3 * factor]
+        grad = torch.tensor([0.5 * factor, 3 * factor], dtype=dtype)
         scaler.unscale_([grad])
         assert_same_bits(grad, torch.tensor([0.5, 3.0], dtype=dtype))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -380,3 +382,160 @@ class TestBesides:
         assert second == (norm, clipped_to)
         assert norm > 1
         assert clipped_to == pytest.approx(0.5, rel=1e-3)
+
+
+def of_an_older_wrapper(how: str) -> Any:
+    """Steps of which the second overflows in one process, in a pass that is not reduced."""
+    model = Exact()
+    replica = DistributedDataParallel(model)
+    if how == "set up again":
+        amp.initialize(model, opt_level="O1", **SCALE)
+        replica = DistributedDataParallel(model)
+        amp.deinitialize()
+    if how == "copied":
+        replica = copy.deepcopy(replica)
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.5)
+    amp.initialize(replica.module, optimizer, opt_level="O1", half_dtype=torch.float16, **SCALE)
+    scales = []
+    for step in range(3):
+        optimizer.zero_grad()
+        with replica.no_sync():
+            loss = loss_of(replica, data("cpu", dist.get_rank())[0])
+            backward(loss * float("inf") if step == 1 == dist.get_rank() else loss, optimizer)
+        backward(loss_of(replica, data("cpu", dist.get_rank())[1]), optimizer)
+        optimizer.step()
+        scales.append(amp.get_loss_scale())
+    return scales, list(replica.module.state_dict().values())
+
+
+def converted_inside() -> None:
+    replica = DistributedDataParallel(Exact())
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.5)
+    with pytest.raises(amp.OptionError, match="is in a DistributedDataParallel already, which would no longer reduce"):
+        amp.initialize(replica.module, optimizer, opt_level="O2")
+    assert replica.module.first.weight.dtype is torch.float32
+
+
+def converted_back(level: str) -> list[str]:
+    model = Exact()
+    amp.initialize(model, opt_level=level, **SCALE)
+    replica = DistributedDataParallel(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        amp.deinitialize()
+    assert replica.module is model
+    return [str(warning.message) for warning in caught]
+
+
+def loaded_in_the_first(level: str) -> Any:
+    model = Exact()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, half_dtype=torch.float16, **SCALE)
+    if dist.get_rank() == 0:
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 64.0, "unskipped": 7}})
+        with torch.no_grad():
+            model.first.weight.add_(1)
+    DistributedDataParallel(model)
+    return amp.state_dict(), [p.detach() for p in amp.master_params(optimizer)]
+
+
+def joined(level: str) -> None:
+    model = Exact()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, half_dtype=torch.float16, **SCALE)
+    replica = DistributedDataParallel(model)
+    with (
+        pytest.raises(amp.UsageError, match=r"under DistributedDataParallel.join\(\) .* would go apart"),
+        replica.join(),
+    ):
+        replica(data("cpu", dist.get_rank())[0])
+
+
+class TestWrappersOfAnotherTime:
+    @pytest.mark.parametrize("how", ["made before", "set up again", "copied"])
+    def test_postpone_as_those_do_that_were_made_since(self, two, how):
+        first, second = two.run(of_an_older_wrapper, how)
+        assert first[0] == [2.0**10, 2.0**9, 2.0**9]
+        assert_same_state(second, first)
+
+    def test_are_not_to_lose_what_they_reduce(self, two):
+        two.run(converted_inside)
+
+    @pytest.mark.parametrize(("level", "count"), [("O1", 0), ("O2", 1)])
+    def test_are_told_of_where_weights_get_their_types_back(self, two, level, count):
+        for messages in two.run(converted_back, level):
+            assert [message for message in messages if "Wrap the model anew" in message] == messages
+            assert len(messages) == count
+
+    @LEVELS
+    def test_send_the_scale_of_the_first_as_well(self, two, level):
+        first, second = two.run(loaded_in_the_first, level)
+        assert first[0] == {"loss_scaler0": {"loss_scale": 64.0, "unskipped": 7}}
+        assert_same_state(second, first)
+
+    @LEVELS
+    def test_are_not_to_go_on_without_one_another(self, two, level):
+        two.run(joined, level)
+
+
+def with_a_scale_that_moves(level: str, half: torch.dtype) -> Any:
+    """Two models of one loss scale, which moves in the middle of the first one's accumulation."""
+    models = [Exact(), Exact()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    amp.initialize(models, optimizers, opt_level=level, half_dtype=half, **SCALE)
+    one, other = map(DistributedDataParallel, models)
+    batches = data("cpu", dist.get_rank())
+    with one.no_sync():
+        backward(loss_of(one, batches[0]), optimizers[0])
+    backward(loss_of(other, batches[0]) * float("inf"), optimizers[1])
+    assert amp.get_loss_scale() == 2.0**9
+    for batch, postponing in zip(batches[1:], (one.no_sync, contextlib.nullcontext), strict=True):
+        with postponing():
+            backward(loss_of(one, batch), optimizers[0])
+    return [grad.detach() for grad in state(models[0], optimizers[0])["grads"]], amp.get_loss_scale()
+
+
+def with_a_forward_between() -> Any:
+    """Once a forward was run whose backward is to reduce, others under no_sync do not change that."""
+    model = Exact()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, half_dtype=torch.float16, **SCALE)
+    replica = DistributedDataParallel(model)
+    loss = loss_of(replica, data("cpu", dist.get_rank())[0])
+    with replica.no_sync():
+        replica(data("cpu", dist.get_rank())[1])
+    backward(loss, optimizer)
+    optimizer.step()
+    return list(model.state_dict().values())
+
+
+def set_down_inside(level: str) -> Any:
+    model = Exact()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, half_dtype=torch.float16, **SCALE)
+    replica = DistributedDataParallel(model)
+    with replica.no_sync():
+        loss = loss_of(replica, data("cpu", dist.get_rank())[0])
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            amp.deinitialize()
+    return max(float(p.grad.abs().max()) for p in model.parameters())
+
+
+class TestAccumulation:
+    @HALVES
+    @LEVELS
+    def test_stays_at_its_scale(self, two, level, half):
+        for (one, _), (grads, scale) in zip(
+            two.run(run_both, level, half, "cpu", {}), two.run(with_a_scale_that_moves, level, half), strict=True
+        ):
+            assert_same_state(grads, one["grads"])
+            assert scale == 2.0**9
+
+    def test_is_none_where_a_backward_reduces_all_the_same(self, two):
+        first, second = two.run(with_a_forward_between)
+        assert_same_state(second, first)
+
+    @LEVELS
+    def test_ends_with_amp(self, two, level):
+        assert all(largest <= 16 for largest in two.run(set_down_inside, level))  # it would be at the scale else

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 
 from ampatch import amp
 from ampatch.kernels import values_of
@@ -412,3 +412,75 @@ def scaler_by_itself() -> tuple[bool, float]:
 
 def test_a_scaler_by_itself_hears_of_other_pieces(two):
     assert two.run(scaler_by_itself) == [(True, 4.0)] * 2
+
+
+def norm_beside_whole_weights(how: str) -> float:
+    model, options = Exact(), {"device_id": torch.device("cpu"), "use_orig_params": True}
+    if how == "another strategy inside":
+        model[0] = FullyShardedDataParallel(model[0], sharding_strategy=ShardingStrategy.NO_SHARD, **options)
+    else:
+        options["ignored_modules"] = [model[0]]
+    outer = FullyShardedDataParallel(model, **options)
+    optimizer = torch.optim.SGD(outer.parameters(), lr=0.5)
+    amp.initialize(outer, optimizer, half_dtype=torch.float16, **SCALE)
+    batch = data("cpu", 0)[0]  # the same everywhere, so that what is not reduced is equal too
+    backward(outer(batch).float().sum(), optimizer, delay_unscale=True)
+    return float(amp.clip_grad_norm_(optimizer, 1e9))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["another strategy inside", "ignored modules"])
+def test_the_norm_counts_whole_weights_beside_pieces_once(two, how):
+    model = Exact()
+    grads = torch.autograd.grad(model(data("cpu", 0)[0]).sum(), list(model.parameters()))
+    expected = float(torch.cat([grad.flatten() for grad in grads]).norm())
+    assert two.run(norm_beside_whole_weights, how) == [pytest.approx(expected, rel=1e-5)] * 2
+
+
+def step_after_a_postponed_pass(kind: str) -> None:
+    model, optimizer = set_up(kind, torch.float16, "cpu")
+    if kind.startswith("mesh"):
+        model.set_requires_all_reduce(False)
+        backward(model(data("cpu", dist.get_rank())[0]).float().sum(), optimizer)
+        model.set_requires_all_reduce(True)
+    else:
+        with postponed(model):
+            backward(model(data("cpu", dist.get_rank())[0]).float().sum(), optimizer)
+    with pytest.raises(amp.UsageError, match="under no_sync"):
+        optimizer.step()
+
+
+def raised_after_a_half_reduced_pass() -> Any:
+    model, optimizer = set_up("mesh 2 2", torch.float16, "cpu")
+    batch = data("cpu", dist.get_rank())[0]
+    model.set_requires_all_reduce(False)
+    backward(model(batch).float().sum(), optimizer)
+    model.set_requires_all_reduce(True)
+    with contextlib.suppress(KeyError), amp.scale_loss(torch.zeros(()), optimizer):
+        raise KeyError
+    backward(model(batch).float().sum(), optimizer)
+    return pieces(p.grad for p in model.parameters())
+
+
+def sharded_after_conversion() -> None:
+    model = Exact()
+    amp.initialize(model, opt_level="O2", **SCALE)
+    model = sharded(model, "fully_shard", "cpu")
+    with pytest.raises(amp.OptionError, match="sharded over processes"):
+        amp.initialize([], torch.optim.SGD(model.parameters(), lr=0.5), opt_level="O2", **SCALE)
+
+
+class TestAPostponedPass:
+    @KINDS
+    def test_is_no_end_of_an_iteration(self, two, kind):
+        two.run(step_after_a_postponed_pass, kind)
+
+    def test_is_none_where_replicas_are_left_to_be_reduced(self, four):
+        four.run(step_after_a_postponed_pass, "mesh 2 2")
+
+    def test_leaves_nothing_behind_where_a_block_raises(self, four):
+        assert_same_state(four.run(raised_after_a_half_reduced_pass), four.run(one_pass, "mesh 2 2"))
+
+
+def test_a_model_that_was_converted_is_not_to_be_sharded(two):
+    two.run(sharded_after_conversion)

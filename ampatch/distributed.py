@@ -8,10 +8,12 @@ one of them happens to have.
 
 from __future__ import annotations
 
+import enum
+import gc
 import itertools
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,17 +30,17 @@ class Group:
     """Processes that reduce together.
 
     Attributes:
-        processes: torch's group of them.
+        process_group: torch's.
         device_type: where it wants tensors to be.
     """
 
-    processes: dist.ProcessGroup
+    process_group: dist.ProcessGroup
     device_type: str
 
     def reduce_(self, tensor: Tensor, operation: Any) -> None:
         """Reduces a tensor in place over the processes; does not wait for the device."""
         there = tensor if tensor.device.type == self.device_type else tensor.to(self.device_type)
-        dist.all_reduce(there, operation, group=self.processes)
+        dist.all_reduce(there, operation, group=self.process_group)
         if there is not tensor:
             tensor.copy_(there, non_blocking=True)
 
@@ -47,10 +49,11 @@ class Processes:
     """What a session knows of the processes beside its own."""
 
     def __init__(self) -> None:
-        self._replicating: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._flattening: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of FSDP1
-        self._sharding: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of FSDP2
-        self._postponing: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        # In the order in which they were found, which is the same everywhere: the outer ones first.
+        self._replicating: weakref.WeakKeyDictionary[nn.Module, _Next] = weakref.WeakKeyDictionary()
+        self._flattening: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # of FSDP1
+        self._sharding: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # of FSDP2
+        self._layouts: dict[tuple[Any, tuple[Any, ...]], _Spread] = {}
 
     def find_wrappers(self, model: nn.Module) -> None:
         """Takes note of the wrappers in a model; one made later is found when it is asked for again, or by `add`."""
@@ -59,9 +62,9 @@ class Processes:
             if isinstance(module, DistributedDataParallel):
                 self.add(module)
             elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
-                self._flattening.add(module)
+                self._flattening[module] = None
             elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
-                self._sharding.add(module)
+                self._sharding[module] = None
 
     @property
     def gathers_weights(self) -> bool:
@@ -70,23 +73,38 @@ class Processes:
 
     def add(self, wrapper: DistributedDataParallel) -> None:
         """Takes note of a wrapper."""
-        self._replicating.add(wrapper)
+        self._replicating.setdefault(wrapper, _Next.AS_IT_IS_TOLD)
 
     def note_forward(self, wrapper: DistributedDataParallel) -> None:
-        """A forward has ended, and with it was decided whether its backward reduces gradients."""
-        if torch.is_grad_enabled():
-            self._postponing[wrapper] = not wrapper.require_backward_grad_sync
+        """A wrapper runs forward: now it decides whether the next backward reduces gradients.
+
+        Once it is to reduce them, forwards that are not to do not change that.
+        """
+        if torch.is_grad_enabled() and self._replicating.get(wrapper) is not _Next.REDUCES:
+            self._replicating[wrapper] = _Next.REDUCES if wrapper.require_backward_grad_sync else _Next.POSTPONES
+
+    def note_backward(self) -> None:
+        """A backward has ended: what was to be reduced is reduced."""
+        for wrapper, next_backward in list(self._replicating.items()):
+            if next_backward is _Next.REDUCES:
+                self._replicating[wrapper] = _Next.AS_IT_IS_TOLD
+
+    @property
+    def replicates(self) -> bool:
+        """Whether there is a model of which several processes each have a copy."""
+        return bool(self._replicating)
 
     def are_replicated(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether one of these is of a model of which several processes each have a copy."""
+        """Whether one of these is of such a model."""
         replicated = {id(each) for wrapper in list(self._replicating) for each in wrapper.parameters()}
         return any(id(parameter) in replicated for parameter in parameters)
 
     def is_postponed(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the last backward has left the gradient of one of these to be reduced with those of a later one."""
         postponed: set[int] = set()
-        for wrapper in list(self._replicating):
-            if self._postponing.get(wrapper, not wrapper.require_backward_grad_sync):
+        for wrapper, next_backward in list(self._replicating.items()):
+            is_told = next_backward is _Next.AS_IT_IS_TOLD and not wrapper.require_backward_grad_sync
+            if is_told or next_backward is _Next.POSTPONES:
                 postponed.update(map(id, wrapper.parameters()))
         for module in list(self._flattening):
             if not module._sync_gradients:
@@ -103,21 +121,28 @@ class Processes:
 
     def drop_unreduced(self, parameters: Iterable[Tensor]) -> None:
         """Drops gradients of these that are out of sight."""
-        for kept in self._unreduced(parameters):
-            kept.unsharded_accumulated_grad = None
-            kept._unsharded_param.grad = None
+        for group in self._unreduced(parameters):
+            group._partial_reduce_output = None
+            for each in group.fsdp_params:
+                each.unsharded_accumulated_grad = None
+                if hasattr(each, "_unsharded_param"):
+                    each._unsharded_param.grad = None
 
     def _unreduced(self, parameters: Iterable[Tensor]) -> Iterator[Any]:
-        """What FSDP2 knows of each of these parameters of which it keeps a gradient."""
-        there = {
-            id(each.sharded_param): each
+        """FSDP2's groups of parameters that keep gradients, of those that have one of these."""
+        keeping = [
+            group
             for module in list(self._sharding)
             for group in _parameter_groups(module)
-            for each in group.fsdp_params
-            if each.unsharded_accumulated_grad is not None
-            or (hasattr(each, "_unsharded_param") and each._unsharded_param.grad is not None)
-        }
-        return (there[id(parameter)] for parameter in (parameters if there else ()) if id(parameter) in there)
+            if group._partial_reduce_output is not None  # of HSDP, not reduced over replicas yet
+            or any(
+                each.unsharded_accumulated_grad is not None
+                or (hasattr(each, "_unsharded_param") and each._unsharded_param.grad is not None)
+                for each in group.fsdp_params
+            )
+        ]
+        ids = set(map(id, parameters)) if keeping else set()
+        return (group for group in keeping if any(id(each.sharded_param) in ids for each in group.fsdp_params))
 
     def agree(self, found_inf: Tensor, parameters: Iterable[Tensor]) -> None:
         """Has every process know of an overflow in a piece of a gradient that only one of them has.
@@ -144,15 +169,25 @@ class Processes:
     def _spreads(self, parameters: Iterable[Tensor]) -> Iterator[_Spread]:
         if not (dist.is_available() and dist.is_initialized()):
             return (_WHOLE for _ in parameters)
-        flat = {id(parameter): module for module in list(self._flattening) for parameter in module.parameters()}
-        return (
-            _spread_of(parameter)
-            if hasattr(parameter, "device_mesh")
-            else _spread_within(flat.get(id(parameter)))
-            if id(parameter) in flat or hasattr(parameter, "_fsdp_flattened")
-            else _WHOLE
-            for parameter in parameters
-        )
+        # Of modules in one another the inner one's word counts.
+        flat = {id(each): module for module in list(self._flattening) for each in module.parameters()}
+        return (self._spread(parameter, flat) for parameter in parameters)
+
+    def _spread(self, parameter: Any, flat: Mapping[int, Any]) -> _Spread:
+        if hasattr(parameter, "device_mesh"):
+            layout = (parameter.device_mesh, parameter.placements)
+            if layout not in self._layouts:
+                self._layouts[layout] = _spread_of(*layout)
+            return self._layouts[layout]
+        return _spread_within(flat.get(id(parameter))) if hasattr(parameter, "_fsdp_flattened") else _WHOLE
+
+
+class _Next(enum.Enum):
+    """What the next backward through a wrapper does with gradients."""
+
+    REDUCES = "it reduces them, as it was told at a forward that none has followed yet"
+    POSTPONES = "it leaves them, as it was told at the last forward"
+    AS_IT_IS_TOLD = "there was no forward yet, or a backward has followed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +206,10 @@ class _Spread:
 _WHOLE = _Spread()
 
 
-def _spread_of(parameter: Any) -> _Spread:
+def _spread_of(mesh: Any, placements: tuple[Any, ...]) -> _Spread:
     """Of a DTensor."""
-    mesh = parameter.device_mesh
     groups = [Group(mesh.get_group(axis), mesh.device_type) for axis in range(mesh.ndim)]
-    sharded = [not each.is_replicate() and not each.is_partial() for each in parameter.placements]
+    sharded = [not each.is_replicate() and not each.is_partial() for each in placements]
     return _Spread(tuple(groups), tuple(group for group, is_sharded in zip(groups, sharded, strict=True) if is_sharded))
 
 
@@ -196,6 +230,14 @@ def _spread_within(module: Any) -> _Spread:
     return _Spread((group,), () if is_whole else (group,))
 
 
+def replicating_wrappers() -> list[DistributedDataParallel]:
+    """All that there are in this process; looks through all of Python's objects, if several processes were set up."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    # By its type: to ask a lazy proxy for its class would make it import.
+    return [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
+
+
 def sent_by(wrapper: DistributedDataParallel) -> Iterator[Tensor]:
     """The weights and buffers of which the first process's have replaced the others'."""
     for name, tensor in itertools.chain(wrapper.module.named_parameters(), wrapper.module.named_buffers()):
@@ -209,12 +251,12 @@ def send_from_first(tensor: Tensor, wrapper: DistributedDataParallel) -> None:
     dist.broadcast(tensor, group=wrapper.process_group, group_src=0)
 
 
-@torch.no_grad()
 def lay_out_gradient(parameter: Tensor) -> None:
     """Has the gradient of a DTensor lie on processes as the parameter does; backward may leave sums to be done yet."""
     grad: Any = parameter.grad
     if hasattr(parameter, "placements") and grad is not None and grad.placements != parameter.placements:
-        parameter.grad = grad.redistribute(placements=parameter.placements)
+        with torch.no_grad():
+            parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def is_sharded(parameters: Iterable[Tensor]) -> bool:
