@@ -437,8 +437,9 @@ def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
 
     Raises:
         OptionError: ``optimizer`` is none, or ``max_norm`` is no number from 0 on.
-        UsageError: inside a block; another optimizer has left gradients of the same parameters scaled; or they are
-            of a ``FullyShardedDataParallel`` that amp does not know.
+        UsageError: inside a block; another optimizer has left gradients of the same parameters scaled; they are yet to
+            be reduced over processes, and ``max_norm`` is not infinite; or they are of a ``FullyShardedDataParallel``
+            that amp does not know.
     """
     checked = check_optimizer(optimizer)
     most = _max_norm(max_norm)

@@ -20,7 +20,7 @@ from ampatch import kernels
 from ampatch.distributed import Group, Processes, lay_out_gradient
 from ampatch.errors import UsageError
 from ampatch.optimizer_state import gradients_of
-from ampatch.optimizers import AdoptedOptimizer
+from ampatch.optimizers import NOT_REDUCED, AdoptedOptimizer
 from ampatch.scaled_pass import ScaledPass
 
 # Gradients that are summed up on their own: the groups over which their elements are spread, and this process's.
@@ -42,7 +42,8 @@ def clip(
         The norm before, of unscaled gradients: 0-dimensional float32.
 
     Raises:
-        UsageError: inside the block, or the gradients are scaled by a block for another optimizer.
+        UsageError: inside the block; the gradients are scaled by a block for another optimizer; or they are yet to be
+            reduced over processes, and ``max_norm`` is not infinite.
     """
     optimizer.unfold()
     scaling = optimizer.scaled_by
@@ -50,6 +51,8 @@ def clip(
     optimizer.check_shared("amp.clip_grad_norm_ would clip", together)
     if scaling is not None and scaling.is_open:
         raise UsageError("amp.clip_grad_norm_ stands inside the amp.scale_loss block. Move it behind the block.")
+    if scaling is not None and scaling.is_postponed and not math.isinf(max_norm) and optimizer.has_gradients():
+        raise UsageError(f"amp.clip_grad_norm_ would clip gradients that are still scaled: {NOT_REDUCED}")
     for each in together:
         each.masters.follow_clearing()
         each.masters.follow_zeroing()

@@ -35,6 +35,13 @@ from ampatch.switch import Switch
 
 logger = logging.getLogger("ampatch")
 
+#: What to do about gradients that a postponed pass has left.
+NOT_REDUCED = (
+    "the last amp.scale_loss was for a model under no_sync, and leaves them to be reduced over processes together with "
+    "those of a later one. Run the last forward and backward before the step outside of no_sync; or, if you have reduced "
+    "the gradients yourself, call amp.clip_grad_norm_(optimizer, float('inf')), which unscales them."
+)
+
 
 class OptimizerLike(Protocol):
     """What makes an optimizer: what it does, not its class."""
@@ -518,11 +525,7 @@ class AdoptedOptimizer:
             if self.scaled_by.is_open:
                 why = "it stands inside the amp.scale_loss block. Move it behind the block."
             elif self.scaled_by.is_postponed:
-                why = (
-                    "the last amp.scale_loss was under no_sync, so that they are not reduced over processes either. "
-                    "Run the last forward and backward before the step outside of no_sync; or, if you have reduced the "
-                    "gradients yourself, call amp.clip_grad_norm_(optimizer, float('inf')), which unscales them."
-                )
+                why = NOT_REDUCED
             else:
                 why = (
                     "the last amp.scale_loss had delay_unscale=True. Leave it out in the last block before the "

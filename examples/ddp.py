@@ -18,28 +18,19 @@ from ampatch import amp
 MICRO_BATCHES = 2
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--opt-level", default="O2")
-    options = parser.parse_args()
-
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+def train(steps: int, opt_level: str, device: torch.device) -> None:
     rank = dist.get_rank()
-    if device.type == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
 
     # First amp.initialize, then DDP. Every process starts from the first one's weights, float32 masters included.
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer = amp.initialize(
-        model, optimizer, opt_level=options.opt_level, half_dtype=torch.float16, verbosity=int(rank == 0)
+        model, optimizer, opt_level=opt_level, half_dtype=torch.float16, verbosity=int(rank == 0)
     )
     replica = DistributedDataParallel(model)
 
     torch.manual_seed(rank)  # every process has data of its own
-    for step in range(options.steps):
+    for step in range(steps):
         optimizer.zero_grad()
         for number in range(MICRO_BATCHES):
             inputs = torch.randn(64, 16, device=device)
@@ -53,9 +44,23 @@ def main() -> None:
                     scaled_loss.backward()
         # Skipped in all processes where a gradient overflowed in one.
         optimizer.step()
-        if rank == 0 and step in (0, options.steps - 1):
+        if rank == 0 and step in (0, steps - 1):
             print(f"step {step + 1}: loss {loss.item() * MICRO_BATCHES:.3f}")
 
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--opt-level", default="O2")
+    options = parser.parse_args()
+
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+
+    train(options.steps, options.opt_level, device)
+    dist.barrier()
     dist.destroy_process_group()
 
 

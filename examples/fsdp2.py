@@ -19,16 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from ampatch import amp
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    options = parser.parse_args()
-
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+def train(steps: int, device: torch.device) -> None:
     rank = dist.get_rank()
-    if device.type == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
 
     # First fully_shard, then the optimizer, which updates the pieces, then amp.initialize at O1 (or O4).
@@ -43,7 +36,7 @@ def main() -> None:
     )
 
     torch.manual_seed(rank)  # every process has data of its own
-    for step in range(options.steps):
+    for step in range(steps):
         inputs = torch.randn(64, 16, device=device)
         targets = inputs.sin().sum(dim=1, keepdim=True)
         optimizer.zero_grad()
@@ -54,7 +47,7 @@ def main() -> None:
         amp.clip_grad_norm_(optimizer, max_norm=10.0)
         # Skipped in all processes where a piece overflowed in one.
         optimizer.step()
-        if rank == 0 and step in (0, options.steps - 1):
+        if rank == 0 and step in (0, steps - 1):
             print(f"step {step + 1}: loss {loss.item():.3f}")
 
     with tempfile.TemporaryDirectory() as own:
@@ -74,6 +67,19 @@ def main() -> None:
     if rank == 0:
         print("saved and loaded again")
 
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    options = parser.parse_args()
+
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+
+    train(options.steps, device)
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -258,6 +258,8 @@ def only_postponed(level: str, what: str) -> Any:
         backward(loss_of(replica, data("cpu", dist.get_rank())[0]), optimizer)
     if what == "step":
         with pytest.raises(amp.UsageError, match="under no_sync"):
+            amp.clip_grad_norm_(optimizer, 1.0)
+        with pytest.raises(amp.UsageError, match="under no_sync"):
             optimizer.step()
         return None
     if what == "reduced by hand":

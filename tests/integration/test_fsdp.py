@@ -447,6 +447,8 @@ def step_after_a_postponed_pass(kind: str) -> None:
         with postponed(model):
             backward(model(data("cpu", dist.get_rank())[0]).float().sum(), optimizer)
     with pytest.raises(amp.UsageError, match="under no_sync"):
+        amp.clip_grad_norm_(optimizer, 1.0)
+    with pytest.raises(amp.UsageError, match="under no_sync"):
         optimizer.step()
 
 
