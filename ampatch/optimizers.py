@@ -38,7 +38,7 @@ logger = logging.getLogger("ampatch")
 #: What to do about gradients that a postponed pass has left.
 NOT_REDUCED = (
     "the last amp.scale_loss was for a model under no_sync, and leaves them to be reduced over processes together with "
-    "those of a later one. Run the last forward and backward before the step outside of no_sync; or, if you have reduced "
+    "those of a later one. Run the last forward and backward of a step outside of no_sync; or, if you have reduced "
     "the gradients yourself, call amp.clip_grad_norm_(optimizer, float('inf')), which unscales them."
 )
 
