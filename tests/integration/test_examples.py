@@ -14,8 +14,8 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-# A process that has used DistributedDataParallel by way of gloo now and then aborts when it exits, in one of ten runs or
-# so, with amp or without (torch 2.13).
+# A process that has used DistributedDataParallel by way of gloo now and then aborts when it exits, in one of ten runs
+# or so, with amp or without (torch 2.13).
 TORCHS_OWN_ABORT = "terminate called without an active exception"
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
