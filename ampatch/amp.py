@@ -381,7 +381,7 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
     kept. All of it is dropped when the block ends, and by `deinitialize`.
 
     Where no functions are patched, or amp is off, there is nothing to keep. What torch.compile has compiled casts for
-    itself, and keeps nothing either.
+    itself, and keeps nothing either. As a decorator it opens and closes with every call.
 
     Args:
         model: one that amp has, a part of it, or a wrapper around it.

@@ -38,8 +38,6 @@ _BELOW_OPERATORS = (
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_TORCH = Path(torch.__file__).parent
-
 # Of this package, what models call while they run. The rest keeps books around them, which is no work for a compiler.
 _TRACED = frozenset(
     f"ampatch.{name}"
@@ -78,12 +76,12 @@ def traced_within_others(function: _F) -> _F:
 
 
 def give_own_code(wrapper: Any, original: object) -> None:
-    """Has torch.compile see in a wrapper what it sees in the original.
+    """Has torch.compile keep what it compiles of a wrapper apart from the others', and leave builtins to their callers.
 
     It keeps what it has compiled by code, in a small number, and wrappers that were made in one place share theirs.
     """
     wrapper.__code__ = wrapper.__code__.replace(co_name=wrapper.__name__)
-    if not isinstance(original, types.FunctionType) or Path(original.__code__.co_filename).is_relative_to(_TORCH):
+    if not isinstance(original, types.FunctionType):
         traced_within_others(wrapper)
 
 

@@ -54,7 +54,12 @@ class Switch:
     def is_off(self) -> bool:
         """Whether casts are off in this thread, or under a tracer where it has come to."""
         asks = is_dynamo_compiling() or self.thread.off or _len_torch_dispatch_stack()
-        return bool(asks) and torch.is_autocast_enabled(_SIGNAL)
+        return bool(asks) and self.is_signalled_off()
+
+    @staticmethod
+    def is_signalled_off() -> bool:
+        """`is_off` where there is something to ask for, as the caller has seen."""
+        return torch.is_autocast_enabled(_SIGNAL)
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:

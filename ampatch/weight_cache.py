@@ -213,6 +213,8 @@ class WeightCache:
 
         Where blocks overlap in parameters the one that began first keeps their casts.
         """
+        # Compiled code keeps nothing by itself; what it leaves to Python is served.
+        torch._dynamo.graph_break()
         block = _Frozen(frozenset(map(id, parameters)))
         self._frozen.append(block)
         try:

@@ -317,7 +317,7 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> F
         if not switch.active:
             return original(*args, **kwargs)
         if is_dynamo_compiling() or thread.off or _len_torch_dispatch_stack():
-            if switch.is_off():
+            if switch.is_signalled_off():
                 return overridden(*args, **kwargs)
             # A tracer runs the Python code that stands for an operator's kernel: what that calls is not the user's.
             if not is_dynamo_compiling() and _len_torch_dispatch_stack() and is_below_operators(sys._getframe(1)):

@@ -505,15 +505,15 @@ def many_functions(x: Tensor, w: Tensor) -> Tensor:
     for _ in range(1):  # Dynamo leaves a loop to Python that has a graph break in it
         torch._dynamo.graph_break()
         x = F.linear(x, w).exp() @ w
-        x = F.softmax(F.layer_norm(x, (8,)), -1).cumsum(0).sum(-1, keepdim=True)
-        x = F.normalize(torch.mm(w, w.softmax(-1)) + F.gelu(x[0]))
+        x = torch.layer_norm(x, (8,)).softmax(-1).cumsum(0).sum(-1, keepdim=True)
+        x = torch.mm(w, w.softmax(-1)) + F.gelu(x[0])
     return x
 
 
 class TestAroundGraphBreaks:
     """What torch.compile leaves to Python, and what is called there."""
 
-    def test_functions_of_torch_are_not_compiled_by_themselves(self):
+    def test_builtins_are_not_compiled_by_themselves(self):
         x, w = torch.ones(3, 8), torch.ones(8, 8)
 
         def compilations() -> int:
@@ -629,3 +629,12 @@ class TestAdoptedModels:
         x = torch.linspace(-1, 1, 24).view(3, 8)
         fast = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(fast(x), model(x))
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_function_of_torch_in_python_compiles_by_itself(patched):
+    with casts_on() if patched else contextlib.nullcontext():
+        counter = CompileCounterWithBackend("aot_eager")
+        loss = torch.compile(F.cross_entropy, backend=counter)(torch.ones(2, 3), torch.zeros(2, dtype=torch.long))
+        assert loss.dtype is torch.float32
+        assert counter.frame_count == 1

@@ -336,3 +336,15 @@ class TestTheModel:
             amp.deinitialize()
         with torch.inference_mode(), amp.frozen_weights(model):
             assert model(batch("cpu")).dtype is torch.float32
+
+
+def test_in_compiled_code_breaks_the_graph_and_casts_as_eager_code() -> None:
+    model = adopt()
+
+    def predict(x: Tensor) -> Tensor:
+        with torch.no_grad(), amp.frozen_weights(model):
+            return model(x)
+
+    expected = predict(batch("cpu"))
+    assert_same_bits(torch.compile(predict, backend="aot_eager")(batch("cpu")), expected)
+    assert kept() == 0
