@@ -38,11 +38,11 @@ class Group:
     device_type: str
 
     def reduce_(self, tensor: Tensor, operation: Any) -> None:
-        """Reduces a tensor in place over the processes; does not wait for the device."""
+        """Reduces a tensor in place over the processes; waits for the device only where it lies on another."""
         there = tensor if tensor.device.type == self.device_type else tensor.to(self.device_type)
         dist.all_reduce(there, operation, group=self.process_group)
         if there is not tensor:
-            tensor.copy_(there, non_blocking=True)
+            tensor.copy_(there)
 
 
 class Processes:
@@ -187,7 +187,7 @@ class _Next(enum.Enum):
 
     REDUCES = "it reduces them, as it was told at a forward that none has followed yet"
     POSTPONES = "it leaves them, as it was told at the last forward"
-    AS_IT_IS_TOLD = "there was no forward yet, or a backward has followed"
+    AS_IT_IS_TOLD = "what the wrapper's flag says: there was no forward yet, or a backward has followed it"
 
 
 @dataclass(frozen=True, slots=True)
