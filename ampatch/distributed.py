@@ -161,14 +161,17 @@ class Processes:
     def by_pieces(self, parameters: Iterable[Tensor]) -> list[tuple[tuple[Group, ...], list[Tensor]]]:
         """Parameters by the groups over which their elements are spread, which is none where they are whole."""
         parameters = list(parameters)
+        if _is_alone():
+            return [((), parameters)]
         parts: dict[tuple[Group, ...], list[Tensor]] = {}
         for parameter, spread in zip(parameters, self._spreads(parameters), strict=True):
             parts.setdefault(spread.pieces, []).append(parameter)
         return list(parts.items())
 
     def _spreads(self, parameters: Iterable[Tensor]) -> Iterator[_Spread]:
-        if not (dist.is_available() and dist.is_initialized()):
-            return (_WHOLE for _ in parameters)
+        """How each of them lies on processes; none where there is this process only."""
+        if _is_alone():
+            return iter(())
         # Of modules in one another the inner one's word counts.
         flat = {id(each): module for module in list(self._flattening) for each in module.parameters()}
         return (self._spread(parameter, flat) for parameter in parameters)
@@ -230,9 +233,14 @@ def _spread_within(module: Any) -> _Spread:
     return _Spread((group,), () if is_whole else (group,))
 
 
+def _is_alone() -> bool:
+    """Whether torch was told of no other process."""
+    return not (dist.is_available() and dist.is_initialized())
+
+
 def replicating_wrappers() -> list[DistributedDataParallel]:
     """All that there are in this process; looks through all of Python's objects, if several processes were set up."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if _is_alone():
         return []
     # By its type: to ask a lazy proxy for its class would make it import.
     return [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]

@@ -183,18 +183,23 @@ class AdoptedOptimizer:
         optimizer = self._optimizer()
         return iter(()) if optimizer is None else optimizer_state.parameters_of(optimizer)
 
+    def model_parameters(self) -> Iterator[Tensor]:
+        """Those of the model that stand behind `parameters`: other tensors where these are masters."""
+        return map(self.masters.parameter_of, self.parameters())
+
     def gradients(self) -> list[Tensor]:
         """The gradients that the optimizer updates its parameters with, each once."""
         return optimizer_state.gradients_of(self.parameters())
 
     def has_gradients(self) -> bool:
         """Whether there is any gradient where backward puts them, or FSDP keeps those that it has yet to reduce."""
-        parameters = list(map(self.masters.parameter_of, self.parameters()))
-        return any(parameter.grad is not None for parameter in parameters) or self._processes.has_unreduced(parameters)
+        return any(parameter.grad is not None for parameter in self.model_parameters()) or (
+            self._processes.has_unreduced(self.model_parameters())
+        )
 
     def drop_gradients(self) -> None:
         """Sets all of them to None, and so takes them off the scale."""
-        self._processes.drop_unreduced(map(self.masters.parameter_of, self.parameters()))
+        self._processes.drop_unreduced(self.model_parameters())
         for parameter in self.parameters():
             parameter.grad = None
         self.masters.clear_gradients()
@@ -220,8 +225,7 @@ class AdoptedOptimizer:
     def note_scaled(self) -> None:
         """Takes note of gradients that are left scaled: to find them should the optimizer be gone."""
         self.masters.leave_scaled()
-        parameters = map(self.masters.parameter_of, self.parameters())
-        self._left_scaled = [TensorWeakRef(parameter) for parameter in parameters if parameter.grad is not None]
+        self._left_scaled = [TensorWeakRef(each) for each in self.model_parameters() if each.grad is not None]
 
     @property
     def is_folded(self) -> bool:
@@ -323,9 +327,8 @@ class AdoptedOptimizer:
 
     def _shared_gradient(self, other: AdoptedOptimizer) -> Tensor | None:
         """A model's parameter with a gradient that both optimizers update; None if there is none."""
-        theirs = set(map(id, map(other.masters.parameter_of, other.parameters())))
-        ours = map(self.masters.parameter_of, self.parameters())
-        return next((each for each in ours if each.grad is not None and id(each) in theirs), None)
+        theirs = set(map(id, other.model_parameters()))
+        return next((each for each in self.model_parameters() if each.grad is not None and id(each) in theirs), None)
 
     def remember(self, scaling: Scaling) -> None:
         """Takes note of a pass that the next step depends on."""
@@ -381,7 +384,7 @@ class AdoptedOptimizer:
             return self._step(original, args, kwargs)
         finally:
             self.masters.clear_gradients()
-            self._after_step(map(self.masters.parameter_of, self.parameters()))
+            self._after_step(self.model_parameters())
 
     def _step(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = _closure(args, kwargs)

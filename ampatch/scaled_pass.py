@@ -93,9 +93,9 @@ class ScaledPass:
         self.scaling.is_open = False
         # To hand gradients on to masters sets them aside, where no later reduction would find them.
         touches = not self.scaling.is_one or any(optimizer.masters for optimizer in self._optimizers)
-        parameters = [*self._model_parameters()]
         self.scaling.is_postponed = touches and (
-            self._processes.is_postponed(parameters) or self._processes.has_unreduced(parameters)
+            self._processes.is_postponed(self._model_parameters())
+            or self._processes.has_unreduced(self._model_parameters())
         )
         self._processes.note_backward()
         if delay_unscale or self.scaling.is_postponed:
@@ -139,7 +139,7 @@ class ScaledPass:
     def _model_parameters(self) -> Iterator[Tensor]:
         """Those of the model that the optimizers update, or have masters of."""
         for optimizer in self._optimizers:
-            yield from map(optimizer.masters.parameter_of, optimizer.parameters())
+            yield from optimizer.model_parameters()
 
     def _unscale(self) -> Tensor:
         masters = [optimizer.masters for optimizer in self._optimizers]

@@ -227,6 +227,7 @@ class Session:
         try:
             for model in models:
                 self.adopt_model(model)
+            self._find_wrappers()
             for optimizer in optimizers:
                 self.adopt_optimizer(optimizer)
         except BaseException:
@@ -250,7 +251,6 @@ class Session:
             OptionError: its weights cannot be converted.
         """
         self._device_types |= models.device_types(model)
-        self._find_wrappers(model)
         if model in self._models:
             return
         self._models.add(model)
@@ -266,8 +266,10 @@ class Session:
             # A cast's graph holds its weight, and so would keep a model's weights when the model has gone.
             self.ledger.on_undo(weakref.finalize(model, self.cache.end_iteration).detach, model)
 
-    def _find_wrappers(self, model: nn.Module) -> None:
-        self.processes.find_wrappers(model)
+    def _find_wrappers(self) -> None:
+        """Looks through all models: those from before may have been sharded since."""
+        for model in self._models:
+            self.processes.find_wrappers(model)
         if self.processes.gathers_weights:
             self.cache.keep_nothing()
 
@@ -318,8 +320,6 @@ class Session:
             UsageError: a parameter is in two optimizers that would each have a master of it.
         """
         settings = self.settings
-        for model in self._models:  # which may have been sharded since
-            self._find_wrappers(model)
         for adopted in list(self._optimizers.values()):
             if any(adopted.masters.is_master(parameter) for parameter in optimizer_state.parameters_of(optimizer)):
                 raise UsageError(
