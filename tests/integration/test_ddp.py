@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import DEVICES, HALF_DTYPES, assert_same_state, dtype_name
+from round_numbers import MICRO_BATCHES, SCALE, data, round_weights
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -22,33 +23,18 @@ LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
 HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
 
-# Gradients are at most 8 here, so that none overflows at this scale, even after the sum over processes.
-SCALE = {"loss_scale": "dynamic", "init_scale": 2.0**10, "verbosity": 0}
-MICRO_BATCHES, ROWS = 3, 4
-
 
 class Exact(nn.Module):
-    """A model of few and round numbers: no rounding in either half type, in whatever order sums are taken."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)
         self.last = nn.Linear(4, 2)
         self.unused = nn.Linear(2, 2)
-        with torch.no_grad():
-            for number, parameter in enumerate(self.parameters()):
-                generator = torch.Generator().manual_seed(number)
-                parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=generator) / 2)
+        round_weights(self)
 
     def forward(self, x: Tensor, with_unused: bool = True) -> Tensor:
         out = self.last(self.first(x).relu())
         return self.unused(out) if with_unused else out
-
-
-def data(device: str, rank: int) -> list[Tensor]:
-    """The micro-batches of a rank."""
-    generator = torch.Generator().manual_seed(100 + rank)
-    return [torch.randint(-1, 2, (ROWS, 4), generator=generator).float().to(device) for _ in range(MICRO_BATCHES)]
 
 
 def state(model: nn.Module, optimizer: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers import DEVICES_OF_EACH, HALF_DTYPES, assert_same_state, dtype_name
+from round_numbers import MICRO_BATCHES, SCALE, data, round_weights
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -31,19 +32,11 @@ HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 ON_DEVICES = pytest.mark.parametrize("device", DEVICES_OF_EACH)
 KINDS = pytest.mark.parametrize("kind", ["fully_shard", "FSDP1", "FSDP1 flat"])
 
-SCALE = {"loss_scale": "dynamic", "init_scale": 2.0**10, "verbosity": 0}
-MICRO_BATCHES, ROWS = 3, 4
-
 
 class Exact(nn.Sequential):
-    """A model of few and round numbers: no rounding in either half type, in whatever order sums are taken."""
-
     def __init__(self) -> None:
         super().__init__(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
-        with torch.no_grad():
-            for number, parameter in enumerate(self.parameters()):
-                generator = torch.Generator().manual_seed(number)
-                parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=generator) / 2)
+        round_weights(self)
 
 
 def mesh_of(device: str, *shape: int) -> DeviceMesh:
@@ -73,12 +66,6 @@ def postponed(model: Any) -> Iterator[None]:
         model.set_requires_gradient_sync(False)
         yield
         model.set_requires_gradient_sync(True)
-
-
-def data(device: str, rank: int) -> list[Tensor]:
-    """The micro-batches of a rank."""
-    generator = torch.Generator().manual_seed(100 + rank)
-    return [torch.randint(-1, 2, (ROWS, 4), generator=generator).float().to(device) for _ in range(MICRO_BATCHES)]
 
 
 def backward(loss: Tensor, optimizer: Any, **options: Any) -> None:

@@ -212,26 +212,30 @@ class Types(nn.Module):
         return (value[:, :1] * self.weight[0, 0] * 0).float() + float(is_half)
 
 
+def trained(wrap: Callable[[nn.Module], nn.Module], device: str, half: torch.dtype, level: str) -> list[Tensor]:
+    """The weights of a model after three steps of what is wrapped around it."""
+    model = Network(width=6).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, half_dtype=half, opt_level=level, init_scale=2.0**8, verbosity=0)
+    wrapped, value = wrap(model), torch.linspace(-1, 1, 24, device=device).view(6, 4)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with amp.scale_loss(wrapped(value).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    weights = list(model.state_dict().values())
+    amp.deinitialize()
+    return weights
+
+
 class TestDataParallel:
     @pytest.mark.skipif(torch.cuda.is_available(), reason="where there are GPUs DataParallel takes no model on the CPU")
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("level", ["O1", "O2"])
     def test_without_gpus_is_the_model(self, half, level):
-        def train(wrap: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
-            model = Network(width=6)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            amp.initialize(model, optimizer, half_dtype=half, opt_level=level, init_scale=2.0**8, verbosity=0)
-            wrapped, value = wrap(model), torch.linspace(-1, 1, 20).view(5, 4)
-            for _ in range(3):
-                optimizer.zero_grad()
-                with amp.scale_loss(wrapped(value).float().square().mean(), optimizer) as scaled_loss:
-                    scaled_loss.backward()
-                optimizer.step()
-            trained = list(model.state_dict().values())
-            amp.deinitialize()
-            return trained
-
-        for wrapped, alone in zip(train(nn.DataParallel), train(lambda model: model), strict=True):
+        for wrapped, alone in zip(
+            trained(nn.DataParallel, "cpu", half, level), trained(lambda model: model, "cpu", half, level), strict=True
+        ):
             assert_same_bits(wrapped, alone)
 
     def test_has_its_threads_follow_the_one_that_starts_them(self):
@@ -281,21 +285,10 @@ class TestDataParallel:
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("level", ["O1", "O2"])
     def test_trains_on_two_gpus_as_on_one(self, half, level):
-        def train(devices: list[int]) -> list[Tensor]:
-            model = Network(width=6).cuda()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            amp.initialize(model, optimizer, half_dtype=half, opt_level=level, init_scale=2.0**8, verbosity=0)
-            wrapped, value = nn.DataParallel(model, devices), torch.linspace(-1, 1, 24, device="cuda").view(6, 4)
-            for _ in range(3):
-                optimizer.zero_grad()
-                with amp.scale_loss(wrapped(value).float().square().mean(), optimizer) as scaled_loss:
-                    scaled_loss.backward()
-                optimizer.step()
-            trained = list(model.state_dict().values())
-            amp.deinitialize()
-            return trained
+        def on(devices: list[int]) -> list[Tensor]:
+            return trained(lambda model: nn.DataParallel(model, devices), "cuda", half, level)
 
-        for many, one in zip(train([0, 1]), train([0]), strict=True):
+        for many, one in zip(on([0, 1]), on([0]), strict=True):
             torch.testing.assert_close(many, one, rtol=1e-2, atol=1e-2)
 
     @pytest.mark.gpu
