@@ -13,18 +13,18 @@ demo: $(READY)
 
 # With the extension, where there is a compiler for it.
 test: $(READY)
-	-$(VENV)/bin/ampatch build  # without a compiler torch's own kernels are tested
-	AMPATCH_KERNELS=auto $(RUN) pytest -n 2 -m "not slow"
+	-$(VENV)/bin/ampatch build  # without a compiler torch's own kernels are tested, and calls in Python
+	AMPATCH_KERNELS=auto AMPATCH_CALLS=auto $(RUN) pytest -n 2 -m "not slow"
 
-# Once more with torch's own kernels, and what takes long.
+# Once more with torch's own kernels and calls in Python, and what takes long.
 slow: $(READY)
-	AMPATCH_KERNELS=torch $(RUN) pytest -n 2 -m "not slow"
-	$(RUN) pytest -m slow
+	AMPATCH_KERNELS=torch AMPATCH_CALLS=python $(RUN) pytest -n 2 -m "not slow"
+	AMPATCH_CALLS=auto $(RUN) pytest -m slow
 
 lint: $(READY)
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
-	$(VENV)/bin/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp csrc/*.cu tests/emulated_gpu/*
+	$(VENV)/bin/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp csrc/*.cu csrc/calls/* tests/emulated_gpu/*
 
 types: $(READY)
 	$(RUN) mypy
@@ -33,7 +33,7 @@ types: $(READY)
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) pip install --quiet --constraint constraints.txt setuptools
-	$(RUN) pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[test,dev]"
+	$(RUN) pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[test,dev,bench]"
 	touch $@
 
 clean:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ampatch import cast_lists as lists_module
-from ampatch import conversion_plan, kernels, opt_levels
+from ampatch import calls, conversion_plan, kernels, opt_levels
 from ampatch import models as models_module
 from ampatch.cast_lists import Overlay, Treatment
 from ampatch.clipping import clip_unscaled
@@ -163,6 +163,7 @@ def initialize(
         return models if optimizers is None else (models, optimizers)
 
     kernels.prepare()
+    calls.prepare()
     model_list = [models_module.check_model(model) for model in _as_list(models)]
     optimizer_list = [] if optimizers is None else [check_optimizer(optimizer) for optimizer in _as_list(optimizers)]
     half = _half_dtype(half_dtype, patch_torch_functions_type, "patch_torch_functions_type", opt_level, model_list)
@@ -295,6 +296,7 @@ def init(
         process.disabled = process.live is None
         return Handle(None)
     kernels.prepare()
+    calls.prepare()
     half = _half_dtype(half_dtype, patch_type, "patch_type", "O1", [])
     properties = opt_levels.resolve("O1", half, opt_levels.Overrides(loss_scale=loss_scale))
     settings = Settings(
@@ -578,7 +580,7 @@ def cast_counts() -> CastCounts:
     What compiled code casts is not counted.
     """
     live = process.live
-    return CastCounts(0, 0) if live is None else CastCounts(live.cache.casts, live.cache.hits)
+    return CastCounts(0, 0) if live is None else live.cache.counts()
 
 
 def register_half_function(module: Any, name: str) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from ampatch import __version__, amp, doctor, extension, extension_build, list_reports
 from ampatch.cast_lists import PEERS, peer, shipped
-from ampatch.errors import AmpError, CastListError, OptionError
+from ampatch.errors import AmpError, CastListError, KernelError, OptionError
 from ampatch.opt_levels import HALF_DTYPES
 from ampatch.process import process
 
@@ -96,7 +96,7 @@ _SHOW = "Prints the rules in force, each with the file and line it comes from."
 _CHECK = "Says what is wrong with a cast list file, one line a fault."
 _DIFF = "Prints what another system casts otherwise than ampatch's own lists."
 _DOCTOR = "Prints what a bug report needs: versions, devices, kernels, and who has patched what of torch."
-_BUILD = "Compiles the extension, whose kernels amp uses from then on."
+_BUILD = "Compiles the extension, which amp uses from then on: kernels, and the calls of patched functions."
 
 
 def _add_demo(parser: argparse.ArgumentParser, asked_for: bool) -> None:
@@ -245,7 +245,22 @@ def _build(arguments: argparse.Namespace) -> int:
     found = extension.find()
     if output is None and found is not None and found.path != built.library.path:
         _print([f"Of the libraries that are there, amp takes {found.path}: it is for more GPUs."])
+    if output is None:
+        _build_calls(arguments.force)
     return 0
+
+
+def _build_calls(force: bool) -> None:
+    """The part that is for this Python and this torch alone, which no package can bring along."""
+    try:
+        plan = extension_build.plan_calls()
+    except KernelError as error:
+        _print([f"Calls of patched functions stay in plain Python: {error}"])
+        return
+    _print([f"Calls:    {plan.directory / extension.LIBRARY}"])
+    sys.stdout.flush()
+    built = extension_build.carry_out(plan, force)
+    _print(["It is there already." if built.was_there else f"Built and tried out in {built.seconds:.0f} seconds."])
 
 
 def _list(text: str) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pkgutil
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,6 +84,28 @@ def give_own_code(wrapper: Any, original: object) -> None:
     wrapper.__code__ = wrapper.__code__.replace(co_name=wrapper.__name__)
     if not isinstance(original, types.FunctionType):
         traced_within_others(wrapper)
+
+
+def trace_instead(function: Any, python: types.FunctionType) -> None:
+    """Has torch.compile trace a function in Python where it meets one that is called otherwise, while that lives.
+
+    Args:
+        function: of a class derived from functions, which guards on code and closure do not take for one.
+        python: does the same.
+    """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    function.__ampatch_python__ = python
+
+    def build(builder: Any, _: object) -> Any:
+        builder.install_guards(GuardBuilder.ID_MATCH)
+        return VariableBuilder(builder.tx, AttrSource(builder.source, "__ampatch_python__"))(python)
+
+    dispatch: dict[int, object] = VariableBuilder._id_dispatch()
+    dispatch[id(function)] = build
+    weakref.finalize(function, dispatch.pop, id(function), None).atexit = False
 
 
 def is_recording() -> bool:

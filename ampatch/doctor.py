@@ -22,7 +22,7 @@ import torch
 import wrapt
 import yaml
 
-from ampatch import __version__, kernels, list_reports
+from ampatch import __version__, calls, kernels, list_reports
 from ampatch.cast_lists import Treatment, shipped
 from ampatch.errors import AmpError, CastListError
 from ampatch.patching import MISSING, bindings, loaded_modules
@@ -55,6 +55,7 @@ def report() -> Iterator[str]:
         "Versions": _versions(),
         "Devices": _devices(),
         "Kernels": _kernels(),
+        "Calls of patched functions": _calls(),
         "Patches by amp": _amp(seen),
         "Names without casts": _names(seen),
         "Patches by others": _others(seen),
@@ -71,6 +72,13 @@ def _kernels() -> Iterator[str]:
     try:
         yield kernels.in_use()
     except AmpError as error:  # AMPATCH_KERNELS asks for what there is not
+        yield f"none: {error}"
+
+
+def _calls() -> Iterator[str]:
+    try:
+        yield calls.in_use()
+    except AmpError as error:  # AMPATCH_CALLS asks for what there is not
         yield f"none: {error}"
 
 

@@ -1,4 +1,4 @@
-"""The compiled library of operators, `torch.ops.ampatch`: its sources, the libraries built of them, and loading one.
+"""The compiled libraries, of operators (`torch.ops.ampatch`) and of calls: their sources, what is built, loading it.
 
 Owns what tells one library from another (sources, flags, ABI, machine, architectures) and where they lie. It must never
 compile anything, nor initialise CUDA: a process that forks workers could not use the GPU in them any more.
@@ -10,12 +10,16 @@ import hashlib
 import json
 import os
 import platform
+import sysconfig
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from importlib.machinery import ExtensionFileLoader
 from importlib.resources import files
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,13 +34,35 @@ ABI = "2.10"
 HOST_FLAGS = ("-fPIC", "-ffp-contract=off", "-fvisibility=hidden")
 # Of kinds of processors that the compiler is to be told of: on these torch uses vector instructions too.
 PROCESSOR_FLAGS = {"x86_64_avx2": ("-mavx2", "-mfma", "-mf16c")}
-COMMON_FLAGS = ("-std=c++17", "-O3", "-shared")
+COMMON_FLAGS = ("-O3", "-shared")
 CUDA_FLAGS = ("--fmad=false", "-DUSE_CUDA")
 
 LIBRARY = "libampatch.so"
 SIDECAR = "library.json"
 
 _SOURCES = ("*.cpp", "*.cu", "*.h")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the extension, which is a library of its own.
+
+    Attributes:
+        folder: where its sources are, in the directory of all.
+        abi: what a library runs on, beside the kind of processor.
+        flags: what its sources are compiled with, beside the flags above.
+        name: of a library for no GPU, in the cache.
+    """
+
+    folder: str
+    abi: str
+    flags: tuple[str, ...]
+    name: str
+
+
+OPERATORS = Part("", ABI, ("-std=c++17",), "cpu")
+# It reaches behind the objects of Python, which is no part of torch's stable ABI: for this torch and this Python alone.
+CALLS = Part("calls", f"{torch.__version__}-{sysconfig.get_config_var('SOABI')}", ("-std=c++20",), "calls")
 
 
 def target_flag() -> str:
@@ -70,13 +96,13 @@ def source_directory() -> Path:
         ) from error
 
 
-def sources() -> list[Path]:
-    """The sources, headers among them, in the order of their names.
+def sources(part: Part = OPERATORS) -> list[Path]:
+    """The sources of a part, headers among them, in the order of their names.
 
     Raises:
         KernelError: there are none.
     """
-    directory = source_directory()
+    directory = source_directory() / part.folder
     found = sorted((path for pattern in _SOURCES for path in directory.glob(pattern)), key=lambda path: path.name)
     if not any(path.suffix == ".cpp" for path in found):
         raise KernelError(
@@ -86,15 +112,15 @@ def sources() -> list[Path]:
     return found
 
 
-def source_hash() -> str:
-    """The SHA-256 of the sources' names and contents, and of the flags that they are compiled with.
+def source_hash(part: Part = OPERATORS) -> str:
+    """The SHA-256 of the names and contents of a part's sources, and of the flags that they are compiled with.
 
     Raises:
         KernelError: there are no sources, or they cannot be read.
     """
-    flags = (*HOST_FLAGS, *COMMON_FLAGS, *CUDA_FLAGS, *PROCESSOR_FLAGS.get(processor(), ()))
+    flags = (*HOST_FLAGS, *part.flags, *COMMON_FLAGS, *CUDA_FLAGS, *PROCESSOR_FLAGS.get(processor(), ()))
     digest = hashlib.sha256(" ".join(flags).encode())
-    for path in sources():
+    for path in sources(part):
         try:
             content = path.read_bytes()
         except OSError as error:
@@ -118,7 +144,7 @@ class Library:
         size: its bytes; a file of another size is only a part of it, or none of it.
         architectures: of the GPUs it has kernels for, as ("80", "90"); empty where it has those for the CPU alone.
         sources: the `source_hash` it was built of.
-        abi: the `ABI` it was built for.
+        abi: that of its part, which it was built for.
         machine: the `processor` it runs on.
         compiler: the line in which its compiler told its version.
         torch: the version of torch that it was built with.
@@ -147,10 +173,10 @@ class Library:
         )
 
 
-def key(source_hash: str, architectures: Iterable[str]) -> str:
+def key(source_hash: str, architectures: Iterable[str], part: Part = OPERATORS) -> str:
     """The name of the directory in the cache that holds a library for this machine."""
     gpus = "-".join(f"sm{architecture}" for architecture in architectures)
-    return f"{source_hash[:16]}-torch{ABI}-{processor()}-{gpus or 'cpu'}"
+    return f"{source_hash[:16]}-torch{part.abi}-{processor()}-{gpus or part.name}"
 
 
 def cache_directory() -> Path:
@@ -204,21 +230,21 @@ def _library(path: Path, described: Any) -> Library | None:
     return Library(path=path, size=size, architectures=tuple(architectures), **texts_found)
 
 
-def find() -> Library | None:
-    """The library that fits this process best; None where there is none.
+def find(part: Part = OPERATORS) -> Library | None:
+    """The library of a part that fits this process best; None where there is none.
 
     Among those of these very sources, for this ABI and kind of processor: one that serves every visible GPU, where CUDA
     is in use already; then one that has GPU kernels; then one that was built on this machine, which somebody did on
     purpose although the package may bring its own; then the one for most architectures.
     """
     try:
-        expected = source_hash()
+        expected = source_hash(part)
         directories = [source_directory()]
     except KernelError:
         return None
     with suppress(OSError, KernelError):  # a cache that cannot be read is as good as none
-        directories += sorted(cache_directory().glob(f"{expected[:16]}-torch{ABI}-*"))
-    fitting = [library for library in map(read, directories) if library is not None and fits(library, expected)]
+        directories += sorted(cache_directory().glob(f"{expected[:16]}-torch{part.abi}-*"))
+    fitting = [library for library in map(read, directories) if library is not None and fits(library, expected, part)]
     capabilities = _capabilities()
 
     def rank(library: Library) -> tuple[bool, bool, bool, int, tuple[str, ...]]:
@@ -233,10 +259,10 @@ def find() -> Library | None:
     return max(fitting, key=rank, default=None)
 
 
-def fits(library: Library, expected: str) -> bool:
+def fits(library: Library, expected: str, part: Part = OPERATORS) -> bool:
     """Whether a library is of sources with the hash that is expected, and for this machine and torch."""
     # Where torch is built for ROCm, AMD's GPUs go by the name of CUDA.
-    return (library.sources, library.abi, library.machine) == (expected, ABI, processor()) and (
+    return (library.sources, library.abi, library.machine) == (expected, part.abi, processor()) and (
         torch.version.hip is None or not library.architectures
     )
 
@@ -257,6 +283,7 @@ class _Process:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.library: Library | None = None
+        self.calls: ModuleType | None = None
 
 
 _process = _Process()
@@ -293,5 +320,29 @@ def load(library: Library) -> None:
 
 
 def loaded() -> Library | None:
-    """The library that this process has loaded."""
+    """The library of operators that this process has loaded."""
     return _process.library
+
+
+def load_calls(library: Library) -> ModuleType:
+    """The module in a library of `CALLS`, which is loaded once per process: later ones are the first one.
+
+    Raises:
+        KernelError: it cannot be loaded.
+    """
+    with _process.lock:
+        if _process.calls is None:
+            name = "ampatch._calls"
+            loader = ExtensionFileLoader(name, str(library.path))
+            spec = spec_from_loader(name, loader)
+            assert spec is not None
+            try:
+                module = module_from_spec(spec)
+                loader.exec_module(module)
+            except ImportError as error:
+                raise KernelError(
+                    f"the compiled library {library.path} cannot be loaded ({error}). Type `ampatch build --force` to "
+                    "build it again on this machine, or delete it to do without."
+                ) from error
+            _process.calls = module
+        return _process.calls

@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from filelock import FileLock
 
 from ampatch import extension
 from ampatch.errors import KernelError, OptionError
-from ampatch.extension import Library
+from ampatch.extension import Library, Part
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -65,6 +66,7 @@ class Plan:
         directory: where the library is to lie.
         is_cached: whether that directory belongs to the library alone, as in the cache, and is replaced as a whole.
         note: a sentence on what is left out, and why; empty if nothing is.
+        part: of the extension.
     """
 
     compiler: Compiler
@@ -74,6 +76,7 @@ class Plan:
     directory: Path
     is_cached: bool
     note: str
+    part: Part = extension.OPERATORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +165,32 @@ def plan(device: str = "auto", architectures: Sequence[str] | None = None, outpu
     )
 
 
+def plan_calls() -> Plan:
+    """What is to be built for the calls of patched functions, which is for this Python and this torch alone.
+
+    Raises:
+        KernelError: there is no compiler, or no header of Python's.
+    """
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        raise KernelError(
+            f"there is no {headers / 'Python.h'}. Install the headers of this Python (`apt install python3-dev`, "
+            "`dnf install python3-devel`)."
+        )
+    part = extension.CALLS
+    source_hash = extension.source_hash(part)
+    return Plan(
+        compiler=_cxx(),
+        architectures=(),
+        sources=tuple(path for path in extension.sources(part) if path.suffix == ".cpp"),
+        source_hash=source_hash,
+        directory=extension.cache_directory() / extension.key(source_hash, (), part),
+        is_cached=True,
+        note="",
+        part=part,
+    )
+
+
 def carry_out(plan: Plan, force: bool = False) -> Built:
     """Builds what a plan says, unless it is there.
 
@@ -184,7 +213,7 @@ def carry_out(plan: Plan, force: bool = False) -> Built:
             was_there = (
                 library is not None
                 and library.architectures == plan.architectures
-                and extension.fits(library, plan.source_hash)
+                and extension.fits(library, plan.source_hash, plan.part)
             )
             if library is None or not was_there or force:
                 with tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True) as scratch:
@@ -302,12 +331,12 @@ def _supported(compiler: Compiler, architectures: tuple[str, ...]) -> tuple[str,
 
 def _command(plan: Plan, library: Path) -> list[str]:
     root = Path(torch.__file__).parent
-    torch_flags = [
-        extension.target_flag(),
-        # Declarations alone: what they declare is looked up in the torch that loads the library.
-        f"-I{root / 'include'}",
-        f"-L{root / 'lib'}",
-    ]
+    # Declarations alone: what they declare is looked up in the torch that loads the library.
+    torch_flags = [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+    if plan.part is extension.OPERATORS:
+        torch_flags.append(extension.target_flag())
+    else:
+        torch_flags += [f"-I{sysconfig.get_path('include')}", "-ltorch_python"]
     host = [*extension.HOST_FLAGS, *extension.PROCESSOR_FLAGS.get(extension.processor(), ())]
     for_gpus: list[str] = []
     if plan.compiler.is_nvcc:
@@ -321,15 +350,14 @@ def _command(plan: Plan, library: Path) -> list[str]:
     files = [str(path) for path in plan.sources]
     return [
         *plan.compiler.command,
+        *plan.part.flags,
         *extension.COMMON_FLAGS,
         *host,
         *for_gpus,
-        *torch_flags,
         *files,
         "-o",
         str(library),
-        "-ltorch_cpu",
-        "-lc10",
+        *torch_flags,
     ]
 
 
@@ -345,17 +373,17 @@ def _compiled(plan: Plan, scratch: Path) -> Library:
             size=(fresh / extension.LIBRARY).stat().st_size,
             architectures=plan.architectures,
             sources=plan.source_hash,
-            abi=extension.ABI,
+            abi=plan.part.abi,
             machine=extension.processor(),
             compiler=plan.compiler.version,
             torch=torch.__version__,
         )
-        _try_out(library, log, scratch)
+        _try_out(library, plan.part, log, scratch)
     except _FailedError as failed:
         kept = _kept_log(plan)
         shutil.move(log, kept)
         raise KernelError(f"{failed}. The command and all that it printed are in {kept}.") from failed
-    if extension.source_hash() != plan.source_hash:
+    if extension.source_hash(plan.part) != plan.source_hash:
         raise KernelError("the sources of the extension were changed while they were compiled. Build once more.")
     (fresh / extension.SIDECAR).write_text(extension.describe(library), encoding="utf-8")
     if plan.is_cached:
@@ -406,7 +434,32 @@ for device in sys.argv[3:]:
 """
 
 
-def _try_out(library: Library, log: Path, scratch: Path) -> None:
+_TRIAL_OF_CALLS = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+import importlib.machinery, importlib.util
+import torch
+loader = importlib.machinery.ExtensionFileLoader("ampatch._calls", sys.argv[2])
+calls = importlib.util.module_from_spec(importlib.util.spec_from_loader("ampatch._calls", loader))
+loader.exec_module(calls)
+class Switch:
+    __slots__ = ("active",)
+switch, book = Switch(), calls.Book()
+switch.active, book.iteration, book.sweep_at = True, calls.Store(), 1
+caster = calls.Caster(book, switch, None, None)
+caster.serve(("cpu",))
+product = lambda *args: None
+calls.accelerate(product, lambda *args: None, caster, torch.matmul, "to", torch.bfloat16, 9, "")
+weight = torch.nn.Parameter(torch.full((2, 2), 3.0))
+for _ in range(2):
+    result = product(torch.ones(2, 2), weight)
+found = result.dtype, result.tolist(), book.casts, book.hits
+if found != (torch.bfloat16, [[6.0] * 2] * 2, 3, 1):
+    sys.exit(f"a product gave {found}")
+"""
+
+
+def _try_out(library: Library, part: Part, log: Path, scratch: Path) -> None:
     devices = ["cpu"]
     if library.architectures and torch.cuda.is_available():
         devices += [
@@ -414,7 +467,8 @@ def _try_out(library: Library, log: Path, scratch: Path) -> None:
             for index in range(torch.cuda.device_count())
             if library.serves(torch.cuda.get_device_capability(index))
         ]
-    command = [sys.executable, "-P", "-c", _TRIAL, json.dumps(sys.path), str(library.path), *devices]
+    trial = _TRIAL if part is extension.OPERATORS else _TRIAL_OF_CALLS
+    command = [sys.executable, "-P", "-c", trial, json.dumps(sys.path), str(library.path), *devices]
     _run(command, log, scratch, f"the extension was compiled, and does not run here ({', '.join(devices)})")
 
 

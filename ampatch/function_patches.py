@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import wrapt
 
+from ampatch.calls import Accelerator
 from ampatch.cast_lists import Rule, Treatment, why_unfit
 from ampatch.errors import AmpWarning, did_you_mean
 from ampatch.patching import MISSING, PatchLedger, RefusedError, bindings, loaded_modules, rebind
@@ -55,12 +56,14 @@ class FunctionPatches:
     Args:
         ledger: takes note of everything installed.
         adapters: turn rules into adapters.
+        accelerator: has wrappers run in C++, where that is in use.
         switch: the session's.
     """
 
-    def __init__(self, ledger: PatchLedger, adapters: Adapters, switch: Switch) -> None:
+    def __init__(self, ledger: PatchLedger, adapters: Adapters, accelerator: Accelerator, switch: Switch) -> None:
         self._ledger = ledger
         self._adapters = adapters
+        self._accelerator = accelerator
         self._switch = switch
         # The one wrapper of each function that stands in modules, by the original's id, under whatever names it stands.
         self._wrappers: dict[int, tuple[Function, Function]] = {}
@@ -169,12 +172,14 @@ class FunctionPatches:
         is_class = isinstance(owner, type)
         _, wrapper = (None, None) if is_class else self._wrappers.get(id(original), (None, None))
         if wrapper is None:
-            wrapper = wrap(original, make_adapter(original), self._switch, reason)
+            adapter = make_adapter(original)
+            wrapper = wrap(original, adapter, self._switch, reason)
             # Where a pickle finds the wrapper while it is installed, and the original where it is not.
             if isinstance(owner, type):
                 wrapper.__module__, wrapper.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
             else:
                 wrapper.__module__, wrapper.__qualname__ = getattr(owner, "__name__", wrapper.__module__), name
+            wrapper = self._accelerator.accelerate(wrapper, original, adapter.plainly, reason)
             self._originals[id(wrapper)] = (wrapper, original)
             if not is_class:
                 self._wrappers[id(original)] = (original, wrapper)

@@ -30,6 +30,7 @@ from ampatch import (
     opt_levels,
     optimizer_state,
 )
+from ampatch.calls import Accelerator
 from ampatch.cast_lists import CastLists
 from ampatch.conversion import Conversion
 from ampatch.conversion_plan import KeepFloat32
@@ -150,7 +151,8 @@ class Session:
             settings.properties.half_dtype, self.cache, self._device_types, allow_banned=settings.allow_banned
         )
         self.adapters = self._adapters.by_kind()
-        self._functions = FunctionPatches(self.ledger, self._adapters, self.switch)
+        self._accelerator = Accelerator(self.cache.book, self.cache.cast, self.switch, self._device_types)
+        self._functions = FunctionPatches(self.ledger, self._adapters, self._accelerator, self.switch)
 
     @property
     def patches_functions(self) -> bool:
@@ -238,6 +240,7 @@ class Session:
             for key in set(self._optimizers) - known_optimizers:
                 del self._optimizers[key]
             self._device_types &= device_types
+            self._accelerator.serve(self._device_types)
             raise
         # Last, since what is rounded here could not be taken back.
         self.conversion.forget_unclaimed()
@@ -251,6 +254,7 @@ class Session:
             OptionError: its weights cannot be converted.
         """
         self._device_types |= models.device_types(model)
+        self._accelerator.serve(self._device_types)
         if model in self._models:
             return
         self._models.add(model)

@@ -8,13 +8,12 @@ The cache may never be wrong. Constraints, and how they are kept:
   code that does not (``no_grad``, inference mode), belongs to a thread, and lives only inside the outermost forward of
   an adopted model. A *frozen* store serves such code too, in every thread and in no forward in particular, but only for
   the weights that the user said will not change, and until the block ends in which that holds.
-- A weight may change under a cast. An entry counts only while the parameter's version counter, its address and layout
-  and its ``requires_grad`` are what they were, and the storage at that address still lives, since another one may take
-  its place. Nor does it count once the cast itself was written to, through a view that a function returned. All of that
-  is looked at on every use. An optimizer may write in ways that are not counted, so that its step ends what there is of
-  the weights it updates; where a CUDA graph records the step nothing of them is kept any more, since nobody hears of
-  its replays. A change through ``.data`` that stays in the storage (``p.data.add_()``), in a frozen block or between
-  two forwards with grad and no step between, is what no check can see; `clear` is for that.
+- A weight may change under a cast. Whether an entry still counts is looked at on every use (`Store`), whether the cast
+  itself was written to, through a view that a function returned, among the rest. An optimizer may write in ways that
+  are not counted, so that its step ends what there is of the weights it updates; where a CUDA graph records the step
+  nothing of them is kept any more, since nobody hears of its replays. A change through ``.data`` that stays in the
+  storage (``p.data.add_()``), in a frozen block or between two forwards with grad and no step between, is what no check
+  can see; `clear` is for that.
 - Nothing may be kept alive. A cast's graph holds its parameter, so a weak reference alone would never die: entries
   whose parameter no Python code holds any more are swept out as the store grows.
 - Threads share stores, and there is no lock, which a fork could find held. Two that miss at once both cast, and the
@@ -42,6 +41,8 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from ampatch import calls
+from ampatch.cast_store import Store
 from ampatch.compilers import is_capturing
 
 # The modes of selective checkpointing: while it runs a region, and while it recomputes it.
@@ -61,54 +62,12 @@ class CastCounts:
     cache_hits: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    parameter: weakref.ref[Tensor]
-    address: int
-    storage: weakref.ref[torch.UntypedStorage]
-    layout: tuple[torch.dtype, torch.Size, tuple[int, ...]]
-    version: int
-    requires_grad: bool
-    cast: Tensor
-    cast_version: int
-
-    @classmethod
-    def of(cls, parameter: Tensor, cast: Tensor) -> _Entry:
-        """An entry for a cast just made."""
-        return cls(
-            weakref.ref(parameter),
-            parameter.data_ptr(),
-            weakref.ref(parameter.untyped_storage()),
-            (parameter.dtype, parameter.shape, parameter.stride()),
-            parameter._version,
-            parameter.requires_grad,
-            cast,
-            cast._version,
-        )
-
-    def counts(self, parameter: Tensor) -> bool:
-        """Whether it still is the cast of this parameter."""
-        return (
-            self.parameter() is parameter
-            and self.address == parameter.data_ptr()
-            and self.storage() is not None
-            and self.layout == (parameter.dtype, parameter.shape, parameter.stride())
-            and self.version == parameter._version
-            and self.requires_grad == parameter.requires_grad
-            and self.cast_version == self.cast._version
-        )
-
-
-# One store: the type cast to, then the parameter's id.
-_Store = dict[torch.dtype, dict[int, _Entry]]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Frozen:
     """What one block of `WeightCache.frozen` keeps."""
 
     parameters: frozenset[int]  # ids; should one die and another take its id, the entries tell them apart
-    store: _Store = field(default_factory=dict)
+    store: Store = field(default_factory=calls.new_store)
 
 
 def _nothing() -> None:
@@ -116,31 +75,33 @@ def _nothing() -> None:
 
 
 class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.store: _Store | None = None  # the forward store
-        self.opened_by: Callable[[], object] = _nothing  # the model whose forward it belongs to
+    opened_by: Callable[[], object] = staticmethod(_nothing)  # the model whose forward the forward store belongs to
 
 
 class WeightCache:
     """Casts tensors and remembers the casts of parameters; counts both.
 
     Attributes:
-        casts: tensors cast so far.
-        hits: casts saved so far.
+        book: what is asked and noted on every cast, by wrappers that run in C++ too.
     """
 
     # Below this many entries a store is not worth sweeping.
     _SWEEP_FROM = 256
 
     def __init__(self, enabled: bool = True) -> None:
-        self.casts = 0
-        self.hits = 0
+        self.book = calls.new_book()
+        self.book.sweep_at = self._SWEEP_FROM
         self._enabled = enabled
-        self._iteration: _Store = {}
+        self._iteration = calls.new_store()
+        if enabled:
+            self.book.iteration = self._iteration
         self._frozen: list[_Frozen] = []  # the oldest first
         self._thread = _Thread()
-        self._sweep_at = self._SWEEP_FROM
         self._replayed: set[int] = set()  # ids of parameters that a CUDA graph updates
+
+    def counts(self) -> CastCounts:
+        """How much was cast so far."""
+        return CastCounts(self.book.casts, self.book.hits)
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """``tensor`` in ``dtype``; from the cache if it is a parameter that was cast before and has not changed since.
@@ -154,26 +115,24 @@ class WeightCache:
         """
         if is_compiling():
             return tensor.to(dtype)
+        book = self.book
         store = self._store(tensor) if type(tensor) is Parameter else None
         if store is None:
-            self.casts += 1
+            book.casts += 1
             return tensor.to(dtype)
-        entries = store.get(dtype)
-        if entries is None:
-            entries = store.setdefault(dtype, {})
-        entry = entries.get(id(tensor))
-        if entry is not None and entry.counts(tensor):
-            self.hits += 1
-            return entry.cast
-        self.casts += 1
+        kept = store.find(tensor, dtype)
+        if kept is not None:
+            book.hits += 1
+            return kept
+        book.casts += 1
         cast = _with_version(tensor, dtype)
         if _can_be_kept(tensor, cast):
-            if len(entries) >= self._sweep_at:
-                self._sweep(entries)
+            if len(store) >= book.sweep_at:
+                self._sweep(store)
             if tensor.is_cuda and any(store is block.store for block in self._frozen):
                 # Threads with streams of their own will read it, and only this stream knows when it is written.
                 torch.cuda.current_stream(tensor.device).synchronize()
-            entries[id(tensor)] = _Entry.of(tensor, cast)
+            store.keep(tensor, cast)
         return cast
 
     def clear(self) -> None:
@@ -185,6 +144,7 @@ class WeightCache:
     def keep_nothing(self) -> None:
         """From now on casts every time: for weights that are gathered for their layer's time, and let go after it."""
         self._enabled = False
+        self.book.iteration = None
         self.clear()
 
     def end_iteration(self, updated: Iterable[Tensor] = ()) -> None:
@@ -197,15 +157,16 @@ class WeightCache:
         if is_capturing():
             updated = list(updated)
             self._replayed.update(map(id, updated))
+            if self._replayed:
+                self.book.iteration = None  # from now on it depends on the weight
         self._iteration.clear()
-        self._sweep_at = self._SWEEP_FROM
-        if self._thread.store is not None:
-            self._thread.store.clear()
+        self.book.sweep_at = self._SWEEP_FROM
+        if self.book.forward is not None:
+            self.book.forward.clear()
         if self._frozen:
             keys = [id(parameter) for parameter in updated]
-            for entries in [entries for block in list(self._frozen) for entries in list(block.store.values())]:
-                for key in keys:
-                    entries.pop(key, None)
+            for block in list(self._frozen):
+                block.store.forget(keys)
 
     @contextlib.contextmanager
     def frozen(self, parameters: Iterable[Tensor]) -> Iterator[None]:
@@ -217,10 +178,12 @@ class WeightCache:
         torch._dynamo.graph_break()
         block = _Frozen(frozenset(map(id, parameters)))
         self._frozen.append(block)
+        self.book.has_frozen = True
         try:
             yield
         finally:
             self._frozen.remove(block)
+            self.book.has_frozen = bool(self._frozen)
 
     def enter_forward(self, model: object) -> None:
         """A forward of an adopted model begins in this thread.
@@ -231,19 +194,19 @@ class WeightCache:
         thread = self._thread
         opened_by = thread.opened_by()
         if opened_by is None or opened_by is model:
-            thread.store, thread.opened_by = {}, weakref.ref(model)
+            self.book.forward, thread.opened_by = calls.new_store(), weakref.ref(model)
 
     def exit_forward(self, model: object) -> None:
         """It returned or raised. With the outermost one the casts made without grad go."""
         thread = self._thread
         if thread.opened_by() is model:
-            thread.store, thread.opened_by = None, _nothing
+            self.book.forward, thread.opened_by = None, _nothing
 
     def __len__(self) -> int:
-        stores = [self._iteration, self._thread.store or {}, *(block.store for block in self._frozen)]
-        return sum(len(entries) for store in stores for entries in store.values())
+        stores = [self._iteration, self.book.forward, *(block.store for block in self._frozen)]
+        return sum(len(store) for store in stores if store is not None)
 
-    def _store(self, parameter: Tensor) -> _Store | None:
+    def _store(self, parameter: Tensor) -> Store | None:
         """The store that may be used here and now for a parameter; None under a tracer, and where there is none."""
         if not self._enabled or _get_tracing_state() is not None or (_len_torch_dispatch_stack() and _is_traced()):
             return None
@@ -256,18 +219,16 @@ class WeightCache:
         for block in self._frozen:
             if id(parameter) in block.parameters and not changes_unseen:
                 return block.store
-        return self._thread.store
+        return self.book.forward
 
-    def _sweep(self, entries: dict[int, _Entry]) -> None:
+    def _sweep(self, store: Store) -> None:
         """Drops entries whose parameter is held by nothing but the graph of its own cast.
 
         Where one is dropped that somebody could still reach, it is cast once more: no harm. Other threads may use and
         clear the same store meanwhile.
         """
-        for key, entry in list(entries.items()):
-            if _abandoned(entry):
-                entries.pop(key, None)
-        self._sweep_at = max(self._SWEEP_FROM, 2 * len(entries))
+        store.forget([key for key, parameter, cast in store.entries() if _abandoned(parameter, cast)])
+        self.book.sweep_at = max(self._SWEEP_FROM, 2 * len(store))
 
 
 def _is_traced() -> bool:
@@ -304,10 +265,10 @@ def _references(parameter: weakref.ref[Tensor]) -> int:
     return sys.getrefcount(parameter())
 
 
-def _abandoned(entry: _Entry) -> bool:
+def _abandoned(parameter: weakref.ref[Tensor], cast: Tensor) -> bool:
     # Without a graph there is nothing to hold the parameter but those who use it.
-    is_in_graph = entry.cast.grad_fn is not None
-    return entry.parameter() is None or (is_in_graph and _references(entry.parameter) <= _REFERENCES_OF_ABANDONED)
+    is_in_graph = cast.grad_fn is not None
+    return parameter() is None or (is_in_graph and _references(parameter) <= _REFERENCES_OF_ABANDONED)
 
 
 def _count_references_of_abandoned() -> int:

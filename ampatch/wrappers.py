@@ -12,6 +12,7 @@ import operator
 import sys
 import types
 from collections.abc import Callable, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch._C import _is_any_autocast_enabled, _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import get_overridable_functions, handle_torch_function, has_torch_function
 
+from ampatch.calls import Kind, PlainCast
 from ampatch.cast_lists import Rule, Treatment
 from ampatch.casting import CASTABLE, PLAIN, TensorCast, cast_tensors, tensors_in
 from ampatch.compilers import give_own_code, is_below_operators
@@ -32,12 +34,26 @@ from ampatch.weight_cache import WeightCache
 
 Function = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-#: The arguments of a call to the arguments that the rule asks for. May raise `BannedFunctionError`.
-Adapter = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
+#: The arguments of a call to the arguments that a rule asks for. May raise `BannedFunctionError`.
+Adapt = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 
 _IN_PLACE_OPERATORS = frozenset(
     f"__i{name}__" for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
 ) | {"__setitem__"}
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What a rule comes to for one function.
+
+    Attributes:
+        adapt: turns the arguments of a call into those that the rule asks for.
+        plainly: what that does to arguments which are nothing out of the ordinary; None where it looks at more than
+            their types.
+    """
+
+    adapt: Adapt
+    plainly: PlainCast | None = None
 
 
 def is_in_place(name: str) -> bool:
@@ -81,6 +97,7 @@ class Adapters:
         adapter = self.for_treatment(rule.treatment, rule.path, original, rule.via_dtype, rule.instead)
         if not rule.when:
             return adapter
+        adapt = adapter.adapt
         readers: list[tuple[ArgumentReader, tuple[object, ...]]] = []
         for argument, values in rule.when:
             reader = argument_reader(original, argument)
@@ -94,9 +111,9 @@ class Adapters:
                 # A tensor or an array is compared element by element, and equals none of them.
                 if isinstance(value, Tensor) or getattr(value, "ndim", False) or value not in values:
                     return args, kwargs
-            return adapter(args, kwargs)
+            return adapt(args, kwargs)
 
-        return where_it_applies
+        return Adapter(where_it_applies)
 
     def for_registration(
         self, path: Path, treatment: Treatment, dtype: torch.dtype | None, original: Function
@@ -104,7 +121,7 @@ class Adapters:
         """The adapter of a registered function; ``dtype`` is cast to instead of the session's half type."""
         if dtype is None or is_in_place(path.name):
             return self.for_treatment(treatment, path, original)
-        return self._obeying(self._to(dtype), original)
+        return self._obeying(self._to(dtype), original, "to", dtype)
 
     def for_treatment(
         self,
@@ -116,22 +133,27 @@ class Adapters:
     ) -> Adapter:
         """The adapter of a function under a treatment; an in-place form is told from the name."""
         if treatment is Treatment.BANNED and not self._allow_banned:
-            return self._banned(path, instead)
+            return Adapter(self._banned(path, instead))
         if is_in_place(path.name):
-            return self._in_place(path, original, refuse_half=treatment is Treatment.BLACKLIST)
+            return Adapter(self._in_place(path, original, refuse_half=treatment is Treatment.BLACKLIST))
         if treatment is Treatment.WHITELIST:
-            return self._obeying(self._to_half(), original)
+            return self._obeying(self._to_half(), original, "to", self.half_dtype)
         if treatment is Treatment.PROMOTE:
-            return self._obeying(self._to_widest(), original)
-        return self._obeying(self._via_dtype() if via_dtype else self._to(torch.float32), original)
+            return self._obeying(self._to_widest(), original, "promote")
+        if via_dtype:
+            return self._obeying(self._via_dtype(), original, "via_dtype", torch.float32)
+        return self._obeying(self._to(torch.float32), original, "to", torch.float32)
 
-    def by_kind(self) -> dict[str, Adapter]:
-        """The adapters of decorated functions, by the name of their list, or of the half type that they ask for."""
+    def by_kind(self) -> dict[str, Adapt]:
+        """What decorated functions do, by the name of their list, or of the half type that they ask for."""
         decorated = Path("decorated", "function")
-        kinds = {kind.value: self.for_treatment(kind, decorated) for kind in Treatment if kind is not Treatment.BANNED}
-        return kinds | {name: self._obeying(self._to(dtype), None) for name, dtype in HALF_DTYPES.items()}
+        adapters = {
+            kind.value: self.for_treatment(kind, decorated) for kind in Treatment if kind is not Treatment.BANNED
+        }
+        adapters |= {name: self._obeying(self._to(dtype), None, "to", dtype) for name, dtype in HALF_DTYPES.items()}
+        return {name: adapter.adapt for name, adapter in adapters.items()}
 
-    def _to_half(self) -> Adapter:
+    def _to_half(self) -> Adapt:
         """In a region of ``torch.autocast`` its type is the half type, which would otherwise be cast to once more."""
         outside, inside = self._to(self.half_dtype), _casting(self._cast_as_autocast)
 
@@ -147,10 +169,10 @@ class Adapters:
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.half_dtype
         return self._casts[dtype](tensor)
 
-    def _to(self, dtype: torch.dtype) -> Adapter:
+    def _to(self, dtype: torch.dtype) -> Adapt:
         return _casting(self._casts[dtype])
 
-    def _to_widest(self) -> Adapter:
+    def _to_widest(self) -> Adapt:
         casts = {dtype: self._to(dtype) for dtype in self._casts}
 
         def to_widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -165,7 +187,7 @@ class Adapters:
 
         return to_widest
 
-    def _via_dtype(self) -> Adapter:
+    def _via_dtype(self) -> Adapt:
         """A half first argument is not cast: the kernel reads it as it is and computes in float32."""
         cast = self._to(torch.float32)
 
@@ -182,8 +204,17 @@ class Adapters:
 
         return via_dtype
 
-    def _obeying(self, adapter: Adapter, original: Function | None) -> Adapter:
-        """An explicit ``dtype=`` is obeyed; with ``out=`` the tensor written to decides, and is itself never cast."""
+    def _obeying(
+        self, adapt: Adapt, original: Function | None, kind: Kind, dtype: torch.dtype | None = None
+    ) -> Adapter:
+        """An explicit ``dtype=`` is obeyed; with ``out=`` the tensor written to decides, and is itself never cast.
+
+        Args:
+            adapt: what is done where neither is given.
+            original: the function; None if any.
+            kind: what ``adapt`` comes to for plain arguments.
+            dtype: the type that it casts to; None where types are promoted.
+        """
 
         def obeying(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             if kwargs:
@@ -193,16 +224,17 @@ class Adapters:
                 written = None if out is None else next(tensors_in(out), None)
                 if written is not None:
                     return self._as_written(written, args, kwargs)
-            return adapter(args, kwargs)
+            return adapt(args, kwargs)
 
         # Builtins take both by keyword only (softmax excepted, see `_via_dtype`); some functions in Python do not.
-        if not isinstance(original, types.FunctionType):
-            return obeying
-        code = original.__code__
-        names = code.co_varnames[: code.co_argcount]
-        positions = [names.index(name) for name in ("dtype", "out") if name in names[code.co_posonlyargcount :]]
+        names: tuple[str, ...] = ()
+        positions: list[int] = []
+        if isinstance(original, types.FunctionType):
+            code = original.__code__
+            names = code.co_varnames[: code.co_argcount]
+            positions = [names.index(name) for name in ("dtype", "out") if name in names[code.co_posonlyargcount :]]
         if not positions:
-            return obeying
+            return Adapter(obeying, PlainCast(kind, dtype))
         first = min(positions)
 
         def obeying_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -211,7 +243,7 @@ class Adapters:
                 kwargs = {**dict(named), **kwargs}
             return obeying(args, kwargs)
 
-        return obeying_by_name
+        return Adapter(obeying_by_name, PlainCast(kind, dtype, first))
 
     def _as_written(self, written: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         cast = self._casts.get(written.dtype)
@@ -222,7 +254,7 @@ class Adapters:
             kwargs = {name: value if name == "out" else cast_tensors(value, cast) for name, value in kwargs.items()}
         return args, kwargs
 
-    def _in_place(self, path: Path, original: Function | None, refuse_half: bool) -> Adapter:
+    def _in_place(self, path: Path, original: Function | None, refuse_half: bool) -> Adapt:
         names = parameter_names(original)[:1] if original is not None else ()
         first = argument_reader(original, names[0]) if original is not None and names else None
         form = path.name.removeprefix("__i").removesuffix("__") if path.name in _IN_PLACE_OPERATORS else path.name[:-1]
@@ -242,7 +274,7 @@ class Adapters:
 
         return in_place
 
-    def _banned(self, path: Path, instead: str | None) -> Adapter:
+    def _banned(self, path: Path, instead: str | None) -> Adapt:
         def banned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             if any(self._is_half(tensor) for value in (*args, *kwargs.values()) for tensor in tensors_in(value)):
                 advice = f" {instead[0].upper()}{instead[1:].rstrip('.')}." if instead else ""
@@ -282,7 +314,7 @@ class Adapters:
         return cast
 
 
-def _casting(cast: TensorCast) -> Adapter:
+def _casting(cast: TensorCast) -> Adapt:
     """Casts every tensor in the arguments."""
 
     def to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -309,7 +341,7 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> F
         switch: the session's.
         reason: names the function and the list entry; added as a note to errors that come out of a cast call.
     """
-    thread = switch.thread
+    thread, adapt = switch.thread, adapter.adapt
     overridden = _asking_overrides(original)
 
     @functools.wraps(original)
@@ -326,9 +358,9 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> F
         adapted = None
         try:
             if has_torch_function((*args, *kwargs.values()) if kwargs else args):
-                adapted = _adapted_for_override(adapter, args, kwargs)
+                adapted = _adapted_for_override(adapt, args, kwargs)
                 return overridden(*adapted[0], **adapted[1])
-            adapted = adapter(args, kwargs)
+            adapted = adapt(args, kwargs)
             return original(*adapted[0], **adapted[1])
         except Exception as error:
             explain(error, reason, (args, kwargs), adapted)
@@ -378,10 +410,10 @@ def explain(error: Exception, reason: str, given: Arguments, adapted: Arguments 
     error.add_note(reason)
 
 
-def _adapted_for_override(adapter: Adapter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def _adapted_for_override(adapt: Adapt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """The arguments where a class among them, or a mode, has a ``__torch_function__``.
 
     Objects that stand for a tensor without being one cannot be cast, and then nothing beside them is.
     """
     overriding = [value for value in (*args, *kwargs.values()) if hasattr(type(value), "__torch_function__")]
-    return adapter(args, kwargs) if all(isinstance(value, Tensor) for value in overriding) else (args, kwargs)
+    return adapt(args, kwargs) if all(isinstance(value, Tensor) for value in overriding) else (args, kwargs)

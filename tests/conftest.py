@@ -23,7 +23,7 @@ from samples import LIST_NAMES, entries, resolve
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from workers import Workers
 
-from ampatch import amp, extension, extension_build, extension_kernels, kernels
+from ampatch import amp, calls, extension, extension_build, extension_kernels, kernels
 from ampatch.errors import KernelError
 from ampatch.extension import Library
 from ampatch.process import process
@@ -34,6 +34,8 @@ os.environ.setdefault("AMPATCH_CACHE", str(Path(__file__).parent.parent / "build
 # Which kernels a test runs on must not hang on what was compiled before it; tests of the extension select that. To run
 # all of them on it, set this to "extension".
 os.environ.setdefault("AMPATCH_KERNELS", "torch")
+# So with calls of patched functions: "compiled" has all tests run them in C++.
+os.environ.setdefault("AMPATCH_CALLS", "python")
 
 # The machines that run this are shared: a slow example is no fault of the code. Every run draws the same examples.
 hypothesis_settings.register_profile("ampatch", deadline=None, derandomize=True)
@@ -132,6 +134,26 @@ def compiled() -> ModuleType:
     return extension_kernels
 
 
+@pytest.fixture(scope="session")
+def compiled_calls() -> ModuleType:
+    """The module that runs calls in C++, which is built if it is not there."""
+    try:
+        library = extension.find(extension.CALLS) or extension_build.carry_out(extension_build.plan_calls()).library
+    except KernelError as error:
+        if "there is no" in str(error):  # a compiler, or Python's headers
+            pytest.skip(f"the library of calls cannot be compiled: {error}")
+        raise
+    return extension.load_calls(library)
+
+
+@pytest.fixture
+def select_calls() -> Iterator[Callable[[str | None], None]]:
+    """`calls.select`, whose choice is taken back after the test."""
+    before = calls._Process.choice
+    yield calls.select
+    calls._Process.choice = before
+
+
 @pytest.fixture
 def select() -> Iterator[Callable[[str | None], None]]:
     """`kernels.select`, whose choice is taken back after the test."""
@@ -145,6 +167,8 @@ def select() -> Iterator[Callable[[str | None], None]]:
 def _compiled_where_everything_runs_on_it(request: pytest.FixtureRequest) -> None:
     if os.environ["AMPATCH_KERNELS"] == "extension":
         request.getfixturevalue("compiled")
+    if os.environ["AMPATCH_CALLS"] == "compiled":
+        request.getfixturevalue("compiled_calls")
 
 
 @pytest.fixture(scope="session")

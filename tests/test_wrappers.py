@@ -139,11 +139,11 @@ class TestArguments:
     def test_type_of_device_that_joins_later_is_cast_from_then_on(self):
         device_types = {"cpu"}
         adapters = Adapters(torch.float16, WeightCache(), device_types)
-        adapter = adapters.for_treatment(Treatment.WHITELIST, Path("library", "function"))
+        adapt = adapters.for_treatment(Treatment.WHITELIST, Path("library", "function")).adapt
         x = torch.ones(2, device="meta")
-        assert adapter((x,), {})[0][0] is x
+        assert adapt((x,), {})[0][0] is x
         device_types.add("meta")
-        assert adapter((x,), {})[0][0].dtype == torch.float16
+        assert adapt((x,), {})[0][0].dtype == torch.float16
 
     def test_tensor_on_another_type_of_device_has_no_say_in_a_promotion(self):
         half = ones(2).half()

@@ -1,0 +1,189 @@
+"""Which code runs the calls of patched functions: the wrappers' own Python, or the compiled library's C++.
+
+Owns the choice, for the process, and the way there. What the C++ does and does not do stands in csrc/calls/calls.cpp;
+it must never be asked for more than the Python code does.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ampatch import compilers, extension
+from ampatch.cast_store import Book, Store
+from ampatch.errors import KernelError, OptionError, did_you_mean
+from ampatch.switch import Switch
+
+CHOICES = ("auto", "compiled", "python")
+_VARIABLE = "AMPATCH_CALLS"
+
+
+#: "to": tensors are cast to a type. "via_dtype": so they are, but where the first one is half the function is told to
+#: compute in that type. "promote": to the widest type among them.
+Kind = Literal["to", "via_dtype", "promote"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainCast:
+    """What is done to arguments that are nothing out of the ordinary.
+
+    Attributes:
+        kind: how they are cast.
+        dtype: the type; None where types are promoted.
+        positional: with more arguments by position than these, one of them is ``dtype`` or ``out``.
+    """
+
+    kind: Kind
+    dtype: torch.dtype | None
+    positional: int = sys.maxsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """An implementation.
+
+    Attributes:
+        module: the compiled one; None for the Python code.
+        why: which it is and why, for people.
+    """
+
+    module: ModuleType | None
+    why: str
+
+
+class _Process:
+    """What was chosen for this process."""
+
+    choice: _Choice | None = None
+
+
+def select(choice: str | None = None) -> None:
+    """Chooses what runs the calls in sessions that begin from now on.
+
+    Args:
+        choice: "compiled", "python", or "auto", which is the compiled library where there is one; None: what the
+            environment variable AMPATCH_CALLS says, or "auto".
+
+    Raises:
+        OptionError: it is none of these.
+        KernelError: the compiled library was asked for, and there is none that can be loaded.
+    """
+    asked = os.environ.get(_VARIABLE, "auto") if choice is None else choice
+    if asked not in CHOICES:
+        raise OptionError(f"{_VARIABLE} is {asked!r}; expected {', '.join(CHOICES)}.{did_you_mean(asked, CHOICES)}")
+    _Process.choice = _choose(asked)
+
+
+def prepare() -> None:
+    """Chooses now, and not at first use, so that a choice which cannot be had is an error before anything is changed.
+
+    Raises:
+        OptionError: AMPATCH_CALLS has no such value.
+        KernelError: it asks for a library that is not there.
+    """
+    if _Process.choice is None:
+        select()
+
+
+def in_use() -> str:
+    """What runs the calls of patched functions here, and why, in a sentence for people."""
+    return _current().why
+
+
+def new_store() -> Store:
+    """An empty store of the implementation in use."""
+    module = _current().module
+    return Store() if module is None else module.Store()
+
+
+def new_book() -> Book:
+    """An empty book of the implementation in use."""
+    module = _current().module
+    return Book() if module is None else module.Book()
+
+
+class Accelerator:
+    """Gives wrappers a body in C++, where that is in use.
+
+    Args:
+        book: that of the cache.
+        cast: `WeightCache.cast`, for what the C++ leaves to it.
+        switch: the session's.
+        device_types: of the tensors that are cast.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        cast: Callable[[Tensor, torch.dtype], Tensor],
+        switch: Switch,
+        device_types: Iterable[str],
+    ) -> None:
+        # By the book, so that no session is served by two implementations.
+        self._module = None if type(book) is Book else _current().module
+        if self._module is not None:
+            self._caster = self._module.Caster(book, switch, cast, compilers.is_capturing)
+        self.serve(device_types)
+
+    def serve(self, device_types: Iterable[str]) -> None:
+        """From now on tensors on these types of devices are cast, and no others."""
+        if self._module is not None:
+            self._caster.serve(tuple(device_types))
+
+    def accelerate(self, wrapper: Any, original: Callable[..., Any], plainly: PlainCast | None, reason: str) -> Any:
+        """A function that is called in C++, and passes for a wrapper otherwise; the wrapper, where Python is in use.
+
+        Args:
+            wrapper: a function made by `wrappers.wrap`.
+            original: what it wraps.
+            plainly: what it does to arguments; None if only its own code knows.
+            reason: the note for errors that come out of a cast call.
+        """
+        if self._module is None or plainly is None:
+            return wrapper
+        function = FunctionType(wrapper.__code__, wrapper.__globals__, closure=wrapper.__closure__)
+        for name in functools.WRAPPER_ASSIGNMENTS:
+            setattr(function, name, getattr(wrapper, name))
+        vars(function).update(vars(wrapper))
+        how = (plainly.kind, plainly.dtype, plainly.positional)
+        self._module.accelerate(function, wrapper, self._caster, original, *how, reason)
+        compilers.trace_instead(function, wrapper)
+        return function
+
+
+def _current() -> _Choice:
+    prepare()
+    assert _Process.choice is not None
+    return _Process.choice
+
+
+def _choose(asked: str) -> _Choice:
+    python = "plain Python"
+    if asked == "python":
+        return _Choice(None, f"{python}, as {_VARIABLE}=python asks for")
+    library = extension.find(extension.CALLS)
+    if library is None:
+        missing = (
+            f"there is no compiled library for this version of ampatch, Python and torch in "
+            f"{extension.cache_directory()}"
+        )
+        if asked == "compiled":
+            raise KernelError(
+                f"{_VARIABLE}=compiled asks for calls in C++, and {missing}. Type `ampatch build`; or leave the "
+                "variable out, to go on in plain Python."
+            )
+        return _Choice(None, f"{python}, as {missing}. `ampatch build` compiles it")
+    try:
+        return _Choice(extension.load_calls(library), f"C++, the compiled library {library.path}")
+    except KernelError as error:
+        if asked == "compiled":
+            raise
+        return _Choice(None, f"{python}, as {error}")

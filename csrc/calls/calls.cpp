@@ -1,0 +1,564 @@
+// Calls of patched functions: what ampatch/wrappers.py does in Python, for the arguments that almost every call has.
+//
+// A wrapper stays the Python function that it is, for torch.compile to trace and for whoever looks at it. `accelerate`
+// has the interpreter run C++ where it is called: that looks at the arguments, finds the casts of weights, casts the
+// rest and calls the original. What is out of the ordinary (subclasses of tensors, modes, tracers, regions without
+// casts, containers in containers, an explicit dtype) goes to the Python code, which is the reference and knows every
+// case. Nothing in here may decide otherwise than that would.
+
+#include "store.h"
+#include "tensors.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
+#include <structmember.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <string_view>
+
+namespace ampatch {
+
+namespace {
+
+// Interned, as the names of arguments in calls are.
+PyObject* name_dtype;
+PyObject* name_out;
+
+// What the calls of one session share.
+struct Caster {
+  PyObject_HEAD Book* book;
+  PyObject* switch_;
+  Py_ssize_t active;         // where the switch keeps whether it is on
+  PyObject* cast_otherwise;  // the cache's own way, for weights that are out of the ordinary
+  PyObject* is_capturing;
+  uint64_t device_types;  // a bit for each
+
+  bool is_active() const {
+    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(switch_) + active) == Py_True;
+  }
+
+  bool is_here(const Tensor& tensor) const {
+    return (device_types >> static_cast<int>(tensor.device().type()) & 1) != 0;
+  }
+
+  bool casts(const Tensor& tensor, ScalarType type) const {
+    const ScalarType found = tensor.scalar_type();
+    return found != type && is_castable(found) && is_here(tensor);
+  }
+
+  // Each is empty with a Python exception set, or throws.
+  Ref cast(PyObject* object, ScalarType type);
+  Ref cast_weight(PyObject* parameter, const Tensor& tensor, ScalarType type);
+  Ref cast_anew(const Tensor& tensor, ScalarType type);
+};
+
+Tensor converted(const Tensor& tensor, ScalarType type) {
+  pybind11::gil_scoped_release released;
+  return tensor.to(type);
+}
+
+Ref Caster::cast_anew(const Tensor& tensor, ScalarType type) {
+  ++book->casts;
+  return Ref::taken(THPVariable_Wrap(converted(tensor, type)));
+}
+
+// What WeightCache.cast does, but for the rare cases, which it does itself.
+Ref Caster::cast_weight(PyObject* parameter, const Tensor& tensor, ScalarType type) {
+  if (tensor.is_cuda()) {
+    const Ref capturing = Ref::taken(PyObject_CallNoArgs(is_capturing));
+    if (!capturing) {
+      return Ref();
+    }
+    if (capturing.get() == Py_True) {
+      return cast_anew(tensor, type);
+    }
+  }
+  const bool in_inference = c10::InferenceMode::is_enabled();
+  const bool records = at::GradMode::is_enabled() && !in_inference;
+  Store* store = records ? book->for_iteration() : book->for_forward();
+  if (!records && !book->has_frozen && store == nullptr) {
+    return cast_anew(tensor, type);
+  }
+  if (store != nullptr && (records || !book->has_frozen)) {
+    const int index = index_of(type);
+    if (PyObject* kept = store->find(parameter, tensor, index)) {
+      ++book->hits;
+      return Ref::shared(kept);
+    }
+    if (!in_inference && !tensor.is_inference() && tensor.layout() == at::kStrided && store->size() < book->sweep_at) {
+      const Ref held = Ref::shared(reinterpret_cast<PyObject*>(store));  // others may let go of it meanwhile
+      Ref made = cast_anew(tensor, type);
+      return made && store->keep(parameter, tensor, made.get(), index) ? std::move(made) : Ref();
+    }
+  }
+  PyObject* args[] = {parameter, reinterpret_cast<PyObject*>(torch::getTHPDtype(type))};
+  return Ref::taken(PyObject_Vectorcall(cast_otherwise, args, 2, nullptr));
+}
+
+Ref Caster::cast(PyObject* object, ScalarType type) {
+  const bool is_weight = Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(ParameterClass);
+  return is_weight ? cast_weight(object, tensor_of(object), type) : cast_anew(tensor_of(object), type);
+}
+
+PyTypeObject caster_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ampatch._calls.Caster"};
+
+int caster_traverse(PyObject* self, visitproc visit, void* arg) {
+  auto* caster = reinterpret_cast<Caster*>(self);
+  Py_VISIT(caster->book);
+  Py_VISIT(caster->switch_);
+  Py_VISIT(caster->cast_otherwise);
+  Py_VISIT(caster->is_capturing);
+  return 0;
+}
+
+void caster_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  auto* caster = reinterpret_cast<Caster*>(self);
+  Py_XDECREF(caster->book);
+  Py_XDECREF(caster->switch_);
+  Py_XDECREF(caster->cast_otherwise);
+  Py_XDECREF(caster->is_capturing);
+  Py_TYPE(self)->tp_free(self);
+}
+
+PyObject* caster_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *book, *switch_, *cast_otherwise, *is_capturing;
+  if (!PyArg_ParseTuple(args, "O!OOO", &book_type, &book, &switch_, &cast_otherwise, &is_capturing)) {
+    return nullptr;
+  }
+  const Ref slot = Ref::taken(PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(switch_)), "active"));
+  if (!slot) {
+    return nullptr;
+  }
+  if (Py_TYPE(slot.get()) != &PyMemberDescr_Type) {
+    PyErr_SetString(PyExc_TypeError, "expected a switch that keeps `active` in a slot");
+    return nullptr;
+  }
+  auto* self = reinterpret_cast<Caster*>(type->tp_alloc(type, 0));
+  if (self != nullptr) {
+    self->book = reinterpret_cast<Book*>(Py_NewRef(book));
+    self->switch_ = Py_NewRef(switch_);
+    self->active = reinterpret_cast<PyMemberDescrObject*>(slot.get())->d_member->offset;
+    self->cast_otherwise = Py_NewRef(cast_otherwise);
+    self->is_capturing = Py_NewRef(is_capturing);
+  }
+  return reinterpret_cast<PyObject*>(self);
+}
+
+// Takes a tuple of names of types of devices: tensors on these are cast from now on, and no others.
+PyObject* caster_serve(PyObject* self, PyObject* names) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(PyTuple_Check(names), "expected serve(names)");
+  uint64_t device_types = 0;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
+    const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, i));
+    if (name == nullptr) {
+      return nullptr;
+    }
+    device_types |= uint64_t{1} << static_cast<int>(c10::Device(name).type());
+  }
+  reinterpret_cast<Caster*>(self)->device_types = device_types;
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef caster_methods[] = {{"serve", caster_serve, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+
+// What is done to plain arguments: `Kind` of ampatch/calls.py.
+enum class Kind { to, via_dtype, promote };
+
+// What is known of one patched function. Its function holds it.
+struct Call {
+  PyObject_HEAD Caster* caster;
+  PyObject* original;
+  PyObject* reason;
+  PyObject* python;
+  PyObject* function;     // borrowed
+  Py_ssize_t positional;  // with more arguments by position, one of them is `dtype` or `out`
+  Kind kind;
+  ScalarType type;
+};
+
+PyTypeObject call_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ampatch._calls.Call"};
+
+ska::flat_hash_map<PyObject*, Call*, HashAddress> all_calls;
+
+// Whether an argument holds no tensor and overrides nothing; most are of these types.
+bool is_plain(PyObject* value) {
+  const PyTypeObject* type = Py_TYPE(value);
+  return value == Py_None || type == &PyLong_Type || type == &PyBool_Type || type == &PyFloat_Type ||
+         type == &PyUnicode_Type;
+}
+
+bool is_list(PyObject* value) {
+  return PyList_CheckExact(value) || PyTuple_CheckExact(value);
+}
+
+bool is_named(PyObject* name, PyObject* text) {
+  return name == text || (PyUnicode_CheckExact(name) && PyUnicode_Compare(name, text) == 0);
+}
+
+// Whether this thread is in none of those regions, of modes, tracers, transforms, autocast or without casts, that only
+// the Python code knows.
+bool is_ordinary_here() {
+  const auto here = c10::impl::tls_local_dispatch_key_set();
+  return (here.included_ - c10::default_included_set).empty() && (c10::default_excluded_set - here.excluded_).empty() &&
+         !at::impl::torch_function_mode_enabled();
+}
+
+// Names the function and its list entry in an error that comes out of a call with cast arguments.
+PyObject* explained(const Call* call, PyObject* result) {
+  if (result != nullptr || !PyErr_ExceptionMatches(PyExc_Exception)) {
+    return result;
+  }
+  PyObject *type, *error, *traceback;
+  PyErr_Fetch(&type, &error, &traceback);
+  PyErr_NormalizeException(&type, &error, &traceback);
+  if (!Ref::taken(PyObject_CallMethod(error, "add_note", "O", call->reason))) {
+    PyErr_Clear();
+  }
+  PyErr_Restore(type, error, traceback);
+  return nullptr;
+}
+
+// The arguments of one call.
+class Arguments {
+ public:
+  Arguments(const Call* call, PyObject* const* args, Py_ssize_t positional, PyObject* names)
+      : call_(call),
+        args_(args),
+        names_(names),
+        positional_(positional),
+        count_(positional + (names == nullptr ? 0 : PyTuple_GET_SIZE(names))),
+        type_(call->type) {
+  }
+
+  // Finds out what is to be done; false if that is for Python.
+  bool inspect() {
+    if (positional_ > call_->positional || is_given(name_out) || is_given(name_dtype)) {
+      return false;
+    }
+    for (Py_ssize_t i = 0; i < count_; ++i) {
+      if (!inspect(args_[i])) {
+        return false;
+      }
+    }
+    if (call_->kind == Kind::promote) {
+      casts_ = is_mixed_ && is_wider_;
+    } else if (call_->kind == Kind::via_dtype && casts_) {
+      return inspect_first();
+    }
+    return true;
+  }
+
+  PyObject* call_original(size_t flags) const {
+    return casts_ || tells_dtype_ ? explained(call_, call_with_cast())
+                                  : PyObject_Vectorcall(call_->original, args_, flags, names_);
+  }
+
+ private:
+  bool is_given(PyObject* text) const {
+    for (Py_ssize_t i = positional_; i < count_; ++i) {
+      if (args_[i] != Py_None && is_named(PyTuple_GET_ITEM(names_, i - positional_), text)) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  bool inspect(PyObject* value) {
+    if (is_tensor(value)) {
+      look_at(tensor_of(value));
+      return true;
+    }
+    if (!is_list(value)) {
+      return is_plain(value) || THPDtype_Check(value);
+    }
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
+      PyObject* item = PySequence_Fast_GET_ITEM(value, i);
+      if (is_tensor(item)) {
+        look_at(tensor_of(item));
+      } else if (!is_plain(item)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  void look_at(const Tensor& tensor) {
+    if (call_->kind != Kind::promote) {
+      casts_ = casts_ || call_->caster->casts(tensor, type_);
+      return;
+    }
+    const ScalarType found = tensor.scalar_type();
+    is_mixed_ = is_mixed_ || (first_ != ScalarType::Undefined && found != first_);
+    first_ = found;
+    if (index_of(found) >= 0 && call_->caster->is_here(tensor)) {
+      is_wider_ = is_wider_ || (type_ != ScalarType::Undefined && found != type_);
+      type_ = type_ == ScalarType::Undefined ? found : c10::promoteTypes(type_, found);
+    }
+  }
+
+  // A half first argument is not cast: the kernel reads it as it is and computes in the type that it is told.
+  bool inspect_first() {
+    if (positional_ == 0 || !is_tensor(args_[0])) {
+      return false;
+    }
+    const Tensor& first = tensor_of(args_[0]);
+    if (!is_half(first.scalar_type()) || !call_->caster->is_here(first)) {
+      return true;
+    }
+    for (Py_ssize_t i = 1; i < positional_; ++i) {
+      if (args_[i] == Py_None || THPDtype_Check(args_[i])) {
+        return false;
+      }
+    }
+    for (Py_ssize_t i = positional_; i < count_; ++i) {
+      if (is_named(PyTuple_GET_ITEM(names_, i - positional_), name_dtype)) {
+        return false;
+      }
+    }
+    tells_dtype_ = true;
+    return true;
+  }
+
+  PyObject* call_with_cast() const {
+    HANDLE_TH_ERRORS
+    c10::SmallVector<PyObject*, 12> passed(count_ + 2);
+    PyObject** first = passed.data() + 1;  // what is called may write before it
+    const size_t flags = static_cast<size_t>(positional_) | PY_VECTORCALL_ARGUMENTS_OFFSET;
+    std::copy(args_, args_ + count_, first);
+    if (tells_dtype_) {
+      const Ref names = names_with_dtype();
+      first[count_] = reinterpret_cast<PyObject*>(torch::getTHPDtype(type_));
+      return names ? PyObject_Vectorcall(call_->original, first, flags, names.get()) : nullptr;
+    }
+    c10::SmallVector<Ref, 8> made;
+    for (Py_ssize_t i = 0; i < count_; ++i) {
+      if (is_cast(args_[i])) {
+        made.push_back(cast(args_[i]));
+        first[i] = made.back().get();
+        if (first[i] == nullptr) {
+          return nullptr;
+        }
+      }
+    }
+    return PyObject_Vectorcall(call_->original, first, flags, names_);
+    END_HANDLE_TH_ERRORS
+  }
+
+  Ref names_with_dtype() const {
+    const Ref dtype = Ref::taken(PyTuple_Pack(1, name_dtype));
+    return names_ == nullptr || !dtype ? Ref::shared(dtype.get()) : Ref::taken(PySequence_Concat(names_, dtype.get()));
+  }
+
+  bool is_cast(PyObject* value) const {
+    if (is_tensor(value)) {
+      return call_->caster->casts(tensor_of(value), type_);
+    }
+    for (Py_ssize_t i = 0; is_list(value) && i < PySequence_Fast_GET_SIZE(value); ++i) {
+      PyObject* item = PySequence_Fast_GET_ITEM(value, i);
+      if (is_tensor(item) && call_->caster->casts(tensor_of(item), type_)) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  Ref cast(PyObject* value) const {
+    if (is_tensor(value)) {
+      return call_->caster->cast(value, type_);
+    }
+    Ref items = Ref::taken(PySequence_List(value));
+    for (Py_ssize_t i = 0; items && i < PyList_GET_SIZE(items.get()); ++i) {
+      PyObject* item = PyList_GET_ITEM(items.get(), i);
+      if (is_tensor(item) && call_->caster->casts(tensor_of(item), type_)) {
+        Ref made = call_->caster->cast(item, type_);
+        if (!made || PyList_SetItem(items.get(), i, made.release()) < 0) {
+          return Ref();
+        }
+      }
+    }
+    return items && PyTuple_CheckExact(value) ? Ref::taken(PyList_AsTuple(items.get())) : std::move(items);
+  }
+
+  const Call* call_;
+  PyObject* const* args_;
+  PyObject* names_;
+  Py_ssize_t positional_;
+  Py_ssize_t count_;
+  bool casts_ = false;
+  bool tells_dtype_ = false;
+  ScalarType type_;  // where types are promoted, that of the tensors seen so far
+  // Of promotion: the type of the last tensor, castable or not; whether there are several, and several to promote.
+  ScalarType first_ = ScalarType::Undefined;
+  bool is_mixed_ = false;
+  bool is_wider_ = false;
+};
+
+// What the interpreter runs for a call of an accelerated function.
+PyObject* run(PyObject* function, PyObject* const* args, size_t flags, PyObject* names) {
+  const Call* call = all_calls.find(function)->second;
+  if (!call->caster->is_active()) {
+    return PyObject_Vectorcall(call->original, args, flags, names);
+  }
+  if (is_ordinary_here()) {
+    Arguments arguments(call, args, PyVectorcall_NARGS(flags), names);
+    if (arguments.inspect()) {
+      return arguments.call_original(flags);
+    }
+  }
+  return PyObject_Vectorcall(call->python, args, flags, names);
+}
+
+int call_traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(reinterpret_cast<Call*>(self)->caster);
+  Py_VISIT(reinterpret_cast<Call*>(self)->original);
+  Py_VISIT(reinterpret_cast<Call*>(self)->python);
+  return 0;
+}
+
+void call_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  auto* call = reinterpret_cast<Call*>(self);
+  const auto found = all_calls.find(call->function);
+  if (found != all_calls.end() && found->second == call) {
+    all_calls.erase(found);
+  }
+  Py_XDECREF(call->caster);
+  Py_XDECREF(call->original);
+  Py_XDECREF(call->python);
+  Py_XDECREF(call->reason);
+  Py_TYPE(self)->tp_free(self);
+}
+
+// Python 3.11 runs the code of whatever is exactly a function, and does not ask how it wants to be called. So there a
+// function becomes one of a class derived from functions, which is laid out as they are.
+#if PY_VERSION_HEX < 0x030C0000
+PyTypeObject function_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ampatch._calls.function"};
+
+// Pickled by name, as functions are.
+PyObject* function_reduce(PyObject* self, PyObject*) {
+  return PyObject_GetAttrString(self, "__qualname__");
+}
+
+PyMethodDef function_methods[] = {{"__reduce__", function_reduce, METH_NOARGS, nullptr},
+                                  {nullptr, nullptr, 0, nullptr}};
+
+// A class has a docstring of its own otherwise, if only None.
+PyMemberDef function_members[] = {{"__doc__", T_OBJECT, offsetof(PyFunctionObject, func_doc), 0, nullptr},
+                                  {nullptr, 0, 0, 0, nullptr}};
+#endif
+
+bool kind_of(std::string_view text, Kind* kind) {
+  if (text == "to") {
+    *kind = Kind::to;
+  } else if (text == "via_dtype") {
+    *kind = Kind::via_dtype;
+  } else if (text == "promote") {
+    *kind = Kind::promote;
+  } else {
+    PyErr_SetString(PyExc_ValueError, "expected the kind to, via_dtype or promote");
+    return false;
+  }
+  return true;
+}
+
+// accelerate(function, python, caster, original, kind, dtype, positional, reason): the function is one that nobody else
+// has, and is called as `python` is from now on.
+PyObject* accelerate(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *object, *python, *caster, *original, *dtype, *reason;
+  const char* kind_text;
+  Py_ssize_t positional;
+  Kind kind;
+  if (!PyArg_ParseTuple(args,
+                        "O!O!O!OsOnO",
+                        &PyFunction_Type,
+                        &object,
+                        &PyFunction_Type,
+                        &python,
+                        &caster_type,
+                        &caster,
+                        &original,
+                        &kind_text,
+                        &dtype,
+                        &positional,
+                        &reason) ||
+      !kind_of(kind_text, &kind)) {
+    return nullptr;
+  }
+  TORCH_CHECK_TYPE(dtype == Py_None ? kind == Kind::promote : THPDtype_Check(dtype), "expected a dtype");
+  auto* call = reinterpret_cast<Call*>(call_type.tp_alloc(&call_type, 0));
+  const Ref held = Ref::taken(reinterpret_cast<PyObject*>(call));
+  if (!held) {
+    return nullptr;
+  }
+  auto* function = reinterpret_cast<PyFunctionObject*>(object);
+  call->caster = reinterpret_cast<Caster*>(Py_NewRef(caster));
+  call->original = Py_NewRef(original);
+  call->reason = Py_NewRef(reason);
+  call->function = object;
+  call->python = Py_NewRef(python);
+  call->positional = positional;
+  call->kind = kind;
+  call->type = dtype == Py_None ? ScalarType::Undefined : reinterpret_cast<THPDtype*>(dtype)->scalar_type;
+  // By an attribute, so that it goes when the function does.
+  if (PyObject_SetAttrString(object, "__ampatch_call__", held.get()) < 0) {
+    return nullptr;
+  }
+  all_calls[object] = call;
+#if PY_VERSION_HEX < 0x030C0000
+  function->vectorcall = run;
+  Py_SET_TYPE(object, &function_type);
+#else
+  PyFunction_SetVectorcall(function, run);
+#endif
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef functions[] = {{"accelerate", accelerate, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "_calls", nullptr, -1, functions};
+
+}  // namespace
+
+}  // namespace ampatch
+
+PyMODINIT_FUNC PyInit__calls() {
+  using namespace ampatch;
+  constexpr unsigned long collected = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
+  caster_type.tp_basicsize = sizeof(Caster);
+  caster_type.tp_flags = collected;
+  caster_type.tp_new = caster_new;
+  caster_type.tp_dealloc = caster_dealloc;
+  caster_type.tp_traverse = caster_traverse;
+  caster_type.tp_methods = caster_methods;
+  call_type.tp_basicsize = sizeof(Call);
+  call_type.tp_flags = collected;
+  call_type.tp_dealloc = call_dealloc;
+  call_type.tp_traverse = call_traverse;
+#if PY_VERSION_HEX < 0x030C0000
+  function_type.tp_base = &PyFunction_Type;
+  function_type.tp_flags = Py_TPFLAGS_DEFAULT;
+  function_type.tp_methods = function_methods;
+  function_type.tp_members = function_members;
+  if (PyType_Ready(&function_type) < 0) {
+    return nullptr;
+  }
+#endif
+  name_dtype = PyUnicode_InternFromString("dtype");
+  name_out = PyUnicode_InternFromString("out");
+  Ref made = Ref::taken(PyModule_Create(&module_definition));
+  if (!made || name_dtype == nullptr || name_out == nullptr || PyType_Ready(&call_type) < 0 ||
+      PyModule_AddType(made.get(), &caster_type) < 0 || !add_store_and_book(made.get())) {
+    return nullptr;
+  }
+  return made.release();
+}

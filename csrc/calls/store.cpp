@@ -1,0 +1,265 @@
+// Store and book: see store.h.
+
+#include "store.h"
+
+#include <structmember.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <vector>
+
+namespace ampatch {
+
+namespace {
+
+Store* as_store(PyObject* object) {
+  return object != nullptr && Py_TYPE(object) == &store_type ? reinterpret_cast<Store*>(object) : nullptr;
+}
+
+// The store
+
+PyObject* store_new(PyTypeObject* type, PyObject*, PyObject*) {
+  auto* self = reinterpret_cast<Store*>(type->tp_alloc(type, 0));
+  if (self != nullptr) {
+    self->by_type = new Entries[kTypes];
+  }
+  return reinterpret_cast<PyObject*>(self);
+}
+
+int store_traverse(PyObject* self, visitproc visit, void* arg) {
+  auto* store = reinterpret_cast<Store*>(self);
+  for (int index = 0; store->by_type != nullptr && index < kTypes; ++index) {
+    for (const auto& item : store->by_type[index]) {
+      Py_VISIT(item.second.cast.get());
+      Py_VISIT(item.second.parameter.get());
+    }
+  }
+  return 0;
+}
+
+// What is dropped may run code of anybody's, which may come back here: the store is empty before anything goes.
+int store_drop(PyObject* self) {
+  auto* store = reinterpret_cast<Store*>(self);
+  for (int index = 0; store->by_type != nullptr && index < kTypes; ++index) {
+    Entries dropped;
+    dropped.swap(store->by_type[index]);
+  }
+  return 0;
+}
+
+void store_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  store_drop(self);
+  delete[] reinterpret_cast<Store*>(self)->by_type;
+  Py_TYPE(self)->tp_free(self);
+}
+
+PyObject* store_find(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 2 && is_tensor(args[0]) && THPDtype_Check(args[1]), "expected find(parameter, dtype)");
+  const int index = index_of(reinterpret_cast<THPDtype*>(args[1])->scalar_type);
+  PyObject* cast = index < 0 ? nullptr : as_store(self)->find(args[0], tensor_of(args[0]), index);
+  return Py_NewRef(cast == nullptr ? Py_None : cast);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* store_keep(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 2 && is_tensor(args[0]) && is_tensor(args[1]), "expected keep(parameter, cast)");
+  const int index = index_of(tensor_of(args[1]).scalar_type());
+  TORCH_CHECK_TYPE(index >= 0, "expected a cast of a type that is cast to");
+  if (!as_store(self)->keep(args[0], tensor_of(args[0]), args[1], index)) {
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* store_forget(PyObject* self, PyObject* ids) {
+  const Ref keys = Ref::taken(PySequence_Fast(ids, "expected forget(ids)"));
+  if (!keys) {
+    return nullptr;
+  }
+  std::vector<Entry> dropped;  // goes when nothing is looked at any more
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(keys.get()); ++i) {
+    auto* key = static_cast<PyObject*>(PyLong_AsVoidPtr(PySequence_Fast_GET_ITEM(keys.get(), i)));
+    if (key == nullptr && PyErr_Occurred()) {
+      return nullptr;
+    }
+    for (int index = 0; index < kTypes; ++index) {
+      auto& entries = as_store(self)->by_type[index];
+      const auto item = entries.find(key);
+      if (item != entries.end()) {
+        dropped.push_back(std::move(item->second));
+        entries.erase(item);
+      }
+    }
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* store_clear(PyObject* self, PyObject*) {
+  store_drop(self);
+  Py_RETURN_NONE;
+}
+
+PyObject* store_entries(PyObject* self, PyObject*) {
+  struct Kept {
+    void* key;
+    Ref parameter;
+    Ref cast;
+  };
+  std::vector<Kept> found;  // first of all: making objects may run the garbage collector, and that anything
+  for (int index = 0; index < kTypes; ++index) {
+    for (const auto& item : as_store(self)->by_type[index]) {
+      found.push_back({item.first, Ref::shared(item.second.parameter.get()), Ref::shared(item.second.cast.get())});
+    }
+  }
+  Ref list = Ref::taken(PyList_New(0));
+  for (const auto& kept : found) {
+    const Ref key = Ref::taken(PyLong_FromVoidPtr(kept.key));
+    const Ref entry = Ref::taken(key ? PyTuple_Pack(3, key.get(), kept.parameter.get(), kept.cast.get()) : nullptr);
+    if (!list || !entry || PyList_Append(list.get(), entry.get()) < 0) {
+      return nullptr;
+    }
+  }
+  return list.release();
+}
+
+Py_ssize_t store_length(PyObject* self) {
+  return as_store(self)->size();
+}
+
+PyMethodDef store_methods[] = {{"find", reinterpret_cast<PyCFunction>(store_find), METH_FASTCALL, nullptr},
+                               {"keep", reinterpret_cast<PyCFunction>(store_keep), METH_FASTCALL, nullptr},
+                               {"forget", store_forget, METH_O, nullptr},
+                               {"clear", store_clear, METH_NOARGS, nullptr},
+                               {"entries", store_entries, METH_NOARGS, nullptr},
+                               {nullptr, nullptr, 0, nullptr}};
+
+PySequenceMethods store_as_sequence = {store_length};
+
+// The book
+
+// Of the thread. The store is held, as the thread may be one of C++, which outlives what Python keeps for it.
+thread_local struct {
+  uint64_t book = 0;
+  PyObject* store = nullptr;
+} forward_here;
+
+PyObject* book_new(PyTypeObject* type, PyObject*, PyObject*) {
+  static uint64_t last = 0;
+  auto* self = reinterpret_cast<Book*>(type->tp_alloc(type, 0));
+  if (self != nullptr) {
+    self->iteration = Py_NewRef(Py_None);
+    self->number = ++last;
+  }
+  return reinterpret_cast<PyObject*>(self);
+}
+
+int book_traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(reinterpret_cast<Book*>(self)->iteration);
+  return 0;
+}
+
+int book_drop(PyObject* self) {
+  Py_CLEAR(reinterpret_cast<Book*>(self)->iteration);
+  return 0;
+}
+
+void book_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  book_drop(self);
+  Py_TYPE(self)->tp_free(self);
+}
+
+PyObject* book_get_forward(PyObject* self, void*) {
+  auto* store = reinterpret_cast<PyObject*>(reinterpret_cast<Book*>(self)->for_forward());
+  return Py_NewRef(store == nullptr ? Py_None : store);
+}
+
+int book_set_forward(PyObject* self, PyObject* value, void*) {
+  if (value != Py_None && as_store(value) == nullptr) {
+    PyErr_SetString(PyExc_TypeError, "expected forward to be a Store or None");
+    return -1;
+  }
+  const Ref before = Ref::taken(forward_here.store);
+  forward_here = {reinterpret_cast<Book*>(self)->number, value == Py_None ? nullptr : Py_NewRef(value)};
+  return 0;
+}
+
+PyMemberDef book_members[] = {{"casts", T_LONGLONG, offsetof(Book, casts), 0, nullptr},
+                              {"hits", T_LONGLONG, offsetof(Book, hits), 0, nullptr},
+                              {"iteration", T_OBJECT_EX, offsetof(Book, iteration), 0, nullptr},
+                              {"has_frozen", T_BOOL, offsetof(Book, has_frozen), 0, nullptr},
+                              {"sweep_at", T_PYSSIZET, offsetof(Book, sweep_at), 0, nullptr},
+                              {nullptr, 0, 0, 0, nullptr}};
+
+PyGetSetDef book_properties[] = {{"forward", book_get_forward, book_set_forward, nullptr, nullptr},
+                                 {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+}  // namespace
+
+PyTypeObject store_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ampatch._calls.Store"};
+PyTypeObject book_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ampatch._calls.Book"};
+
+PyObject* Store::find(PyObject* parameter, const Tensor& tensor, int index) const {
+  const auto& entries = by_type[index];
+  const auto item = entries.find(parameter);
+  return item != entries.end() && item->second.counts(parameter, tensor) ? item->second.cast.get() : nullptr;
+}
+
+bool Store::keep(PyObject* parameter, const Tensor& tensor, PyObject* cast, int index) {
+  Ref reference = Ref::taken(PyWeakref_NewRef(parameter, nullptr));
+  if (!reference) {
+    return false;
+  }
+  Entry entry(std::move(reference), tensor, Ref::shared(cast));
+  auto& entries = by_type[index];
+  const auto item = entries.find(parameter);
+  if (item == entries.end()) {
+    entries.emplace(parameter, std::move(entry));
+  } else {
+    std::swap(item->second, entry);  // the old one goes when nothing is looked at any more
+  }
+  return true;
+}
+
+Py_ssize_t Store::size() const {
+  size_t size = 0;
+  for (int index = 0; index < kTypes; ++index) {
+    size += by_type[index].size();
+  }
+  return static_cast<Py_ssize_t>(size);
+}
+
+Store* Book::for_iteration() const {
+  return as_store(iteration);
+}
+
+Store* Book::for_forward() const {
+  return forward_here.book == number ? as_store(forward_here.store) : nullptr;
+}
+
+bool add_store_and_book(PyObject* module) {
+  constexpr unsigned long collected = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
+  store_type.tp_basicsize = sizeof(Store);
+  store_type.tp_flags = collected;
+  store_type.tp_new = store_new;
+  store_type.tp_dealloc = store_dealloc;
+  store_type.tp_traverse = store_traverse;
+  store_type.tp_clear = store_drop;
+  store_type.tp_methods = store_methods;
+  store_type.tp_as_sequence = &store_as_sequence;
+  book_type.tp_basicsize = sizeof(Book);
+  book_type.tp_flags = collected;
+  book_type.tp_new = book_new;
+  book_type.tp_dealloc = book_dealloc;
+  book_type.tp_traverse = book_traverse;
+  book_type.tp_clear = book_drop;
+  book_type.tp_members = book_members;
+  book_type.tp_getset = book_properties;
+  return PyModule_AddType(module, &store_type) == 0 && PyModule_AddType(module, &book_type) == 0;
+}
+
+}  // namespace ampatch

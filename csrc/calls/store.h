@@ -1,0 +1,104 @@
+// Store: casts of parameters, as `Store` of ampatch/cast_store.py has them, where it is said when an entry counts.
+// Book: what is asked and noted on every cast, as `Book` there.
+
+#pragma once
+
+#include <c10/util/SmallVector.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <functional>
+
+#include "tensors.h"
+
+namespace ampatch {
+
+// Addresses end in zeros, which hashing by the address itself would not forgive.
+struct HashAddress : std::hash<PyObject*> {
+  using hash_policy = ska::fibonacci_hash_policy;
+};
+
+struct Entry {
+  Ref parameter;  // a weak reference
+  Ref cast;
+  // Held weakly, its address is not given to another one.
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  const void* address;
+  int64_t offset;
+  c10::SmallVector<int64_t, 8> layout;  // sizes, then strides
+  uint32_t version;
+  uint32_t cast_version;
+  ScalarType type;
+  bool requires_grad;
+
+  Entry(Ref reference, const Tensor& tensor, Ref cast_object)
+      : parameter(std::move(reference)),
+        cast(std::move(cast_object)),
+        storage(tensor.storage().getWeakStorageImpl()),
+        address(tensor.storage().data()),
+        offset(tensor.storage_offset()),
+        version(version_of(tensor)),
+        cast_version(version_of(tensor_of(cast.get()))),
+        type(tensor.scalar_type()),
+        requires_grad(tensor.requires_grad()) {
+    layout.append(tensor.sizes().begin(), tensor.sizes().end());
+    layout.append(tensor.strides().begin(), tensor.strides().end());
+  }
+
+  bool counts(PyObject* object, const Tensor& tensor) const {
+    return is_of(object) && tensor.layout() == at::kStrided && type == tensor.scalar_type() && lies_as(tensor) &&
+           version == version_of(tensor) && requires_grad == tensor.requires_grad() &&
+           cast_version == version_of(tensor_of(cast.get()));
+  }
+
+ private:
+  bool is_of(PyObject* object) const {
+    PyObject* found = nullptr;
+    PyWeakref_GetRef(parameter.get(), &found);
+    Py_XDECREF(found);
+    return found == object;
+  }
+
+  bool lies_as(const Tensor& tensor) const {
+    const auto& here = tensor.storage();
+    const auto sizes = tensor.sizes();
+    const auto strides = tensor.strides();
+    return storage._unsafe_get_target() == here.unsafeGetStorageImpl() && address == here.data() &&
+           offset == tensor.storage_offset() && layout.size() == 2 * sizes.size() &&
+           std::equal(sizes.begin(), sizes.end(), layout.begin()) &&
+           std::equal(strides.begin(), strides.end(), layout.begin() + sizes.size());
+  }
+};
+
+using Entries = ska::flat_hash_map<PyObject*, Entry, HashAddress>;
+
+struct Store {
+  PyObject_HEAD Entries* by_type;  // kTypes of them
+
+  // Borrowed; null where there is none that counts.
+  PyObject* find(PyObject* parameter, const Tensor& tensor, int index) const;
+  // False with a Python exception set.
+  bool keep(PyObject* parameter, const Tensor& tensor, PyObject* cast, int index);
+  Py_ssize_t size() const;
+};
+
+struct Book {
+  PyObject_HEAD long long casts;
+  long long hits;
+  PyObject* iteration;  // a Store, or None
+  char has_frozen;
+  Py_ssize_t sweep_at;
+  uint64_t number;  // no other book of this process has it
+
+  // The store for code that records gradients; null where the cache has to be asked.
+  Store* for_iteration() const;
+  // That of this thread for code that records none; null outside of forwards.
+  Store* for_forward() const;
+};
+
+extern PyTypeObject store_type;
+extern PyTypeObject book_type;
+
+// False with a Python exception set.
+bool add_store_and_book(PyObject* module);
+
+}  // namespace ampatch

@@ -1,0 +1,496 @@
+"""Calls in C++: that they do what the wrappers' Python does, that functions stay functions, and which of them runs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from helpers import HALF_DTYPES, dtype_name
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampatch import amp, calls, extension
+from ampatch.calls import Accelerator
+from ampatch.cast_lists import Treatment
+from ampatch.casting import tensors_in
+from ampatch.errors import KernelError, OptionError
+from ampatch.paths import Path
+from ampatch.switch import Switch
+from ampatch.weight_cache import CastCounts, WeightCache
+from ampatch.wrappers import Adapters, wrap
+
+KINDS = {
+    "whitelist": (Treatment.WHITELIST, False),
+    "blacklist": (Treatment.BLACKLIST, False),
+    "via dtype": (Treatment.BLACKLIST, True),
+    "promote": (Treatment.PROMOTE, False),
+}
+both_halves = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+class Implementation:
+    """A function under a rule, called by one of the two."""
+
+    def __init__(self, kind: str, half: torch.dtype, original: Callable[..., object]) -> None:
+        treatment, via_dtype = KINDS[kind]
+        self.cache, self.switch = WeightCache(), Switch()
+        self.switch.active = True
+        adapters = Adapters(half, self.cache, {"cpu"})
+        adapter = adapters.for_treatment(treatment, Path("library", "function"), original, via_dtype)
+        wrapper = wrap(original, adapter, self.switch, "ampatch: listed.")
+        accelerator = Accelerator(self.cache.book, self.cache.cast, self.switch, {"cpu"})
+        self.function = accelerator.accelerate(wrapper, original, adapter.plainly, "ampatch: listed.")
+        self.is_compiled = self.function is not wrapper
+
+
+@pytest.fixture
+def implementations(
+    compiled_calls: ModuleType, select_calls: Callable[[str], None]
+) -> Callable[..., tuple[Implementation, Implementation]]:
+    """The same in Python and in C++."""
+
+    def make(kind: str, half: torch.dtype, original: Callable[..., object]) -> tuple[Implementation, Implementation]:
+        made = []
+        for choice in ("python", "compiled"):
+            select_calls(choice)
+            made.append(Implementation(kind, half, original))
+            assert made[-1].is_compiled == (choice == "compiled")
+        return made[0], made[1]
+
+    return make
+
+
+@pytest.fixture
+def in_cpp(compiled_calls: ModuleType, select_calls: Callable[[str], None]) -> None:
+    """Sessions of the test call in C++."""
+    select_calls("compiled")
+
+
+# Arguments
+
+
+class Subclass(Tensor):
+    pass
+
+
+class Named(tuple):
+    pass
+
+
+def tensor_of(dtype: torch.dtype, kind: str) -> Tensor:
+    tensor = torch.ones(2).to(dtype)
+    if kind == "parameter":
+        return nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+    if kind == "subclass":
+        return tensor.as_subclass(Subclass)
+    return tensor.to("meta") if kind == "elsewhere" else tensor
+
+
+DTYPES = (*HALF_DTYPES, torch.float32, torch.float64, torch.int64, torch.complex64)
+tensors = st.builds(
+    tensor_of, st.sampled_from(DTYPES), st.sampled_from(("tensor", "parameter", "tensor", "subclass", "elsewhere"))
+)
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=2)
+odd = st.sampled_from((torch.float32, torch.device("cpu"), torch.Size([2]), slice(1), object()))
+flat = tensors | plain | odd
+containers = st.lists(flat, max_size=3) | st.lists(flat, max_size=3).map(tuple) | st.lists(flat, max_size=3).map(Named)
+values = flat | containers | st.lists(containers, max_size=2) | st.dictionaries(st.text(max_size=1), flat, max_size=2)
+named = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from((None, torch.float16)),
+        "out": st.none() | tensors,
+        "input": values,
+        "p": values,
+    },
+)
+arguments = st.tuples(st.lists(values, max_size=4), named)
+
+
+def seen(*args: object, **kwargs: object) -> object:
+    """What a call hands over."""
+    return args, kwargs
+
+
+def seen_with_names(input=None, dim=None, dtype=None, out=None, **kwargs):
+    return (input, dim, dtype, out), kwargs
+
+
+def alike(one: object, other: object, given_: object) -> bool:
+    """Whether two implementations hand over the same: objects that were given, or casts of one type."""
+    if isinstance(one, Tensor):
+        kept = any(one is tensor for tensor in tensors_in(given_))
+        return one is other if kept else (type(one), one.dtype, one.device) == (type(other), other.dtype, other.device)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key], given_) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(alike, one, other, [given_] * len(one)))
+    return one is other
+
+
+class TestArguments:
+    @pytest.mark.parametrize("original", [seen, seen_with_names])
+    @every_kind
+    @both_halves
+    def test_whatever_they_are_both_hand_over_the_same_and_count_the_same(self, implementations, kind, half, original):
+        python, compiled = implementations(kind, half, original)
+        cast = set()
+
+        @given(arguments)
+        def holds(call):
+            args, kwargs = call
+            if original is seen_with_names:
+                args, kwargs = args[:4], {name: kwargs[name] for name in kwargs if name == "p"}
+            expected = python.function(*args, **kwargs)
+            found = compiled.function(*args, **kwargs)
+            assert alike(expected, found, call)
+            assert python.cache.counts() == compiled.cache.counts()
+            cast.add(python.cache.counts().casts)
+
+        holds()
+        assert len(cast) > (5 if original is seen else 0), "next to nothing was cast"
+
+    def test_a_list_that_is_cast_is_another_one(self, implementations):
+        _, compiled = implementations("whitelist", torch.float16, seen)
+        given_ = [torch.ones(2), 1, torch.ones(2).half()]
+        ((found,), _) = compiled.function(given_)
+        assert given_[0].dtype == torch.float32
+        assert found is not given_
+        assert found[2] is given_[2]
+
+    @every_kind
+    def test_a_call_with_nothing_to_cast_hands_over_the_very_arguments(self, implementations, kind):
+        _, compiled = implementations(kind, torch.float16, seen)
+        tensor = torch.ones(2, dtype=torch.float16 if kind == "whitelist" else torch.float32)
+        given_ = (tensor, [tensor, 1], (tensor,), 2.5, "text", None)
+        args, kwargs = compiled.function(*given_, p=tensor)
+        assert all(new is old for new, old in zip(args, given_, strict=True))
+        assert kwargs["p"] is tensor
+
+
+class NoFunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class NoDispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class TestRegions:
+    """What holds for a region of code, and not for its arguments."""
+
+    REGIONS = (
+        ("no_grad", torch.no_grad),
+        ("inference_mode", torch.inference_mode),
+        ("function mode", NoFunctionMode),
+        ("dispatch mode", NoDispatchMode),
+        ("autocast", lambda: torch.autocast("cpu", torch.bfloat16)),
+        ("autocast off", lambda: torch.autocast("cpu", enabled=False)),
+        ("autocast elsewhere", lambda: torch.autocast("cuda", torch.float16, enabled=torch.cuda.is_available())),
+        ("default device", lambda: torch.device("cpu")),
+        ("saved tensors", lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)),
+    )
+
+    @pytest.mark.parametrize("region", [pytest.param(region, id=name) for name, region in REGIONS])
+    @every_kind
+    @both_halves
+    def test_both_hand_over_the_same_in_it(self, implementations, kind, half, region):
+        python, compiled = implementations(kind, half, seen)
+        weight, tensor = nn.Parameter(torch.ones(2)), torch.ones(2, dtype=half)
+        for _ in range(2):
+            with region():
+                expected, found = (each.function(weight, tensor, [tensor, weight]) for each in (python, compiled))
+            assert alike(expected, found, (weight, tensor))
+            assert python.cache.counts() == compiled.cache.counts()
+
+    def test_casts_are_off_where_they_were_turned_off(self, implementations):
+        python, compiled = implementations("whitelist", torch.float16, seen)
+        tensor = torch.ones(2)
+        for each in (python, compiled):
+            with each.switch.disabled():
+                assert each.function(tensor)[0][0] is tensor
+            assert each.function(tensor)[0][0] is not tensor
+            each.switch.active = False
+            assert each.function(tensor)[0][0] is tensor
+
+    def test_transforms_get_their_own_tensors(self, implementations):
+        for each in implementations("whitelist", torch.float16, torch.mm):
+            weight = nn.Parameter(torch.ones(2, 2))
+            result = torch.func.vmap(each.function, (0, None))(torch.ones(3, 2, 2), weight)
+            assert (result.shape, result.dtype) == ((3, 2, 2), torch.float16)
+            gradient = torch.func.grad(lambda w, each=each: each.function(torch.ones(2, 2), w).sum())(weight)
+            assert gradient.dtype == torch.float32
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+    def test_a_trace_has_the_casts_in_it(self, implementations):
+        for each in implementations("whitelist", torch.bfloat16, torch.mm):
+            weight = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+            each.function(weight, weight)
+            traced = torch.jit.trace(
+                lambda x, each=each, w=weight: each.function(x, w), torch.ones(2, 2), check_trace=False
+            )
+            assert traced.graph.str().count("aten::to") == 2
+
+
+class TestWeights:
+    def test_a_cast_of_a_weight_is_found_until_the_iteration_ends(self, implementations):
+        _, compiled = implementations("whitelist", torch.float16, seen)
+        weight = nn.Parameter(torch.ones(2))
+        ((first,), _), ((again,), _) = (compiled.function(weight) for _ in range(2))
+        assert first is again
+        compiled.cache.end_iteration()
+        ((later,), _) = compiled.function(weight)
+        assert later is not first
+        assert compiled.cache.counts() == CastCounts(casts=2, cache_hits=1)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda weight, cast: weight.detach().add_(1),
+            lambda weight, cast: weight.requires_grad_(False),
+            lambda weight, cast: setattr(weight, "data", torch.zeros(2, 2)),
+            lambda weight, cast: setattr(weight, "data", weight.data.t()),
+            lambda weight, cast: setattr(weight, "data", weight.data[:1]),
+            lambda weight, cast: cast.detach().add_(1),
+        ],
+        ids=["written to", "frozen", "other memory", "other layout", "a part", "cast written to"],
+    )
+    def test_it_is_made_anew_where_the_weight_has_changed(self, implementations, change):
+        for each in implementations("whitelist", torch.float16, seen):
+            weight = nn.Parameter(torch.arange(4.0).reshape(2, 2))
+            ((cast,), _) = each.function(weight)
+            change(weight, cast)
+            ((anew,), _) = each.function(weight)
+            assert anew is not cast
+            assert torch.equal(anew.float(), weight)
+            assert anew.requires_grad == weight.requires_grad
+
+    def test_another_weight_at_the_same_address_gets_its_own(self, implementations):
+        for each in implementations("whitelist", torch.float16, seen):
+            tensor = torch.ones(2)
+            keys = set()
+            for _ in range(50):  # an object is often made where the last one was
+                weight = nn.Parameter(tensor)
+                keys.add(id(weight))
+                ((cast,), _) = each.function(weight)
+                (gradient,) = torch.autograd.grad(cast.sum(), weight)
+                assert torch.equal(gradient, torch.ones(2))
+                del weight, cast, gradient
+
+    def test_threads_that_record_nothing_have_stores_of_their_own(self, implementations):
+        _, compiled = implementations("whitelist", torch.float16, seen)
+        weight, model, found = nn.Parameter(torch.ones(2)), nn.Linear(1, 1), {}
+
+        def run(name: str) -> None:
+            with torch.no_grad():
+                compiled.cache.enter_forward(model)
+                found[name] = [compiled.function(weight)[0][0] for _ in range(2)]
+                compiled.cache.exit_forward(model)
+                found[name].append(compiled.function(weight)[0][0])
+
+        for name in ("one", "two"):
+            thread = threading.Thread(target=run, args=[name])
+            thread.start()
+            thread.join()
+        for first, again, outside in found.values():
+            assert first is again
+            assert first is not outside
+        assert found["one"][0] is not found["two"][0]
+
+    def test_many_threads_at_once_do_no_harm(self, implementations):
+        _, compiled = implementations("whitelist", torch.float16, seen)
+        weights, faults = [nn.Parameter(torch.full((2,), float(i))) for i in range(20)], []
+
+        def run() -> None:
+            for _ in range(200):
+                for weight in weights:
+                    ((cast,), _) = compiled.function(weight)
+                    if not torch.equal(cast.float(), weight):
+                        faults.append(weight)
+                compiled.cache.end_iteration()
+
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not faults
+
+    def test_a_store_keeps_no_weight_alive(self, implementations):
+        for each in implementations("whitelist", torch.float16, seen):
+            weight = nn.Parameter(torch.ones(2))
+            reference = weakref.ref(weight)
+            with torch.no_grad():
+                each.cache.enter_forward(each)
+                each.function(weight)
+                del weight
+                assert reference() is None
+                each.cache.exit_forward(each)
+
+
+class TestErrors:
+    def test_an_error_of_a_call_that_was_cast_has_the_note_and_one_that_was_not_has_none(self, implementations):
+        for each in implementations("whitelist", torch.float16, torch.mm):
+            with pytest.raises(RuntimeError) as raised:
+                each.function(torch.ones(2, 3), torch.ones(2, 3))
+            assert raised.value.__notes__ == ["ampatch: listed."]
+            with pytest.raises(RuntimeError) as raised:
+                each.function(torch.ones(2, 3).half(), torch.ones(2, 3).half())
+            assert not hasattr(raised.value, "__notes__")
+
+    def test_ctrl_c_comes_through_without_one(self, implementations):
+        def interrupted(*args):
+            raise KeyboardInterrupt
+
+        for each in implementations("whitelist", torch.float16, interrupted):
+            with pytest.raises(KeyboardInterrupt) as raised:
+                each.function(torch.ones(2))
+            assert not hasattr(raised.value, "__notes__")
+
+    def test_a_cast_that_fails_is_the_error(self, implementations):
+        _, compiled = implementations("whitelist", torch.float16, seen)
+        huge = torch.empty(1).expand(2**46)  # as a half tensor of its own it fits no memory
+        with pytest.raises(RuntimeError, match=r"memory|alloc") as raised:
+            compiled.function(huge)
+        assert raised.value.__notes__ == ["ampatch: listed."]
+
+
+class TestFunctions:
+    """A patched function passes for a function."""
+
+    def test_for_a_person_who_looks_at_it(self, in_cpp):
+        softmax, matmul = F.softmax, Tensor.matmul
+        amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+        for wrapper, original in ((F.softmax, softmax), (Tensor.matmul, matmul)):
+            assert isinstance(wrapper, types.FunctionType)
+            assert inspect.isfunction(wrapper)
+            assert wrapper.__wrapped__ is original
+            assert (wrapper.__name__, wrapper.__doc__) == (original.__name__, original.__doc__)
+        assert inspect.signature(F.softmax) == inspect.signature(softmax)
+        assert repr(F.softmax).startswith("<function softmax at ")
+
+    def test_it_is_pickled_by_name_and_copied_as_itself(self, in_cpp):
+        softmax = F.softmax
+        amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+        pickled = [pickle.dumps(F.softmax, protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
+        assert all(pickle.loads(each) is F.softmax for each in pickled)
+        assert copy.deepcopy(F.softmax) is F.softmax
+        assert copy.copy(Tensor.matmul) is Tensor.matmul
+        assert pickle.loads(pickle.dumps(Tensor.matmul)) is Tensor.matmul
+        amp.deinitialize()
+        assert all(pickle.loads(each) is softmax for each in pickled)
+
+    def test_it_binds_where_it_is_a_method(self, in_cpp):
+        x = torch.ones(2, 2)
+        amp.initialize(nn.Linear(1, 1), opt_level="O1", half_dtype=torch.bfloat16, verbosity=0)
+        bound = x.matmul
+        assert isinstance(bound, types.MethodType)
+        assert bound(x).dtype == torch.bfloat16
+        assert (x @ x).dtype == torch.bfloat16
+        assert x.matmul(other=x).dtype == torch.bfloat16
+
+    def test_compiled_code_casts_before_and_after_the_session(self, in_cpp):
+        def run(x, w):
+            return F.linear(x, w), torch.matmul(x, w), x @ w
+
+        x, w = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2))
+        amp.initialize(nn.Linear(1, 1), opt_level="O1", half_dtype=torch.bfloat16, verbosity=0)
+        kept = F.linear
+        compiled = torch.compile(run, backend="eager", fullgraph=True)
+        assert {each.dtype for each in compiled(x, w)} == {torch.bfloat16}
+        amp.deinitialize()
+        assert {each.dtype for each in compiled(x, w)} == {torch.float32}
+        # Nor does one that somebody has kept trouble the compiler, within other code or by itself.
+        within = torch.compile(lambda x, w: kept(x, w) + 0, backend="eager", fullgraph=True)
+        assert within(x, w).dtype == torch.float32
+        assert torch.compile(kept, backend="eager")(x, w).dtype == torch.float32
+
+    def test_nothing_is_left_of_it_when_it_has_gone(self, in_cpp):
+        from torch._dynamo.variables.builder import VariableBuilder
+
+        gc.collect()
+        before = len(VariableBuilder._id_dispatch())
+        amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+        reference = weakref.ref(F.linear)
+        assert len(VariableBuilder._id_dispatch()) > before
+        amp.deinitialize()
+        gc.collect()
+        assert reference() is None
+        assert len(VariableBuilder._id_dispatch()) == before
+
+
+@pytest.fixture
+def undecided(select_calls: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has not chosen yet, with AMPATCH_CALLS not set."""
+    monkeypatch.setattr(calls._Process, "choice", None)
+    monkeypatch.delenv("AMPATCH_CALLS", raising=False)
+
+
+@pytest.mark.usefixtures("undecided")
+class TestChoice:
+    def test_by_default_it_is_the_library_where_there_is_one(self, compiled_calls):
+        assert calls.in_use() == f"C++, the compiled library {extension.find(extension.CALLS).path}"
+
+    def test_and_python_where_there_is_none_and_that_says_what_to_type(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path))
+        assert calls.in_use() == (
+            "plain Python, as there is no compiled library for this version of ampatch, Python and torch in "
+            f"{tmp_path}. `ampatch build` compiles it"
+        )
+
+    def test_python_can_be_asked_for(self, compiled_calls, monkeypatch):
+        monkeypatch.setenv("AMPATCH_CALLS", "python")
+        assert calls.in_use() == "plain Python, as AMPATCH_CALLS=python asks for"
+        linear = F.linear
+        amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+        assert type(F.linear) is types.FunctionType
+        assert F.linear is not linear
+
+    def test_a_value_that_it_cannot_have_is_an_error_before_anything_is_changed(self, monkeypatch):
+        monkeypatch.setenv("AMPATCH_CALLS", "complied")
+        with pytest.raises(
+            OptionError, match=r"AMPATCH_CALLS is 'complied'; expected auto, compiled, python.*compiled"
+        ):
+            amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+
+    def test_so_is_a_library_that_is_asked_for_and_not_there(self, tmp_path):
+        environment = {**os.environ, "AMPATCH_CALLS": "compiled", "AMPATCH_CACHE": str(tmp_path)}
+        code = "import torch; from ampatch import amp; amp.initialize(torch.nn.Linear(1, 1), opt_level='O1')"
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode != 0
+        assert "AMPATCH_CALLS=compiled asks for calls in C++, and there is no compiled library" in done.stderr
+        assert "Type `ampatch build`" in done.stderr
+
+    def test_one_that_cannot_be_loaded_is_said_to_be_so(self, compiled_calls, tmp_path, monkeypatch):
+        directory = tmp_path / extension.key(extension.source_hash(extension.CALLS), (), extension.CALLS)
+        directory.mkdir()
+        found = extension.find(extension.CALLS)
+        (directory / extension.LIBRARY).write_bytes(b"\x7fELF")
+        described = extension.describe(found).replace(f'"size": {found.size}', '"size": 4')
+        (directory / extension.SIDECAR).write_text(described)
+        monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path))
+        monkeypatch.setattr(extension._process, "calls", None)
+        assert calls.in_use().startswith("plain Python, as the compiled library")
+        with pytest.raises(KernelError, match=r"cannot be loaded.*ampatch build --force"):
+            calls.select("compiled")
