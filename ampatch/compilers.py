@@ -103,7 +103,7 @@ def trace_instead(function: Any, python: types.FunctionType) -> None:
         builder.install_guards(GuardBuilder.ID_MATCH)
         return VariableBuilder(builder.tx, AttrSource(builder.source, "__ampatch_python__"))(python)
 
-    dispatch: dict[int, object] = VariableBuilder._id_dispatch()
+    dispatch: dict[int, Any] = VariableBuilder._id_dispatch()
     dispatch[id(function)] = build
     weakref.finalize(function, dispatch.pop, id(function), None).atexit = False
 

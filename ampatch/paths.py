@@ -76,7 +76,9 @@ def is_wrapper(value: object) -> bool:
     Only a function's own globals tell whose it is: what functools.wraps copies would name wrappers that others put
     around amp's as well.
     """
-    return type(value) is types.FunctionType and value.__globals__.get("__name__") == "ampatch.wrappers"
+    # Not isinstance(), to which proxies answer as well. One called in C++ is of a class derived from functions.
+    is_function = issubclass(type(value), types.FunctionType)
+    return is_function and value.__globals__.get("__name__") == "ampatch.wrappers"  # type: ignore[attr-defined]
 
 
 def beneath(value: object) -> object:

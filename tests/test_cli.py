@@ -403,6 +403,8 @@ class TestBuild:
         directory = tmp_path / "csrc"
         directory.mkdir()
         (directory / "operators.cpp").write_text("")
+        (directory / "calls").mkdir()
+        (directory / "calls" / "calls.cpp").write_text("")
         compiler = tmp_path / "compiler"
         compiler.write_text(
             '#!/bin/sh\ncase "$*" in *--version*) echo "mine 1.0"; exit 0;; esac\n'
@@ -424,13 +426,17 @@ class TestBuild:
         library = extension.find()
         assert library is not None
         printed = capsys.readouterr()
-        *lines, last = printed.out.splitlines()
-        assert lines == [
+        calls = extension.find(extension.CALLS)
+        assert calls is not None
+        built = "Built and tried out in N seconds."
+        assert [re.sub(r"\d+ seconds", "N seconds", line) for line in printed.out.splitlines()] == [
             f"Compiler: mine 1.0 ({tmp_path / 'compiler'})",
             "Kernels:  for the CPU",
             f"Library:  {library.path}",
+            built,
+            f"Calls:    {calls.path}",
+            built,
         ]
-        assert re.fullmatch(r"Built and tried out in \d+ seconds\.", last)
         assert printed.err == ""
 
     def test_without_nvcc_a_line_more(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -444,13 +450,22 @@ class TestBuild:
         ends = []
         for options in ([], [], ["--force"]):
             assert cli.main(["build", *options]) == 0
-            ends.append(capsys.readouterr().out.splitlines()[-1].partition(" in ")[0])
+            lines = capsys.readouterr().out.splitlines()
+            ends.append([line.partition(" in ")[0] for line in (lines[-3], lines[-1])])
 
-        assert ends == [
-            "Built and tried out",
-            "It is there already, built of these very sources. `ampatch build --force` builds it again.",
-            "Built and tried out",
-        ]
+        there = "It is there already, built of these very sources. `ampatch build --force` builds it again."
+        assert ends == [["Built and tried out"] * 2, [there, "It is there already."], ["Built and tried out"] * 2]
+
+    def test_without_pythons_headers_calls_stay_in_python_and_that_is_said(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(extension_build.sysconfig, "get_path", lambda _name: str(tmp_path))
+        assert cli.main(["build"]) == 0
+
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.startswith(f"Calls of patched functions stay in plain Python: there is no {tmp_path}/Python.h. ")
+        assert extension.find() is not None
+        assert extension.find(extension.CALLS) is None
 
     def test_the_library_can_be_put_elsewhere(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["build", "--output", str(tmp_path / "out")]) == 0

@@ -104,7 +104,15 @@ class TestReport:
     def test_sections_are_set_apart_by_an_empty_line(self):
         lines = list(doctor.report())
         headings = [index for index, line in enumerate(lines) if line and not line.startswith(" ")]
-        assert [lines[index] for index in headings] == ["Versions", "Devices", "Kernels", OF_AMP, NAMES, OF_OTHERS]
+        assert [lines[index] for index in headings] == [
+            "Versions",
+            "Devices",
+            "Kernels",
+            "Calls of patched functions",
+            OF_AMP,
+            NAMES,
+            OF_OTHERS,
+        ]
         assert [index for index, line in enumerate(lines) if not line] == [index - 1 for index in headings[1:]]
 
     def test_says_nothing_in_detail_where_nothing_is_wrong(self):

@@ -15,7 +15,7 @@ import torch
 
 from ampatch import extension, extension_build
 from ampatch.errors import KernelError
-from ampatch.extension import ABI, Library
+from ampatch.extension import ABI, CALLS, OPERATORS, Library
 
 ROOT = Path(__file__).parent.parent
 SOURCES = {"operators.cpp": "// schemas", "cuda.cu": "// kernels", "lists.h": "// checks"}
@@ -207,10 +207,15 @@ class TestTheCache:
 
         monkeypatch.setattr(extension, "processor", lambda: "aarch64")
         keys.append(extension.key("0123456789abcdef", ()))
-        monkeypatch.setattr(extension, "ABI", "2.11")
-        keys.append(extension.key("0123456789abcdef", ()))
+        keys.append(extension.key("0123456789abcdef", (), replace(OPERATORS, abi="2.11")))
+        keys.append(extension.key("0123456789abcdef", (), CALLS))
         keys.append(extension.key("1123456789abcdef", ()))
-        assert len(set(keys)) == 6
+        assert len(set(keys)) == 7
+
+    def test_that_of_calls_names_this_very_torch_and_python(self) -> None:
+        key = extension.key("0123456789abcdef", (), CALLS)
+        assert key.startswith(f"0123456789abcdef-torch{torch.__version__}-cpython-")
+        assert key.endswith("-calls")
 
     @pytest.mark.parametrize(("abi", "version"), [("2.10", "0x020a000000000000"), ("2.9", "0x0209000000000000")])
     def test_the_abi_and_the_flag_that_asks_for_it_are_one(

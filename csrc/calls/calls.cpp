@@ -10,6 +10,7 @@
 #include "tensors.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -19,6 +20,7 @@
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <optional>
 #include <string_view>
 
 namespace ampatch {
@@ -57,8 +59,18 @@ struct Caster {
   Ref cast_anew(const Tensor& tensor, ScalarType type);
 };
 
+// On the CPU this many elements are cast before the interpreter's lock could be let go and taken back.
+constexpr int64_t kFew = 4096;
+
 Tensor converted(const Tensor& tensor, ScalarType type) {
-  pybind11::gil_scoped_release released;
+  std::optional<pybind11::gil_scoped_release> released;
+  if (!tensor.is_cpu() || tensor.numel() > kFew) {
+    released.emplace();
+  }
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+  if (tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr) {  // autograd has never met it, and would do nothing
+    below.emplace();
+  }
   return tensor.to(type);
 }
 
