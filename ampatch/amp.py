@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ampatch import cast_lists as lists_module
 from ampatch import calls, conversion_plan, kernels, opt_levels
+from ampatch import cast_lists as lists_module
 from ampatch import models as models_module
 from ampatch.cast_lists import Overlay, Treatment
 from ampatch.clipping import clip_unscaled
@@ -38,7 +38,7 @@ from ampatch.function_patches import Registration
 from ampatch.loss_scaler import LossScaler, ScaleState, is_of_grad_scaler, make_policy, settings_unlike
 from ampatch.opt_levels import Properties
 from ampatch.optimizer_state import parameters_of
-from ampatch.optimizers import check_optimizer
+from ampatch.optimizers import OptimizerLike, check_optimizer
 from ampatch.paths import Path
 from ampatch.process import close_session, decorate, open_session, process, register
 from ampatch.session import Session, Settings
@@ -313,7 +313,6 @@ def init(
     return Handle(opened)
 
 
-@contextlib.contextmanager
 def scale_loss(
     loss: Tensor,
     optimizers: Any,
@@ -321,7 +320,7 @@ def scale_loss(
     model: nn.Module | None = None,  # noqa: ARG001 - Apex had it
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-) -> Iterator[Tensor]:
+) -> contextlib.AbstractContextManager[Tensor]:
     """Scales a loss for the backward pass in the block, and unscales the gradients when the block ends.
 
     ::
@@ -338,22 +337,49 @@ def scale_loss(
         delay_unscale: leaves the gradients scaled, for a later block that adds to them and unscales.
         delay_overflow_check: lets a later block decide about the scale.
 
-    Yields:
-        ``loss.float() * scale``, of the shape of ``loss``. With amp disabled the loss itself.
+    Returns:
+        A context manager that gives ``loss.float() * scale``, of the shape of ``loss``. With amp disabled the loss
+        itself.
 
     Raises:
         UsageError: before ``amp.initialize``; or gradients of two scales would be added up.
         OptionError: ``loss_id`` is out of range, or an argument is of the wrong kind.
     """
     if _is_disabled():
-        yield loss
-        return
+        return contextlib.nullcontext(loss)
     live = _require_session("amp.scale_loss")
-    optimizer_list = [check_optimizer(optimizer) for optimizer in _as_list(optimizers)]
+    optimizer_list = _as_list(optimizers)
     if not optimizer_list:
         raise OptionError("amp.scale_loss got no optimizer, so that gradients would stay scaled; expected one or more.")
-    with live.scale_loss(loss, optimizer_list, loss_id, delay_unscale, delay_overflow_check) as scaled_loss:
-        yield scaled_loss
+    return _ScaledLoss(live, loss, optimizer_list, loss_id, delay_unscale, delay_overflow_check)
+
+
+class _ScaledLoss:
+    """The block of `scale_loss`; a class, since a generator takes longer to enter and leave than what is done there."""
+
+    def __init__(
+        self,
+        session: Session,
+        loss: Tensor,
+        optimizers: list[OptimizerLike],
+        loss_id: int,
+        delay_unscale: bool,
+        delay_overflow_check: bool,
+    ) -> None:
+        self._session = session
+        self._arguments = loss, optimizers, loss_id
+        self._delays = delay_unscale, delay_overflow_check
+
+    def __enter__(self) -> Tensor:
+        scaled_loss, self._pass = self._session.begin_pass(*self._arguments)
+        del self._arguments  # the loss is the user's to let go of
+        return scaled_loss
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._session.end_pass(self._pass, *self._delays)
+        else:
+            self._session.abandon_pass(self._pass)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ it must never be asked for more than the Python code does.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -21,6 +22,8 @@ from ampatch import compilers, extension
 from ampatch.cast_store import Book, Store
 from ampatch.errors import KernelError, OptionError, did_you_mean
 from ampatch.switch import Switch
+
+logger = logging.getLogger("ampatch")
 
 CHOICES = ("auto", "compiled", "python")
 _VARIABLE = "AMPATCH_CALLS"
@@ -91,6 +94,8 @@ def prepare() -> None:
     """
     if _Process.choice is None:
         select()
+        if _current().module is None:
+            logger.info("Patched functions are called by %s.", in_use())
 
 
 def in_use() -> str:

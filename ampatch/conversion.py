@@ -11,7 +11,9 @@ import contextlib
 import gc
 import itertools
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -149,6 +151,8 @@ class Conversion:
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, torch.dtype]]]
         self._buffers = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
+        # By id of the half parameter, which its owner keeps alive: it is looked up at every forward.
+        self._owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def convert(self, planned: Plan) -> None:
         """Gives tensors their types. The float32 values of parameters are kept until `forget_unclaimed`.
@@ -215,11 +219,17 @@ class Conversion:
         backing.full.requires_grad_()
         vars(backing.full).update(vars(parameter))  # some optimizers go by marks on parameters
         backing.owner = weakref.ref(owner)
+        self._owners[id(parameter)] = owner
         return backing
 
     def release(self, parameter: nn.Parameter) -> None:
         """Takes a `claim` back; the values are kept until `forget_unclaimed` or `restore`."""
         self._backings[parameter].owner = None
+        self._owners.pop(id(parameter), None)
+
+    def owners_of(self, parameters: Iterable[Tensor]) -> set[Any]:
+        """All who have claimed one of these parameters."""
+        return {owner for parameter in parameters if (owner := self._owners.get(id(parameter))) is not None}
 
     def forget_unclaimed(self) -> None:
         """Lets go of the float32 values of parameters that nobody updates: they are what half weights are to save."""

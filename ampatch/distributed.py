@@ -55,6 +55,11 @@ class Processes:
         self._sharding: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # of FSDP2
         self._layouts: dict[tuple[Any, tuple[Any, ...]], _Spread] = {}
 
+    @property
+    def has_wrappers(self) -> bool:
+        """Whether there is any model that a wrapper has spread over processes."""
+        return bool(self._replicating or self._flattening or self._sharding)
+
     def find_wrappers(self, model: nn.Module) -> None:
         """Takes note of the wrappers in a model; one made later is found when it is asked for again, or by `add`."""
         fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody has imported it there are none
@@ -151,6 +156,8 @@ class Processes:
             found_inf: 0-dimensional float32, not 0 after an overflow; changed in place.
             parameters: those whose gradients were looked at, whether they have any here or not.
         """
+        if _is_alone():
+            return
         for group in dict.fromkeys(group for spread in self._spreads(parameters) for group in spread.holders):
             group.reduce_(found_inf, dist.ReduceOp.MAX)
 

@@ -6,9 +6,9 @@ multi-tensor kernels. Every function works on the devices the tensors are on and
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,8 +27,13 @@ CHOICES = ("auto", "extension", "torch")
 _VARIABLE = "AMPATCH_KERNELS"
 
 # What the extension's kernels work on. Subclasses of tensors have ways of their own, and are left to torch.
-_TYPES = (Tensor, nn.Parameter)
-_DTYPES = (*HALVES, torch.float32)
+_TYPES = frozenset({Tensor, nn.Parameter})
+_DTYPES = frozenset({*HALVES, torch.float32})
+
+# Asked of all tensors of a list by `map`, since a line of Python for each costs more than the kernels do.
+_KIND = operator.attrgetter("dtype", "device", "layout")
+_DTYPE = operator.attrgetter("dtype")
+_IS_RECORDED = operator.attrgetter("requires_grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +170,7 @@ def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
         factor: 0-dimensional float32.
     """
     for group in _by_kind(grads):
-        torch._foreach_mul_(group, factor.to(group[0].device, non_blocking=True))
+        torch._foreach_mul_(group, _moved(factor, group[0].device))
 
 
 def unscale_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -176,6 +181,11 @@ def unscale_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
         inv_scale: 0-dimensional float32.
         found_inf: 0-dimensional float32.
     """
+    grads = list(grads)
+    device = _ordinary_device(grads)
+    if device is not None and not any(map(_IS_RECORDED, grads)):
+        _unscale(_operators_on(device), device, grads, inv_scale, found_inf)
+        return
     plain: list[Tensor] = []
     recorded: list[Tensor] = []
     for grad in grads:
@@ -187,12 +197,18 @@ def unscale_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
         else:
             plain.append(values_of(grad))
     for operators, device, (group,) in _by_implementation(plain):
-        with _on(device, found_inf, torch.maximum) as flag:
-            operators.unscale_(group, inv_scale.to(device, non_blocking=True), flag)
+        _unscale(operators, device, group, inv_scale, found_inf)
     for grad in recorded:
         finite = values_of(grad.detach()).isfinite().all()
         found_inf.masked_fill_(~finite.to(found_inf.device, non_blocking=True), 1)
     multiply_(recorded, inv_scale)
+
+
+def _unscale(
+    operators: ModuleType, device: torch.device, grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor
+) -> None:
+    with _On(device, found_inf, torch.maximum) as flag:
+        operators.unscale_(grads, _moved(inv_scale, device), flag)
 
 
 def unscale_copy(
@@ -208,8 +224,8 @@ def unscale_copy(
         write_back: whether ``grads`` then become the master gradients, rounded.
     """
     for operators, device, (narrow, wide) in _by_implementation(grads, master_grads):
-        with _on(device, found_inf, torch.maximum) as flag:
-            operators.unscale_copy(narrow, wide, inv_scale.to(device, non_blocking=True), flag, write_back)
+        with _On(device, found_inf, torch.maximum) as flag:
+            operators.unscale_copy(narrow, wide, _moved(inv_scale, device), flag, write_back)
 
 
 def unscale_add(
@@ -220,8 +236,8 @@ def unscale_add(
     Only ``grads`` are looked at: ``found_inf`` is the verdict on what is added, and not on what was there before.
     """
     for operators, device, (narrow, wide) in _by_implementation(grads, master_grads):
-        with _on(device, found_inf, torch.maximum) as flag:
-            operators.unscale_add(narrow, wide, inv_scale.to(device, non_blocking=True), flag, write_back)
+        with _On(device, found_inf, torch.maximum) as flag:
+            operators.unscale_add(narrow, wide, _moved(inv_scale, device), flag, write_back)
 
 
 def found_inf_norm(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor, sum_of_squares: Tensor) -> None:
@@ -238,8 +254,8 @@ def found_inf_norm(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor
     """
     values = [values_of(_summed(grad.detach())) for grad in grads]
     for operators, device, (group,) in _by_implementation(values):
-        with _on(device, found_inf, torch.maximum) as flag, _on(device, sum_of_squares, torch.add) as total:
-            operators.found_inf_norm(group, inv_scale.to(device, non_blocking=True), flag, total)
+        with _On(device, found_inf, torch.maximum) as flag, _On(device, sum_of_squares, torch.add) as total:
+            operators.found_inf_norm(group, _moved(inv_scale, device), flag, total)
 
 
 def zero_after_overflow_(grads: Iterable[Tensor], found_inf: Tensor) -> None:
@@ -326,13 +342,29 @@ def values_of(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _by_kind(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def _ordinary_device(tensors: list[Tensor]) -> torch.device | None:
+    """The device of tensors that are what nearly all lists are: dense, of usual types, on one device; otherwise None.
+
+    Those are their own `values_of`, and one implementation does for all of them.
+    """
+    if not _TYPES.issuperset(map(type, tensors)):
+        return None
+    kinds = set(map(_KIND, tensors))
+    devices = {device for _, device, _ in kinds}
+    is_usual = all(dtype in _DTYPES and layout is torch.strided for dtype, _, layout in kinds)
+    return devices.pop() if len(devices) == 1 and is_usual and not any(map(Tensor.is_neg, tensors)) else None
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     """The values of tensors in groups of one device and dtype, which torch's multi-tensor kernels are fast on."""
+    tensors = list(tensors)
+    if len(set(map(_DTYPE, tensors))) == 1 and _ordinary_device(tensors) is not None:
+        return [tensors]
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         values = values_of(tensor)
         groups.setdefault((values.device, values.dtype), []).append(values)
-    yield from groups.values()
+    return groups.values()
 
 
 def _by_implementation(*lists: list[Tensor]) -> Iterator[tuple[ModuleType, torch.device, Sequence[list[Tensor]]]]:
@@ -341,11 +373,12 @@ def _by_implementation(*lists: list[Tensor]) -> Iterator[tuple[ModuleType, torch
     Yields:
         What has the operators, the device, and the lists.
     """
+    device = _ordinary_device(lists[0])
+    if device is not None:
+        yield _operators_on(device), device, lists
+        return
     kinds = [(type(tensor), tensor.dtype, tensor.device, tensor.is_neg()) for tensor in lists[0]]
     where = {kind: (_implementation(*kind), kind[2]) for kind in set(kinds)}
-    if len(set(where.values())) == 1:  # as it nearly always is
-        yield *where[kinds[0]], lists
-        return
     groups: dict[tuple[ModuleType, torch.device], tuple[list[Tensor], ...]] = {}
     for kind, row in zip(kinds, zip(*lists, strict=True), strict=True):
         group = groups.setdefault(where[kind], tuple([] for _ in row))
@@ -357,16 +390,33 @@ def _by_implementation(*lists: list[Tensor]) -> Iterator[tuple[ModuleType, torch
 
 def _implementation(kind: type, dtype: torch.dtype, device: torch.device, is_negated: bool) -> ModuleType:
     """What has the operators for tensors of a class, and so on."""
-    compiled = kind in _TYPES and dtype in _DTYPES and not is_negated and _runs_on(device)
-    return extension_kernels if compiled else torch_kernels
+    is_ordinary = kind in _TYPES and dtype in _DTYPES and not is_negated
+    return _operators_on(device) if is_ordinary else torch_kernels
 
 
-@contextlib.contextmanager
-def _on(device: torch.device, result: Tensor, combine: Callable[..., Tensor]) -> Iterator[Tensor]:
+def _operators_on(device: torch.device) -> ModuleType:
+    """What has the operators for ordinary tensors on a device."""
+    return extension_kernels if _runs_on(device) else torch_kernels
+
+
+def _moved(number: Tensor, device: torch.device) -> Tensor:
+    """A 0-dimensional tensor on a device; itself if it lies there."""
+    return number if number.device == device else number.to(device, non_blocking=True)
+
+
+class _On:
     """What stands for a 0-dimensional result on a device; where that lies elsewhere, they are combined at the end."""
-    if result.device == device:
-        yield result
-    else:
-        there = torch.zeros_like(result, device=device)
-        yield there
-        combine(result, there.to(result.device, non_blocking=True), out=result)
+
+    __slots__ = ("_combine", "_result", "_there")
+
+    def __init__(self, device: torch.device, result: Tensor, combine: Callable[..., Tensor]) -> None:
+        self._result = result
+        self._there = result if result.device == device else torch.zeros_like(result, device=device)
+        self._combine = combine
+
+    def __enter__(self) -> Tensor:
+        return self._there
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._there is not self._result:
+            self._combine(self._result, _moved(self._there, self._result.device), out=self._result)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ampatch import kernels
+from ampatch.compilers import is_capturing
 from ampatch.distributed import Processes
 from ampatch.errors import AmpError, OptionError
 from ampatch.opt_levels import LossScale, check_loss_scale
@@ -151,7 +152,11 @@ class LossScaler:
     _scale: Tensor
     _unskipped: Tensor
     _hysteresis_left: Tensor
-    _found_inf: Tensor
+    _found_inf: Tensor  # what was noted since the last update
+    _has_noted: bool = False
+    _is_replayed: bool = False  # a CUDA graph notes, and nobody hears of its replays
+    _counted: int = 0  # updates of a static scale, which need not be counted on the device
+    _kept: Tensor | None = None  # the snapshot of a static scale
 
     def __init__(
         self,
@@ -250,30 +255,51 @@ class LossScaler:
             found_inf: 0-dimensional float32, not 0 after an overflow.
         """
         torch.maximum(self._found_inf, found_inf, out=self._found_inf)
+        self._has_noted = True
+        self._is_replayed = self._is_replayed or is_capturing()
 
     def update(self) -> None:
         """Ends a pass: the scale backs off if an `unscale_` since the last update met overflow; else grows or stays."""
         if self.dynamic:
-            policy = self.policy
-            kernels.update_scale(
-                self._scale,
-                self._unskipped,
-                self._hysteresis_left,
-                self._found_inf,
-                factor=policy.factor,
-                window=policy.window,
-                hysteresis=policy.hysteresis,
-                floor=policy.floor,
-                ceiling=policy.ceiling,
-            )
+            self._react(self._found_inf)
             self._found_inf.zero_()
-            self.age += 1
-        else:
+            self._has_noted = False
+        elif is_capturing():
             self._unskipped += 1
+        else:
+            self._counted += 1
+
+    def update_by(self, found_inf: Tensor) -> None:
+        """`note` and `update` at once."""
+        if self._has_noted or self._is_replayed or not self.dynamic:
+            self.note(found_inf)
+            self.update()
+        else:
+            self._react(found_inf)
+
+    def _react(self, found_inf: Tensor) -> None:
+        policy = self.policy
+        kernels.update_scale(
+            self._scale,
+            self._unskipped,
+            self._hysteresis_left,
+            found_inf,
+            factor=policy.factor,
+            window=policy.window,
+            hysteresis=policy.hysteresis,
+            floor=policy.floor,
+            ceiling=policy.ceiling,
+        )
+        self.age += 1
 
     def snapshot(self) -> Tensor:
-        """The scale as it is now, on the device: 0-dimensional float32."""
-        return self._scale.clone()
+        """The scale as it is now, on the device: 0-dimensional float32, not to be written to."""
+        if self.dynamic or is_capturing():
+            return self._scale.clone()
+        if self._kept is None:
+            with torch.inference_mode(False):  # others will use it, too
+                self._kept = self._scale.clone()
+        return self._kept
 
     def to(self, device: torch.device) -> None:
         """Moves the state to a device; a scale follows the losses that it meets."""
@@ -282,17 +308,19 @@ class LossScaler:
             self._unskipped = self._unskipped.to(device)
             self._hysteresis_left = self._hysteresis_left.to(device)
             self._found_inf = self._found_inf.to(device)
+            self._kept = None
 
     def tensors_on(self, device: torch.device) -> tuple[Tensor, ...]:
         """The state as it is kept, once it was moved to a device: written to, that is the state from then on."""
         self.to(device)
+        self._kept = None
         self.age += 1
         return self._scale, self._unskipped, self._hysteresis_left
 
     @property
     def state(self) -> ScaleState:
         """The state as plain numbers; waits for the device."""
-        return ScaleState(float(self._scale), int(self._unskipped), int(self._hysteresis_left))
+        return ScaleState(float(self._scale), int(self._unskipped) + self._counted, int(self._hysteresis_left))
 
     def state_dict(self) -> dict[str, float | int]:
         """The state as plain numbers, under the names that Apex used: ``loss_scale`` and ``unskipped``."""
@@ -351,6 +379,7 @@ class LossScaler:
         self._unskipped.fill_(state.unskipped)
         self._hysteresis_left.fill_(state.hysteresis_left)
         self._found_inf.zero_()
+        self._counted, self._kept, self._has_noted = 0, None, False
         self.is_one = not self.policy.dynamic and state.loss_scale == 1
         self.age += 1
 

@@ -64,16 +64,17 @@ class _Pair:
     def clear(self) -> None:
         """There is no gradient in the half parameter."""
         self.parameter.grad = None
-        self.leave(_Gradient.NEW)
+        self.gradient, self.left, self.left_version = _Gradient.NEW, None, 0
 
     @property
     def was_cleared(self) -> bool:
         """Whether somebody set the gradient that was left to None, whatever has come since."""
-        grad, left = self.parameter.grad, self.left
-        if left is None or grad is left:
+        left = self.left
+        if left is None:
             return False
-        if grad is None:
-            return True
+        grad = self.parameter.grad
+        if grad is None or grad is left:
+            return grad is None
         # Another tensor may hold the sum all the same: where something was added to the one that was left, of sparse
         # gradients, and of those with a graph.
         return left._version == self.left_version and left.layout is torch.strided and not grad.requires_grad
@@ -101,7 +102,6 @@ class MasterWeights:
         self._conversion = conversion
         self._pairs: dict[int, _Pair] = {}  # by id of the half parameter
         self._parameters: dict[int, nn.Parameter] = {}  # by id of the master
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that `are_of` has found some of
 
     def install(self, ledger: PatchLedger) -> None:
         """Makes the masters, and has the optimizer's other methods know of them.
@@ -124,8 +124,8 @@ class MasterWeights:
 
     def complete(self) -> None:
         """Makes masters for half parameters of the optimizer that have none: of new groups, or unfrozen since."""
-        optimizer = self._optimizer()
-        if optimizer is None or not self._wanted:
+        optimizer = self._optimizer() if self._wanted else None
+        if optimizer is None:
             return
         new: dict[int, _Pair] = {}
         try:
@@ -146,7 +146,6 @@ class MasterWeights:
             raise
         if new:
             self._pairs.update(new)
-            self._models.clear()
             self._parameters.update({id(pair.master): pair.parameter for pair in new.values()})
             # Its way out is `take_out`, which puts back what has been put in.
             optimizer_state.replace_parameters(
@@ -164,7 +163,6 @@ class MasterWeights:
             self._conversion.release(pair.parameter)
         self._pairs.clear()
         self._parameters.clear()
-        self._models.clear()
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -172,15 +170,6 @@ class MasterWeights:
     def parameter_of(self, tensor: Tensor) -> Tensor:
         """The model's parameter behind a master; any other tensor is its own."""
         return self._parameters.get(id(tensor), tensor)
-
-    def are_of(self, model: nn.Module) -> bool:
-        """Whether any is of a parameter of the model.
-
-        Only that there are some is remembered: within `torch.func.functional_call` a model has other parameters.
-        """
-        if model not in self._models and any(id(parameter) in self._pairs for parameter in model.parameters()):
-            self._models.add(model)
-        return model in self._models
 
     def is_master(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of these masters."""
@@ -213,8 +202,9 @@ class MasterWeights:
             else:
                 later.append(pair)
         for kernel, chosen in ((kernels.unscale_copy, first), (kernels.unscale_add, later)):
-            grads = [_gradient(pair.parameter) for pair in chosen]
-            kernel(grads, [_gradient(pair.master) for pair in chosen], factor, found_inf, write_back=True)
+            if chosen:
+                grads = [_gradient(pair.parameter) for pair in chosen]
+                kernel(grads, [_gradient(pair.master) for pair in chosen], factor, found_inf, write_back=True)
         for pair in pairs:
             pair.leave(_Gradient.SHOWN)
 
@@ -258,6 +248,8 @@ class MasterWeights:
         Warns:
             AmpWarning: gradients of half parameters were changed after they had been unscaled.
         """
+        if not self._pairs:
+            return
         self.follow_clearing()
         changed = [
             pair
@@ -349,13 +341,16 @@ class MasterWeights:
         """Writes the masters into the half weights, rounded."""
         # An optimizer may write to parameters that have no gradient, and by way of .data, which is not counted. But a
         # write that is counted breaks graphs that half weights are part of, which are sound where nothing was updated.
+        if not self._pairs:
+            return
         updated: list[_Pair] = []
         others: list[_Pair] = []
         for pair in self._pairs.values():
             (updated if pair.master.grad is not None or pair.backing.was_updated else others).append(pair)
         with torch.no_grad():
             kernels.copy_to_half([pair.master for pair in updated], [pair.parameter for pair in updated])
-            kernels.copy_to_half([pair.master for pair in others], [pair.parameter.data for pair in others])
+            if others:
+                kernels.copy_to_half([pair.master for pair in others], [pair.parameter.data for pair in others])
         for pair in self._pairs.values():
             pair.backing.note(pair.parameter)
 

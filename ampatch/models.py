@@ -80,8 +80,20 @@ def _own_functions(kind: type) -> Iterator[types.FunctionType]:
 
 def device_type(model: nn.Module) -> str | None:
     """The type of the device that the model's first parameter is on ("cpu", "cuda"); None without parameters."""
-    parameter = next(model.parameters(), None)
+    # For a compiler in the way that it knows; but to set the walk over a model up takes longer than the walk.
+    parameter = next(model.parameters(), None) if torch.compiler.is_compiling() else _first_parameter(model)
     return None if parameter is None else parameter.device.type
+
+
+def _first_parameter(module: nn.Module) -> nn.Parameter | None:
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter
+    for child in module._modules.values():
+        found = None if child is None else _first_parameter(child)
+        if found is not None:
+            return found
+    return None
 
 
 def device_types(model: nn.Module) -> set[str]:
@@ -148,7 +160,7 @@ def hook_state_dict(
 
 @traced_within_others
 def _cast_arguments(dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+    return cast_floating(args, dtype), cast_floating(kwargs, dtype) if kwargs else kwargs
 
 
 @traced_within_others

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -20,13 +21,12 @@ from ampatch.errors import OptionError
 
 def parameters_of(optimizer: Any) -> Iterator[Tensor]:
     """The tensors that an optimizer updates, group by group."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    return itertools.chain.from_iterable([group["params"] for group in optimizer.param_groups])
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     """The gradients that are there, each once."""
-    return [parameter.grad for parameter in dict.fromkeys(parameters) if parameter.grad is not None]
+    return list({id(grad): grad for parameter in parameters if (grad := parameter.grad) is not None}.values())
 
 
 def replace_parameters(optimizer: Any, replacement_of: Callable[[Tensor], tuple[Tensor, torch.dtype] | None]) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
@@ -207,8 +207,11 @@ class AdoptedOptimizer:
 
     def parameters_with_half_gradients(self) -> list[Tensor]:
         """Those whose gradients would be made float32 for as long as they are scaled."""
-        there = ((parameter, parameter.grad) for parameter in self.parameters())
-        return [each for each, grad in there if grad is not None and grad.dtype in HALVES and not grad.is_sparse]
+        return [
+            parameter
+            for parameter in self.parameters()
+            if (grad := parameter.grad) is not None and grad.dtype in HALVES and not grad.is_sparse
+        ]
 
     def widen_half_gradients(self, but: Collection[int]) -> None:
         """Makes half gradients float32 for as long as they are scaled, since at the scale they could overflow.
@@ -309,7 +312,7 @@ class AdoptedOptimizer:
             also: optimizers that it would be done to as well, and whose gradients therefore may be scaled.
         """
         for other in list(self._others()):
-            if other is self or other in also or other.scaled_by is None:
+            if other.scaled_by is None or other is self or other in also:
                 continue
             if other.scaled_by.is_one and not other.is_folded:
                 continue
@@ -357,7 +360,8 @@ class AdoptedOptimizer:
         if not self.is_folded:
             self._check_unscaled("optimizer.step() was called on gradients that are")
         self.check_shared("optimizer.step() would use")
-        self._settle(wait=False)
+        if self._unsettled:
+            self._settle(wait=False)
         folded = self._folded
         if folded is not None and not (folded.are(self.gradients()) and self._divides_by_itself(args, kwargs)):
             self.unfold()
@@ -375,7 +379,10 @@ class AdoptedOptimizer:
                 )
             overflowed = [scaling for scaling in passes if scaling.overflowed]
             self._settle(wait=bool(passes))
-            self._unsettled.append([])  # in its order behind steps that are not settled yet
+            if self._unsettled:
+                self._unsettled.append([])  # in its order behind steps that are not settled yet
+            else:
+                self._last_was_skipped = False
             if self._near_floor and passes:
                 self._near_floor = any(scaling.ended_at_floor for scaling in passes)
             if overflowed:
@@ -395,6 +402,9 @@ class AdoptedOptimizer:
         may_go_back = closure is not None and self._dynamic and not _evaluates_first(self._optimizer())
         before = Snapshot(self._optimizer()) if may_go_back else None
         try:
+            if not self.masters:
+                with self._switch.disabled():
+                    return original(*args, **kwargs)
             with self._writing(), self._switch.disabled():
                 return original(*args, **kwargs)
         except _ClosureOverflowedError as error:
@@ -430,12 +440,15 @@ class AdoptedOptimizer:
                 hook.remove()
 
     def _hook_step(self, write: Callable[..., None]) -> list[RemovableHandle]:
-        """Puts amp last of what runs before the step and first of what runs after it, where an optimizer has hooks."""
+        """Puts amp last of what runs before the step and first of what runs after it, where there are hooks at all."""
         optimizer: Any = self._optimizer()
-        if not self.masters or not isinstance(optimizer, torch.optim.Optimizer):
+        if not isinstance(optimizer, torch.optim.Optimizer):
             return []
-        after = getattr(optimizer, "_optimizer_step_post_hooks", None)
-        if after is None or not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # its __init__ was not called
+        before: Any = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+        after: Any = getattr(optimizer, "_optimizer_step_post_hooks", None)
+        if before is None or after is None:  # its __init__ was not called
+            return []
+        if not (before or after or _global_optimizer_pre_hooks or _global_optimizer_post_hooks):
             return []
         hooks = [optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(write)]
         after.move_to_end(hooks[-1].id, last=False)

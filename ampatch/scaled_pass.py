@@ -6,8 +6,8 @@ with ``delay_unscale=True`` can be taken up from there, and ended.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch import Tensor
 
@@ -72,11 +72,13 @@ class ScaledPass:
                     # What overflowed stays infinite, and this pass is to be judged by itself.
                     kernels.zero_after_overflow_(optimizer.gradients(), optimizer.passes[-1].found_inf)
                 optimizer.masters.make_way()
-                if not self._scaler.is_one:
-                    optimizer.widen_half_gradients(but=scaled)
-            if not self.scaling.is_one:
+            # Mostly there are none: those of the step before were cleared.
+            found = [] if self.scaling.is_one else [optimizer for optimizer in unscaled if optimizer.gradients()]
+            for optimizer in found:
+                optimizer.widen_half_gradients(but=scaled)
+            if found:
                 # By a scale of its own: gradients with a graph remember the factor, and the scaler's moves.
-                kernels.multiply_(_in_place(unscaled, but=scaled), self.scaling.scale)
+                kernels.multiply_(_in_place(found, but=scaled), self.scaling.scale)
             for optimizer in self._optimizers:
                 if optimizer.scaled_by is not None:
                     optimizer.masters.follow_clearing()
@@ -92,12 +94,13 @@ class ScaledPass:
         """
         self.scaling.is_open = False
         # To hand gradients on to masters sets them aside, where no later reduction would find them.
-        touches = not self.scaling.is_one or any(optimizer.masters for optimizer in self._optimizers)
-        self.scaling.is_postponed = touches and (
-            self._processes.is_postponed(self._model_parameters())
-            or self._processes.has_unreduced(self._model_parameters())
-        )
-        self._processes.note_backward()
+        if self._processes.has_wrappers:
+            touches = not self.scaling.is_one or any(optimizer.masters for optimizer in self._optimizers)
+            self.scaling.is_postponed = touches and (
+                self._processes.is_postponed(self._model_parameters())
+                or self._processes.has_unreduced(self._model_parameters())
+            )
+            self._processes.note_backward()
         if delay_unscale or self.scaling.is_postponed:
             for optimizer in self._optimizers:
                 optimizer.note_scaled()
@@ -108,26 +111,31 @@ class ScaledPass:
         """Unscales, looks for overflow, lets the scale react."""
         with self.whole():
             found_inf = self._unscale()
-            if self._scaler.dynamic:
+            if found_inf is not None:
                 self._processes.agree(found_inf, self._model_parameters())
             self.settle(found_inf, delay_overflow_check)
 
-    def settle(self, found_inf: Tensor, delay_overflow_check: bool = False) -> None:
+    def settle(self, found_inf: Tensor | None, delay_overflow_check: bool = False) -> None:
         """The gradients are unscaled now: what was found of them decides on the next steps, and moves the scale.
 
         Args:
-            found_inf: 0-dimensional float32, not 0 if one was not finite, in whichever process.
+            found_inf: 0-dimensional float32, not 0 if one was not finite, in whichever process; of no account under a
+                static scale.
             delay_overflow_check: leaves the scale to a later pass.
         """
         for optimizer in self._optimizers:
             optimizer.leave_scale()
-        if self._scaler.dynamic:
+        if found_inf is None or not self._scaler.dynamic:
+            if not delay_overflow_check:
+                self._scaler.update()
+            return
+        self.scaling.found_inf = found_inf
+        for optimizer in self._optimizers:
+            optimizer.remember(self.scaling)
+        if delay_overflow_check:
             self._scaler.note(found_inf)
-            self.scaling.found_inf = found_inf
-            for optimizer in self._optimizers:
-                optimizer.remember(self.scaling)
-        if not delay_overflow_check:
-            self._scaler.update()
+        else:
+            self._scaler.update_by(found_inf)
 
     def abandon(self) -> None:
         """The block raised: no gradient is left half done, and the next iteration starts clean."""
@@ -141,27 +149,24 @@ class ScaledPass:
         for optimizer in self._optimizers:
             yield from optimizer.model_parameters()
 
-    def _unscale(self) -> Tensor:
-        masters = [optimizer.masters for optimizer in self._optimizers]
+    def _unscale(self) -> Tensor | None:
+        """What was found of the gradients; None under a static scale, where nothing is looked for."""
+        masters = [optimizer.masters for optimizer in self._optimizers if optimizer.masters]
         for each in masters:
             each.follow_clearing()
-        found_inf, inv_scale = self._scaler.no_overflow(), self.scaling.scale.reciprocal()
-        if self._scaler.dynamic:
+        found_inf = self._scaler.no_overflow() if self._scaler.dynamic else None
+        inv_scale = None if self.scaling.is_one else self.scaling.scale.reciprocal()
+        if found_inf is not None and inv_scale is not None:
             kernels.unscale_(_in_place(self._optimizers), inv_scale, found_inf)
-        elif not self.scaling.is_one:
+        elif inv_scale is not None:
             kernels.multiply_(_in_place(self._optimizers), inv_scale)
         for each in masters:
-            each.take_gradients(None if self.scaling.is_one else inv_scale, found_inf)
+            each.take_gradients(inv_scale, found_inf)
         return found_inf
 
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
+    def whole(self) -> _Whole:
         """Work on the gradients that is done for all of them, or leaves none: memory may run out on the way."""
-        try:
-            yield
-        except BaseException:
-            self.abandon()
-            raise
+        return _Whole(self.abandon)
 
     def _check_may_follow(self, optimizer: AdoptedOptimizer) -> None:
         optimizer.check_shared("this amp.scale_loss would add to", self._optimizers)
@@ -195,8 +200,26 @@ class ScaledPass:
             )
 
 
-def _in_place(optimizers: Iterable[AdoptedOptimizer], but: Collection[int] = ()) -> list[Tensor]:
+class _Whole:
+    """The block of `ScaledPass.whole`."""
+
+    __slots__ = ("_abandon",)
+
+    def __init__(self, abandon: Callable[[], None]) -> None:
+        self._abandon = abandon
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._abandon()
+
+
+def _in_place(optimizers: Sequence[AdoptedOptimizer], but: Collection[int] = ()) -> list[Tensor]:
     """The gradients that are scaled and unscaled where they are: those of parameters without a master."""
+    if not but and not any(optimizer.masters for optimizer in optimizers):
+        return gradients_of(itertools.chain.from_iterable([optimizer.parameters() for optimizer in optimizers]))
     return gradients_of(
         parameter
         for optimizer in optimizers

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +144,8 @@ class Session:
         self._device_types = set(device_types)
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: dict[int, AdoptedOptimizer] = {}  # by id: an optimizer may not be hashable
+        self._masters: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[MasterWeights], ...]]
+        self._masters = weakref.WeakKeyDictionary()  # those found in a model so far
         self.processes = Processes()
         self.conversion = Conversion()
         self.loading: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
@@ -158,6 +160,11 @@ class Session:
     def patches_functions(self) -> bool:
         """Whether functions cast by the lists in this session."""
         return self.settings.properties.patch_torch_functions
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether there are to be float32 masters of half weights in this session."""
+        return bool(self.settings.properties.master_weights)
 
     def install(self, registered: Sequence[Registration]) -> None:
         """Patches what the settings ask for and the user has registered, and turns casts on."""
@@ -390,9 +397,24 @@ class Session:
         Args:
             model: leaves out optimizers that update nothing of it: another thread may be in the middle of their steps.
         """
-        for adopted in list(self._optimizers.values()):
-            if model is None or adopted.masters.are_of(model):
-                adopted.masters.synchronise()
+        if not self.has_masters:
+            return
+        for masters in self._masters_of(model):
+            masters.synchronise()
+
+    def _masters_of(self, model: nn.Module | None) -> set[MasterWeights]:
+        """Those of a model's parameters, by optimizer; however many there are, each parameter is looked at once.
+
+        They are remembered, since within `torch.func.functional_call` a model has other parameters.
+        """
+        if model is None:
+            return {adopted.masters for adopted in list(self._optimizers.values())}
+        remembered = (reference() for reference in self._masters.get(model, ()))
+        found = {masters for masters in remembered if masters is not None}
+        if len(found) < len(self._optimizers):  # where all are known there is nothing to look for
+            found |= self.conversion.owners_of(model.parameters())
+            self._masters[model] = tuple(map(weakref.ref, found))
+        return found
 
     def complete_masters(self) -> None:
         """Has masters be there for all half parameters that are updated: those that were unfrozen too."""
@@ -422,20 +444,16 @@ class Session:
             )
         return self.scalers[loss_id]
 
-    @contextlib.contextmanager
-    def scale_loss(
-        self,
-        loss: Tensor,
-        optimizers: Sequence[OptimizerLike],
-        loss_id: int,
-        delay_unscale: bool,
-        delay_overflow_check: bool,
-    ) -> Iterator[Tensor]:
-        """The block behind ``amp.scale_loss``."""
+    def begin_pass(self, loss: Tensor, optimizers: Sequence[OptimizerLike], loss_id: int) -> tuple[Tensor, ScaledPass]:
+        """What ``amp.scale_loss`` does before its block.
+
+        Returns:
+            The scaled loss, and what `end_pass` or `abandon_pass` is to be called with.
+        """
         scaler = self.scaler(loss_id)
         scaled = scaler.scale(loss)  # moves the scale to the loss's device
         if self.settings.adopts_on_use:
-            new = {id(optimizer): optimizer for optimizer in optimizers if not self.has_adopted(optimizer)}
+            new = {id(each): check_optimizer(each) for each in optimizers if not self.has_adopted(each)}
             if new:
                 self.adopt([], new.values())
         adopted = [self.adopted(optimizer) for optimizer in optimizers]
@@ -443,16 +461,25 @@ class Session:
         if scaled_pass.go_on():
             scaled = loss.float() * scaled_pass.scaling.scale
         scaled_pass.begin()
+        # The graph holds the casts that backward needs, and lets go of each when it has been there. Kept here as well,
+        # all of them would be there still when the last gradient is made.
+        self.cache.end_iteration()
+        return scaled, scaled_pass
+
+    def end_pass(self, scaled_pass: ScaledPass, delay_unscale: bool, delay_overflow_check: bool) -> None:
+        """What it does after its block."""
         try:
-            yield scaled
-        except BaseException:
-            scaled_pass.abandon()
-            raise
-        else:
             if self.switch.active:
                 scaled_pass.end(delay_unscale, delay_overflow_check)
             else:  # nobody would unscale them after `take_down`
                 scaled_pass.finish(delay_overflow_check)
+        finally:
+            self.cache.end_iteration()
+
+    def abandon_pass(self, scaled_pass: ScaledPass) -> None:
+        """What it does where its block raised."""
+        try:
+            scaled_pass.abandon()
         finally:
             self.cache.end_iteration()
 
@@ -523,8 +550,7 @@ class Session:
         Raises:
             UsageError: processes that have run out of data are to go without what the others do.
         """
-        has_masters = bool(self.settings.properties.master_weights)
-        if wrapper._join_config.enable and (has_masters or self.settings.scale_policy.dynamic):
+        if wrapper._join_config.enable and (self.has_masters or self.settings.scale_policy.dynamic):
             raise UsageError(
                 "under DistributedDataParallel.join() processes that have run out of data do without the passes that "
                 "the others still make, so that their loss scales and float32 masters would go apart. Give all of them "

@@ -1,4 +1,4 @@
-"""What ampatch costs apart from the arithmetic: importing it, patching torch, and one cast call.
+"""What ampatch costs before anything is computed: importing it, and patching torch. Calls: `eager_overhead.py`.
 
 Run as `python benchmarks/overhead.py`. What is compared is measured in turn in one run, since machines differ
 from minute to minute; the medians are printed. Nothing here is asserted.
@@ -15,8 +15,6 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.benchmark import Timer
 
 from ampatch import amp
 
@@ -74,37 +72,8 @@ def patching() -> None:
     print(f"{'deinitialize, everything restored':44} {statistics.median(off) * 1000:9.1f} ms")
 
 
-def calls() -> None:
-    """Nanoseconds of a call on tensors so small that the arithmetic hardly counts."""
-    half = torch.bfloat16
-    x, layer = torch.ones(1, 4, dtype=half), nn.Linear(4, 4)
-    weight, bias = (tensor.detach().to(half).requires_grad_() for tensor in (layer.weight, layer.bias))
-
-    def time_of(call: str, **names: object) -> float:
-        timer = Timer(call, globals={"F": F, "torch": torch, **names})
-        return timer.blocked_autorange(min_run_time=0.3).median * 1e9
-
-    plain = time_of("F.linear(x, w, b)", x=x, w=weight, b=bias)
-    with torch.autocast("cpu", dtype=half):
-        autocast = time_of("F.linear(x, w, b)", x=x, w=layer.weight, b=layer.bias)
-    reference = time_of("F.gelu(x)", x=x)
-    amp.initialize(layer, opt_level="O1", half_dtype=half, verbosity=0)
-    try:
-        cached = time_of("F.linear(x, w, b)", x=x, w=layer.weight, b=layer.bias)
-        nothing = time_of("F.linear(x, w, b)", x=x, w=weight, b=bias)
-        unlisted = time_of("F.gelu(x)", x=x)
-    finally:
-        amp.deinitialize()
-    print(f"{'F.linear in half, unpatched':44} {plain:9.0f} ns")
-    print(f"{'  under torch.autocast, two cached weights':44} {autocast - plain:+9.0f} ns")
-    print(f"{'  under ampatch O1, two cached weights':44} {cached - plain:+9.0f} ns")
-    print(f"{'  under ampatch O1, nothing to cast':44} {nothing - plain:+9.0f} ns")
-    print(f"{'F.gelu, which is in no list':44} {unlisted - reference:+9.0f} ns")
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, Python {platform.python_version()}, one thread")
     imports()
     patching()
-    calls()

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from ampatch import loss_scaler
 from ampatch.errors import OptionError
 from ampatch.loss_scaler import LossScaler, ScalePolicy, ScaleState, first_state, make_policy, next_state
 
@@ -194,6 +195,51 @@ class TestScaler:
         scaler.update()
         assert (first.item(), second.item(), third.item()) == (1, 0, 0)
         assert scaler.state == ScaleState(4.0, 1, 0)
+
+    @given(verdicts=st.lists(st.tuples(st.sampled_from(["note", "update_by"]), st.booleans()), max_size=20))
+    def test_updates_by_a_verdict_as_if_it_were_noted_first(self, verdicts):
+        at_once, one_by_one = (LossScaler(init_scale=4.0, scale_window=2) for _ in range(2))
+        for call, overflow in verdicts:
+            found_inf = torch.tensor(float(overflow))
+            getattr(at_once, call)(found_inf)
+            one_by_one.note(found_inf)
+            if call == "update_by":
+                one_by_one.update()
+            assert found_inf == overflow
+        assert at_once.state == one_by_one.state
+
+    def test_heeds_what_a_cuda_graph_notes_at_every_replay(self, monkeypatch):
+        scaler = LossScaler(init_scale=8.0)
+        monkeypatch.setattr(loss_scaler, "is_capturing", lambda: True)
+        scaler.note(torch.tensor(0.0))  # recorded
+        monkeypatch.setattr(loss_scaler, "is_capturing", lambda: False)
+        for scale in (4.0, 2.0):
+            scaler._found_inf.fill_(1)  # as a replay writes to it, without a word to Python
+            scaler.update_by(torch.tensor(0.0))
+            assert scaler.state.loss_scale == scale
+
+    @pytest.mark.parametrize("loss_scale", ["dynamic", 2.0**16], ids=["dynamic", "static"])
+    def test_snapshot_stays_what_the_scale_was(self, loss_scale):
+        scaler = LossScaler(loss_scale)
+        before = scaler.snapshot()
+        scaler.load_state_dict({"loss_scale": 4.0, "unskipped": 0})
+        assert (before, scaler.snapshot()) == (2.0**16, 4.0)
+
+    @pytest.mark.parametrize("loss_scale", ["dynamic", 4.0], ids=["dynamic", "static"])
+    def test_snapshot_serves_backward_though_one_was_asked_for_in_inference_mode(self, loss_scale):
+        scaler = LossScaler(loss_scale, init_scale=4.0)
+        with torch.inference_mode():
+            scaler.snapshot()
+        weight = torch.ones(2, requires_grad=True)
+        (weight * scaler.snapshot()).sum().backward()
+        assert weight.grad.tolist() == [4.0, 4.0]
+
+    def test_static_scale_counts_on_from_what_was_loaded(self):
+        scaler = LossScaler(4.0)
+        passes(scaler, "..")
+        scaler.load_state_dict({"loss_scale": 4.0, "unskipped": 10})
+        passes(scaler, "...")
+        assert scaler.state_dict()["unskipped"] == 13
 
     @pytest.mark.parametrize("loss_scale", [1.0, 4.0])
     def test_static_scale_is_never_checked(self, loss_scale):

@@ -984,6 +984,64 @@ class TestBadInput:
         assert not torch.equal(model[0].weight, network()[0].weight.half())
 
 
+class TestForwardOfOneModelAmongMany:
+    """What is written into masters is followed before a forward, in this model's half weights and in no others."""
+
+    @staticmethod
+    def adopt(model: nn.Module, parameters: Any = None) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters() if parameters is None else parameters, lr=0.1)
+        amp.initialize(model, optimizer, opt_level="O2", half_dtype=torch.bfloat16, verbosity=0)
+        return optimizer
+
+    @staticmethod
+    def write(optimizer: torch.optim.Optimizer, value: float) -> None:
+        with torch.no_grad():
+            for master in amp.master_params(optimizer):
+                master.fill_(value)
+
+    @staticmethod
+    def weights_after_forward(model: nn.Module, of: nn.Module | None = None) -> set[float]:
+        model(torch.ones(2, 2))
+        return {float(element) for parameter in (of or model).parameters() for element in parameter.detach().flatten()}
+
+    def test_masters_of_another_model_are_left_alone(self):
+        models = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)]
+        optimizers = [self.adopt(model) for model in models]
+        for model in models:
+            model(torch.ones(2, 2))
+        self.write(optimizers[2], 3.0)
+        assert self.weights_after_forward(models[0], of=models[2]) != {3.0}
+        assert self.weights_after_forward(models[2]) == {3.0}
+
+    def test_masters_of_an_optimizer_that_came_later_are_seen(self):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        first = self.adopt(model, model[0].parameters())
+        model(torch.ones(2, 2))
+        second = self.adopt(model, model[1].parameters())
+        for optimizer in (first, second):
+            self.write(optimizer, 3.0)
+        assert self.weights_after_forward(model) == {3.0}
+
+    def test_masters_of_a_layer_that_came_later_are_seen(self):
+        model, other = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+        optimizers = [self.adopt(model), self.adopt(other)]
+        model(torch.ones(2, 2))
+        model.append(other[0])
+        for optimizer in optimizers:
+            self.write(optimizer, 3.0)
+        assert self.weights_after_forward(model) == {3.0}
+
+    def test_masters_of_an_optimizer_that_took_the_place_of_one_are_seen(self):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        first = self.adopt(model, model[0].parameters())
+        model(torch.ones(2, 2))
+        del first
+        gc.collect()
+        second = self.adopt(model, model[1].parameters())
+        self.write(second, 3.0)
+        assert self.weights_after_forward(model, of=model[1]) == {3.0}
+
+
 @pytest.mark.gpu
 def test_masters_follow_a_model_that_is_moved() -> None:
     model = network()

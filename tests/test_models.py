@@ -59,8 +59,9 @@ class TestDevice:
             (nn.Linear(1, 1, device="meta"), "meta", set()),
             (nn.Sequential(nn.Linear(1, 1, device="meta"), nn.Linear(1, 1)), "meta", {"cpu"}),
             (nn.ReLU(), None, set()),
+            (nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(1, 1, device="meta")), nn.Linear(1, 1)), "meta", {"cpu"}),
         ],
-        ids=["cpu", "meta", "both", "no-parameters"],
+        ids=["cpu", "meta", "both", "no-parameters", "further-in"],
     )
     def test_of_a_model_is_that_of_its_parameters(self, model, first, types):
         assert models.device_type(model) == first

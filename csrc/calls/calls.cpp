@@ -57,6 +57,7 @@ struct Caster {
   Ref cast(PyObject* object, ScalarType type);
   Ref cast_weight(PyObject* parameter, const Tensor& tensor, ScalarType type);
   Ref cast_anew(const Tensor& tensor, ScalarType type);
+  Ref cast_by_cache(PyObject* parameter, ScalarType type);
 };
 
 // On the CPU this many elements are cast before the interpreter's lock could be let go and taken back.
@@ -92,22 +93,34 @@ Ref Caster::cast_weight(PyObject* parameter, const Tensor& tensor, ScalarType ty
   }
   const bool in_inference = c10::InferenceMode::is_enabled();
   const bool records = at::GradMode::is_enabled() && !in_inference;
+  if (records ? book->for_iteration() == nullptr : book->has_frozen) {
+    return cast_by_cache(parameter, type);
+  }
   Store* store = records ? book->for_iteration() : book->for_forward();
-  if (!records && !book->has_frozen && store == nullptr) {
+  if (store == nullptr) {
     return cast_anew(tensor, type);
   }
-  if (store != nullptr && (records || !book->has_frozen)) {
-    const int index = index_of(type);
-    if (PyObject* kept = store->find(parameter, tensor, index)) {
-      ++book->hits;
-      return Ref::shared(kept);
-    }
-    if (!in_inference && !tensor.is_inference() && tensor.layout() == at::kStrided && store->size() < book->sweep_at) {
-      const Ref held = Ref::shared(reinterpret_cast<PyObject*>(store));  // others may let go of it meanwhile
-      Ref made = cast_anew(tensor, type);
-      return made && store->keep(parameter, tensor, made.get(), index) ? std::move(made) : Ref();
-    }
+  const int index = index_of(type);
+  if (PyObject* kept = store->find(parameter, tensor, index)) {
+    ++book->hits;
+    return Ref::shared(kept);
   }
+  if (tensor.is_inference() || tensor.layout() != at::kStrided || store->size() >= book->sweep_at) {
+    return cast_by_cache(parameter, type);
+  }
+  const Ref held = Ref::shared(reinterpret_cast<PyObject*>(store));  // others may let go of it meanwhile
+  Ref made;
+  if (in_inference) {  // what is made in inference mode does not tell when it is written to
+    const c10::InferenceMode outside(false);
+    const at::NoGradGuard without_graph;
+    made = cast_anew(tensor, type);
+  } else {
+    made = cast_anew(tensor, type);
+  }
+  return made && store->keep(parameter, tensor, made.get(), index) ? std::move(made) : Ref();
+}
+
+Ref Caster::cast_by_cache(PyObject* parameter, ScalarType type) {
   PyObject* args[] = {parameter, reinterpret_cast<PyObject*>(torch::getTHPDtype(type))};
   return Ref::taken(PyObject_Vectorcall(cast_otherwise, args, 2, nullptr));
 }

@@ -43,14 +43,14 @@ int store_drop(PyObject* self) {
   for (int index = 0; store->by_type != nullptr && index < kTypes; ++index) {
     Entries dropped;
     dropped.swap(store->by_type[index]);
+    store->by_type[index].reserve(dropped.size());  // the next iteration will have as many
   }
   return 0;
 }
 
 void store_dealloc(PyObject* self) {
   PyObject_GC_UnTrack(self);
-  store_drop(self);
-  delete[] reinterpret_cast<Store*>(self)->by_type;
+  delete[] std::exchange(reinterpret_cast<Store*>(self)->by_type, nullptr);
   Py_TYPE(self)->tp_free(self);
 }
 

@@ -1,0 +1,280 @@
+"""What a parameter costs in memory: at rest, and at the peak of forward, backward and step.
+
+Run as `python benchmarks/memory.py`; `--device cuda` asks `torch.cuda.memory_stats`, and without it what torch's
+allocators report to its profiler is added up. Printed are bytes a parameter, at every opt level, beside
+`torch.autocast` and beside the least that arithmetic allows. Memory does not vary from run to run; nothing is timed,
+and nothing asserted.
+
+The batch is small and the layers are large, so that weights, gradients and what the optimizer keeps are nearly all
+there is. Optimizers are the fused ones, as the others have temporaries of their own, the same at every level.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampatch import amp
+from ampatch.demo.memory import peak_allocated
+
+#: Of a training step, one after the other: they have no time in between.
+PHASES = ("forward", "backward", "step")
+PHASES_AND_REST = ("rest", *PHASES)
+
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "SGD with momentum": functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True),
+    "Adam": functools.partial(torch.optim.Adam, lr=1e-3, fused=True),
+}
+STATE = {"SGD with momentum": 1, "Adam": 2}  # numbers a parameter
+
+# The least
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Bytes a parameter of what has to be there.
+
+    Attributes:
+        weight: of the model.
+        cast: of a weight, from its first use in forward until backward has been at its last.
+        gradient: as backward leaves it, until it is cleared.
+        master: float32 beside a half weight.
+        master_gradient: from the end of the block of `amp.scale_loss` until the step has been made.
+        number: of a number that the optimizer keeps.
+    """
+
+    weight: int
+    gradient: int
+    number: int
+    cast: int = 0
+    master: int = 0
+    master_gradient: int = 0
+
+    def least(self, phase: str, numbers: int) -> int:
+        """At the peak of a phase, of an optimizer that keeps so many numbers a parameter."""
+        rest = self.weight + self.master + self.number * numbers
+        gradients = self.gradient + self.master_gradient
+        # In backward casts go as gradients come, which are no smaller.
+        return rest + {"rest": 0, "forward": self.cast, "backward": gradients, "step": gradients}[phase]
+
+
+FLOAT32 = Parts(weight=4, gradient=4, number=4)
+FUNCTIONS_CAST = Parts(weight=4, gradient=4, number=4, cast=2)
+MASTERS = Parts(weight=2, gradient=2, number=4, master=4, master_gradient=4)
+HALF = Parts(weight=2, gradient=2, number=2)
+
+TITLES = {
+    "weight": "weight",
+    "cast": "cast of it, in forward",
+    "gradient": "gradient",
+    "master": "master",
+    "master_gradient": "its gradient, until the step",
+    "number": "each number the optimizer keeps",
+}
+
+WAYS = {
+    "float32": FLOAT32,
+    "autocast": FUNCTIONS_CAST,
+    "O0": FLOAT32,
+    "O1": FUNCTIONS_CAST,
+    "O2": MASTERS,
+    "O3": HALF,
+    "O4": FUNCTIONS_CAST,
+    "O5": MASTERS,
+}
+
+
+def halves(way: str) -> list[str | None]:
+    """The half types that a way is measured in."""
+    if way in ("float32", "O0"):
+        return [None]
+    return ["bfloat16"] if way in ("O4", "O5") else list(HALVES)
+
+
+# What is measured
+
+
+class Training:
+    """A model on its way through training steps, in one of `WAYS`.
+
+    Args:
+        way: a key of `WAYS`.
+        half: a key of `HALVES`; None where nothing is half.
+        model: on its device, in float32.
+        batch: what it is called with.
+        make_optimizer: of its parameters.
+    """
+
+    def __init__(
+        self, way: str, half: str | None, model: nn.Module, batch: Tensor, make_optimizer: MakeOptimizer
+    ) -> None:
+        self.model, self.batch = model, batch
+        self.optimizer = make_optimizer(model.parameters())
+        self._half = None if half is None else HALVES[half]
+        self._autocasts = way == "autocast"
+        self._loss: Tensor | None = None
+        device = batch.device.type
+        self._scaler = torch.amp.GradScaler(device, enabled=self._autocasts and self._half is torch.float16)
+        self._has_amp = way not in ("float32", "autocast")
+        if self._has_amp:
+            amp.initialize(model, self.optimizer, opt_level=way, half_dtype=self._half, verbosity=0)
+
+    def forward(self) -> None:
+        with self._autocast():
+            self._loss = self.model(self.batch).float().square().mean()
+
+    def backward(self) -> None:
+        loss, self._loss = self._loss, None
+        assert loss is not None
+        if self._has_amp:
+            with amp.scale_loss(loss, self.optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            self._scaler.scale(loss).backward()
+
+    def step(self) -> None:
+        if self._has_amp:
+            self.optimizer.step()
+        else:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        self.optimizer.zero_grad()
+
+    def rest(self) -> None:
+        """Between two steps nothing is done, and all that is kept is there."""
+
+    def whole(self) -> None:
+        for phase in PHASES:
+            getattr(self, phase)()
+
+    def infer(self) -> None:
+        with self._autocast():
+            self.model(self.batch)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[None]:
+        if self._autocasts:
+            return torch.autocast(self.batch.device.type, dtype=self._half)
+        return contextlib.nullcontext()
+
+
+def peak(device: str, prepare: Callable[[], Callable[[], object]]) -> int:
+    """The most bytes of a device's memory that are allocated at any moment of a piece of work.
+
+    Only what is allocated from the start of ``prepare`` on counts, and none of what amp and torch keep for good.
+
+    Args:
+        device: "cpu" or "cuda".
+        prepare: makes whatever the work needs, and returns the work, which has to hold on to it.
+    """
+    try:
+        return peak_allocated(prepare) if device == "cpu" else _peak_on_gpu(prepare)
+    finally:
+        amp.deinitialize()
+
+
+def _peak_on_gpu(prepare: Callable[[], Callable[[], object]]) -> int:
+    # What libraries allocate on first use, such as cuBLAS its workspace, they keep.
+    prepare()()
+    amp.deinitialize()
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    work = prepare()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    torch.cuda.synchronize()
+    # Requested and not allocated: the latter are rounded up, which counts where tensors are small.
+    return int(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
+
+
+def peak_of(device: str, phase: str, start: Callable[[], Training]) -> int:
+    """`peak` of a phase of the third training step: with the second, all that there is to be has come."""
+
+    def prepare() -> Callable[[], object]:
+        training = start()
+        for _ in range(2):
+            training.whole()
+        if phase in PHASES:
+            for earlier in PHASES[: PHASES.index(phase)]:
+                getattr(training, earlier)()
+        work: Callable[[], object] = getattr(training, phase)
+        return work
+
+    return peak(device, prepare)
+
+
+def network(device: str, width: int, layers: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*parts[:-1]).to(device)
+
+
+# Telling
+
+
+def show_parts() -> None:
+    print("\nthe least, by part: bytes a parameter\n")
+    ways = {parts: ", ".join(way for way in WAYS if WAYS[way] == parts) for parts in WAYS.values()}
+    print(f"{'':34}" + "".join(f"{names:>20}" for names in ways.values()))
+    for part, title in TITLES.items():
+        print(f"{title:34}" + "".join(f"{getattr(parts, part) or '':>20}" for parts in ways))
+
+
+def line(cells: list[str]) -> str:
+    return f"{cells[0]:10}{cells[1]:10}" + "".join(f"{cell:>18}" for cell in cells[2:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--width", type=int, default=1280, help="of the layers (default: 1280)")
+    parser.add_argument("--layers", type=int, default=6, help="of that width (default: 6)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
+    options = parser.parse_args()
+    device: str = options.device
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: torch sees no GPU here")
+    model = network(device, options.width, options.layers)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    where = "CPU" if device == "cpu" else torch.cuda.get_device_name()
+    title = f"{where}, torch {torch.__version__}: a network of {count:,} parameters, 8 rows a batch"
+    print(title)
+    show_parts()
+    print("\nbytes a parameter at the peak, and in brackets the least, of which activations, and what one operation")
+    print("needs for itself, are no part")
+
+    def start(way: str, half: str | None, make_optimizer: MakeOptimizer) -> Training:
+        batch = torch.ones(8, options.width, device=device)
+        return Training(way, half, network(device, options.width, options.layers), batch, make_optimizer)
+
+    rows: list[dict[str, Any]] = []
+    for name, make_optimizer in OPTIMIZERS.items():
+        print(f"\n{name}\n{line(['', '', *PHASES_AND_REST])}")
+        for way, parts in WAYS.items():
+            for half in halves(way):
+                begin = functools.partial(start, way, half, make_optimizer)
+                found = {phase: peak_of(device, phase, begin) / count for phase in PHASES_AND_REST}
+                least = {phase: parts.least(phase, STATE[name]) for phase in PHASES_AND_REST}
+                cells = [f"{found[phase]:.2f} ({least[phase]:2})" for phase in PHASES_AND_REST]
+                print(line([way, half or "", *cells]), flush=True)
+                rows.append({"optimizer": name, "way": way, "half": half, "bytes": found, "least": least})
+    if options.json:
+        options.json.write_text(json.dumps({"title": title, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

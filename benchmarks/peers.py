@@ -1,0 +1,360 @@
+"""Ways to train in half precision, each as its user would write it, so that they can be compared.
+
+A peer trains one model in the process that it is in, and may do to torch whatever it needs until it is closed. Nothing
+is timed here; whoever does is told where one phase of a step ends and the next begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+#: Where dynamic scales start, and stay in a short run: low enough for nothing to overflow in these models.
+LOSS_SCALE = 2.0**10
+
+Done = Callable[[str], object]
+MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+
+class Batch(NamedTuple):
+    input: Tensor
+    target: Tensor
+
+
+def nobody(_: str) -> None:
+    """For whom it is all the same which phase has ended."""
+
+
+class Peer:
+    """Trains in float32. The other ways derive from this one, and say what they do otherwise.
+
+    Args:
+        model: in float32.
+        make_optimizer: makes an optimizer of its parameters.
+        half: float16 or bfloat16, which here is not used.
+    """
+
+    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, half: torch.dtype) -> None:
+        self.model, self.half = model, half
+        self.scales = half is torch.float16
+        self.optimizer = make_optimizer(model.parameters())
+
+    def casts(self) -> contextlib.AbstractContextManager[object]:
+        """In its block torch's functions cast as they do in this way."""
+        return contextlib.nullcontext()
+
+    def outputs(self, input: Tensor) -> Tensor:
+        return self.model(input)
+
+    def loss(self, batch: Batch) -> Tensor:
+        return F.cross_entropy(self.outputs(batch.input), batch.target)
+
+    def forget_casts(self) -> None:
+        """Ends an iteration that no step ends."""
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def step(self, batch: Batch, done: Done = nobody) -> Tensor:
+        """A training step.
+
+        Args:
+            batch: what is learnt.
+            done: hears of the end of each phase.
+
+        Returns:
+            The loss, not scaled.
+        """
+        self.optimizer.zero_grad()
+        done("zero_grad")
+        loss = self.loss(batch)
+        done("forward")
+        loss.backward()
+        done("backward")
+        self.optimizer.step()
+        done("step")
+        return loss
+
+    def work_on_gradients(self, done: Done) -> None:
+        """Once more what a step does to its gradients beside the optimizer, by itself: they are zeros here."""
+
+    def close(self) -> None:
+        """Leaves torch as it was."""
+
+
+class Autocast(Peer):
+    """``torch.autocast``, and ``torch.amp.GradScaler`` for float16."""
+
+    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, half: torch.dtype) -> None:
+        super().__init__(model, make_optimizer, half)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=LOSS_SCALE, enabled=self.scales)
+
+    def casts(self) -> contextlib.AbstractContextManager[object]:
+        return torch.autocast("cpu", dtype=self.half)
+
+    def outputs(self, input: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=self.half):
+            return self.model(input)
+
+    def loss(self, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", dtype=self.half):
+            return F.cross_entropy(self.model(batch.input), batch.target)
+
+    def forget_casts(self) -> None:
+        torch.clear_autocast_cache()
+
+    def step(self, batch: Batch, done: Done = nobody) -> Tensor:
+        self.optimizer.zero_grad()
+        done("zero_grad")
+        loss = self.loss(batch)
+        done("forward")
+        scaled = self.scaler.scale(loss)
+        done("scale")
+        scaled.backward()
+        done("backward")
+        self.scaler.step(self.optimizer)  # unscales first
+        done("step")
+        self.scaler.update()
+        done("update")
+        return loss
+
+    def work_on_gradients(self, done: Done) -> None:
+        self.scaler.unscale_(self.optimizer)
+        done("unscale")
+        self.scaler.update()
+        done("update")
+
+
+class WithAmp(Peer):
+    """The loop that is written for Apex's amp.
+
+    Args:
+        amp: the module, of whichever make.
+        model: in float32.
+        make_optimizer: makes an optimizer of its parameters.
+        half: the half type.
+        settings: for ``amp.initialize``.
+    """
+
+    def __init__(
+        self, amp: Any, model: nn.Module, make_optimizer: MakeOptimizer, half: torch.dtype, **settings: object
+    ) -> None:
+        super().__init__(model, make_optimizer, half)
+        self.amp = amp
+        # It starts at the highest scale that it may have: of the two only this one can be said in Apex as well.
+        self.model, self.optimizer = amp.initialize(
+            self.model, self.optimizer, max_loss_scale=LOSS_SCALE, verbosity=0, **settings
+        )
+
+    def step(self, batch: Batch, done: Done = nobody) -> Tensor:
+        self.optimizer.zero_grad()
+        done("zero_grad")
+        loss = self.loss(batch)
+        done("forward")
+        with self.amp.scale_loss(loss, self.optimizer) as scaled:
+            done("scale")
+            scaled.backward()
+            done("backward")
+        done("unscale")
+        self.optimizer.step()
+        done("step")
+        return loss
+
+
+class Apex(WithAmp):
+    """Apex's amp, which casts to float16 alone, and whose patches nothing public takes out again."""
+
+    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, half: torch.dtype, opt_level: str) -> None:
+        from apex import amp
+
+        super().__init__(amp, model, make_optimizer, half, opt_level=opt_level)
+
+
+class Ampatch(WithAmp):
+    def __init__(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, half: torch.dtype, opt_level: str, cast_lists: Any = None
+    ) -> None:
+        # Here, so that the processes of the others do without; and the kernels, which no public name leads to.
+        from ampatch import amp, kernels
+
+        super().__init__(amp, model, make_optimizer, half, opt_level=opt_level, half_dtype=half, cast_lists=cast_lists)
+        self.kernels = kernels
+        self.scaler = amp.LossScaler("dynamic" if self.scales else 1.0, max_loss_scale=LOSS_SCALE)
+        # Both in the order of the model's parameters.
+        self.pairs = list(zip(self.model.parameters(), amp.master_params(self.optimizer), strict=True))
+        self.inv_scale, self.found_inf = torch.tensor(1 / LOSS_SCALE), torch.zeros(())
+
+    def forget_casts(self) -> None:
+        self.amp.clear_cache()
+
+    def work_on_gradients(self, done: Done) -> None:
+        halves = [(own.grad, master.grad) for own, master in self.pairs if own is not master]
+        if halves:
+            narrow, wide = map(list, zip(*halves, strict=True))
+            self.kernels.unscale_copy(narrow, wide, self.inv_scale, self.found_inf, True)
+        if self.scales:
+            self.kernels.unscale_(
+                [own.grad for own, master in self.pairs if own is master], self.inv_scale, self.found_inf
+            )
+        done("unscale")
+        self.scaler.update()
+        done("update")
+
+    def close(self) -> None:
+        self.amp.deinitialize()
+
+
+class ByHand(Peer):
+    """A model converted by hand: half weights, batch norm excepted, whose float32 masters the optimizer updates.
+
+    Copies and unscaling are torch's multi-tensor kernels, as `torch.amp.GradScaler` uses them; the masters' gradients
+    are allocated once.
+    """
+
+    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, half: torch.dtype) -> None:
+        values = [parameter.detach().clone() for parameter in model.parameters()]
+        model.to(half)
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.float()
+        self.halves: list[Tensor] = []
+        self.masters: list[Tensor] = []
+        self.kept: list[Tensor] = []  # in float32, without a master
+        updated = []
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            if parameter.dtype is half:
+                master = nn.Parameter(value)
+                master.grad = torch.zeros_like(master)
+                self.halves.append(parameter)
+                self.masters.append(master)
+                updated.append(master)
+            else:
+                parameter.data.copy_(value)
+                self.kept.append(parameter)
+                updated.append(parameter)
+        super().__init__(model, lambda _: make_optimizer(updated), half)
+        self.scale, self.inv_scale = torch.tensor(LOSS_SCALE), torch.tensor(1 / LOSS_SCALE)
+        self.growth, self.found_inf = torch.zeros((), dtype=torch.int32), torch.zeros(())
+        self.skips_by_itself = self.scales and getattr(self.optimizer, "_step_supports_amp_scaling", False)
+
+    def outputs(self, input: Tensor) -> Tensor:
+        return self.model(input.to(self.half)).float()
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+    def step(self, batch: Batch, done: Done = nobody) -> Tensor:
+        self.model.zero_grad()  # the masters' gradients are written over
+        done("zero_grad")
+        loss = self.loss(batch)
+        done("forward")
+        scaled = loss * self.scale if self.scales else loss
+        done("scale")
+        scaled.backward()
+        done("backward")
+        self.unscale()
+        done("unscale")
+        self.update_weights()
+        done("step")
+        if self.scales:
+            self.update_scale()
+        done("update")
+        return loss
+
+    def unscale(self) -> None:
+        wide = [master.grad for master in self.masters]
+        torch._foreach_copy_(wide, [parameter.grad for parameter in self.halves])
+        if self.scales:
+            self.found_inf.zero_()
+            wide += [parameter.grad for parameter in self.kept]
+            inv_scale = torch.reciprocal(self.scale, out=self.inv_scale)
+            torch._amp_foreach_non_finite_check_and_unscale_(wide, self.found_inf, inv_scale)
+
+    def update_weights(self) -> None:
+        if self.skips_by_itself:
+            self.optimizer.found_inf, self.optimizer.grad_scale = self.found_inf, None
+        elif self.scales and self.found_inf.item():
+            return
+        self.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self.halves, self.masters)
+
+    def update_scale(self) -> None:
+        torch._amp_update_scale_(self.scale, self.growth, self.found_inf, 2.0, 0.5, 2000)
+
+    def work_on_gradients(self, done: Done) -> None:
+        self.unscale()
+        done("unscale")
+        if self.scales:
+            self.update_scale()
+        done("update")
+
+
+# Contenders
+
+# What autocast's lists for the CPU leave in half, and the shipped ones, as autocast's for GPUs, compute in float32.
+AS_AUTOCAST = {"unlisted": {"torch": ["layer_norm"], "torch.nn.functional": ["layer_norm"]}}
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A peer, and how it is measured.
+
+    Attributes:
+        make: makes the peer of a model, of what makes an optimizer, and of the half type.
+        reference: the name of the contender that its times are divided by.
+        skips: the subjects of cases that it takes no part in.
+        environment: variables that its process is to see.
+        half: the name of the only half type that it knows; None: it knows both.
+        stays_patched: whether every case needs a new process.
+    """
+
+    make: Callable[..., Peer]
+    reference: str
+    skips: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    half: str | None = None
+    stays_patched: bool = False
+
+
+UNPATCHED, AUTOCAST, BY_HAND = "unpatched", "torch.autocast", "O2 by hand"
+O1, O2 = (functools.partial(Ampatch, opt_level=level) for level in ("O1", "O2"))
+CONTENDERS = {
+    UNPATCHED: Contender(Peer, AUTOCAST),
+    AUTOCAST: Contender(Autocast, AUTOCAST),
+    "ampatch O1": Contender(O1, AUTOCAST),
+    # What runs without the compiled library.
+    "ampatch O1 in Python": Contender(O1, AUTOCAST, environment={"AMPATCH_CALLS": "python"}),
+    "ampatch O1, autocast's casts": Contender(
+        functools.partial(O1, cast_lists=AS_AUTOCAST), AUTOCAST, skips=("calls", "convnet", "MLP", "layers")
+    ),
+    BY_HAND: Contender(ByHand, BY_HAND, skips=("calls",)),
+    "ampatch O2": Contender(O2, BY_HAND, skips=("calls",)),
+}
+APEX = {
+    f"Apex {level}": Contender(
+        functools.partial(Apex, opt_level=level), reference, skips, half="float16", stays_patched=True
+    )
+    for level, reference, skips in (("O1", AUTOCAST, ("layers",)), ("O2", BY_HAND, ("calls", "layers")))
+}
+TRY_APEX = """
+import torch
+from apex import amp
+model = torch.nn.Linear(1, 1)
+amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+"""
+
+
+def apexs_fault() -> str | None:
+    """Why Apex cannot take part; None if it can."""
+    tried = subprocess.run([sys.executable, "-c", TRY_APEX], capture_output=True, text=True, check=False)
+    return tried.stderr.strip().rpartition("\n")[2] if tried.returncode else None

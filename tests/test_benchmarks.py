@@ -1,0 +1,139 @@
+"""The benchmarks: that they run, and leave no row out. What they measure is for people to judge."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+HALVES = ["float16", "bfloat16"]
+
+Rows = dict[tuple[str, str, str, str], dict[str, Any]]
+
+
+def imported(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `benchmarks/eager_overhead.py --quick` found, and printed."""
+    file = tmp_path_factory.mktemp("benchmark") / "report.json"
+    command = [sys.executable, str(BENCHMARKS / "eager_overhead.py"), "--quick", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(file.read_text(encoding="utf-8"))
+    report["printed"] = done.stdout
+    return report
+
+
+@pytest.mark.slow
+class TestEagerOverhead:
+    @pytest.fixture
+    def rows(self, report: dict[str, Any]) -> Rows:
+        key = ("section", "half", "name", "contender")
+        return {tuple(row[part] for part in key): row for row in report["rows"]}
+
+    @pytest.mark.parametrize("half", HALVES)
+    def test_every_call_has_a_row_for_each_who_casts_calls(
+        self, rows: Rows, half: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls = [call.name for call in imported("eager_cases", monkeypatch).CALLS]
+        contenders = ["unpatched", "unpatched, again", "torch.autocast", "ampatch O1"]
+        expected = {("calls", half, *pair) for pair in itertools.product(calls, contenders)}
+        assert len(calls) > 10
+        assert expected <= rows.keys()
+
+    @pytest.mark.parametrize("half", HALVES)
+    @pytest.mark.parametrize("model", ["transformer", "convnet", "MLP"])
+    def test_every_model_has_a_row_for_everything_that_is_done_with_it(
+        self, rows: Rows, half: str, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        work = [f"{model}: {name}" for name in imported("eager_cases", monkeypatch).WORK]
+        contenders = ["unpatched", "torch.autocast", "ampatch O1", "O2 by hand", "ampatch O2"]
+        expected = {("steps", half, *pair) for pair in itertools.product(work, contenders)}
+        assert len(work) > 5
+        assert expected <= rows.keys()
+
+    @pytest.mark.parametrize("half", HALVES)
+    @pytest.mark.parametrize(
+        ("contender", "layers"),
+        [
+            ("ampatch O1", ["a cast", "a cached weight's look-up", "a weight's cast that misses"]),
+            ("ampatch O2", ["casts around a forward"]),
+        ],
+        ids=["O1", "O2"],
+    )
+    def test_every_layer_has_a_row(self, rows: Rows, half: str, contender: str, layers: list[str]) -> None:
+        phases = ["scale", "unscale", "step, over the unpatched", "all but forward and backward"]
+        of_steps = [f"{optimizer}: {phase}" for optimizer in ("SGD", "fused AdamW") for phase in phases]
+        layers = [*layers, *of_steps, "by itself: unscale", "by itself: update"]
+        assert {("layers", half, layer, contender) for layer in layers} <= rows.keys()
+
+    def test_figures_are_finite_and_stand_within_their_spread(self, rows: Rows) -> None:
+        for row in rows.values():
+            if not row["fault"]:
+                assert all(math.isfinite(row[part]) for part in ("median", "low", "high", "seconds")), row
+                assert row["low"] <= row["median"] <= row["high"], row
+
+    def test_ratios_to_the_reference_are_above_zero(self, rows: Rows) -> None:
+        ratios = [row for row in rows.values() if row["unit"].startswith("of ")]
+        assert {row["unit"] for row in ratios} == {"of torch.autocast", "of O2 by hand"}
+        assert all(row["median"] > 0 for row in ratios)
+
+    def test_nobody_is_measured_who_computes_something_else(self, rows: Rows) -> None:
+        """What torch.autocast computes in half on the CPU, and does not cast at all there."""
+        faults = {(row["name"], row["contender"]): row["fault"].split()[0] for row in rows.values() if row["fault"]}
+        assert faults == {
+            ("F.softmax, half input", "torch.autocast"): "in",
+            ("F.layer_norm, half input", "torch.autocast"): "in",
+            ("torch.dot, mixed types (promote)", "torch.autocast"): "refused",
+        }
+
+    def test_aims_stand_beside_what_is_to_reach_them(self, rows: Rows) -> None:
+        aims = {row["name"]: row["aim"] for row in rows.values() if row["aim"] is not None}
+        assert aims["F.linear, half input, weights cached"] == 150
+        assert aims["transformer: whole step, SGD"] == 0.95
+        assert all(row["contender"].startswith("ampatch O1") for row in rows.values() if row["aim"] is not None)
+
+    def test_who_is_not_installed_is_named(self, report: dict[str, Any]) -> None:
+        for name, reason in report["left_out"].items():
+            assert f"{name} is left out: {reason}" in report["printed"]
+        assert ("Apex" in report["left_out"]) != any(row["contender"].startswith("Apex") for row in report["rows"])
+
+
+class TestComparison:
+    """What `benchmarks/eager_overhead.py` says of results before it prints a time."""
+
+    @pytest.mark.parametrize(
+        ("dtype", "values", "fault"),
+        [
+            ("float32", [1.0, 2.01], ""),
+            ("float32", [1.0, 3.0], "other values"),
+            ("float32", [1.0, math.nan], "other values"),
+            ("float16", [1.0, 2.0], "in float16"),
+            ("", [], "refused"),
+        ],
+        ids=["close", "far", "not finite", "of another type", "refused"],
+    )
+    def test_of_a_call(self, dtype: str, values: list[float], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        overhead = imported("eager_overhead", monkeypatch)
+        right, found = overhead.Evidence("float32", [1.0, 2.0]), overhead.Evidence(dtype, values)
+        findings = {"unpatched": overhead.Findings({"x": right}), "ampatch O1": overhead.Findings({"x": found})}
+        assert overhead.fault("calls", "x", "ampatch O1", findings) == fault
+
+    def test_the_spread_leaves_out_a_tenth_of_the_rounds_on_either_side(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        row = imported("eager_overhead", monkeypatch).Row("calls", "float16", "x", "ampatch O1", "ns over unpatched")
+        filled = row.of([float(value) for value in range(11)], [1.0] * 11)
+        assert (filled.low, filled.median, filled.high) == (1, 5, 9)
+        assert filled.cell() == "+5 (+1 to +9)"
