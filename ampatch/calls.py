@@ -103,6 +103,11 @@ def in_use() -> str:
     return _current().why
 
 
+def compiled() -> ModuleType | None:
+    """The module in C++, for what else it has; None where Python is in use."""
+    return _current().module
+
+
 def new_store() -> Store:
     """An empty store of the implementation in use."""
     module = _current().module

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import operator
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,27 +24,64 @@ from ampatch.conversion_plan import Plan
 from ampatch.errors import OptionError, UsageError
 from ampatch.opt_levels import HALVES
 
+# Asked of all tensors of a list by `map`, since a line of Python for each takes several times as long.
+_VERSION = operator.attrgetter("_version")
+_ADDRESS = Tensor.data_ptr
+
 
 class Mark:
     """A moment in the life of a tensor: tells whether it was written to since, as far as torch counts it."""
 
-    __slots__ = ("_address", "_data", "_version")
+    __slots__ = ("_data", "address", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         # Held, so that no other data can come to lie at its address.
         self._data = tensor.data
-        self._address = tensor.data_ptr()
-        self._version = tensor._version
+        self.address = tensor.data_ptr()
+        self.version = tensor._version
 
     def is_now(self, tensor: Tensor) -> bool:
         """Whether nothing was written since."""
-        return tensor._version == self._version and tensor.data_ptr() == self._address
+        return tensor._version == self.version and tensor.data_ptr() == self.address
 
     def renew(self, tensor: Tensor) -> None:
         """The moment is now."""
-        if tensor.data_ptr() != self._address:
-            self._data, self._address = tensor.data, tensor.data_ptr()
-        self._version = tensor._version
+        if tensor.data_ptr() != self.address:
+            self._data, self.address = tensor.data, tensor.data_ptr()
+        self.version = tensor._version
+
+
+class Marks:
+    """The marks of many tensors, which are renewed together, and asked all at once.
+
+    A mark may be renewed by itself as well, by who has written to its tensor.
+
+    Args:
+        marks: of each tensor.
+        tensors: as many.
+    """
+
+    __slots__ = ("_addresses", "_marks", "_tensors", "_versions")
+
+    def __init__(self, marks: list[Mark], tensors: list[Tensor]) -> None:
+        self._marks, self._tensors = marks, tensors
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+
+    def are_now(self) -> bool:
+        """Whether nothing was written since `renew`."""
+        tensors = self._tensors
+        return list(map(_VERSION, tensors)) == self._versions and list(map(_ADDRESS, tensors)) == self._addresses
+
+    def renew(self) -> None:
+        """The moment is now."""
+        tensors = self._tensors
+        self._versions, self._addresses = list(map(_VERSION, tensors)), list(map(_ADDRESS, tensors))
+        for mark, tensor, version, address in zip(self._marks, tensors, self._versions, self._addresses, strict=True):
+            if mark.address == address:
+                mark.version = version
+            else:
+                mark.renew(tensor)
 
 
 @dataclass(slots=True, eq=False)

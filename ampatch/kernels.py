@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from ampatch import extension, extension_kernels, torch_kernels
+from ampatch import calls, extension, extension_kernels, torch_kernels
 from ampatch.errors import KernelError, OptionError, did_you_mean
 from ampatch.opt_levels import HALVES
 
@@ -182,6 +182,8 @@ def unscale_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
         found_inf: 0-dimensional float32.
     """
     grads = list(grads)
+    if not grads:  # where all are masters'
+        return
     device = _ordinary_device(grads)
     if device is not None and not any(map(_IS_RECORDED, grads)):
         _unscale(_operators_on(device), device, grads, inv_scale, found_inf)
@@ -347,6 +349,9 @@ def _ordinary_device(tensors: list[Tensor]) -> torch.device | None:
 
     Those are their own `values_of`, and one implementation does for all of them.
     """
+    compiled = calls.compiled()
+    if compiled is not None:
+        return compiled.ordinary_device(tensors)  # type: ignore[no-any-return]
     if not _TYPES.issuperset(map(type, tensors)):
         return None
     kinds = set(map(_KIND, tensors))

@@ -12,9 +12,10 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import operator
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from ampatch import kernels, optimizer_state
-from ampatch.conversion import Backing, Conversion
+from ampatch.conversion import Backing, Conversion, Mark, Marks
 from ampatch.errors import UsageError, warn
 from ampatch.opt_levels import HALVES
 from ampatch.patching import PatchLedger
+
+_DTYPE = operator.attrgetter("dtype")
 
 
 class _Gradient(enum.Enum):
@@ -58,8 +61,8 @@ class _Pair:
 
     def leave(self, gradient: _Gradient) -> None:
         """Takes note of the gradient that is left in the half parameter."""
-        self.gradient, self.left = gradient, self.parameter.grad
-        self.left_version = 0 if self.left is None else self.left._version
+        grad = self.parameter.grad
+        self.gradient, self.left, self.left_version = gradient, grad, 0 if grad is None else grad._version
 
     def clear(self) -> None:
         """There is no gradient in the half parameter."""
@@ -79,11 +82,6 @@ class _Pair:
         # gradients, and of those with a graph.
         return left._version == self.left_version and left.layout is torch.strided and not grad.requires_grad
 
-    @property
-    def has_new_gradient(self) -> bool:
-        """Whether there is something that the master is to get."""
-        return self.gradient is not _Gradient.SHOWN and self.parameter.grad is not None
-
 
 class MasterWeights:
     """The masters of one optimizer.
@@ -102,6 +100,7 @@ class MasterWeights:
         self._conversion = conversion
         self._pairs: dict[int, _Pair] = {}  # by id of the half parameter
         self._parameters: dict[int, nn.Parameter] = {}  # by id of the master
+        self._marks = Marks([], [])  # of all pairs, when they were last in step
 
     def install(self, ledger: PatchLedger) -> None:
         """Makes the masters, and has the optimizer's other methods know of them.
@@ -125,7 +124,7 @@ class MasterWeights:
     def complete(self) -> None:
         """Makes masters for half parameters of the optimizer that have none: of new groups, or unfrozen since."""
         optimizer = self._optimizer() if self._wanted else None
-        if optimizer is None:
+        if optimizer is None or HALVES.isdisjoint(map(_DTYPE, optimizer_state.parameters_of(optimizer))):
             return
         new: dict[int, _Pair] = {}
         try:
@@ -147,6 +146,7 @@ class MasterWeights:
         if new:
             self._pairs.update(new)
             self._parameters.update({id(pair.master): pair.parameter for pair in new.values()})
+            self._marks = Marks(*_marks_and_tensors(self._pairs.values()))
             # Its way out is `take_out`, which puts back what has been put in.
             optimizer_state.replace_parameters(
                 optimizer,
@@ -163,6 +163,7 @@ class MasterWeights:
             self._conversion.release(pair.parameter)
         self._pairs.clear()
         self._parameters.clear()
+        self._marks = Marks([], [])
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -184,27 +185,33 @@ class MasterWeights:
             inv_scale: what it is to be multiplied by, 0-dimensional float32; None: 1.
             found_inf: 0-dimensional float32, set to 1 if any of it is not finite; None: that is not asked.
         """
-        pairs = [pair for pair in self._pairs.values() if pair.has_new_gradient]
+        pairs = self._with_new_gradients()
         if not pairs:
             return
         device = pairs[0].master.device
         factor = torch.ones((), dtype=torch.float32, device=device) if inv_scale is None else inv_scale
         found_inf = torch.zeros((), dtype=torch.float32, device=device) if found_inf is None else found_inf
-        first: list[_Pair] = []
-        later: list[_Pair] = []
+        first: list[Tensor] = []
+        first_full: list[Tensor] = []
+        later: list[Tensor] = []
+        later_full: list[Tensor] = []
+        strided = torch.strided
         for pair in pairs:
-            grad, full = _gradient(pair.parameter), pair.master.grad
-            if grad.requires_grad or _is_sparse(grad) or _is_sparse(full):
+            grad, full = pair.parameter.grad, pair.master.grad
+            assert grad is not None
+            if grad.requires_grad or grad.layout is not strided or not (full is None or full.layout is strided):
                 _take_gradient(pair, inv_scale, found_inf)
             elif full is None:
-                pair.master.grad = torch.empty_like(grad, dtype=torch.float32)
-                first.append(pair)
+                pair.master.grad = full = torch.empty_like(grad, dtype=torch.float32)
+                first.append(grad)
+                first_full.append(full)
             else:
-                later.append(pair)
-        for kernel, chosen in ((kernels.unscale_copy, first), (kernels.unscale_add, later)):
-            if chosen:
-                grads = [_gradient(pair.parameter) for pair in chosen]
-                kernel(grads, [_gradient(pair.master) for pair in chosen], factor, found_inf, write_back=True)
+                later.append(grad)
+                later_full.append(full)
+        if first:
+            kernels.unscale_copy(first, first_full, factor, found_inf, write_back=True)
+        if later:
+            kernels.unscale_add(later, later_full, factor, found_inf, write_back=True)
         for pair in pairs:
             pair.leave(_Gradient.SHOWN)
 
@@ -214,7 +221,12 @@ class MasterWeights:
 
     def new_gradients(self) -> list[Tensor]:
         """What backward left in half parameters, and `take_gradients` would take."""
-        return [_gradient(pair.parameter) for pair in self._pairs.values() if pair.has_new_gradient]
+        return [_gradient(pair.parameter) for pair in self._with_new_gradients()]
+
+    def _with_new_gradients(self) -> list[_Pair]:
+        """The pairs in which there is something that the master is to get."""
+        shown = _Gradient.SHOWN
+        return [pair for pair in self._pairs.values() if pair.gradient is not shown and pair.parameter.grad is not None]
 
     def show_gradients(self) -> None:
         """Shows the masters' gradients in the half parameters once more, after they were changed."""
@@ -235,7 +247,7 @@ class MasterWeights:
     def follow_clearing(self) -> None:
         """Drops the masters' gradients where somebody has set those of the half parameters to None."""
         for pair in self._pairs.values():
-            if pair.was_cleared:
+            if pair.left is not None and pair.was_cleared:
                 pair.master.grad = None
                 pair.gradient, pair.left = _Gradient.NEW, None
 
@@ -248,7 +260,7 @@ class MasterWeights:
         Warns:
             AmpWarning: gradients of half parameters were changed after they had been unscaled.
         """
-        if not self._pairs:
+        if not self._touched():
             return
         self.follow_clearing()
         changed = [
@@ -275,6 +287,15 @@ class MasterWeights:
                 "and put every backward into a block of amp.scale_loss."
             )
         self.take_gradients()
+
+    def _touched(self) -> list[_Pair]:
+        """The pairs whose half gradient is not what amp has left there, or has been written to since."""
+        return [
+            pair
+            for pair in self._pairs.values()
+            if (grad := pair.parameter.grad) is not pair.left
+            or (grad is not None and grad._version != pair.left_version)
+        ]
 
     def make_way(self) -> None:
         """Has what is shown make way for what backward will leave: zeros, so that clearing them can be seen."""
@@ -332,10 +353,13 @@ class MasterWeights:
         Raises:
             UsageError: the model was converted to another type.
         """
+        if self._compared and self._marks.are_now():
+            return
         for pair in self._pairs.values():
             if not (self._compared and pair.backing.is_in_step(pair.parameter)):
                 pair.backing.synchronise(pair.parameter)
         self._compared = True
+        self._marks.renew()
 
     def write(self) -> None:
         """Writes the masters into the half weights, rounded."""
@@ -351,8 +375,7 @@ class MasterWeights:
             kernels.copy_to_half([pair.master for pair in updated], [pair.parameter for pair in updated])
             if others:
                 kernels.copy_to_half([pair.master for pair in others], [pair.parameter.data for pair in others])
-        for pair in self._pairs.values():
-            pair.backing.note(pair.parameter)
+        self._marks.renew()
 
     # What the optimizer's own methods do besides
 
@@ -401,6 +424,18 @@ class MasterWeights:
             moved[parameter] = optimizer_state.retyped(value, key.dtype, parameter.dtype, parameter)
         state["state"] = moved
         return state
+
+
+def _marks_and_tensors(pairs: Iterable[_Pair]) -> tuple[list[Mark], list[Tensor]]:
+    """The marks of both sides of pairs, and what they are the marks of."""
+    marks: list[Mark] = []
+    tensors: list[Tensor] = []
+    for pair in pairs:
+        assert pair.backing.half_mark is not None
+        assert pair.backing.full_mark is not None
+        marks += pair.backing.half_mark, pair.backing.full_mark
+        tensors += pair.parameter, pair.master
+    return marks, tensors
 
 
 def _gradient(parameter: Tensor) -> Tensor:

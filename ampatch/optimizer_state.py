@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampatch import calls
 from ampatch.casting import CASTABLE, cast_tensors
 from ampatch.errors import OptionError
 
@@ -26,7 +27,15 @@ def parameters_of(optimizer: Any) -> Iterator[Tensor]:
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     """The gradients that are there, each once."""
+    compiled = calls.compiled()
+    if compiled is not None:
+        return compiled.gradients_of(parameters)  # type: ignore[no-any-return]
     return list({id(grad): grad for parameter in parameters if (grad := parameter.grad) is not None}.values())
+
+
+def has_gradients(parameters: Iterable[Tensor]) -> bool:
+    """Whether there is any gradient."""
+    return any(parameter.grad is not None for parameter in parameters)
 
 
 def replace_parameters(optimizer: Any, replacement_of: Callable[[Tensor], tuple[Tensor, torch.dtype] | None]) -> None:

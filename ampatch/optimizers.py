@@ -403,9 +403,9 @@ class AdoptedOptimizer:
         before = Snapshot(self._optimizer()) if may_go_back else None
         try:
             if not self.masters:
-                with self._switch.disabled():
+                with self._switch.suspended():
                     return original(*args, **kwargs)
-            with self._writing(), self._switch.disabled():
+            with self._writing(), self._switch.suspended():
                 return original(*args, **kwargs)
         except _ClosureOverflowedError as error:
             if before is not None:
@@ -482,7 +482,7 @@ class AdoptedOptimizer:
         optimizer.grad_scale = None if self._folded is None else self._folded.divisor
         optimizer.found_inf = torch.stack(verdicts).amax() if verdicts else None
         try:
-            with self._writing(), self._switch.disabled():
+            with self._writing(), self._switch.suspended():
                 result = original()
             if self.is_folded:
                 self.leave_scale()

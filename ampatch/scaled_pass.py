@@ -14,7 +14,7 @@ from torch import Tensor
 from ampatch import kernels
 from ampatch.distributed import Processes
 from ampatch.errors import UsageError
-from ampatch.optimizer_state import gradients_of
+from ampatch.optimizer_state import gradients_of, has_gradients
 from ampatch.optimizers import AdoptedOptimizer
 from ampatch.scaling import Scaling
 
@@ -73,7 +73,7 @@ class ScaledPass:
                     kernels.zero_after_overflow_(optimizer.gradients(), optimizer.passes[-1].found_inf)
                 optimizer.masters.make_way()
             # Mostly there are none: those of the step before were cleared.
-            found = [] if self.scaling.is_one else [optimizer for optimizer in unscaled if optimizer.gradients()]
+            found = [] if self.scaling.is_one else [each for each in unscaled if has_gradients(each.parameters())]
             for optimizer in found:
                 optimizer.widen_half_gradients(but=scaled)
             if found:

@@ -177,7 +177,8 @@ class Session:
             rules = self.settings.lists.for_half(self.settings.properties.half_dtype).values()
             self._functions.install(rules, registered)
             autocast_gates.open_gates(self.ledger, self.switch)
-            self.switch.follow_checkpoints(self.ledger)
+            # What a region casts when it is recomputed is needed for its backward, which comes next.
+            self.switch.follow_checkpoints(self.ledger, self.cache.end_iteration)
             self.switch.follow_replicas(self.ledger)
             handle = register_optimizer_step_post_hook(_forget_casts(weakref.ref(self.cache)))
             self.ledger.on_undo(handle.remove)

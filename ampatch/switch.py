@@ -17,6 +17,7 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ import torch.utils.checkpoint
 from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 
-from ampatch.compilers import called_in_graphs
+from ampatch.compilers import called_in_graphs, traced_within_others
 from ampatch.patching import PatchLedger
 
 # An accelerator whose backend is not public. torch leaves it out even when it asks whether *any* autocast is enabled.
@@ -64,33 +65,46 @@ class Switch:
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
         """Casts are off in this thread until the block ends; nests. In compiled code the graph turns them off."""
-        with _off_in_graph() if is_dynamo_compiling() else self._at(self._count() + 1):
+        with _off_in_graph() if is_dynamo_compiling() else _Region(self._count() + 1):
             yield
 
-    @contextlib.contextmanager
-    def resumed(self) -> Iterator[None]:
+    def suspended(self) -> AbstractContextManager[None]:
+        """`disabled`, in less time, for code that is never traced: an optimizer's step."""
+        return _Region(self._count() + 1)
+
+    def resumed(self) -> AbstractContextManager[None]:
         """Takes back one `disabled` until the block ends: for a closure that an optimizer's step calls."""
-        with self._at(self._count() - 1):
-            yield
+        return _Region(self._count() - 1)
 
-    def follow_checkpoints(self, ledger: PatchLedger) -> None:
-        """Has `torch.utils.checkpoint` recompute a region with casts on or off, as they were when it ran."""
+    def follow_checkpoints(self, ledger: PatchLedger, recomputed: Callable[[], object]) -> None:
+        """Has `torch.utils.checkpoint` recompute a region with casts on or off, as they were when it ran.
+
+        Args:
+            ledger: takes note of what is installed.
+            recomputed: called when a region was recomputed, or was about to be.
+        """
         # Below torch.utils.checkpoint.checkpoint, which many have bound or put into a functools.partial before, and
         # below the generator under it, which torch.distributed has bound.
         for owner, name, position in (
             (torch.utils.checkpoint._CheckpointFrame, "__init__", 1),
             (torch.utils.checkpoint.CheckpointFunction, "apply", 0),
         ):
-            ledger.set(owner, name, self._remembered_by(getattr(owner, name), position))
+            ledger.set(owner, name, self._remembered_by(getattr(owner, name), position, recomputed))
 
-    def _remembered_by(self, checkpoint: Callable[..., Any], position: int) -> Callable[..., Any]:
+    def _remembered_by(
+        self, checkpoint: Callable[..., Any], position: int, recomputed: Callable[[], object]
+    ) -> Callable[..., Any]:
         @functools.wraps(checkpoint)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             off, function = self._count(), args[position]
 
             def as_it_ran(*args: Any, **kwargs: Any) -> Any:
-                with self._at(off):
-                    return function(*args, **kwargs)
+                try:
+                    with _Region(off):
+                        return function(*args, **kwargs)
+                finally:
+                    if torch._C._current_graph_task_id() != -1:  # in backward
+                        recomputed()
 
             return checkpoint(*args[:position], as_it_ran, *args[position + 1 :], **kwargs)
 
@@ -109,7 +123,7 @@ class Switch:
             off = self._count()
 
             def as_here(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-                with self._at(off):
+                with _Region(off):
                     return module(*args, **kwargs)
 
             return parallel_apply([functools.partial(as_here, module) for module in modules], *args, **kwargs)
@@ -120,18 +134,31 @@ class Switch:
         """The regions that this thread is in, less those of graphs that raised."""
         return self.thread.off if self.is_off() else 0
 
-    @contextlib.contextmanager
-    def _at(self, off: int) -> Iterator[None]:
+
+class _Region:
+    """A block in which casts are off for one reason or several, or on for none.
+
+    A class, since every step of an optimizer is one, and a generator takes longer.
+    """
+
+    __slots__ = ("_before", "_off", "_signal")
+
+    def __init__(self, off: int) -> None:
+        self._off = off
+
+    @traced_within_others
+    def __enter__(self) -> None:
         # A graph cannot know how many regions it will run in.
         torch._dynamo.graph_break()
-        before, signal = self.thread.off, torch.is_autocast_enabled(_SIGNAL)
-        self.thread.off = off
-        torch.set_autocast_enabled(_SIGNAL, off > 0)
-        try:
-            yield
-        finally:
-            self.thread.off = before
-            torch.set_autocast_enabled(_SIGNAL, signal)
+        thread = Switch.thread
+        self._before, self._signal = thread.off, torch.is_autocast_enabled(_SIGNAL)
+        thread.off = self._off
+        torch.set_autocast_enabled(_SIGNAL, self._off > 0)
+
+    @traced_within_others
+    def __exit__(self, *_: object) -> None:
+        Switch.thread.off = self._before
+        torch.set_autocast_enabled(_SIGNAL, self._signal)
 
 
 @contextlib.contextmanager

@@ -127,6 +127,10 @@ class WeightCache:
         book.casts += 1
         cast = _with_version(tensor, dtype)
         if _can_be_kept(tensor, cast):
+            if cast.grad_fn is None:
+                # As its weight does, although nothing is recorded: torch's linear asks, and copies it for each row of
+                # a batch otherwise.
+                cast.requires_grad_(tensor.requires_grad)
             if len(store) >= book.sweep_at:
                 self._sweep(store)
             if tensor.is_cuda and any(store is block.store for block in self._frozen):

@@ -320,9 +320,13 @@ def _casting(cast: TensorCast) -> Adapt:
     def to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         # Every call of a listed function comes along here: no walk for tensors and plain values.
         items: list[Any] = []
+        before = done = None
         for value in args:
             if isinstance(value, Tensor):
-                items.append(cast(value))
+                # Self-attention is one tensor as query, key and value, which torch asks, to project them at once.
+                if value is not before:
+                    before, done = value, cast(value)
+                items.append(done)
             else:
                 items.append(value if type(value) in PLAIN else cast_tensors(value, cast))
         if kwargs:

@@ -175,6 +175,14 @@ class TestArguments:
         assert found is not given_
         assert found[2] is given_[2]
 
+    def test_one_tensor_as_several_arguments_stays_one(self, implementations):
+        weight, tensor = nn.Parameter(torch.ones(2)), torch.ones(2)
+        for each in implementations("whitelist", torch.float16, seen):
+            (query, key, value, other, again), _ = each.function(tensor, tensor, tensor, weight, weight)
+            assert query is key is value
+            assert other is again
+            assert each.cache.counts() == CastCounts(casts=2, cache_hits=0)
+
     @every_kind
     def test_a_call_with_nothing_to_cast_hands_over_the_very_arguments(self, implementations, kind):
         _, compiled = implementations(kind, torch.float16, seen)
@@ -295,6 +303,20 @@ class TestWeights:
                 (gradient,) = torch.autograd.grad(cast.sum(), weight)
                 assert torch.equal(gradient, torch.ones(2))
                 del weight, cast, gradient
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_one_made_without_grad_requires_grad_as_the_weight_does_and_is_no_inference_tensor(
+        self, implementations, mode
+    ):
+        for each in implementations("whitelist", torch.float16, seen):
+            for requires_grad in (True, False):
+                weight = nn.Parameter(torch.ones(2), requires_grad=requires_grad)
+                with mode():
+                    each.cache.enter_forward(each)
+                    ((cast,), _), ((again,), _) = each.function(weight), each.function(weight)
+                    each.cache.exit_forward(each)
+                assert cast is again
+                assert (cast.requires_grad, cast.is_leaf, cast.is_inference()) == (requires_grad, True, False)
 
     def test_threads_that_record_nothing_have_stores_of_their_own(self, implementations):
         _, compiled = implementations("whitelist", torch.float16, seen)
@@ -423,6 +445,18 @@ class TestFunctions:
         within = torch.compile(lambda x, w: kept(x, w) + 0, backend="eager", fullgraph=True)
         assert within(x, w).dtype == torch.float32
         assert torch.compile(kept, backend="eager")(x, w).dtype == torch.float32
+
+    def test_one_in_python_is_compiled_by_itself(self, in_cpp):
+        logits, target = torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor([0, 1])
+        amp.initialize(nn.Linear(1, 1), opt_level="O1", half_dtype=torch.bfloat16, verbosity=0)
+        graphs = []
+
+        def backend(graph, _):
+            graphs.append(graph)
+            return graph
+
+        assert torch.compile(F.cross_entropy, backend=backend)(logits, target).dtype == torch.float32
+        assert len(graphs) == 1
 
     def test_nothing_is_left_of_it_when_it_has_gone(self, in_cpp):
         from torch._dynamo.variables.builder import VariableBuilder

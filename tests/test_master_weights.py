@@ -1226,6 +1226,55 @@ class TestMoreOfWriting:
             master.data = torch.zeros_like(master)
         assert not model(batch(0)).any()
 
+    @pytest.mark.parametrize("into", ["masters", "half weights"])
+    def test_after_a_step_is_seen_by_the_next_forward_and_saved(self, into):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        for index in range(3):
+            backward(loss_of(model, index), optimizer)
+            optimizer.step()
+            with torch.no_grad():
+                (masters(optimizer) if into == "masters" else list(model.parameters()))[0].fill_(index + 0.5)
+            if index < 2:
+                model(batch(0))
+            else:
+                assert_same_bits(model.state_dict()["0.weight"], torch.full((6, 4), 2.5))
+            assert_same_bits(model[0].weight.detach().float(), torch.full((6, 4), index + 0.5))
+            assert_same_bits(masters(optimizer)[0].detach(), torch.full((6, 4), index + 0.5))
+
+    def test_data_exchanged_for_saving_and_put_back(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        backward(loss_of(model, 0), optimizer)
+        optimizer.step()
+        weight, before = model[0].weight, masters(optimizer)[0].detach().half()
+        own = weight.data
+        weight.data = torch.full_like(own, 0.25)
+        assert_same_bits(model.state_dict()["0.weight"], torch.full((6, 4), 0.25))
+        weight.data = own
+        model(batch(0))
+        assert_same_bits(masters(optimizer)[0].detach().half(), before)
+        assert_same_bits(weight.detach(), before)
+
+    def test_data_that_an_optimizer_replaces_leave_half_weights_good_for_backward_when_they_are_saved(self):
+        class ByReplacement(torch.optim.SGD):
+            def step(self) -> None:
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.data = parameter.data * 0.5
+
+        model = network()
+        optimizer = ByReplacement(model.parameters(), lr=0.1)
+        initialize(model, optimizer)
+        for index in range(2):
+            backward(loss_of(model, index), optimizer)
+            optimizer.step()
+        loss = loss_of(model, 2)
+        model.state_dict()
+        backward(loss, optimizer)
+
     def test_by_way_of_data_as_own_optimizers_do_it_and_without_a_gradient(self):
         class ByData(torch.optim.SGD):
             def step(self) -> None:

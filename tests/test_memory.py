@@ -118,13 +118,11 @@ class TestFunctionsThatCast:
         peaks = [peak_of_step(way, half, make, make_optimizer, device=device) for way in ("O1", "autocast")]
         assert peaks[0] == pytest.approx(peaks[1], rel=TOLERANCE)
 
-    @pytest.mark.xfail(strict=True, reason="query, key and value are cast one by one where they are one tensor")
     def test_so_it_does_where_attention_takes_most(self, half: str, device: str) -> None:
         make, adam = functools.partial(transformer, 32), EVERY_OPTIMIZER["Adam-fused"]
         peaks = [peak_of_step(way, half, make, adam, device=device) for way in ("O1", "autocast")]
         assert peaks[0] == pytest.approx(peaks[1], rel=TOLERANCE)
 
-    @pytest.mark.xfail(strict=True, reason="what recomputation casts is kept until the block of scale_loss ends")
     def test_so_it_does_where_activations_are_computed_once_more(self, half: str, device: str) -> None:
         adam = EVERY_OPTIMIZER["Adam-fused"]
         peaks = [peak_of_step(way, half, checkpointed, adam, device=device) for way in ("O1", "autocast")]
@@ -164,11 +162,8 @@ class TestFunctionsThatCast:
         ours, theirs = (peak_of_inference(way, make, torch.no_grad) for way in ("O1", "autocast"))
         assert ours == pytest.approx(theirs, rel=TOLERANCE)
 
-    @pytest.mark.xfail(strict=True, reason="casts made without grad do not require it, so that torch copies the weight")
     @pytest.mark.usefixtures("_attention_that_can_be_cast")
     def test_so_it_does_where_attention_is_called(self, half: str, peak_of_inference: Callable) -> None:
-        if half == "float16":
-            pytest.xfail("torch copies no weight of float16")
         ours, theirs = (peak_of_inference(way, transformer, torch.no_grad) for way in ("O1", "autocast"))
         assert ours == pytest.approx(theirs, rel=TOLERANCE)
 

@@ -6,6 +6,7 @@
 // casts, containers in containers, an explicit dtype) goes to the Python code, which is the reference and knows every
 // case. Nothing in here may decide otherwise than that would.
 
+#include "lists.h"
 #include "store.h"
 #include "tensors.h"
 
@@ -117,6 +118,9 @@ Ref Caster::cast_weight(PyObject* parameter, const Tensor& tensor, ScalarType ty
   } else {
     made = cast_anew(tensor, type);
   }
+  if (made && !records) {
+    tensor_of(made.get()).set_requires_grad(tensor.requires_grad());
+  }
   return made && store->keep(parameter, tensor, made.get(), index) ? std::move(made) : Ref();
 }
 
@@ -207,6 +211,7 @@ struct Call {
   Py_ssize_t positional;  // with more arguments by position, one of them is `dtype` or `out`
   Kind kind;
   ScalarType type;
+  bool has_frame;  // the original is in Python, so that the wrapper is what torch.compile is to see
 };
 
 PyTypeObject call_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ampatch._calls.Call"};
@@ -234,6 +239,11 @@ bool is_ordinary_here() {
   const auto here = c10::impl::tls_local_dispatch_key_set();
   return (here.included_ - c10::default_included_set).empty() && (c10::default_excluded_set - here.excluded_).empty() &&
          !at::impl::torch_function_mode_enabled();
+}
+
+// Whether somebody is asked about every frame before it runs, as torch.compile has it where it may compile one.
+bool are_frames_watched() {
+  return _PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get()) != _PyEval_EvalFrameDefault;
 }
 
 // Names the function and its list entry in an error that comes out of a call with cast arguments.
@@ -364,12 +374,20 @@ class Arguments {
       return names ? PyObject_Vectorcall(call_->original, first, flags, names.get()) : nullptr;
     }
     c10::SmallVector<Ref, 8> made;
+    PyObject* before = nullptr;  // the last tensor by position that was cast, and its cast
+    PyObject* done = nullptr;
     for (Py_ssize_t i = 0; i < count_; ++i) {
-      if (is_cast(args_[i])) {
+      if (i < positional_ && args_[i] == before) {
+        first[i] = done;
+      } else if (is_cast(args_[i])) {
         made.push_back(cast(args_[i]));
         first[i] = made.back().get();
         if (first[i] == nullptr) {
           return nullptr;
+        }
+        if (is_tensor(args_[i])) {
+          before = args_[i];
+          done = first[i];
         }
       }
     }
@@ -432,7 +450,7 @@ PyObject* run(PyObject* function, PyObject* const* args, size_t flags, PyObject*
   if (!call->caster->is_active()) {
     return PyObject_Vectorcall(call->original, args, flags, names);
   }
-  if (is_ordinary_here()) {
+  if (is_ordinary_here() && !(call->has_frame && are_frames_watched())) {
     Arguments arguments(call, args, PyVectorcall_NARGS(flags), names);
     if (arguments.inspect()) {
       return arguments.call_original(flags);
@@ -532,6 +550,7 @@ PyObject* accelerate(PyObject*, PyObject* args) {
   call->python = Py_NewRef(python);
   call->positional = positional;
   call->kind = kind;
+  call->has_frame = PyFunction_Check(original);
   call->type = dtype == Py_None ? ScalarType::Undefined : reinterpret_cast<THPDtype*>(dtype)->scalar_type;
   // By an attribute, so that it goes when the function does.
   if (PyObject_SetAttrString(object, "__ampatch_call__", held.get()) < 0) {
@@ -582,7 +601,8 @@ PyMODINIT_FUNC PyInit__calls() {
   name_out = PyUnicode_InternFromString("out");
   Ref made = Ref::taken(PyModule_Create(&module_definition));
   if (!made || name_dtype == nullptr || name_out == nullptr || PyType_Ready(&call_type) < 0 ||
-      PyModule_AddType(made.get(), &caster_type) < 0 || !add_store_and_book(made.get())) {
+      PyModule_AddType(made.get(), &caster_type) < 0 || !add_store_and_book(made.get()) ||
+      !add_list_functions(made.get())) {
     return nullptr;
   }
   return made.release();

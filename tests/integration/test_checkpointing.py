@@ -255,7 +255,10 @@ class TestWithoutCasts:
 
 @HALVES
 class TestNumberOfCasts:
-    """A weight is cast once in the forward, however many checkpoints use it."""
+    """A weight is cast once in the forward, however many checkpoints use it, and once in each that is recomputed.
+
+    What recomputation casts is let go of with it, as the memory is what checkpoints are for.
+    """
 
     def counts(self, run: Checkpoint, half: torch.dtype) -> tuple[int, int]:
         """Casts in the forward, and in the backward, of a model of one weight and nothing else to cast."""
@@ -278,12 +281,12 @@ class TestNumberOfCasts:
         return casts[1] - casts[0], casts[2] - casts[1]
 
     @pytest.mark.parametrize("kind", ["non-reentrant", "saves-products", "saves-casts", "to-the-end"])
-    def test_is_one_for_forward_and_backward_together(self, kind, half):
-        assert self.counts(KINDS[kind], half) == (1, 0)
+    def test_is_one_for_the_forward_and_the_first_recomputation_together(self, kind, half):
+        assert self.counts(KINDS[kind], half) == (1, 1)
 
     def test_is_one_in_each_for_reentrant_checkpoints(self, half):
         """Their forward records no gradients, so that what it has cast cannot serve the backward."""
-        assert self.counts(KINDS["reentrant"], half) == (1, 1)
+        assert self.counts(KINDS["reentrant"], half) == (1, 2)
 
 
 class TestTraining:

@@ -123,7 +123,7 @@ KINDS: dict[str, Callable[[Weights, Tensor], Any]] = {
     "in-place": lambda m, x: (x @ m.square).index_add_(0, torch.tensor([0], device=x.device), x[:1]),
     "explicit-dtype": lambda m, x: F.softmax(m.linear(x), -1, dtype=torch.float64),
     "registration": lambda m, x: OURS.scaled(x, m.square[:3]),
-    "decorator": lambda m, x: decorated_promote(decorated_float(decorated_half(x, x)), x),
+    "decorator": lambda m, x: decorated_promote(decorated_float(decorated_half(x, m.square[:3])), x),
     "autograd-function": lambda m, x: Product.apply(x, m.square),
     "disable-casts": with_and_without,
     "disable-casts-decorator": lambda m, x: (*decorated_without_casts(x, m.square), x @ m.square),

@@ -1,0 +1,79 @@
+// Questions about lists of tensors: see lists.h.
+
+#include "lists.h"
+
+#include <c10/util/flat_hash_map.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Exceptions.h>
+
+namespace ampatch {
+
+namespace {
+
+// gradients_of(parameters): a list of the gradients that are there, each once.
+PyObject* gradients_of(PyObject*, PyObject* parameters) {
+  HANDLE_TH_ERRORS
+  const Ref sequence = Ref::taken(PySequence_Fast(parameters, "expected gradients_of(parameters)"));
+  Ref found = Ref::taken(PyList_New(0));
+  if (!sequence || !found) {
+    return nullptr;
+  }
+  ska::flat_hash_set<PyObject*> seen;
+  seen.reserve(PySequence_Fast_GET_SIZE(sequence.get()));
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.get()); ++i) {
+    PyObject* parameter = PySequence_Fast_GET_ITEM(sequence.get(), i);
+    Ref gradient;
+    if (!is_tensor(parameter)) {  // a subclass may have its own idea of what its gradient is
+      gradient = Ref::taken(PyObject_GetAttrString(parameter, "grad"));
+    } else if (const Tensor& defined = tensor_of(parameter).grad(); defined.defined()) {
+      gradient = Ref::taken(THPVariable_Wrap(defined));
+    } else {
+      continue;
+    }
+    if (!gradient) {
+      return nullptr;
+    }
+    if (gradient.get() != Py_None && seen.insert(gradient.get()).second &&
+        PyList_Append(found.get(), gradient.get()) < 0) {
+      return nullptr;
+    }
+  }
+  return found.release();
+  END_HANDLE_TH_ERRORS
+}
+
+// ordinary_device(tensors): the device of dense tensors, of no subclass, of float32, float16 or bfloat16, on one device
+// and not negated lazily; None if they are not all of that, or none.
+PyObject* ordinary_device(PyObject*, PyObject* tensors) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(PyList_CheckExact(tensors), "expected ordinary_device(list)");
+  const Py_ssize_t count = PyList_GET_SIZE(tensors);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* object = PyList_GET_ITEM(tensors, i);
+    if (!is_tensor(object)) {
+      Py_RETURN_NONE;
+    }
+    const Tensor& tensor = tensor_of(object);
+    if (!is_castable(tensor.scalar_type()) || tensor.layout() != at::kStrided || tensor.is_neg() ||
+        tensor.device() != tensor_of(PyList_GET_ITEM(tensors, 0)).device()) {
+      Py_RETURN_NONE;
+    }
+  }
+  if (count == 0) {
+    Py_RETURN_NONE;
+  }
+  return THPDevice_New(tensor_of(PyList_GET_ITEM(tensors, 0)).device());
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef functions[] = {{"gradients_of", gradients_of, METH_O, nullptr},
+                           {"ordinary_device", ordinary_device, METH_O, nullptr},
+                           {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+bool add_list_functions(PyObject* module) {
+  return PyModule_AddFunctions(module, functions) == 0;
+}
+
+}  // namespace ampatch
