@@ -165,7 +165,8 @@ class Accelerator:
         vars(function).update(vars(wrapper))
         how = (plainly.kind, plainly.dtype, plainly.positional)
         self._module.accelerate(function, wrapper, self._caster, original, *how, reason)
-        compilers.trace_instead(function, wrapper)
+        if hasattr(function, "__ampatch_python__"):  # in Python 3.11: csrc/calls/calls.cpp
+            compilers.trace_instead(function)
         return function
 
 

@@ -124,7 +124,10 @@ class Book:
 
     @property
     def forward(self) -> Store | None:
-        """The store of this thread for code that records no gradients; None outside of forwards."""
+        """The store of this thread for code that records no gradients; None outside of forwards.
+
+        Whoever sets it keeps it alive until it sets another one, or the thread has ended.
+        """
         return self._thread.forward
 
     @forward.setter

@@ -7,6 +7,7 @@ nothing of rules or types.
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 import types
 import warnings
@@ -86,26 +87,48 @@ def give_own_code(wrapper: Any, original: object) -> None:
         traced_within_others(wrapper)
 
 
-def trace_instead(function: Any, python: types.FunctionType) -> None:
-    """Has torch.compile trace a function in Python where it meets one that is called otherwise, while that lives.
+def trace_instead(function: Any) -> None:
+    """Has torch.compile trace ``function.__ampatch_python__`` where a function is called, for as long as it lives.
 
     Args:
-        function: of a class derived from functions, which guards on code and closure do not take for one.
-        python: does the same.
+        function: of a class derived from functions, whose code and closure guards do not take for a function's. In all
+            but calls it stays what it is: as a member of a set, a key of a dict, a result.
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import AttrSource
     from torch._dynamo.variables.builder import VariableBuilder
 
-    function.__ampatch_python__ = python
-
-    def build(builder: Any, _: object) -> Any:
+    def build(builder: Any, found: Any) -> Any:
         builder.install_guards(GuardBuilder.ID_MATCH)
-        return VariableBuilder(builder.tx, AttrSource(builder.source, "__ampatch_python__"))(python)
+        python = AttrSource(builder.source, "__ampatch_python__")
+        traced = VariableBuilder(builder.tx, python)(found.__ampatch_python__)
+        return _called_as()(found, traced, source=builder.source)
 
     dispatch: dict[int, Any] = VariableBuilder._id_dispatch()
     dispatch[id(function)] = build
     weakref.finalize(function, dispatch.pop, id(function), None).atexit = False
+
+
+@functools.cache
+def _called_as() -> type:
+    """The class of what torch.compile takes such functions for."""
+    from torch._dynamo.variables.functions import UserFunctionVariable
+
+    class CalledAsAnother(UserFunctionVariable):
+        def __init__(self, fn: Any, traced: Any = None, **kwargs: Any) -> None:
+            super().__init__(fn, **kwargs)
+            self.traced = traced
+
+        def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+            return self.traced.call_function(tx, args, kwargs)
+
+        def get_real_python_backed_value(self) -> object:
+            return self.fn
+
+        def python_type(self) -> type:
+            return types.FunctionType
+
+    return CalledAsAnother
 
 
 def is_recording() -> bool:
@@ -115,7 +138,8 @@ def is_recording() -> bool:
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or any(torch._C._get_dispatch_mode(key) is not None for key in (modes.FAKE, modes.PROXY))
+        or torch._C._get_dispatch_mode(modes.FAKE) is not None
+        or torch._C._get_dispatch_mode(modes.PROXY) is not None
     )
 
 

@@ -177,6 +177,8 @@ def plan_calls() -> Plan:
             f"there is no {headers / 'Python.h'}. Install the headers of this Python (`apt install python3-dev`, "
             "`dnf install python3-devel`)."
         )
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise KernelError("this Python runs without its lock, which the calls in C++ rely on.")
     part = extension.CALLS
     source_hash = extension.source_hash(part)
     return Plan(

@@ -176,6 +176,11 @@ class MasterWeights:
         """Whether a tensor is one of these masters."""
         return id(tensor) in self._parameters
 
+    def without_master(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Those of an optimizer's parameters that are none of these masters."""
+        masters = self._parameters
+        return [parameter for parameter in parameters if id(parameter) not in masters]
+
     # Gradients
 
     def take_gradients(self, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:

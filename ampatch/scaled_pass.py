@@ -223,6 +223,6 @@ def _in_place(optimizers: Sequence[AdoptedOptimizer], but: Collection[int] = ())
     return gradients_of(
         parameter
         for optimizer in optimizers
-        for parameter in optimizer.parameters()
-        if id(parameter) not in but and not optimizer.masters.is_master(parameter)
+        for parameter in optimizer.masters.without_master(optimizer.parameters())
+        if id(parameter) not in but
     )

@@ -75,7 +75,8 @@ def _nothing() -> None:
 
 
 class _Thread(threading.local):
-    opened_by: Callable[[], object] = staticmethod(_nothing)  # the model whose forward the forward store belongs to
+    forward: Store | None = None  # the book borrows it, and may be in C++, which does not hear of the end of a thread
+    opened_by: Callable[[], object] = staticmethod(_nothing)  # the model whose forward it belongs to
 
 
 class WeightCache:
@@ -149,6 +150,7 @@ class WeightCache:
         """From now on casts every time: for weights that are gathered for their layer's time, and let go after it."""
         self._enabled = False
         self.book.iteration = None
+        self._serve_forward(None)
         self.clear()
 
     def end_iteration(self, updated: Iterable[Tensor] = ()) -> None:
@@ -195,16 +197,24 @@ class WeightCache:
         Where the model that opened the store comes again, its last forward ended unseen (Ctrl-C runs no hooks), or it
         calls itself. Either way a fresh store is right.
         """
+        if not self._enabled:
+            return
         thread = self._thread
         opened_by = thread.opened_by()
         if opened_by is None or opened_by is model:
-            self.book.forward, thread.opened_by = calls.new_store(), weakref.ref(model)
+            self._serve_forward(calls.new_store())
+            thread.opened_by = weakref.ref(model)
 
     def exit_forward(self, model: object) -> None:
         """It returned or raised. With the outermost one the casts made without grad go."""
         thread = self._thread
         if thread.opened_by() is model:
-            self.book.forward, thread.opened_by = None, _nothing
+            self._serve_forward(None)
+            thread.opened_by = _nothing
+
+    def _serve_forward(self, store: Store | None) -> None:
+        self.book.forward = store  # before the one that it has borrowed may go
+        self._thread.forward = store
 
     def __len__(self) -> int:
         stores = [self._iteration, self.book.forward, *(block.store for block in self._frozen)]

@@ -324,9 +324,12 @@ def _casting(cast: TensorCast) -> Adapt:
         for value in args:
             if isinstance(value, Tensor):
                 # Self-attention is one tensor as query, key and value, which torch asks, to project them at once.
-                if value is not before:
-                    before, done = value, cast(value)
-                items.append(done)
+                if value is before:
+                    items.append(done)
+                    continue
+                items.append(cast(value))
+                if items[-1] is not value:
+                    before, done = value, items[-1]
             else:
                 items.append(value if type(value) in PLAIN else cast_tensors(value, cast))
         if kwargs:

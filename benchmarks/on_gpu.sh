@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All that only a GPU can show, in one go: `benchmarks/on_gpu.sh DIRECTORY`, on a machine with a GPU and nvcc.
 #
-# Builds the extension, runs the tests that need a GPU, the benchmark, and some of the operators' tests under
+# Builds the extension, runs the tests that need a GPU, two benchmarks, and some of the operators' tests under
 # compute-sanitizer. Each part has a log in DIRECTORY and a limit of time, and the next one runs even if it failed;
 # summary.txt and the exit status tell whether any did. PYTHON chooses the interpreter, in which torch and what else
 # ampatch and its tests require must be installed; nothing is installed or written but to DIRECTORY and to /tmp.
@@ -18,7 +18,7 @@ cd "$(dirname "$0")/.." || exit 2
 PYTHON=${PYTHON:-python3}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-export AMPATCH_CACHE=$scratch/cache
+export AMPATCH_CACHE=$scratch/cache AMPATCH_CALLS=auto
 # A copy is imported, laid out as it would be installed, and not what lies in the working directory.
 export PYTHONPATH=$scratch${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 cp -R ampatch "$scratch/ampatch" && cp -R csrc lists "$scratch/ampatch" || exit 2
@@ -58,12 +58,13 @@ part machine 60 bash -c machine
 part build 300 "$PYTHON" -m ampatch build --device cuda
 part tests 200 "$PYTHON" -m pytest -p no:cacheprovider --continue-on-collection-errors -m gpu
 part benchmark 300 "$PYTHON" benchmarks/unscale.py --device cuda --json "$out/benchmark.json"
+part memory 150 "$PYTHON" benchmarks/memory.py --device cuda
 part memcheck 150 bash -c 'sanitized memcheck "$1"' - \
     "not_finite_wherever or masters_hold_before or many_tensors or constant_tensors or midway or TestUpdateScale"
 part racecheck 100 bash -c 'sanitized racecheck "$1"' - "constant_tensors or not_finite_wherever"
 
 echo
-cat "$out/benchmark.log"
+cat "$out/benchmark.log" "$out/memory.log"
 echo
 cat "$out/summary.txt"
 exit $failed

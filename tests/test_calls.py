@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import enum
+import functools
 import gc
 import inspect
 import os
@@ -175,6 +177,18 @@ class TestArguments:
         assert found is not given_
         assert found[2] is given_[2]
 
+    def test_a_keyword_may_be_a_text_of_another_class(self, implementations):
+        name = enum.StrEnum("Name", {"DTYPE": "dtype"}).DTYPE
+        for each in implementations("blacklist", torch.float16, torch.sum):
+            assert each.function(torch.ones(2).half(), **{name: torch.bfloat16}).dtype == torch.bfloat16
+
+    @pytest.mark.parametrize("between", [torch.ones(2, dtype=torch.int64), torch.ones(2).half()])
+    def test_one_tensor_twice_stays_one_whatever_stands_between(self, implementations, between):
+        tensor = torch.ones(2)
+        for each in implementations("whitelist", torch.float16, seen):
+            (first, _, again), _ = each.function(tensor, between, tensor)
+            assert first is again
+
     def test_one_tensor_as_several_arguments_stays_one(self, implementations):
         weight, tensor = nn.Parameter(torch.ones(2)), torch.ones(2)
         for each in implementations("whitelist", torch.float16, seen):
@@ -338,6 +352,37 @@ class TestWeights:
             assert first is not outside
         assert found["one"][0] is not found["two"][0]
 
+    def test_a_thread_that_ends_within_a_forward_leaves_nothing(self, implementations):
+        weights = []
+
+        def run(each: Implementation) -> None:
+            weight = nn.Parameter(torch.ones(2))
+            with torch.no_grad():
+                each.cache.enter_forward(each)
+                weights.append(weakref.ref(each.function(weight)[0][0]))
+            # And no exit_forward: as where SystemExit is raised in it.
+
+        for each in implementations("whitelist", torch.float16, seen):
+            thread = threading.Thread(target=run, args=[each])
+            thread.start()
+            thread.join()
+        gc.collect()
+        assert [weight() for weight in weights] == [None, None]
+
+    def test_nothing_is_kept_where_weights_are_gathered(self, implementations):
+        for each in implementations("whitelist", torch.float16, seen):
+            weight = nn.Parameter(torch.ones(2))
+            with torch.no_grad():
+                each.cache.enter_forward(each)
+                each.function(weight)
+                each.cache.keep_nothing()
+                each.function(weight)
+                each.cache.exit_forward(each)
+                each.cache.enter_forward(each)
+                each.function(weight)
+                assert len(each.cache) == 0
+            assert each.cache.counts() == CastCounts(casts=3, cache_hits=0)
+
     def test_many_threads_at_once_do_no_harm(self, implementations):
         _, compiled = implementations("whitelist", torch.float16, seen)
         weights, faults = [nn.Parameter(torch.full((2,), float(i))) for i in range(20)], []
@@ -421,6 +466,29 @@ class TestFunctions:
         amp.deinitialize()
         assert all(pickle.loads(each) is softmax for each in pickled)
 
+    def test_its_attributes_are_the_users(self, in_cpp):
+        amp.initialize(nn.Linear(1, 1), opt_level="O1", half_dtype=torch.bfloat16, verbosity=0)
+
+        @functools.wraps(F.linear)
+        def mine(*args):
+            return args
+
+        assert vars(mine).keys() <= {"__wrapped__"}
+        vars(F.linear).clear()
+        assert F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16
+
+    def test_it_dies_with_its_last_reference_even_in_its_own_call(self, implementations):
+        functions = []
+
+        def last(tensor):
+            functions.clear()
+            return tensor.dtype
+
+        _, compiled = implementations("whitelist", torch.float16, last)
+        functions.append(compiled.function)
+        del compiled.function
+        assert functions[0](torch.ones(2)) == torch.float16
+
     def test_it_binds_where_it_is_a_method(self, in_cpp):
         x = torch.ones(2, 2)
         amp.initialize(nn.Linear(1, 1), opt_level="O1", half_dtype=torch.bfloat16, verbosity=0)
@@ -445,6 +513,20 @@ class TestFunctions:
         within = torch.compile(lambda x, w: kept(x, w) + 0, backend="eager", fullgraph=True)
         assert within(x, w).dtype == torch.float32
         assert torch.compile(kept, backend="eager")(x, w).dtype == torch.float32
+
+    @pytest.mark.parametrize("fullgraph", [True, False])
+    def test_compiled_code_finds_it_in_sets_and_dicts_and_hands_it_on(self, in_cpp, fullgraph):
+        amp.initialize(nn.Linear(1, 1), opt_level="O1", half_dtype=torch.bfloat16, verbosity=0)
+        known, table = {F.softmax, F.log_softmax}, {F.softmax: 2.0}
+
+        def run(function, x):
+            factor = table.get(F.softmax, 0.0) if function in known and function is F.softmax else -1.0
+            return function(x, dim=0) * factor, function
+
+        x = torch.ones(2, 2)
+        result, handed = torch.compile(run, backend="eager", fullgraph=fullgraph)(F.softmax, x)
+        assert torch.equal(result, run(F.softmax, x)[0])
+        assert handed is F.softmax
 
     def test_one_in_python_is_compiled_by_itself(self, in_cpp):
         logits, target = torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor([0, 1])

@@ -55,7 +55,7 @@ print(json.dumps({
     "lists": dict(found(files("ampatch.lists"))),
     "demo": dict(found(files("ampatch.demo"))),
     "csrc": dict(found(files("ampatch.csrc"))),
-    "source_hash": extension.source_hash(),
+    "source_hashes": [extension.source_hash(part) for part in (extension.OPERATORS, extension.CALLS)],
     "library": found_library and [str(found_library.path), found_library.compiler],
     "digits": len(digits.load()),
 }))
@@ -126,10 +126,12 @@ def test_each_kind_of_install_brings_the_lists_the_peers_and_the_digits(
     assert set(CAST_LISTS) <= set(expected)
     assert any(name.startswith("peers/") for name in expected)
     assert expected.items() <= probed["lists"].items()
-    sources = {path.name: path.stat().st_size for path in extension.sources()}
-    assert {"operators.cpp", "cpu.cpp", "cuda.cu"} <= set(sources)
+    csrc = extension.source_directory()
+    paths = [*extension.sources(), *extension.sources(extension.CALLS)]
+    sources = {path.relative_to(csrc).as_posix(): path.stat().st_size for path in paths}
+    assert {"operators.cpp", "cpu.cpp", "cuda.cu", "calls/calls.cpp", "calls/store.h"} <= set(sources)
     assert sources.items() <= probed["csrc"].items()
-    assert probed["source_hash"] == extension.source_hash()
+    assert probed["source_hashes"] == [extension.source_hash(part) for part in (extension.OPERATORS, extension.CALLS)]
     assert probed["library"] is None
     assert probed["digits"] == 1797
     assert {"data/digits.csv.gz", "data/README.md"} <= set(probed["demo"])

@@ -34,7 +34,8 @@ PyObject* name_out;
 
 // What the calls of one session share.
 struct Caster {
-  PyObject_HEAD Book* book;
+  PyObject_HEAD
+  Book* book;
   PyObject* switch_;
   Py_ssize_t active;         // where the switch keeps whether it is on
   PyObject* cast_otherwise;  // the cache's own way, for weights that are out of the ordinary
@@ -201,13 +202,14 @@ PyMethodDef caster_methods[] = {{"serve", caster_serve, METH_O, nullptr}, {nullp
 // What is done to plain arguments: `Kind` of ampatch/calls.py.
 enum class Kind { to, via_dtype, promote };
 
-// What is known of one patched function. Its function holds it.
+// What is known of one patched function, for as long as that lives.
 struct Call {
-  PyObject_HEAD Caster* caster;
+  PyObject_HEAD
+  Caster* caster;
   PyObject* original;
   PyObject* reason;
   PyObject* python;
-  PyObject* function;     // borrowed
+  PyObject* watcher;      // a weak reference to the function, which tells when it dies
   Py_ssize_t positional;  // with more arguments by position, one of them is `dtype` or `out`
   Kind kind;
   ScalarType type;
@@ -216,7 +218,20 @@ struct Call {
 
 PyTypeObject call_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ampatch._calls.Call"};
 
-ska::flat_hash_map<PyObject*, Call*, HashAddress> all_calls;
+// By function. Never destroyed: the interpreter is gone by then.
+auto& all_calls = *new ska::flat_hash_map<PyObject*, Ref, HashAddress>();
+
+// The callback of a watcher, bound to the address that the function had.
+PyObject* forget_call(PyObject* address, PyObject*) {
+  const auto found = all_calls.find(static_cast<PyObject*>(PyLong_AsVoidPtr(address)));
+  if (found != all_calls.end()) {
+    const Ref dropped = std::move(found->second);
+    all_calls.erase(found);
+  }
+  Py_RETURN_NONE;
+}
+
+PyMethodDef forget_call_method = {"forget_call", forget_call, METH_O, nullptr};
 
 // Whether an argument holds no tensor and overrides nothing; most are of these types.
 bool is_plain(PyObject* value) {
@@ -230,7 +245,7 @@ bool is_list(PyObject* value) {
 }
 
 bool is_named(PyObject* name, PyObject* text) {
-  return name == text || (PyUnicode_CheckExact(name) && PyUnicode_Compare(name, text) == 0);
+  return name == text || PyUnicode_Compare(name, text) == 0;
 }
 
 // Whether this thread is in none of those regions, of modes, tracers, transforms, autocast or without casts, that only
@@ -299,7 +314,8 @@ class Arguments {
  private:
   bool is_given(PyObject* text) const {
     for (Py_ssize_t i = positional_; i < count_; ++i) {
-      if (args_[i] != Py_None && is_named(PyTuple_GET_ITEM(names_, i - positional_), text)) {
+      PyObject* name = PyTuple_GET_ITEM(names_, i - positional_);
+      if (!PyUnicode_CheckExact(name) || (args_[i] != Py_None && is_named(name, text))) {
         return true;
       }
     }
@@ -446,7 +462,13 @@ class Arguments {
 
 // What the interpreter runs for a call of an accelerated function.
 PyObject* run(PyObject* function, PyObject* const* args, size_t flags, PyObject* names) {
-  const Call* call = all_calls.find(function)->second;
+  const auto found = all_calls.find(function);
+  if (found == all_calls.end()) {
+    PyErr_SetString(PyExc_SystemError, "ampatch: a function was called that is being deleted");
+    return nullptr;
+  }
+  const Ref held = Ref::shared(found->second.get());  // the function may die in its call
+  const auto* call = reinterpret_cast<const Call*>(held.get());
   if (!call->caster->is_active()) {
     return PyObject_Vectorcall(call->original, args, flags, names);
   }
@@ -469,13 +491,10 @@ int call_traverse(PyObject* self, visitproc visit, void* arg) {
 void call_dealloc(PyObject* self) {
   PyObject_GC_UnTrack(self);
   auto* call = reinterpret_cast<Call*>(self);
-  const auto found = all_calls.find(call->function);
-  if (found != all_calls.end() && found->second == call) {
-    all_calls.erase(found);
-  }
   Py_XDECREF(call->caster);
   Py_XDECREF(call->original);
   Py_XDECREF(call->python);
+  Py_XDECREF(call->watcher);
   Py_XDECREF(call->reason);
   Py_TYPE(self)->tp_free(self);
 }
@@ -489,6 +508,19 @@ PyTypeObject function_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ampatch._calls.
 PyObject* function_reduce(PyObject* self, PyObject*) {
   return PyObject_GetAttrString(self, "__qualname__");
 }
+
+// The wrapper that is called where C++ does not suffice, for torch.compile to trace.
+PyObject* function_python(PyObject* self, void*) {
+  const auto found = all_calls.find(self);
+  if (found == all_calls.end()) {
+    PyErr_SetString(PyExc_AttributeError, "__ampatch_python__");
+    return nullptr;
+  }
+  return Py_NewRef(reinterpret_cast<const Call*>(found->second.get())->python);
+}
+
+PyGetSetDef function_properties[] = {{"__ampatch_python__", function_python, nullptr, nullptr, nullptr},
+                                     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyMethodDef function_methods[] = {{"__reduce__", function_reduce, METH_NOARGS, nullptr},
                                   {nullptr, nullptr, 0, nullptr}};
@@ -546,17 +578,18 @@ PyObject* accelerate(PyObject*, PyObject* args) {
   call->caster = reinterpret_cast<Caster*>(Py_NewRef(caster));
   call->original = Py_NewRef(original);
   call->reason = Py_NewRef(reason);
-  call->function = object;
   call->python = Py_NewRef(python);
   call->positional = positional;
   call->kind = kind;
   call->has_frame = PyFunction_Check(original);
   call->type = dtype == Py_None ? ScalarType::Undefined : reinterpret_cast<THPDtype*>(dtype)->scalar_type;
-  // By an attribute, so that it goes when the function does.
-  if (PyObject_SetAttrString(object, "__ampatch_call__", held.get()) < 0) {
+  const Ref address = Ref::taken(PyLong_FromVoidPtr(object));
+  const Ref forget = Ref::taken(address ? PyCFunction_New(&forget_call_method, address.get()) : nullptr);
+  call->watcher = forget ? PyWeakref_NewRef(object, forget.get()) : nullptr;
+  if (call->watcher == nullptr) {
     return nullptr;
   }
-  all_calls[object] = call;
+  all_calls[object] = Ref::shared(held.get());
 #if PY_VERSION_HEX < 0x030C0000
   function->vectorcall = run;
   Py_SET_TYPE(object, &function_type);
@@ -593,6 +626,7 @@ PyMODINIT_FUNC PyInit__calls() {
   function_type.tp_flags = Py_TPFLAGS_DEFAULT;
   function_type.tp_methods = function_methods;
   function_type.tp_members = function_members;
+  function_type.tp_getset = function_properties;
   if (PyType_Ready(&function_type) < 0) {
     return nullptr;
   }

@@ -12,6 +12,12 @@ namespace ampatch {
 
 namespace {
 
+// Of the thread; the store is borrowed. Python keeps it until the thread ends, and drops it there.
+thread_local struct {
+  uint64_t book = 0;
+  PyObject* store = nullptr;
+} forward_here;
+
 Store* as_store(PyObject* object) {
   return object != nullptr && Py_TYPE(object) == &store_type ? reinterpret_cast<Store*>(object) : nullptr;
 }
@@ -50,6 +56,9 @@ int store_drop(PyObject* self) {
 
 void store_dealloc(PyObject* self) {
   PyObject_GC_UnTrack(self);
+  if (forward_here.store == self) {
+    forward_here.store = nullptr;
+  }
   delete[] std::exchange(reinterpret_cast<Store*>(self)->by_type, nullptr);
   Py_TYPE(self)->tp_free(self);
 }
@@ -141,12 +150,6 @@ PySequenceMethods store_as_sequence = {store_length};
 
 // The book
 
-// Of the thread. The store is held, as the thread may be one of C++, which outlives what Python keeps for it.
-thread_local struct {
-  uint64_t book = 0;
-  PyObject* store = nullptr;
-} forward_here;
-
 PyObject* book_new(PyTypeObject* type, PyObject*, PyObject*) {
   static uint64_t last = 0;
   auto* self = reinterpret_cast<Book*>(type->tp_alloc(type, 0));
@@ -183,8 +186,7 @@ int book_set_forward(PyObject* self, PyObject* value, void*) {
     PyErr_SetString(PyExc_TypeError, "expected forward to be a Store or None");
     return -1;
   }
-  const Ref before = Ref::taken(forward_here.store);
-  forward_here = {reinterpret_cast<Book*>(self)->number, value == Py_None ? nullptr : Py_NewRef(value)};
+  forward_here = {reinterpret_cast<Book*>(self)->number, value == Py_None ? nullptr : value};
   return 0;
 }
 

@@ -72,7 +72,8 @@ struct Entry {
 using Entries = ska::flat_hash_map<PyObject*, Entry, HashAddress>;
 
 struct Store {
-  PyObject_HEAD Entries* by_type;  // kTypes of them
+  PyObject_HEAD
+  Entries* by_type;  // kTypes of them
 
   // Borrowed; null where there is none that counts.
   PyObject* find(PyObject* parameter, const Tensor& tensor, int index) const;
@@ -82,7 +83,8 @@ struct Store {
 };
 
 struct Book {
-  PyObject_HEAD long long casts;
+  PyObject_HEAD
+  long long casts;
   long long hits;
   PyObject* iteration;  // a Store, or None
   char has_frozen;
