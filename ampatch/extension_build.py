@@ -283,7 +283,8 @@ def _version(command: Sequence[str], pattern: str) -> str:
     if done.returncode != 0:
         raise KernelError(
             f"the compiler `{shlex.join(command)}` cannot tell its version: {_how_it_ended(done.returncode)}"
-            f"{_last_words(done.stdout + done.stderr)}. Mend its installation, or put a working one before it in $PATH."
+            f"{_last_words(done.stdout + done.stderr)}. Mend its installation, or name another one: a C++ "
+            "compiler by the environment variable CXX, nvcc by CUDA_HOME."
         )
     found = re.search(pattern, done.stdout)
     version = found[0] if found else "of an unknown version"

@@ -1,10 +1,9 @@
 // Calls of patched functions: what ampatch/wrappers.py does in Python, for the arguments that almost every call has.
 //
-// A wrapper stays the Python function that it is, for torch.compile to trace and for whoever looks at it. `accelerate`
-// has the interpreter run C++ where it is called: that looks at the arguments, finds the casts of weights, casts the
-// rest and calls the original. What is out of the ordinary (subclasses of tensors, modes, tracers, regions without
-// casts, containers in containers, an explicit dtype) goes to the Python code, which is the reference and knows every
-// case. Nothing in here may decide otherwise than that would.
+// `accelerate` has the interpreter run C++ where a function is called: that looks at the arguments, finds the casts of
+// weights, casts the rest and calls the original. What is out of the ordinary (subclasses of tensors, modes, tracers,
+// regions without casts, containers in containers, an explicit dtype) goes to the wrapper in Python, which is the
+// reference and knows every case. Nothing in here may decide otherwise than that would.
 
 #include "lists.h"
 #include "store.h"
@@ -208,7 +207,7 @@ struct Call {
   Caster* caster;
   PyObject* original;
   PyObject* reason;
-  PyObject* python;
+  PyObject* python;       // the wrapper
   PyObject* watcher;      // a weak reference to the function, which tells when it dies
   Py_ssize_t positional;  // with more arguments by position, one of them is `dtype` or `out`
   Kind kind;
@@ -347,8 +346,8 @@ class Arguments {
       return;
     }
     const ScalarType found = tensor.scalar_type();
-    is_mixed_ = is_mixed_ || (first_ != ScalarType::Undefined && found != first_);
-    first_ = found;
+    is_mixed_ = is_mixed_ || (last_ != ScalarType::Undefined && found != last_);
+    last_ = found;
     if (index_of(found) >= 0 && call_->caster->is_here(tensor)) {
       is_wider_ = is_wider_ || (type_ != ScalarType::Undefined && found != type_);
       type_ = type_ == ScalarType::Undefined ? found : c10::promoteTypes(type_, found);
@@ -455,7 +454,7 @@ class Arguments {
   bool tells_dtype_ = false;
   ScalarType type_;  // where types are promoted, that of the tensors seen so far
   // Of promotion: the type of the last tensor, castable or not; whether there are several, and several to promote.
-  ScalarType first_ = ScalarType::Undefined;
+  ScalarType last_ = ScalarType::Undefined;
   bool is_mixed_ = false;
   bool is_wider_ = false;
 };
@@ -474,7 +473,12 @@ PyObject* run(PyObject* function, PyObject* const* args, size_t flags, PyObject*
   }
   if (is_ordinary_here() && !(call->has_frame && are_frames_watched())) {
     Arguments arguments(call, args, PyVectorcall_NARGS(flags), names);
-    if (arguments.inspect()) {
+    bool is_known = false;
+    try {
+      is_known = arguments.inspect();
+    } catch (const std::exception&) {  // a tensor that cannot even be asked: for Python to say
+    }
+    if (is_known) {
       return arguments.call_original(flags);
     }
   }
