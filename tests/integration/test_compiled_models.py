@@ -318,7 +318,12 @@ class TestRegionsWithoutCasts:
                 assert (x @ w).dtype is torch.float32
             assert (x @ w).dtype is torch.bfloat16
             assert fast(x, w, torch.tensor([1])).dtype is torch.float32
-        Switch.thread.off = 0  # where the graph runs as it was traced nothing takes this back
+        # Where the graph runs as it was traced nothing takes these two back; autocast would never drop its casts again.
+        Switch.thread.off = 0
+        while torch.autocast_increment_nesting() > 1:
+            torch.autocast_decrement_nesting()
+            torch.autocast_decrement_nesting()
+        torch.autocast_decrement_nesting()
 
     def test_are_of_one_thread(self):
         x, w, seen = torch.ones(3, 8), torch.ones(8, 8), []
