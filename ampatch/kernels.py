@@ -112,8 +112,8 @@ def _choose(asked: str) -> _Choice:
         return _Choice(
             None,
             f"{torchs}, as there is no compiled extension of this version for this machine in "
-            f"{extension.cache_directory()}: at O2 they pass over gradients three times, where the extension does so once. "
-            "`ampatch build` compiles it",
+            f"{extension.cache_directory()}: at O2 they pass over gradients three times, where the extension does so "
+            "once. `ampatch build` compiles it",
         )
     try:
         extension.load(library)

@@ -325,11 +325,12 @@ def main() -> int:
     if options.json and not options.json.absolute().parent.is_dir():
         parser.error(f"argument --json: there is no directory {options.json.parent}")
 
-    from ampatch import kernels  # here, since workers import this module, and some are to do without
+    from ampatch import calls, kernels  # here, since workers import this module, and some are to do without
 
     processor = torch.backends.cpu.get_cpu_capability()
     title = (
-        f"torch {torch.__version__}, Python {platform.python_version()}, {processor}, one thread; {kernels.in_use()}"
+        f"torch {torch.__version__}, Python {platform.python_version()}, {processor}, one thread; {kernels.in_use()}; "
+        f"calls by {calls.in_use()}"
     )
     print(title)
     apexs = apexs_fault()
