@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from ampatch import compilers, extension
 from ampatch.cast_store import Book, Store
-from ampatch.errors import KernelError, OptionError, did_you_mean
+from ampatch.errors import KernelError
 from ampatch.switch import Switch
 
 logger = logging.getLogger("ampatch")
@@ -79,10 +78,7 @@ def select(choice: str | None = None) -> None:
         OptionError: it is none of these.
         KernelError: the compiled library was asked for, and there is none that can be loaded.
     """
-    asked = os.environ.get(_VARIABLE, "auto") if choice is None else choice
-    if asked not in CHOICES:
-        raise OptionError(f"{_VARIABLE} is {asked!r}; expected {', '.join(CHOICES)}.{did_you_mean(asked, CHOICES)}")
-    _Process.choice = _choose(asked)
+    _Process.choice = _choose(extension.asked_for(choice, _VARIABLE, CHOICES))
 
 
 def prepare() -> None:

@@ -12,7 +12,7 @@ import os
 import platform
 import sysconfig
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from importlib.machinery import ExtensionFileLoader
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ampatch.errors import KernelError
+from ampatch.errors import KernelError, OptionError, did_you_mean
 
 # The least torch that a library runs on, and what its sources are compiled for: torch's stable ABI holds from there on.
 ABI = "2.10"
@@ -63,6 +63,18 @@ class Part:
 OPERATORS = Part("", ABI, ("-std=c++17",), "cpu")
 # It reaches behind the objects of Python, which is no part of torch's stable ABI: for this torch and this Python alone.
 CALLS = Part("calls", f"{torch.__version__}-{sysconfig.get_config_var('SOABI')}", ("-std=c++20",), "calls")
+
+
+def asked_for(choice: str | None, variable: str, choices: Collection[str]) -> str:
+    """Which implementation is asked for: a choice, or what an environment variable says, or "auto".
+
+    Raises:
+        OptionError: it is none of the choices.
+    """
+    asked = os.environ.get(variable, "auto") if choice is None else choice
+    if asked not in choices:
+        raise OptionError(f"{variable} is {asked!r}; expected {', '.join(choices)}.{did_you_mean(asked, choices)}")
+    return asked
 
 
 def target_flag() -> str:

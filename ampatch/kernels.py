@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ampatch import calls, extension, extension_kernels, torch_kernels
-from ampatch.errors import KernelError, OptionError, did_you_mean
+from ampatch.errors import KernelError
 from ampatch.opt_levels import HALVES
 
 logger = logging.getLogger("ampatch")
@@ -66,10 +65,7 @@ def select(choice: str | None = None) -> None:
         OptionError: it is none of these.
         KernelError: the extension was asked for, and there is none that can be loaded.
     """
-    asked = os.environ.get(_VARIABLE, "auto") if choice is None else choice
-    if asked not in CHOICES:
-        raise OptionError(f"{_VARIABLE} is {asked!r}; expected {', '.join(CHOICES)}.{did_you_mean(asked, CHOICES)}")
-    _Process.choice = _choose(asked)
+    _Process.choice = _choose(extension.asked_for(choice, _VARIABLE, CHOICES))
     _runs_on.cache_clear()
 
 

@@ -193,7 +193,7 @@ class AdoptedOptimizer:
 
     def has_gradients(self) -> bool:
         """Whether there is any gradient where backward puts them, or FSDP keeps those that it has yet to reduce."""
-        return any(parameter.grad is not None for parameter in self.model_parameters()) or (
+        return optimizer_state.has_gradients(self.model_parameters()) or (
             self._processes.has_unreduced(self.model_parameters())
         )
 
