@@ -5,8 +5,21 @@
     from ampatch import amp
 """
 
-from ampatch import amp
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ampatch import amp
 
 __all__ = ["__version__", "amp"]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """Imports ``ampatch.amp``, and torch with it, only when somebody asks for it: `ampatch run` does not."""
+    if name == "amp":
+        return importlib.import_module("ampatch.amp")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,152 @@
+"""How the modules of this package come to be what `import apex` gives, and how that is undone.
+
+Owns what it puts into ``sys.modules`` and ``sys.meta_path``. Must not know what any of the modules does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import pkgutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from email.message import EmailMessage
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
+from types import ModuleType
+
+from ampatch.apex import _not_replaced
+
+logger = logging.getLogger("ampatch")
+
+_PACKAGE = "ampatch.apex"
+
+# Extensions of Apex's, which are modules of their own.
+_AT_THE_TOP = ("amp_C", "apex_C")
+
+
+def install(force: bool = False) -> bool:
+    """Has ``import apex`` give what ampatch has in its place; a second call does nothing.
+
+    Processes that this one starts with ``multiprocessing`` and "spawn" run the script's top once more, and this with
+    it. Others hear of it through ``ampatch run`` alone.
+
+    Args:
+        force: also where there is an Apex that has amp.
+
+    Returns:
+        Whether ampatch stands in. False: there is an Apex with amp, and it was left alone.
+    """
+    if _Process.standing_in is not None:
+        return True
+    real = _real_apex_with_amp()
+    if real is not None and not force:
+        logger.warning(
+            "There is an Apex with amp in %s, which is left alone. To have ampatch in its place, type ampatch run "
+            "--force, or ampatch.apex.install(force=True).",
+            real,
+        )
+        return False
+    _Process.standing_in = _StandingIn()
+    return True
+
+
+def uninstall() -> None:
+    """Undoes `install`: ``import apex`` gives what it gave before. What was imported stays with who imported it."""
+    if _Process.standing_in is not None:
+        _Process.standing_in.end()
+        _Process.standing_in = None
+
+
+def _real_apex_with_amp() -> str | None:
+    """The folder of an Apex that can be imported and has amp; nothing is imported to find out."""
+    found = PathFinder.find_spec("apex")
+    if found is None or PathFinder.find_spec("apex.amp", found.submodule_search_locations) is None:
+        return None
+    return str(Path(found.origin).parent) if found.origin else "apex"
+
+
+class _StandingIn:
+    """The modules in their places, and what says of all others of Apex's that they are not replaced."""
+
+    def __init__(self) -> None:
+        modules = dict(_modules())
+        self._displaced = {name: module for name, module in sys.modules.items() if _is_apex(name)}
+        for name in self._displaced:
+            del sys.modules[name]
+        sys.modules.update(modules)
+        for name, module in modules.items():
+            # A module that has one says more than this does.
+            vars(module).setdefault("__getattr__", functools.partial(_refuse_attribute, name))
+        # First of all, since a finder of files would look into this package's own folder.
+        self._finder = _Finder()
+        sys.meta_path.insert(0, self._finder)
+
+    def end(self) -> None:
+        sys.meta_path.remove(self._finder)
+        for name in [name for name in sys.modules if _is_apex(name)]:
+            del sys.modules[name]
+        sys.modules.update(self._displaced)
+
+
+class _Process:
+    """What belongs to the process, as ``sys.modules`` does."""
+
+    standing_in: _StandingIn | None = None
+
+
+def _modules() -> Iterator[tuple[str, ModuleType]]:
+    """Every public module here, with the name that Apex gave it."""
+    package = importlib.import_module(_PACKAGE)
+    yield "apex", package
+    for found in pkgutil.walk_packages(package.__path__, f"{_PACKAGE}."):
+        name = found.name.removeprefix(f"{_PACKAGE}.")
+        if not name.startswith("_"):
+            yield name if name in _AT_THE_TOP else f"apex.{name}", importlib.import_module(found.name)
+
+
+def _is_apex(name: str) -> bool:
+    return name.partition(".")[0] in ("apex", *_AT_THE_TOP)
+
+
+def _refuse_attribute(module: str, name: str) -> object:
+    full = f"{module}.{name}"
+    raise AttributeError(f"module {module!r} has no attribute {name!r}: {_not_replaced.message(full)}")
+
+
+_ALL = DistributionFinder.Context()
+
+
+class _Finder(DistributionFinder):
+    """Comes to hear of modules of Apex's that are not there, and of those who ask for its version."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,  # noqa: ARG002 - what a finder is called with
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
+        # `from apex.amp import x` looks for x below the name that the module itself has.
+        name = fullname.removeprefix("ampatch.")
+        if name.startswith("apex.") and not name.startswith("apex._"):
+            # Without its name: where that is the one asked for, `from ... import` would say something else.
+            raise ModuleNotFoundError(_not_replaced.message(name))
+        return None
+
+    def find_distributions(self, context: DistributionFinder.Context = _ALL) -> Iterable[Distribution]:
+        """Some ask for the version of the package to learn whether it is there."""
+        return [_ApexDistribution()] if context.name == "apex" else []
+
+
+class _ApexDistribution(Distribution):
+    """As much of an installed package as can be asked for its version."""
+
+    def read_text(self, filename: str) -> str | None:
+        metadata = EmailMessage()
+        metadata["Name"], metadata["Version"] = "apex", "0.1+ampatch"
+        return str(metadata) if filename == "METADATA" else None
+
+    def locate_file(self, path: object) -> Path:
+        return Path(__file__).parent / str(path)

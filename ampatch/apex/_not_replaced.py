@@ -1,0 +1,46 @@
+"""What Apex had that ampatch does not replace, and what does its work instead: the text of one error."""
+
+from __future__ import annotations
+
+_EPILOGUE = "plain torch.nn layers under torch.compile, which fuses them"
+_SHARDED = "torch.distributed.fsdp, or torch.distributed.optim.ZeroRedundancyOptimizer"
+
+# The longest name that a missing one starts with counts.
+_INSTEAD = {
+    "apex.RNN": "torch.nn.LSTM, torch.nn.GRU and torch.nn.RNN",
+    "apex.contrib": "torch itself, in most cases",
+    "apex.contrib.bottleneck": _EPILOGUE,
+    "apex.contrib.clip_grad": "amp.clip_grad_norm_(optimizer, max_norm), or torch.nn.utils.clip_grad_norm_",
+    "apex.contrib.conv_bias_relu": _EPILOGUE,
+    "apex.contrib.cudnn_gbn": "torch.nn.SyncBatchNorm",
+    "apex.contrib.fmha": "torch.nn.functional.scaled_dot_product_attention",
+    "apex.contrib.focal_loss": "torchvision.ops.sigmoid_focal_loss",
+    "apex.contrib.group_norm": "torch.nn.GroupNorm",
+    "apex.contrib.groupbn": "torch.nn.BatchNorm2d with inputs in torch.channels_last, or torch.nn.SyncBatchNorm",
+    "apex.contrib.index_mul_2d": "indexing and a product under torch.compile",
+    "apex.contrib.layer_norm": "torch.nn.LayerNorm",
+    "apex.contrib.multihead_attn": "torch.nn.MultiheadAttention, or torch.nn.functional.scaled_dot_product_attention",
+    "apex.contrib.optimizers": _SHARDED,
+    "apex.contrib.sparsity": "torch.sparse.to_sparse_semi_structured and torch.ao.pruning.WeightNormSparsifier",
+    "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
+    "apex.contrib.xentropy": "torch.nn.CrossEntropyLoss, which has label_smoothing",
+    "apex.fused_dense": _EPILOGUE,
+    "apex.mlp": _EPILOGUE,
+    "apex.optimizers": "torch.optim, whose optimizers take fused=True",
+    "apex.pyprof": "torch.profiler",
+    "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
+    "apex.transformer": "torch.distributed.tensor.parallel and torch.distributed.pipelining, or Megatron-LM",
+    "apex.transformer.functional": "torch.nn.functional.softmax and F.scaled_dot_product_attention under torch.compile",
+    "apex.amp": "ampatch.amp, which docs/guide/README.md describes",
+}
+
+
+def message(name: str) -> str:
+    """What to say of a name of Apex's.
+
+    Args:
+        name: in full, such as "apex.contrib.xentropy".
+    """
+    known = [prefix for prefix in _INSTEAD if f"{name}.".startswith(f"{prefix}.")]
+    instead = _INSTEAD[max(known, key=len)] if known else "docs/guide/migrating.md, which says what is there"
+    return f"ampatch stands in for Apex, and does not replace {name}. Use instead: {instead}."

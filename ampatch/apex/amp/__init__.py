@@ -1,0 +1,16 @@
+"""`apex.amp`: all of `ampatch.amp`, and what scripts reach for below it.
+
+What is different from `ampatch.amp` stands in the modules here: the half type that is meant where none is named, lists
+that are edited in place, and state that is read and written.
+"""
+
+from __future__ import annotations
+
+from ampatch.amp import *  # noqa: F403 - whatever is public there, and will be
+from ampatch.apex.amp import lists
+from ampatch.apex.amp._amp_state import _amp_state
+from ampatch.apex.amp.frontend import init, initialize
+from ampatch.apex.amp.handle import AmpHandle
+from ampatch.apex.amp.opt import OptimWrapper
+
+__all__ = ["AmpHandle", "OptimWrapper", "_amp_state", "init", "initialize", "lists"]

@@ -1,0 +1,71 @@
+"""`initialize` and `init` as scripts for Apex call them: `ampatch.amp`'s, in the half type that Apex had.
+
+Must hold no state: what is to be read of it later is in `_amp_state`, and taken from the session.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ampatch import amp, opt_levels
+from ampatch.amp import load_state_dict, state_dict
+from ampatch.apex.amp import _stash, lists
+from ampatch.apex.amp._amp_state import _amp_state
+from ampatch.apex.amp.handle import AmpHandle
+from ampatch.process import process
+
+__all__ = ["init", "initialize", "load_state_dict", "state_dict"]
+
+_INITIALIZE = inspect.signature(amp.initialize)
+_INIT = inspect.signature(amp.init)
+
+
+@functools.wraps(amp.initialize)
+def initialize(*args: Any, **kwargs: Any) -> Any:  # noqa: D103 - it has that of the one it wraps
+    given = _INITIALIZE.bind(*args, **kwargs).arguments
+    level = opt_levels.LEVELS.get(given.get("opt_level", "O1"))
+    if level is not None and level.half_dtype is None and given.get("cast_model_type") is not torch.bfloat16:
+        _mean_float16(given, "patch_torch_functions_type")
+    patches = given.get("patch_torch_functions")
+    if patches is None:
+        patches = level is not None and level.patched
+    if patches:
+        _lay_over(given)
+    result = amp.initialize(**given)
+    session = process.live
+    if given.get("enabled", True) and session is not None:
+        _amp_state.verbosity = given.get("verbosity", 1)
+        optimizers = given.get("optimizers")
+        for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+            if optimizer is not None:
+                _stash.attach(optimizer, session)
+    return result
+
+
+@functools.wraps(amp.init)
+def init(*args: Any, **kwargs: Any) -> AmpHandle:  # noqa: D103
+    given = _INIT.bind(*args, **kwargs).arguments
+    _mean_float16(given, "patch_type")
+    _lay_over(given)
+    amp.init(**given)
+    return AmpHandle(process.live if given.get("enabled", True) else None)
+
+
+def _mean_float16(given: dict[str, Any], alias: str) -> None:
+    """Half is float16 unless another type was named, on the CPU too: Apex knew no other."""
+    if given.get("half_dtype") is None and given.get(alias) is None:
+        given["half_dtype"] = torch.float16
+
+
+def _lay_over(given: dict[str, Any]) -> None:
+    """Has the lists be what the script has made of them."""
+    changes = lists.changes()
+    if changes:
+        own = given.get("cast_lists")
+        several = isinstance(own, Iterable) and isinstance(own, (list, tuple))
+        given["cast_lists"] = [changes, *([] if own is None else own if several else [own])]

@@ -1,0 +1,47 @@
+"""`apex.amp.handle`: what `init` returns, and the forms of before 2019 that hung on it."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from ampatch import amp
+from ampatch.amp import disable_casts, scale_loss
+from ampatch.errors import UsageError
+from ampatch.process import process
+from ampatch.session import Session
+
+__all__ = ["AmpHandle", "disable_casts", "scale_loss"]
+
+#: What to write instead of the forms that Apex dropped itself in 2019.
+NEW_FORM = (
+    "Type: model, optimizer = amp.initialize(model, optimizer, opt_level='O1'), and in each iteration: with "
+    "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward(), then optimizer.step()."
+)
+
+
+class AmpHandle(amp.Handle):
+    """Undoes what `init` did: by `deactivate`, or at the end of a ``with`` block."""
+
+    def __init__(self, session: Session | None) -> None:
+        super().__init__(session)
+        self._is_enabled = session is not None
+
+    def is_active(self) -> bool:
+        """Whether amp is on."""
+        return self._is_enabled and process.live is not None
+
+    def scale_loss(self, *_: object, **__: object) -> NoReturn:
+        """Says what to write instead.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(f"handle.scale_loss is the form of 2018, which scales for no optimizer's masters. {NEW_FORM}")
+
+    def wrap_optimizer(self, *_: object, **__: object) -> NoReturn:
+        """Says what to write instead.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(f"handle.wrap_optimizer is the form of 2018; optimizers stay what they are now. {NEW_FORM}")

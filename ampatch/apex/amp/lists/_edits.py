@@ -1,0 +1,114 @@
+"""What the lists start from, and what a script has done to them since, as an overlay of cast lists.
+
+Must not read a list before it is asked for the changes: scripts also put another list in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ampatch.cast_lists import UNLISTED, Rule, Treatment, peer, shipped
+from ampatch.errors import OptionError
+from ampatch.paths import Path
+
+_TREATMENTS = {
+    "FP16_FUNCS": Treatment.WHITELIST,
+    "FP32_FUNCS": Treatment.BLACKLIST,
+    "CASTS": Treatment.PROMOTE,
+    "SEQUENCE_CASTS": Treatment.PROMOTE,
+    "BANNED_FUNCS": Treatment.BANNED,
+}
+
+# Apex kept those of its promoted functions apart that take a sequence.
+_OF_SEQUENCES = ("cat", "stack")
+
+# A function in Python, such as F.softmax, calls the method; to change the one alone would change nothing.
+_CALLED_BY = {"torch.nn.functional": ("torch", "torch.Tensor")}
+
+
+def starting_lists(module: Any) -> dict[str, list[Any]]:
+    """The lists of a namespace by name: the functions that ampatch lists, and those that Apex did.
+
+    Apex's are there although torch now does by itself what they were listed for, so that a script can take them out.
+    """
+    namespace = _namespace(module)
+    ours = _names_of(shipped().for_half(torch.float16), namespace)
+    theirs = {
+        name: treatment
+        for name, treatment in _names_of(peer("apex").for_half(torch.float16), namespace).items()
+        if hasattr(module, name)
+    }
+    lists: dict[str, list[Any]] = {name: [] for name in _TREATMENTS}
+    for function, treatment in {**theirs, **ours}.items():
+        if treatment is Treatment.PROMOTE:
+            lists["SEQUENCE_CASTS" if function in _OF_SEQUENCES else "CASTS"].append(function)
+        elif treatment is Treatment.BANNED:
+            rule = shipped().for_half(torch.float16)[Path(namespace, function)]
+            lists["BANNED_FUNCS"].append((function, rule.instead or ""))
+        else:
+            lists["FP16_FUNCS" if treatment is Treatment.WHITELIST else "FP32_FUNCS"].append(function)
+    return lists
+
+
+def changes_of(modules: Iterable[ModuleType]) -> dict[str, dict[str, list[Any]]]:
+    """What was done to the lists of these modules, as an overlay; empty if nothing was.
+
+    Raises:
+        OptionError: a function was put into two lists, or something else than a name into one.
+    """
+    edits = {_namespace(module.MODULE): _edits(module) for module in modules}
+    for namespace, called in _CALLED_BY.items():
+        for function, entry in edits.get(namespace, {}).items():
+            for other in called:
+                if Path(other, function) in shipped().for_half(torch.float16):
+                    edits.setdefault(other, {}).setdefault(function, entry)
+    overlay: dict[str, dict[str, list[Any]]] = {}
+    for namespace, functions in edits.items():
+        for function, (listed, instead) in functions.items():
+            item = {"name": function, "instead": instead} if instead else function
+            overlay.setdefault(listed, {}).setdefault(namespace, []).append(item)
+    return overlay
+
+
+#: The name of a list of ours, and for banned functions what to use instead.
+_Entry = tuple[str, str | None]
+
+
+def _edits(module: Any) -> dict[str, _Entry]:
+    """The functions whose list has changed, with the list that each stands in now."""
+    edits: dict[str, _Entry] = {}
+    for name, started in starting_lists(module.MODULE).items():
+        now = getattr(module, name)
+        edits.update((function, (UNLISTED, None)) for function in _functions(started) - _functions(now))
+    added: dict[str, str] = {}
+    for name, started in starting_lists(module.MODULE).items():
+        for item in getattr(module, name):
+            function, instead = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
+            if not isinstance(function, str):
+                raise OptionError(f"{module.__name__}.{name} holds {item!r}; expected the name of a function.")
+            if function not in _functions(started):
+                if added.setdefault(function, name) != name:
+                    raise OptionError(
+                        f"{function!r} was put into {module.__name__}.{added[function]} and into {name}; take it "
+                        "out of one of them."
+                    )
+                edits[function] = (_TREATMENTS[name].value, instead)
+    return edits
+
+
+def _functions(items: Iterable[Any]) -> set[Any]:
+    """The names in a list; of a banned function the message stands beside it."""
+    return {item[0] if isinstance(item, tuple) and item else item for item in items}
+
+
+def _names_of(rules: Mapping[Path, Rule], namespace: str) -> dict[str, Treatment]:
+    return {path.name: rule.treatment for path, rule in rules.items() if path.namespace == namespace}
+
+
+def _namespace(module: Any) -> str:
+    """The dotted path of a module, or of a class of torch's."""
+    return str(module.__name__) if isinstance(module, ModuleType) else f"torch.{module.__name__}"

@@ -1,0 +1,18 @@
+"""The functions of `torch` that amp casts, to be edited before ``initialize``."""
+
+from __future__ import annotations
+
+import torch
+
+from ampatch.apex.amp.lists._edits import starting_lists
+
+MODULE = torch
+
+_LISTS = starting_lists(MODULE)
+
+FP16_FUNCS: list[str] = _LISTS["FP16_FUNCS"]
+FP32_FUNCS: list[str] = _LISTS["FP32_FUNCS"]
+CASTS: list[str] = _LISTS["CASTS"]
+SEQUENCE_CASTS: list[str] = _LISTS["SEQUENCE_CASTS"]
+#: Names, each with what to use instead.
+BANNED_FUNCS: list[tuple[str, str]] = _LISTS["BANNED_FUNCS"]

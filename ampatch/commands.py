@@ -1,0 +1,246 @@
+"""The subcommands of `ampatch` that need torch: their arguments, whom they call, and what they print.
+
+They must never work anything out by themselves, nor catch what `cli` turns into an exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ampatch import amp, doctor, extension, extension_build, list_reports
+from ampatch.cast_lists import PEERS, peer, shipped
+from ampatch.errors import CastListError, KernelError, OptionError
+from ampatch.opt_levels import HALF_DTYPES
+from ampatch.process import process
+
+_FAULT = 1  # a fault in what the command read
+
+# The half types of a peer that does not have both.
+_PEER_HALF_DTYPES = {"apex": (torch.float16,)}
+
+_DEMO = "Trains a small network in float32 and in mixed precision, and compares the two."
+_LISTS = "Shows, checks and compares the cast lists."
+_SHOW = "Prints the rules in force, each with the file and line it comes from."
+_CHECK = "Says what is wrong with a cast list file, one line a fault."
+_DIFF = "Prints what another system casts otherwise than ampatch's own lists."
+_DOCTOR = "Prints what a bug report needs: versions, devices, kernels, and who has patched what of torch."
+_BUILD = "Compiles the extension, which amp uses from then on: kernels, and the calls of patched functions."
+
+
+def add_to(commands: Any, command: str | None) -> None:
+    """Adds these subcommands to a parser's.
+
+    Args:
+        commands: what ``add_subparsers`` gave.
+        command: the one that is asked for, if any.
+    """
+    _add_demo(commands.add_parser("demo", help=_DEMO, description=_DEMO), asked_for=command == "demo")
+    lists = commands.add_parser("lists", help=_LISTS, description=_LISTS)
+    reports = lists.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_show(reports.add_parser("show", help=_SHOW, description=_SHOW))
+    _add_check(reports.add_parser("check", help=_CHECK, description=_CHECK))
+    _add_diff(reports.add_parser("diff", help=_DIFF, description=_DIFF))
+    _add_doctor(commands.add_parser("doctor", help=_DOCTOR, description=_DOCTOR))
+    _add_build(commands.add_parser("build", help=_BUILD, description=_BUILD))
+
+
+def _add_demo(parser: argparse.ArgumentParser, asked_for: bool) -> None:
+    # The demo brings its data and a progress bar, for which no other command should wait.
+    if asked_for:
+        from ampatch import demo
+
+        demo.add_arguments(parser)
+        parser.set_defaults(run=demo.run)
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    _add_half_dtype(parser, "the half type to show the rules of (default: both)")
+    parser.add_argument(
+        "--cast-lists",
+        type=_file,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a file to lay over ampatch's own lists; may be given several times",
+    )
+    parser.set_defaults(run=_show)
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    _print(list_reports.policy(shipped().overlaid(arguments.cast_lists), arguments.half_dtype or list_reports.BOTH))
+    return 0
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=_file, metavar="FILE", help="a file as `amp.initialize(cast_lists=...)` takes it")
+    parser.set_defaults(run=_check)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    try:
+        # Read once only: it may be a pipe.
+        changed = shipped().overlaid(arguments.file)
+    except CastListError as error:
+        _print(list_reports.faults(error))
+        return _FAULT
+    _print([list_reports.verdict(arguments.file, shipped(), changed)])
+    return 0
+
+
+def _add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("peer", choices=PEERS, help="the system to compare with")
+    _add_half_dtype(parser, "the half type to compare in (default: those that the other system has)")
+    parser.set_defaults(run=_diff)
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    half_dtypes = arguments.half_dtype or _PEER_HALF_DTYPES.get(arguments.peer, list_reports.BOTH)
+    _print(list_reports.difference(peer(arguments.peer), shipped(), arguments.peer, half_dtypes))
+    return 0
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "modules",
+        nargs="*",
+        metavar="MODULE",
+        help="a module to import beforehand, such as your own or a plug-in that patches torch",
+    )
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    _import(arguments.modules)
+    if process.live is not None:  # by one of the modules
+        _print(doctor.report())
+        return 0
+    try:
+        handle = amp.init()
+    except Exception:  # all the more does the report tell what there is to tell
+        _print(doctor.report())
+        raise
+    with handle:
+        _print(doctor.report())
+    _print(["", "amp was set up for this report alone, with the defaults of amp.init()."])
+    return 0
+
+
+def _import(modules: Iterable[str]) -> None:
+    # The current folder is searched, as by `python -m`, whichever way the command was started.
+    sys.path.insert(0, "")
+    try:
+        for module in modules:
+            try:
+                importlib.import_module(module)
+            except (Exception, SystemExit) as error:  # it may raise whatever it likes
+                raise OptionError(
+                    f"the module {module!r} cannot be imported ({type(error).__name__}: {error}). Type the name that "
+                    "stands after `import`, such as package.module."
+                ) from error
+    finally:
+        with suppress(ValueError):
+            sys.path.remove("")
+
+
+def _add_build(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        choices=extension_build.DEVICES,
+        default="auto",
+        help="cuda: kernels for the CPU and for GPUs; cpu: for the CPU alone; auto: for GPUs too if there is an nvcc",
+    )
+    parser.add_argument(
+        "--arch",
+        type=_list,
+        default=None,
+        metavar="LIST",
+        help="architectures of the GPUs, as 80,90 (default: this machine's or, if it has none, "
+        f"{','.join(extension_build.DEFAULT_ARCHITECTURES)})",
+    )
+    parser.add_argument(
+        "--output",
+        type=_file,
+        default=None,
+        metavar="DIR",
+        help="where to put the library (default: the cache, where amp finds it)",
+    )
+    parser.add_argument("--force", action="store_true", help="build it even if it is there")
+    parser.set_defaults(run=_build)
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    output = None if arguments.output is None else Path(arguments.output)
+    plan = extension_build.plan(arguments.device, arguments.arch, output)
+    if plan.note:
+        _print([plan.note])
+    gpus = f" and for GPUs of architecture {', '.join(plan.architectures)}" if plan.architectures else ""
+    _print(
+        [
+            f"Compiler: {plan.compiler.version} ({plan.compiler.command[0]})",
+            f"Kernels:  for the CPU{gpus}",
+            f"Library:  {plan.directory / extension.LIBRARY}",
+        ]
+    )
+    sys.stdout.flush()  # compiling takes a while, which a pipe would spend without a word
+    built = extension_build.carry_out(plan, arguments.force)
+    if built.was_there:
+        _print(["It is there already, built of these very sources. `ampatch build --force` builds it again."])
+    else:
+        _print([f"Built and tried out in {built.seconds:.0f} seconds."])
+    found = extension.find()
+    if output is None and found is not None and found.path != built.library.path:
+        _print([f"Of the libraries that are there, amp takes {found.path}: it is for more GPUs."])
+    if output is None:
+        _build_calls(arguments.force)
+    return 0
+
+
+def _build_calls(force: bool) -> None:
+    """The part that is for this Python and this torch alone, which no package can bring along."""
+    try:
+        plan = extension_build.plan_calls()
+    except KernelError as error:
+        _print([f"Calls of patched functions stay in plain Python: {error}"])
+        return
+    _print([f"Calls:    {plan.directory / extension.LIBRARY}"])
+    sys.stdout.flush()
+    built = extension_build.carry_out(plan, force)
+    _print(["It is there already." if built.was_there else f"Built and tried out in {built.seconds:.0f} seconds."])
+
+
+def _list(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _add_half_dtype(parser: argparse.ArgumentParser, help_text: str) -> None:
+    parser.add_argument(
+        "--half-dtype", type=_half_dtype, default=None, metavar=f"{{{','.join(HALF_DTYPES)}}}", help=help_text
+    )
+
+
+def _half_dtype(text: str) -> tuple[torch.dtype]:
+    if text not in HALF_DTYPES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(HALF_DTYPES)}")
+    return (HALF_DTYPES[text],)
+
+
+def _file(text: str) -> str:
+    # An empty name would be taken for the current folder.
+    if not text:
+        raise argparse.ArgumentTypeError("the name of a file is empty")
+    return text
+
+
+def _print(lines: Iterable[str]) -> None:
+    """Prints lines; what the terminal's encoding lacks (in a file's name, say) comes out as an escape."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    for line in lines:
+        print(line.encode(encoding, "backslashreplace").decode(encoding))

@@ -1,0 +1,328 @@
+"""`apex.amp` as scripts use it: the functions, the state below it, and the lists."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampatch import amp
+from ampatch.apex import amp as apex_amp
+from ampatch.apex.amp import _amp_state, frontend, lists
+from ampatch.apex.amp._amp_state import maybe_print, warn_or_err
+from ampatch.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+from ampatch.errors import CastListError, OptionError, UsageError
+
+_NAMES = ("FP16_FUNCS", "FP32_FUNCS", "CASTS", "SEQUENCE_CASTS", "BANNED_FUNCS")
+
+
+@pytest.fixture
+def edited_lists() -> Iterator[None]:
+    """Lists that a test may edit."""
+    modules = (functional_overrides, torch_overrides, tensor_overrides)
+    before = [
+        (module, name, getattr(module, name), list(getattr(module, name))) for module in modules for name in _NAMES
+    ]
+    yield
+    for module, name, held, items in before:
+        held[:] = items
+        setattr(module, name, held)
+    assert lists.changes() == {}
+
+
+def setup(opt_level: str, **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = apex_amp.initialize(model, optimizer, opt_level=opt_level, **options)
+    return model, optimizer
+
+
+def run_pass(model: nn.Module, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> None:
+    with apex_amp.scale_loss(model(torch.ones(3, 4)).sum() * factor, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+class TestThePackage:
+    def test_it_has_all_that_ampatch_has(self) -> None:
+        assert set(amp.__all__) <= set(apex_amp.__dict__)
+        assert apex_amp.scale_loss is amp.scale_loss
+
+    def test_it_is_a_package(self) -> None:
+        assert apex_amp.__path__
+        assert "state_dict" in apex_amp.__dict__
+        assert frontend.state_dict is amp.state_dict
+
+    @pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
+    def test_half_is_float16_on_the_cpu_too(self, opt_level: str) -> None:
+        model, _ = setup(opt_level)
+        assert _amp_state.opt_properties.half_dtype is torch.float16
+        assert model[0].weight.dtype is (torch.float16 if opt_level in ("O2", "O3") else torch.float32)
+        assert apex_amp.get_loss_scale() == (65536 if opt_level in ("O1", "O2") else 1)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"half_dtype": torch.bfloat16},
+            {"patch_torch_functions_type": torch.bfloat16},
+            {"opt_level": "O4"},
+            {"opt_level": "O5"},
+            {"opt_level": "O2", "cast_model_type": torch.bfloat16},
+        ],
+        ids=str,
+    )
+    def test_a_type_that_is_named_counts(self, options: dict[str, object]) -> None:
+        setup(**{"opt_level": "O1", **options})
+        assert _amp_state.opt_properties.half_dtype is torch.bfloat16
+
+    def test_arguments_may_be_given_by_position(self) -> None:
+        model = nn.Linear(2, 2)
+        given = apex_amp.initialize(model, [], True, "O3")
+        assert given == (model, [])
+        assert model.weight.dtype is torch.float16
+
+    def test_a_bad_level_is_an_error_in_plain_words(self) -> None:
+        with pytest.raises(OptionError, match="capital letter O"):
+            setup("o1")
+
+    def test_init_patches_alone_and_its_handle_undoes_it(self) -> None:
+        with apex_amp.init() as handle:
+            assert handle.is_active()
+            assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
+        assert not handle.is_active()
+        assert not apex_amp.init(enabled=False).is_active()
+
+
+class TestFormsOf2018:
+    def test_the_handle_says_what_to_write(self) -> None:
+        handle = apex_amp.init()
+        with pytest.raises(UsageError, match=r"handle\.scale_loss .* with amp\.scale_loss\(loss, optimizer\)"):
+            handle.scale_loss(torch.ones(()), None)
+        with pytest.raises(UsageError, match=r"wrap_optimizer .*amp\.initialize\(model, optimizer"):
+            handle.wrap_optimizer(None, num_loss=2)
+
+    def test_the_wrapper_says_what_to_write(self) -> None:
+        with pytest.raises(UsageError, match=r"OptimWrapper .*amp\.initialize\(model, optimizer"):
+            apex_amp.OptimWrapper(None, None, 1)
+
+
+class TestState:
+    def test_properties_are_there_once_amp_is_set_up(self) -> None:
+        assert not hasattr(_amp_state, "opt_properties")
+        assert not hasattr(_amp_state, "handle")
+        assert _amp_state.loss_scalers == []
+        setup("O2", loss_scale="128.0")
+        properties = _amp_state.opt_properties
+        assert (properties.enabled, properties.opt_level) == (True, "O2")
+        assert (properties.loss_scale, properties.master_weights) == (128.0, True)
+        assert properties.keep_batchnorm_fp32 is True
+        assert _amp_state.handle.is_active()
+
+    def test_what_is_disabled_says_so(self) -> None:
+        setup("O1", enabled=False)
+        properties = _amp_state.opt_properties
+        assert (properties.enabled, properties.opt_level, properties.master_weights) == (False, None, False)
+        assert not _amp_state.handle.is_active()
+
+    def test_the_module_has_the_object_and_the_functions(self) -> None:
+        from ampatch.apex.amp._amp_state import _amp_state as from_the_module
+
+        assert from_the_module is apex_amp._amp_state
+        assert _amp_state.master_params is amp.master_params
+
+    def test_what_has_no_effect_may_be_written(self) -> None:
+        _amp_state.allow_incoming_model_not_fp32 = True
+        _amp_state.hard_override = True
+        warn_or_err("only logged")
+        _amp_state.allow_incoming_model_not_fp32 = _amp_state.hard_override = False
+        with pytest.raises(RuntimeError, match="raised"):
+            warn_or_err("raised")
+
+    def test_printing_heeds_verbosity(self, capsys: pytest.CaptureFixture[str]) -> None:
+        setup("O1", verbosity=0)
+        maybe_print("not this")
+        amp.deinitialize()
+        setup("O1")
+        maybe_print("but this", rank0=True)
+        assert capsys.readouterr().out == "but this\n"
+
+
+class TestLossScalers:
+    def test_there_is_one_for_each_loss(self) -> None:
+        setup("O1", num_losses=3)
+        assert [scaler.loss_scale() for scaler in _amp_state.loss_scalers] == [65536.0] * 3
+        assert _amp_state.loss_scalers[1] is _amp_state.loss_scalers[1]
+
+    def test_scale_and_count_are_read_and_written(self) -> None:
+        model, optimizer = setup("O1", num_losses=2)
+        scaler = _amp_state.loss_scalers[0]
+        scaler._loss_scale = 1024
+        run_pass(model, optimizer)
+        assert (scaler.loss_scale(), scaler._loss_scale, scaler._unskipped) == (1024.0, 1024.0, 1)
+        scaler._unskipped = 1999
+        run_pass(model, optimizer)
+        assert (scaler._loss_scale, scaler._unskipped) == (2048.0, 0)
+        assert _amp_state.loss_scalers[1].loss_scale() == 65536.0
+
+    def test_a_script_that_unscales_by_itself_ends_the_pass(self) -> None:
+        setup("O1")
+        scaler = _amp_state.loss_scalers[0]
+        scaler._overflow_buf = torch.zeros(1, dtype=torch.int32)
+        assert scaler.update_scale() is False
+        assert (scaler.loss_scale(), scaler._unskipped) == (65536.0, 1)
+        scaler._overflow_buf = torch.ones(1, dtype=torch.int32)
+        assert scaler.update_scale() is True
+        assert (scaler.loss_scale(), scaler._unskipped) == (32768.0, 0)
+
+    def test_one_that_is_gone_says_why(self) -> None:
+        setup("O1")
+        scaler = _amp_state.loss_scalers[0]
+        amp.deinitialize()
+        gc.collect()
+        with pytest.raises(UsageError, match=r"amp\.deinitialize\(\) was called"):
+            scaler.loss_scale()
+
+
+class TestStash:
+    def test_masters_stand_beside_their_half_parameters(self) -> None:
+        model, optimizer = setup("O2")
+        stash = optimizer._amp_stash
+        halves = [parameter for parameter in model.parameters() if parameter.dtype is torch.float16]
+        assert [id(each) for each in stash.all_fp16_params] == [id(each) for each in halves]
+        assert [each.dtype for each in stash.all_fp32_from_fp16_params] == [torch.float32] * len(halves)
+        assert {id(each) for each in stash.all_fp32_from_fp16_params} <= set(map(id, amp.master_params(optimizer)))
+        assert {id(each) for each in stash.all_fp32_from_fp32_params} == set(map(id, model[1].parameters()))
+
+    def test_without_masters_all_are_what_they_are(self) -> None:
+        model, optimizer = setup("O1")
+        assert optimizer._amp_stash.all_fp16_params == []
+        assert optimizer._amp_stash.all_fp32_from_fp16_params == []
+        assert len(optimizer._amp_stash.all_fp32_params) == len(list(model.parameters()))
+
+    def test_masters_gradients_may_be_dropped_through_it(self) -> None:
+        model, optimizer = setup("O2")
+        run_pass(model, optimizer)
+        for master in optimizer._amp_stash.all_fp32_from_fp16_params:
+            assert master.grad is not None
+            master.grad = None
+        optimizer.zero_grad()
+
+    def test_nothing_is_lazy_and_who_says_so_may(self) -> None:
+        _, optimizer = setup("O2")
+        assert optimizer._amp_stash.lazy_init_called
+        optimizer._amp_stash.lazy_init_called = False
+        optimizer._amp_lazy_init()
+        optimizer._lazy_init_maybe_master_weights()
+
+    @pytest.mark.parametrize("opt_level", ["O1", "O2"])
+    def test_the_optimizer_is_copied_pickled_and_given_back_as_without_it(self, opt_level: str) -> None:
+        model, optimizer = setup(opt_level)
+        run_pass(model, optimizer)
+        optimizer.step()
+        assert not hasattr(copy.deepcopy(optimizer), "_amp_stash")
+        pickle.dump(optimizer, io.BytesIO())
+        amp.deinitialize()
+        assert not {"_amp_stash", "_amp_lazy_init", "_lazy_init_maybe_master_weights"} & set(vars(optimizer))
+
+    def test_every_optimizer_of_several_has_one(self) -> None:
+        models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        apex_amp.initialize(models, optimizers, opt_level="O2")
+        assert [len(optimizer._amp_stash.all_fp16_params) for optimizer in optimizers] == [2, 2]
+
+
+@pytest.mark.usefixtures("edited_lists")
+class TestLists:
+    def test_untouched_they_change_nothing(self) -> None:
+        assert lists.changes() == {}
+        setup("O1")
+        assert F.softmax(torch.ones(2, 2, dtype=torch.float16), -1).dtype is torch.float32
+
+    def test_they_hold_what_the_yaml_lists(self) -> None:
+        assert functional_overrides.MODULE is F
+        assert "linear" in functional_overrides.FP16_FUNCS
+        assert "softmax" in functional_overrides.FP32_FUNCS
+        assert ("binary_cross_entropy" in dict(functional_overrides.BANNED_FUNCS)) is True
+        assert torch_overrides.MODULE is torch
+        assert "mm" in torch_overrides.FP16_FUNCS
+        assert "dot" in torch_overrides.CASTS
+        assert tensor_overrides.MODULE is torch.Tensor
+        assert "__matmul__" in tensor_overrides.FP16_FUNCS
+
+    def test_taken_out_of_the_blacklist_a_function_runs_as_it_is(self) -> None:
+        functional_overrides.FP32_FUNCS.remove("softmax")
+        setup("O1")
+        assert F.softmax(torch.ones(2, 2, dtype=torch.float16), -1).dtype is torch.float16
+        assert F.softmax(torch.ones(2, 2), -1).dtype is torch.float32
+
+    def test_moved_to_the_whitelist_it_runs_in_half(self) -> None:
+        functional_overrides.FP32_FUNCS.remove("softmax")
+        functional_overrides.FP16_FUNCS.append("softmax")
+        setup("O1")
+        assert F.softmax(torch.ones(2, 2), -1).dtype is torch.float16
+
+    def test_put_into_another_list_it_moves_though_it_was_not_taken_out(self) -> None:
+        functional_overrides.FP16_FUNCS.append("softmax")
+        setup("O1")
+        assert F.softmax(torch.ones(2, 2), -1).dtype is torch.float16
+
+    def test_a_list_may_be_replaced(self) -> None:
+        torch_overrides.FP16_FUNCS = [name for name in torch_overrides.FP16_FUNCS if name != "mm"]
+        setup("O1")
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+        assert torch.bmm(torch.ones(1, 2, 2), torch.ones(1, 2, 2)).dtype is torch.float16
+
+    def test_methods_are_a_list_of_their_own(self) -> None:
+        tensor_overrides.FP16_FUNCS.remove("__matmul__")
+        setup("O1")
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+        assert torch.matmul(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
+
+    def test_a_banned_function_is_banned_no_more(self) -> None:
+        functional_overrides.BANNED_FUNCS.clear()
+        setup("O1")
+        half = torch.full((2,), 0.5, dtype=torch.float16)
+        F.binary_cross_entropy(half, half)
+
+    def test_what_apex_listed_and_torch_does_by_itself_may_be_taken_out(self) -> None:
+        torch_overrides.SEQUENCE_CASTS.remove("cat")
+        torch_overrides.CASTS.remove("add")
+        setup("O1")
+        assert torch.cat([torch.ones(1), torch.ones(1, dtype=torch.float16)]).dtype is torch.float32
+
+    def test_the_users_own_overlay_counts_more(self) -> None:
+        functional_overrides.FP32_FUNCS.remove("softmax")
+        setup("O1", cast_lists={"blacklist": {"torch.nn.functional": ["softmax"]}})
+        assert F.softmax(torch.ones(2, 2, dtype=torch.float16), -1).dtype is torch.float32
+
+    def test_init_heeds_them_too(self) -> None:
+        functional_overrides.FP16_FUNCS.append("softmax")
+        with apex_amp.init():
+            assert F.softmax(torch.ones(2, 2), -1).dtype is torch.float16
+
+    def test_where_no_functions_are_patched_they_mean_nothing(self) -> None:
+        functional_overrides.FP32_FUNCS.remove("softmax")
+        setup("O2")
+
+    def test_a_name_that_torch_lacks_is_an_error_and_nothing_is_patched(self) -> None:
+        functional_overrides.FP16_FUNCS.append("sofmax")
+        with pytest.raises(CastListError, match="softmax"):
+            setup("O1")
+
+    def test_two_new_places_are_an_error(self) -> None:
+        torch_overrides.FP16_FUNCS.append("relu")
+        torch_overrides.CASTS.append("relu")
+        with pytest.raises(OptionError, match=r"torch_overrides\.FP16_FUNCS and into CASTS"):
+            setup("O1")
+
+    def test_what_is_no_name_is_an_error(self) -> None:
+        torch_overrides.FP16_FUNCS.append(torch.relu)
+        with pytest.raises(OptionError, match="expected the name of a function"):
+            setup("O1")

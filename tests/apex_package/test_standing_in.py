@@ -1,0 +1,193 @@
+"""What `import apex` gives once `ampatch.apex.install` was called, and that all of it can be undone."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ampatch.apex
+from ampatch import amp
+
+
+def imported() -> dict[str, object]:
+    """What the import system knows of Apex."""
+    return {
+        name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("apex", "amp_C", "apex_C")
+    }
+
+
+@pytest.fixture
+def standing_in() -> Iterator[None]:
+    finders = list(sys.meta_path)
+    assert ampatch.apex.install()
+    yield
+    ampatch.apex.uninstall()
+    assert sys.meta_path == finders
+    assert imported() == {}
+
+
+@pytest.fixture
+def real_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An Apex of old that can be imported: one with amp."""
+    package = tmp_path / "apex"
+    (package / "amp").mkdir(parents=True)
+    (package / "__init__.py").write_text("from . import amp\n")
+    (package / "amp" / "__init__.py").write_text("real = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield package
+    ampatch.apex.uninstall()
+    for name in imported():
+        del sys.modules[name]
+
+
+class TestNamesOfApex:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "apex",
+            "apex.amp",
+            "apex.amp._amp_state",
+            "apex.amp.frontend",
+            "apex.amp.handle",
+            "apex.amp.lists.functional_overrides",
+            "apex.amp.lists.tensor_overrides",
+            "apex.amp.lists.torch_overrides",
+            "apex.amp.opt",
+            "apex.amp.scaler",
+            "apex.fp16_utils",
+            "apex.fp16_utils.fp16_optimizer",
+            "apex.fp16_utils.fp16util",
+            "apex.fp16_utils.loss_scaler",
+            "apex.multi_tensor_apply",
+            "apex.normalization",
+            "apex.normalization.fused_layer_norm",
+            "apex.optimizers",
+            "apex.optimizers.fused_adagrad",
+            "apex.optimizers.fused_adam",
+            "apex.optimizers.fused_lamb",
+            "apex.optimizers.fused_novograd",
+            "apex.optimizers.fused_sgd",
+            "apex.parallel",
+            "apex.parallel.LARC",
+            "apex.parallel.distributed",
+            "apex.parallel.multiproc",
+            "apex.parallel.sync_batchnorm",
+            "amp_C",
+            "apex_C",
+        ],
+    )
+    @pytest.mark.usefixtures("standing_in")
+    def test_a_module_has_the_name_that_apex_gave_it(self, name: str) -> None:
+        own = name if name.startswith("apex.") or name == "apex" else f"apex.{name}"
+        assert importlib.import_module(name) is importlib.import_module(f"ampatch.{own}")
+
+    @pytest.mark.usefixtures("standing_in")
+    def test_statements_find_it(self) -> None:
+        import apex.parallel.LARC
+        from apex import amp as apex_amp
+        from apex.parallel import LARC
+
+        assert apex_amp is ampatch.apex.amp
+        assert isinstance(LARC, type)
+        assert apex.parallel.LARC is LARC
+
+    @pytest.mark.usefixtures("standing_in")
+    def test_who_asks_whether_apex_is_installed_is_told_so(self) -> None:
+        assert importlib.util.find_spec("apex") is not None
+        assert importlib.metadata.version("apex") == "0.1+ampatch"
+
+    @pytest.mark.usefixtures("standing_in")
+    def test_other_packages_keep_their_versions(self) -> None:
+        assert importlib.metadata.version("pytest") == pytest.__version__
+        assert "apex" not in {found.name for found in importlib.metadata.distributions()}
+
+    def test_importing_the_package_alone_changes_nothing(self) -> None:
+        program = (
+            "import sys, ampatch\n"
+            "before = dict(sys.modules), list(sys.meta_path)\n"
+            "import ampatch.apex\n"
+            "assert 'apex' not in sys.modules\n"
+            "assert list(sys.meta_path) == before[1]\n"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True)
+
+    def test_installing_twice_is_installing_once(self) -> None:
+        before = list(sys.meta_path)
+        assert ampatch.apex.install()
+        assert ampatch.apex.install()
+        ampatch.apex.uninstall()
+        assert sys.meta_path == before
+        ampatch.apex.uninstall()
+        with pytest.raises(ModuleNotFoundError, match="No module named 'apex'"):
+            importlib.import_module("apex")
+
+
+@pytest.mark.usefixtures("standing_in")
+class TestNamesThatAreNotReplaced:
+    def test_a_module_is_named_with_what_does_its_work(self) -> None:
+        with pytest.raises(ModuleNotFoundError, match=r"does not replace apex\.contrib\.xentropy\..*CrossEntropyLoss"):
+            from apex.contrib.xentropy import SoftmaxCrossEntropyLoss  # noqa: F401
+
+    def test_a_module_from_a_package_is_named(self) -> None:
+        with pytest.raises(ModuleNotFoundError, match=r"does not replace apex\.pyprof\..*torch\.profiler"):
+            from apex import pyprof  # noqa: F401
+
+    def test_a_name_from_a_package_is_named(self) -> None:
+        with pytest.raises(
+            ModuleNotFoundError, match=r"does not replace apex\.optimizers\.FusedNothing\..*torch\.optim"
+        ):
+            from apex.optimizers import FusedNothing  # noqa: F401
+
+    def test_an_attribute_is_named(self) -> None:
+        import apex
+
+        with pytest.raises(AttributeError, match=r"does not replace apex\.RNN\..*torch\.nn\.LSTM"):
+            _ = apex.RNN
+        assert not hasattr(apex, "RNN")
+        with pytest.raises(AttributeError, match=r"does not replace apex\.amp\.nothing\."):
+            _ = apex.amp.nothing
+
+    def test_what_nobody_has_heard_of_is_named_too(self) -> None:
+        with pytest.raises(ModuleNotFoundError, match=r"does not replace apex\.nonsense\..*migrating\.md"):
+            importlib.import_module("apex.nonsense")
+
+    def test_a_script_that_can_do_without_goes_on(self) -> None:
+        try:
+            from apex.contrib.xentropy import SoftmaxCrossEntropyLoss  # noqa: F401
+        except ImportError:
+            return
+        pytest.fail("it was imported")
+
+
+class TestARealApex:
+    @pytest.mark.usefixtures("real_apex")
+    def test_one_with_amp_is_left_alone(self, caplog: pytest.LogCaptureFixture, real_apex: Path) -> None:
+        with caplog.at_level(logging.WARNING, "ampatch"):
+            assert not ampatch.apex.install()
+        assert importlib.import_module("apex.amp").real
+        assert str(real_apex) in caplog.text
+        assert "--force" in caplog.text
+
+    @pytest.mark.usefixtures("real_apex")
+    def test_force_replaces_it_until_that_is_undone(self) -> None:
+        before = importlib.import_module("apex.amp")
+        assert ampatch.apex.install(force=True)
+        assert importlib.import_module("apex.amp").initialize is ampatch.apex.amp.initialize
+        ampatch.apex.uninstall()
+        assert importlib.import_module("apex.amp") is before
+
+    def test_one_without_amp_is_replaced(self, real_apex: Path) -> None:
+        (real_apex / "__init__.py").write_text("")
+        (real_apex / "amp" / "__init__.py").unlink()
+        (real_apex / "amp").rmdir()
+        importlib.invalidate_caches()
+        assert ampatch.apex.install()
+        assert importlib.import_module("apex.amp").scale_loss is amp.scale_loss

@@ -1,0 +1,259 @@
+"""`ampatch run`: what a script sees is what plain Python would show it, and `apex` besides."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from ampatch.run import _STARTUP, _environment, _options
+
+REPORT = """
+import json, os, sys
+print(json.dumps({
+    "argv": sys.argv, "name": __name__, "file": __file__, "package": __package__, "path": sys.path,
+    "spec": __spec__ and __spec__.name, "is main": sys.modules["__main__"].__dict__ is globals(),
+    "flags": [sys.flags.dev_mode, sys.flags.optimize], "unbuffered": sys.stdout.write_through,
+    "loaded": sorted({"apex", "torch", "ampatch"} & set(sys.modules)),
+}))
+"""
+
+
+def python(arguments: Sequence[str], folder: Path, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, text=True, capture_output=True, timeout=120, check=False, **options
+    )
+
+
+def ampatch_run(arguments: Sequence[str], folder: Path, **options: object) -> subprocess.CompletedProcess[str]:
+    return python(["-m", "ampatch", "run", *arguments], folder, **options)
+
+
+class TestAsUnderPlainPython:
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["train.py"],
+            ["train.py", "--fp16", "--cpu", "--opt-level", "O2", "-m", "x", "--", "a b"],
+            ["-m", "train", "--force", "-h"],
+            ["-m", "package.train"],
+            ["folder"],
+        ],
+        ids=" ".join,
+    )
+    def test_arguments_main_and_path(self, arguments: list[str], tmp_path: Path) -> None:
+        (tmp_path / "package").mkdir()
+        (tmp_path / "folder").mkdir()
+        for name in ("train.py", "package/__init__.py", "package/train.py", "folder/__main__.py"):
+            (tmp_path / name).write_text("" if name.endswith("__init__.py") else REPORT)
+        assert json.loads(ampatch_run(arguments, tmp_path).stdout) == json.loads(python(arguments, tmp_path).stdout)
+
+    def test_the_interpreters_own_options(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(REPORT)
+        options = ["-u", "-X", "dev", "-O"]
+        expected = python([*options, "train.py"], tmp_path)
+        assert json.loads(expected.stdout)["flags"] == [True, 1]
+        found = python([*options, "-m", "ampatch", "run", "train.py"], tmp_path)
+        assert json.loads(found.stdout) == json.loads(expected.stdout)
+
+    @pytest.mark.parametrize(
+        ("program", "status"),
+        [
+            ("import sys; sys.exit(7)", 7),
+            ("import sys; sys.exit('said so')", 1),
+            ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+            ("raise KeyboardInterrupt", -signal.SIGINT),
+            ("def f():\n    1 / 0\nf()", 1),
+            ("this is no Python", 1),
+            ("import sys\nsys.excepthook = lambda *_: print('mine')\n1 / 0", 1),
+            ("import atexit\natexit.register(print, 'at the end')", 0),
+        ],
+    )
+    def test_exit_status_and_traceback(self, program: str, status: int, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(program)
+        expected, found = python(["train.py"], tmp_path), ampatch_run(["train.py"], tmp_path)
+        assert expected.returncode == status
+        assert (found.returncode, found.stdout, found.stderr) == (status, expected.stdout, expected.stderr)
+
+    def test_a_script_that_is_not_there(self, tmp_path: Path) -> None:
+        expected, found = python(["nowhere.py"], tmp_path), ampatch_run(["nowhere.py"], tmp_path)
+        assert (found.returncode, found.stderr) == (expected.returncode, expected.stderr)
+
+    def test_standard_input(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text("print(input())")
+        assert ampatch_run(["train.py"], tmp_path, input="typed\n").stdout == "typed\n"
+
+    def test_ctrl_c_reaches_the_script(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(
+            "import time\n"
+            "try:\n"
+            "    print('there', flush=True)\n"
+            "    time.sleep(60)\n"
+            "except KeyboardInterrupt:\n"
+            "    print('saved', flush=True)\n"
+            "    raise\n"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ampatch", "run", "train.py"],
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+        assert output == "saved\n"
+        assert process.returncode == -signal.SIGINT
+        assert "ampatch" not in errors
+
+    def test_the_sitecustomize_of_the_environment_still_runs(self, tmp_path: Path) -> None:
+        (tmp_path / "site").mkdir()
+        (tmp_path / "site" / "sitecustomize.py").write_text("import builtins; builtins.customized = __file__\n")
+        (tmp_path / "train.py").write_text("import sys; print(customized, sys.modules['sitecustomize'].__file__)")
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+        expected = python(["train.py"], tmp_path, env=environment)
+        assert expected.stdout.split() == [str(tmp_path / "site" / "sitecustomize.py")] * 2
+        assert ampatch_run(["train.py"], tmp_path, env=environment).stdout == expected.stdout
+
+
+class TestApexIsThere:
+    def test_in_the_script(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(
+            "import sys\n"
+            "assert 'torch' not in sys.modules\n"
+            "from apex import amp\n"
+            "import ampatch\n"
+            "assert amp.scale_loss is ampatch.amp.scale_loss\n"
+            "import amp_C\n"
+            "print('ok')\n"
+        )
+        assert ampatch_run(["train.py"], tmp_path).stdout == "ok\n"
+
+    def test_its_extensions_may_come_first(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text("import amp_C, apex_C\nfrom apex import amp\nprint(amp_C.__name__)\n")
+        assert ampatch_run(["train.py"], tmp_path).stdout == "ampatch.apex.amp_C\n"
+
+    @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+    def test_in_the_processes_that_it_starts(self, method: str, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(
+            "import multiprocessing, subprocess, sys\n"
+            "def work(queue):\n"
+            "    from apex import amp\n"
+            "    queue.put((amp.__name__, __name__))\n"
+            "if __name__ == '__main__':\n"
+            f"    context = multiprocessing.get_context({method!r})\n"
+            "    queue = context.Queue()\n"
+            "    process = context.Process(target=work, args=(queue,))\n"
+            "    process.start()\n"
+            "    print(*queue.get(timeout=100), flush=True)\n"
+            "    process.join()\n"
+            "    subprocess.run([sys.executable, '-c', 'from apex import amp; print(amp.__name__)'], check=True)\n"
+        )
+        main = "__main__" if method == "fork" else "__mp_main__"
+        found = ampatch_run(["train.py"], tmp_path)
+        assert found.stdout == f"ampatch.apex.amp {main}\nampatch.apex.amp\n", found.stderr
+
+    def test_not_where_a_real_one_has_amp_unless_forced(self, tmp_path: Path) -> None:
+        (tmp_path / "apex" / "amp").mkdir(parents=True)
+        (tmp_path / "apex" / "__init__.py").write_text("")
+        (tmp_path / "apex" / "amp" / "__init__.py").write_text("")
+        (tmp_path / "train.py").write_text("from apex import amp; print(amp.__file__)")
+        left = ampatch_run(["train.py"], tmp_path)
+        assert left.stdout == f"{tmp_path / 'apex' / 'amp' / '__init__.py'}\n"
+        assert "type ampatch run --force" in left.stderr
+        forced = ampatch_run(["--force", "train.py"], tmp_path)
+        assert forced.stdout != left.stdout
+        assert forced.stderr == ""
+
+
+class TestWithoutAGpu:
+    def test_what_goes_to_a_gpu_stays_on_the_cpu_and_that_is_said_once(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(
+            "import multiprocessing, torch\n"
+            "def work():\n"
+            "    print(torch.ones(2).cuda().device, flush=True)\n"
+            "if __name__ == '__main__':\n"
+            "    work()\n"
+            "    process = multiprocessing.get_context('spawn').Process(target=work)\n"
+            "    process.start()\n"
+            "    process.join()\n"
+        )
+        found = ampatch_run(["--cpu", "train.py"], tmp_path)
+        assert found.stdout == "cpu\ncpu\n", found.stderr
+        assert found.stderr.count("stays on the CPU") == 1
+
+    def test_without_the_option_torch_is_as_it_is(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text("import torch; print(torch.cuda.is_available.__module__)")
+        assert ampatch_run(["train.py"], tmp_path).stdout == "torch.cuda\n"
+
+
+class TestTheCommandItself:
+    def test_help(self, tmp_path: Path) -> None:
+        found = ampatch_run(["--help"], tmp_path)
+        assert found.returncode == 0
+        assert "(SCRIPT | -m MODULE)" in found.stdout
+
+    @pytest.mark.parametrize("arguments", [[], ["-m"], [""]], ids=str)
+    def test_a_wrong_command_line(self, arguments: list[str], tmp_path: Path) -> None:
+        found = ampatch_run(arguments, tmp_path)
+        assert found.returncode == 2
+        assert found.stderr.startswith("usage: ampatch run")
+
+    def test_an_option_that_it_has_not(self, tmp_path: Path) -> None:
+        found = ampatch_run(["--nonsense", "train.py"], tmp_path)
+        assert found.returncode == 2
+        assert "unrecognized arguments: --nonsense" in found.stderr
+
+    def test_torch_is_left_to_the_script(self, tmp_path: Path) -> None:
+        program = "import ampatch.cli, sys; assert 'torch' not in sys.modules; from ampatch import amp; amp.initialize"
+        assert python(["-c", program], tmp_path).returncode == 0
+
+    @pytest.mark.parametrize("option", ["-E", "-I", "-S"])
+    def test_a_python_that_would_not_heed_the_environment(self, option: str, tmp_path: Path) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)} if option == "-S" else None
+        found = python([option, "-m", "ampatch", "run", "train.py"], tmp_path, env=environment)
+        assert found.returncode == 1
+        assert "ampatch: error: python was started with -E, -I or -S" in found.stderr
+
+
+class TestTheEnvironment:
+    def test_the_folder_comes_first_and_once(self) -> None:
+        first = _environment({"PYTHONPATH": "a::b", "HOME": "h"}, force=False, cpu=False)
+        assert first == {"PYTHONPATH": f"{_STARTUP}:a::b", "HOME": "h"}
+        assert _environment(first, force=False, cpu=False) == first
+        assert _environment({}, force=False, cpu=False) == {"PYTHONPATH": _STARTUP}
+
+    def test_what_is_asked_for_stays_for_runs_within(self) -> None:
+        outer = _environment({}, force=True, cpu=True)
+        assert _environment(outer, force=False, cpu=False) == outer
+        assert set(outer) == {"PYTHONPATH", "AMPATCH_RUN_FORCE", "AMPATCH_RUN_CPU"}
+
+
+class TestInterpreterOptions:
+    @pytest.mark.parametrize(
+        ("command", "expected"),
+        [
+            ("python -m ampatch run t.py", []),
+            ("python -u -m ampatch run t.py", ["-u"]),
+            ("python -um ampatch run t.py", ["-u"]),
+            ("python -umampatch run t.py", ["-u"]),
+            ("python -X dev -m ampatch run t.py", ["-X", "dev"]),
+            ("python -W error::m /bin/ampatch run t.py", ["-W", "error::m"]),
+            ("python /bin/ampatch run t.py", []),
+        ],
+    )
+    def test_those_of_this_process_are_those_of_the_next(self, command: str, expected: list[str]) -> None:
+        assert _options(command.split(), ["ampatch", "run", "t.py"]) == expected
+
+    def test_a_process_that_was_started_otherwise_has_none(self) -> None:
+        assert _options(["python"], [""]) == []
