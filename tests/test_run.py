@@ -139,9 +139,22 @@ class TestApexIsThere:
         )
         assert ampatch_run(["train.py"], tmp_path).stdout == "ok\n"
 
+    def test_there_is_one_of_every_module_whatever_is_imported_first(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(
+            "import apex\n"
+            "import sys\n"
+            "assert apex.amp.scale_loss\n"
+            "assert apex is sys.modules['apex'] is sys.modules['ampatch.apex']\n"
+            "print(apex.__spec__.name)\n"
+        )
+        found = ampatch_run(["train.py"], tmp_path)
+        assert found.stdout == "ampatch.apex\n", found.stderr
+
     def test_its_extensions_may_come_first(self, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text("import amp_C, apex_C\nfrom apex import amp\nprint(amp_C.__name__)\n")
-        assert ampatch_run(["train.py"], tmp_path).stdout == "ampatch.apex.amp_C\n"
+        (tmp_path / "train.py").write_text(
+            "import amp_C, apex_C, sys\nassert amp_C is sys.modules['ampatch.apex.amp_C']\nprint(apex_C.__name__)\n"
+        )
+        assert ampatch_run(["train.py"], tmp_path).stdout == "ampatch.apex.apex_C\n"
 
     @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
     def test_in_the_processes_that_it_starts(self, method: str, tmp_path: Path) -> None:

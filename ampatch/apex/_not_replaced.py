@@ -27,6 +27,7 @@ _INSTEAD = {
     "apex.fused_dense": _EPILOGUE,
     "apex.mlp": _EPILOGUE,
     "apex.optimizers": "torch.optim, whose optimizers take fused=True",
+    "apex.optimizers.FusedMixedPrecisionLamb": "apex.optimizers.FusedLAMB, with opt_level='O2'",
     "apex.pyprof": "torch.profiler",
     "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
     "apex.transformer": "torch.distributed.tensor.parallel and torch.distributed.pipelining, or Megatron-LM",

@@ -29,7 +29,8 @@ class _FirstImport:
         from ampatch import apex
 
         apex.install(force="AMPATCH_RUN_FORCE" in os.environ)
-        found = sys.modules.get(name)
+        # Until it is loaded: of a module that is there already Python would take the spec, and make a second one by it.
+        found = sys.modules.pop(name, None)
         return None if found is None else ModuleSpec(name, _Found(found))
 
 

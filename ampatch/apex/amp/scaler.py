@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 
@@ -23,6 +24,13 @@ class LossScaler:
     def __init__(self, scaler: ampatch.loss_scaler.LossScaler) -> None:
         self._scaler = weakref.ref(scaler)
         self._overflow_buf = torch.zeros(1, dtype=torch.int32)
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        """Makes one that was pickled: checkpoints of Apex's FP16_Optimizer hold it whole, with these attributes."""
+        scaler = ampatch.loss_scaler.LossScaler("dynamic" if saved.get("dynamic") else saved["_loss_scale"])
+        scaler.load_state_dict({"loss_scale": float(saved["_loss_scale"]), "unskipped": int(saved["_unskipped"])})
+        others = saved.keys() - {"_loss_scale", "_unskipped", "dynamic"}
+        vars(self).update({name: saved[name] for name in others}, _scaler=lambda: scaler)
 
     @classmethod
     def of(cls, scaler: ampatch.loss_scaler.LossScaler) -> LossScaler:

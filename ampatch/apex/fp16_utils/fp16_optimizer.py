@@ -1,0 +1,412 @@
+"""An optimizer of float32 masters for a model in half, as ``apex.fp16_utils.FP16_Optimizer``: for loops without amp.
+
+Owns the masters, the loss scale, and at which scale gradients are. Must not touch torch or the model beyond its
+parameters and their gradients; gradient work is that of `ampatch.kernels`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampatch import kernels, optimizer_state
+from ampatch.apex.fp16_utils.fp16util import clip_grad_norm
+from ampatch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
+from ampatch.errors import LossScaleError, OptionError
+from ampatch.loss_scaler import make_policy
+from ampatch.opt_levels import HALVES
+from ampatch.optimizers import check_optimizer
+
+logger = logging.getLogger("ampatch")
+
+_KEYS = (
+    "loss_scaler",
+    "dynamic_loss_scale",
+    "overflow",
+    "first_closure_call_this_step",
+    "optimizer_state_dict",
+    "fp32_from_fp16",
+)
+
+
+class FP16_Optimizer:  # noqa: N801 - Apex's name
+    """Wraps an optimizer, and has it update float32 masters of the half parameters that it was made with.
+
+    ::
+
+        model = network_to_half(model)
+        optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True)
+        optimizer.zero_grad()
+        optimizer.backward(loss)
+        optimizer.clip_master_grads(1.0)
+        optimizer.step()
+
+    Gradients of half parameters stay at the loss scale; those of their masters, and of parameters that are not half,
+    are unscaled by ``backward``, or by ``update_master_grads`` where it was told to leave that. Several backward passes
+    before a step add up in either case. From construction on the masters are what is trained: weights that are loaded
+    into the model afterwards are overwritten by the next step.
+
+    Whether gradients overflowed is read from the device once for every ``update_master_grads``, as ``overflow`` is a
+    bool.
+
+    Args:
+        init_optimizer: the optimizer, made from the model's parameters; float16 and bfloat16 ones get masters, which
+            take their places in its ``param_groups``.
+        static_loss_scale: what losses are multiplied by; overflows are not looked for.
+        dynamic_loss_scale: whether the scale reacts to overflows instead, which then skip steps.
+        dynamic_loss_args: ``init_scale=2**16``, ``scale_factor=2``, ``scale_window=2000``, ``min_loss_scale=2**-24``,
+            ``max_loss_scale=2**24``: of the dynamic one.
+        verbose: whether a skipped step is logged.
+
+    Attributes:
+        optimizer: the wrapped one.
+        loss_scaler: the scale; its ``cur_scale`` is what ``loss_scale`` reads and writes.
+        dynamic_loss_scale: whether it reacts to overflows.
+        overflow: whether the gradients overflowed when they were last unscaled, so that the next step is skipped.
+        fp16_groups: the half parameters, by group.
+        fp32_from_fp16_groups: their masters.
+        fp32_from_fp32_groups: the other parameters.
+        first_closure_call_this_step: whether the next evaluation of a closure is the first of its step.
+
+    Raises:
+        OptionError: the optimizer is none, or its groups cannot be written to; or a scale out of range.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: Any,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        check_optimizer(init_optimizer)
+        self.verbose = verbose
+        self.dynamic_loss_scale = dynamic_loss_scale
+        self.loss_scaler: LossScaler
+        if dynamic_loss_scale:
+            policy = make_policy("dynamic", **(dynamic_loss_args or {}))
+            self.loss_scaler = DynamicLossScaler(
+                policy.init_scale,
+                policy.factor,
+                policy.window,
+                min_scale=policy.floor,
+                max_scale=policy.ceiling,
+            )
+        else:
+            self.loss_scaler = LossScaler(_checked_scale(static_loss_scale))
+        self.optimizer = init_optimizer
+        self.overflow = False
+        self.first_closure_call_this_step = True
+        self._overflowed_at_floor = False
+        # At which scale gradients are that nobody has cleared; None: as yet there is nothing, or it is at today's.
+        self._half_scale: float | None = None
+        self._full_scale: float | None = None
+        self._make_masters()
+
+    def _make_masters(self) -> None:
+        self.fp16_groups: list[list[Tensor]] = []
+        self.fp32_from_fp16_groups: list[list[Tensor]] = []
+        self.fp32_from_fp32_groups: list[list[Tensor]] = []
+        masters: dict[int, nn.Parameter] = {}
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+            halves = [parameter for parameter in trained if parameter.dtype in HALVES]
+            of_group = [nn.Parameter(parameter.detach().clone().float()) for parameter in halves]
+            masters.update(zip(map(id, halves), of_group, strict=True))
+            self.fp16_groups.append(halves)
+            self.fp32_from_fp16_groups.append([*of_group])
+            self.fp32_from_fp32_groups.append([each for each in trained if each.dtype not in HALVES])
+        optimizer_state.replace_parameters(
+            self.optimizer,
+            lambda parameter: (masters[id(parameter)], torch.float32) if id(parameter) in masters else None,
+        )
+
+    # What is the inner optimizer's
+
+    @property
+    def state(self) -> MutableMapping[Any, Any]:
+        """The inner optimizer's, by master."""
+        state: MutableMapping[Any, Any] = self.optimizer.state
+        return state
+
+    @state.setter
+    def state(self, state: MutableMapping[Any, Any]) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's, with the masters."""
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by."""
+        return self.loss_scaler.cur_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self.loss_scaler.cur_scale = _checked_scale(scale)
+
+    # Gradients
+
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803 - Apex's name
+        """Clears the gradients of the masters and of the model's parameters.
+
+        Args:
+            set_grads_to_None: whether there are none afterwards, instead of zeros.
+        """
+        for parameter in itertools.chain(optimizer_state.parameters_of(self.optimizer), *self.fp16_groups):
+            if set_grads_to_None:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach().zero_()
+        self._half_scale = self._full_scale = None
+
+    def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
+        """Runs backward from the loss times the scale.
+
+        Args:
+            loss: floating, of one element.
+            update_master_grads: whether to call `update_master_grads` afterwards; with False, call it yourself after
+                the last pass.
+            retain_graph: as for ``loss.backward``.
+        """
+        scale = self.loss_scale
+        self._bring_to(scale)
+        (loss.float() * scale).backward(retain_graph=retain_graph)
+        if update_master_grads:
+            self.update_master_grads()
+
+    @torch.no_grad()
+    def _bring_to(self, scale: float) -> None:
+        """Has the gradients that are there at a scale, so that backward may add to them."""
+        half_grads = optimizer_state.gradients_of(itertools.chain(*self.fp16_groups))
+        full_grads = optimizer_state.gradients_of(itertools.chain(*self.fp32_from_fp32_groups))
+        for grads, at in ((half_grads, self._half_scale), (full_grads, self._full_scale)):
+            if grads and at is not None and at != scale:
+                kernels.multiply_(grads, _number(scale / at, grads[0]))
+        self._half_scale = self._full_scale = scale
+
+    @torch.no_grad()
+    def update_master_grads(self) -> None:
+        """Gives the masters the unscaled gradients of the model, and looks for overflow if the scale is dynamic."""
+        half_scale = self.loss_scale if self._half_scale is None else self._half_scale
+        full_scale = self.loss_scale if self._full_scale is None else self._full_scale
+        half_grads: list[Tensor] = []
+        master_grads: list[Tensor] = []
+        sparse: list[Tensor] = []
+        for parameter, master in self._pairs():
+            grad = parameter.grad
+            if grad is None:
+                master.grad = None
+            elif grad.is_sparse:
+                master.grad = grad.float()
+                sparse.append(master.grad)
+            else:
+                if master.grad is None:
+                    master.grad = torch.empty_like(grad, dtype=torch.float32)
+                half_grads.append(grad)
+                master_grads.append(master.grad)
+        full_grads = optimizer_state.gradients_of(itertools.chain(*self.fp32_from_fp32_groups))
+        found = [*half_grads, *sparse, *full_grads]
+        found_inf = torch.zeros((), dtype=torch.float32, device=found[0].device if found else None)
+        kernels.unscale_copy(half_grads, master_grads, _number(1 / half_scale, found_inf), found_inf, write_back=False)
+        kernels.unscale_(sparse, _number(1 / half_scale, found_inf), found_inf)
+        kernels.unscale_(full_grads, _number(1 / full_scale, found_inf), found_inf)
+        self._half_scale, self._full_scale = half_scale, 1.0
+        self.overflow = self.dynamic_loss_scale and bool(found_inf)
+        self._overflowed_at_floor = self.overflow and self.loss_scale <= self._floor
+        self.loss_scaler.update_scale(self.overflow)
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor | float:
+        """Clips the gradients of all parameters that the optimizer updates by their norm.
+
+        Args:
+            max_norm: the most that it may be.
+            norm_type: which norm.
+
+        Returns:
+            The norm before; -1 if the gradients overflowed, and nothing was clipped.
+        """
+        if self.overflow:
+            return -1
+        return clip_grad_norm(optimizer_state.parameters_of(self.optimizer), max_norm, norm_type)
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """The gradients of all parameters that the optimizer updates, by group; None if they overflowed."""
+        if self.overflow:
+            logger.warning("There are no master gradients to inspect: the last ones overflowed.")
+            return None
+        return [
+            [None if parameter.grad is None else parameter.grad.detach() for parameter in group["params"]]
+            for group in self.param_groups
+        ]
+
+    # Steps
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps and writes the masters to the model's parameters, or skips after an overflow.
+
+        Args:
+            closure: clears the gradients, calls ``backward`` of this object, and returns the loss. It sees the model as
+                the masters are at the time; while its gradients overflow it is evaluated again.
+
+        Returns:
+            What the inner step returns; None if it was skipped.
+
+        Raises:
+            LossScaleError: the gradients overflowed although the scale is at its floor.
+        """
+        if self.overflow:
+            self._react_to_overflow("Skipping step")
+            result = None
+        else:
+            result = self.optimizer.step() if closure is None else self._step_with_closure(closure)
+            self._write_masters()
+        self._half_scale = self._full_scale = None
+        return result
+
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        def evaluate() -> Any:
+            if not self.first_closure_call_this_step:
+                self._write_masters()
+            self.first_closure_call_this_step = False
+            loss = closure()
+            while self.overflow:
+                self._react_to_overflow("Evaluating the closure again")
+                loss = closure()
+            return loss
+
+        try:
+            return self.optimizer.step(evaluate)
+        finally:
+            self.first_closure_call_this_step = True
+
+    def _react_to_overflow(self, what: str) -> None:
+        if self._overflowed_at_floor:
+            raise LossScaleError(
+                f"the loss scale is at its floor of {self._floor:g} and the gradients still overflow, so no scale can "
+                "help. Look for a loss that is not finite, or a learning rate that is too high."
+            )
+        if self.verbose:
+            logger.warning("Gradient overflow. %s, reducing loss scale to %s", what, self.loss_scale)
+
+    @property
+    def _floor(self) -> float:
+        return self.loss_scaler.min_scale if isinstance(self.loss_scaler, DynamicLossScaler) else 0.0
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Half parameters and their masters."""
+        return zip(itertools.chain(*self.fp16_groups), itertools.chain(*self.fp32_from_fp16_groups), strict=True)
+
+    @torch.no_grad()
+    def _write_masters(self) -> None:
+        kernels.copy_to_half([master for _, master in self._pairs()], [parameter for parameter, _ in self._pairs()])
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state under Apex's keys, readable with ``torch.load(weights_only=True)``.
+
+        The masters are among it, so that training goes on with the same bits. The model's own state is not.
+        """
+        return {
+            "loss_scaler": dict(vars(self.loss_scaler)),
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": [[master.detach() for master in group] for group in self.fp32_from_fp16_groups],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over a saved state, with the behaviour of its loss scale, and writes the masters to the model.
+
+        Args:
+            state_dict: one of `state_dict` or of Apex, whose loss scaler is an object.
+
+        Raises:
+            OptionError: a key is missing, or the masters are not those of such a model; nothing was changed.
+            ValueError: the inner optimizer refuses its part; nothing was changed.
+        """
+        missing = [key for key in _KEYS if key not in state_dict]
+        if missing:
+            raise OptionError(
+                f"the state of an FP16_Optimizer lacks {', '.join(missing)}; expected what state_dict() returned."
+            )
+        saved_groups: Sequence[Sequence[Tensor]] = state_dict["fp32_from_fp16"]
+        found, expected = _shapes(saved_groups), _shapes(self.fp32_from_fp16_groups)
+        if found != expected:
+            raise OptionError(
+                f"the saved masters have the shapes {found}, by group; expected {expected}. Make the optimizer of "
+                "parameters like those that it was saved with, in the same groups."
+            )
+        dynamic = bool(state_dict["dynamic_loss_scale"])
+        loss_scaler = _loss_scaler_from(state_dict["loss_scaler"], dynamic)
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        self.loss_scaler, self.dynamic_loss_scale = loss_scaler, dynamic
+        self.overflow = bool(state_dict["overflow"])
+        self.first_closure_call_this_step = bool(state_dict["first_closure_call_this_step"])
+        self._overflowed_at_floor = False
+        self._half_scale = self._full_scale = None
+        with torch.no_grad():
+            for group, saved_group in zip(self.fp32_from_fp16_groups, saved_groups, strict=True):
+                for master, saved in zip(group, saved_group, strict=True):
+                    master.copy_(saved)
+        self._write_masters()
+
+
+def _loss_scaler_from(saved: Any, dynamic: bool) -> LossScaler:
+    """A loss scaler from what was saved of one: its attributes, or the object itself, of either kind that Apex had.
+
+    Raises:
+        OptionError: it is none of these.
+    """
+    found: Mapping[str, Any] = saved if isinstance(saved, Mapping) else getattr(saved, "__dict__", {})
+    scale = found.get("cur_scale", found.get("_loss_scale"))
+    if scale is None:
+        raise OptionError(
+            f"found {type(saved).__name__} without a cur_scale as the state of a loss scaler; expected what "
+            "state_dict() returned."
+        )
+    if not dynamic:
+        return LossScaler(_checked_scale(scale))
+    # The kind that came later is that of amp: it counts clean steps, and has names of its own.
+    policy = make_policy(
+        "dynamic",
+        init_scale=scale,
+        scale_factor=found.get("scale_factor", 2.0),
+        scale_window=found.get("scale_window", found.get("_scale_seq_len", 2000)),
+        min_loss_scale=found.get("min_scale", found.get("_min_loss_scale")),
+        max_loss_scale=found.get("max_scale", found.get("_max_loss_scale", 2.0**24)),
+    )
+    loss_scaler = DynamicLossScaler(
+        policy.init_scale, policy.factor, policy.window, min_scale=policy.floor, max_scale=policy.ceiling
+    )
+    loss_scaler.cur_iter = found.get("cur_iter", found.get("_unskipped", 0))
+    loss_scaler.last_overflow_iter = found.get("last_overflow_iter", -1)
+    return loss_scaler
+
+
+def _checked_scale(scale: float) -> float:
+    return make_policy(scale).init_scale
+
+
+def _number(value: float, like: Tensor) -> Tensor:
+    """0-dimensional float32, on the device of a tensor."""
+    return torch.tensor(value, dtype=torch.float32, device=like.device)
+
+
+def _shapes(groups: Iterable[Iterable[Tensor]]) -> list[list[tuple[int, ...]]]:
+    return [[tuple(tensor.shape) for tensor in group] for group in groups]

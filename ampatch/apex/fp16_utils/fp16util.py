@@ -1,0 +1,167 @@
+"""Networks in half and float32 masters of their parameters, as ``apex.fp16_utils.fp16util`` had them.
+
+Functions for loops that look after everything themselves: they keep nothing, and know neither scales nor optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import clip_grad_norm_
+
+from ampatch.errors import OptionError
+
+clip_grad_norm = clip_grad_norm_
+
+
+# Networks
+
+
+class tofp16(nn.Module):  # noqa: N801 - Apex's name, which pickled models have
+    """Makes its input half."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` in float16."""
+        return input.half()
+
+
+def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 - Apex's name
+    """Makes every batch norm with weights in a module float32, in place; gives the module back."""
+    for each in module.modules():
+        if isinstance(each, _BatchNorm) and each.affine:
+            each.float()
+    return module
+
+
+def network_to_half(network: nn.Module) -> nn.Sequential:
+    """A network in float16 whose batch norms are float32, behind a `tofp16`; keys of its state begin with ``1.``."""
+    return nn.Sequential(tofp16(), BN_convert_float(network.half()))
+
+
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Gives the floating parameters, gradients and buffers of a module, but not of those in it, another type."""
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point():
+                grad = parameter.grad
+                parameter.grad = None  # torch refuses to change the type while there is one of the old
+                parameter.data = parameter.data.to(dtype)
+                parameter.grad = grad if grad is None else grad.to(dtype)
+        for buffer in module.buffers(recurse=False):
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
+
+
+def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Gives a network another type in place, all but its batch norms that have weights; gives the network back."""
+    for module in network.modules():
+        if isinstance(module, _BatchNorm) and module.affine:
+            continue
+        convert_module(module, dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return network
+
+
+class FP16Model(nn.Module):
+    """A network in float16, its batch norms in float32, which makes its inputs half.
+
+    Args:
+        network: changed in place.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = convert_network(network, torch.float16)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """What the network makes of ``inputs`` in float16."""
+        return self.network(*(input.half() for input in inputs))
+
+
+# Masters
+
+
+def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The parameters of a model that are trained, and float32 masters of them for the optimizer.
+
+    Args:
+        model: with parameters of any floating types.
+        flat_master: whether there is one master, which holds all parameters, instead of one for each.
+
+    Returns:
+        Both lists.
+
+    Raises:
+        OptionError: ``flat_master`` is asked for, and the parameters have several types.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with torch.no_grad():
+        if not flat_master:
+            return parameters, [nn.Parameter(parameter.detach().clone().float()) for parameter in parameters]
+        dtypes = {parameter.dtype for parameter in parameters}
+        if len(dtypes) != 1:
+            found = ", ".join(sorted(map(str, dtypes))) or "no parameter that requires a gradient"
+            raise OptionError(
+                f"prep_param_lists(flat_master=True) found {found}; expected parameters of one type. Use "
+                "flat_master=False."
+            )
+        master = nn.Parameter(_flatten_dense_tensors(parameters).float())
+        master.grad = torch.zeros_like(master)
+        return parameters, [master]
+
+
+@torch.no_grad()
+def model_grads_to_master_grads(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
+    """Copies gradients of a model's parameters to those of their masters.
+
+    Args:
+        model_params: as from `prep_param_lists`. With ``flat_master`` one without a gradient counts as zeros; otherwise
+            its master has none.
+        master_params: the masters, whose gradients are made where there are none.
+        flat_master: whether there is one master for all.
+    """
+    if flat_master:
+        grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in model_params]
+        (master,) = master_params
+        master.grad = torch.empty_like(master) if master.grad is None else master.grad
+        master.grad.copy_(_flatten_dense_tensors(grads))
+        return
+    for parameter, master in zip(model_params, master_params, strict=True):
+        if parameter.grad is None:
+            master.grad = None
+        elif master.grad is None:
+            master.grad = parameter.grad.detach().to(master.dtype, copy=True)
+        else:
+            master.grad.copy_(parameter.grad)
+
+
+@torch.no_grad()
+def master_params_to_model_params(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
+    """Copies masters to the parameters of a model, rounded to their types.
+
+    Args:
+        model_params: as from `prep_param_lists`.
+        master_params: their masters.
+        flat_master: whether there is one master for all.
+    """
+    masters: Sequence[Tensor] = master_params
+    if flat_master:
+        masters = _unflatten_dense_tensors(master_params[0], model_params)
+    for parameter, master in zip(model_params, masters, strict=True):
+        parameter.copy_(master)
+
+
+def to_python_float(t: Any) -> float:
+    """A tensor of one element, or a sequence of one number, as a number."""
+    number: float = t.item() if hasattr(t, "item") else t[0]
+    return number

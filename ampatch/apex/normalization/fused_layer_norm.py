@@ -1,0 +1,260 @@
+"""Apex's layer and RMS normalisation, on torch's own, which has had fused kernels for long.
+
+Must not cast where torch does not need it to: under O1 it is amp that casts, since torch's functions do the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ampatch.errors import OptionError
+
+__all__ = [
+    "FusedLayerNorm",
+    "FusedRMSNorm",
+    "MixedFusedLayerNorm",
+    "MixedFusedRMSNorm",
+    "fused_layer_norm",
+    "fused_layer_norm_affine",
+    "fused_rms_norm",
+    "fused_rms_norm_affine",
+    "mixed_dtype_fused_layer_norm_affine",
+    "mixed_dtype_fused_rms_norm_affine",
+]
+
+Shape = int | Sequence[int]
+
+
+def fused_layer_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """Layer normalisation (Ba, Kiros and Hinton, 2016) without parameters.
+
+    Args:
+        input: of shape (*, *normalized_shape).
+        normalized_shape: the last dimensions, over which mean and variance are taken.
+        eps: added to the variance.
+        memory_efficient: without effect.
+
+    Returns:
+        A tensor like ``input``; under O1 of float32.
+    """
+    del memory_efficient
+    return F.layer_norm(input, _as_list(normalized_shape), None, None, eps)
+
+
+def fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """`fused_layer_norm`, times ``weight``, plus ``bias``.
+
+    Args:
+        input: of shape (*, *normalized_shape).
+        weight: of shape ``normalized_shape``.
+        bias: as ``weight``, or None.
+        normalized_shape: the last dimensions, over which mean and variance are taken.
+        eps: added to the variance.
+        memory_efficient: without effect.
+
+    Returns:
+        A tensor like ``input``; under O1 of float32.
+    """
+    del memory_efficient
+    return F.layer_norm(input, _as_list(normalized_shape), weight, bias, eps)
+
+
+def mixed_dtype_fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """`fused_layer_norm_affine` of any input, in the dtype of ``weight``.
+
+    Args:
+        input: floating, of shape (*, *normalized_shape).
+        weight: of shape ``normalized_shape``.
+        bias: as ``weight``, or None.
+        normalized_shape: the last dimensions, over which mean and variance are taken.
+        eps: added to the variance.
+        memory_efficient: without effect.
+
+    Returns:
+        A tensor of the shape of ``input`` and the dtype of ``weight``, under O1 too.
+    """
+    del memory_efficient
+    input, wide_weight, wide_bias = _promoted(input, weight, bias)
+    return F.layer_norm(input, _as_list(normalized_shape), wide_weight, wide_bias, eps).to(weight.dtype)
+
+
+def fused_rms_norm(
+    input: Tensor, normalized_shape: Shape, eps: float | None = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """RMS normalisation (Zhang and Sennrich, 2019) without parameters.
+
+    Args:
+        input: of shape (*, *normalized_shape).
+        normalized_shape: the last dimensions, over which the mean of squares is taken.
+        eps: added to that mean; None: the least that makes a difference to 1.
+        memory_efficient: without effect.
+
+    Returns:
+        A tensor like ``input``; under O1 of float32.
+    """
+    del memory_efficient
+    return F.rms_norm(input, _as_list(normalized_shape), None, eps)
+
+
+def fused_rms_norm_affine(
+    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float | None = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """`fused_rms_norm`, times ``weight``.
+
+    Args:
+        input: of shape (*, *normalized_shape).
+        weight: of shape ``normalized_shape``.
+        normalized_shape: the last dimensions, over which the mean of squares is taken.
+        eps: added to that mean; None: the least that makes a difference to 1.
+        memory_efficient: without effect.
+
+    Returns:
+        A tensor like ``input``; under O1 of float32.
+    """
+    del memory_efficient
+    return F.rms_norm(input, _as_list(normalized_shape), weight, eps)
+
+
+def mixed_dtype_fused_rms_norm_affine(
+    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float | None = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """`fused_rms_norm_affine` of any input, in the dtype of ``weight``.
+
+    Args:
+        input: floating, of shape (*, *normalized_shape).
+        weight: of shape ``normalized_shape``.
+        normalized_shape: the last dimensions, over which the mean of squares is taken.
+        eps: added to that mean; None: the least that makes a difference to 1.
+        memory_efficient: without effect.
+
+    Returns:
+        A tensor of the shape of ``input`` and the dtype of ``weight``, under O1 too.
+    """
+    del memory_efficient
+    input, wide_weight, _ = _promoted(input, weight, None)
+    return F.rms_norm(input, _as_list(normalized_shape), wide_weight, eps).to(weight.dtype)
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm` with Apex's arguments.
+
+    Args:
+        normalized_shape: the last dimensions of inputs, over which mean and variance are taken.
+        eps: added to the variance.
+        elementwise_affine: whether there are a weight and a bias, of that shape.
+        memory_efficient: without effect.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(_as_list(normalized_shape), eps, elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+
+class FusedRMSNorm(nn.RMSNorm):
+    """`torch.nn.RMSNorm` with Apex's arguments.
+
+    Args:
+        normalized_shape: the last dimensions of inputs, over which the mean of squares is taken.
+        eps: added to that mean; None: the least that makes a difference to 1.
+        elementwise_affine: whether there is a weight, of that shape.
+        memory_efficient: without effect.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float | None = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(_as_list(normalized_shape), eps, elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+
+class MixedFusedLayerNorm(FusedLayerNorm):
+    """`FusedLayerNorm` of inputs in any dtype, with outputs in that of its parameters, which it always has.
+
+    Args:
+        normalized_shape: the last dimensions of inputs, over which mean and variance are taken.
+        eps: added to the variance.
+        options: ``memory_efficient``; ``elementwise_affine``, which has to be True.
+
+    Raises:
+        OptionError: ``elementwise_affine`` is False.
+    """
+
+    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, **options: Any) -> None:
+        _check_affine(type(self), **options)
+        super().__init__(normalized_shape, eps, **options)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The normalised input, in the dtype of the parameters."""
+        return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
+
+
+class MixedFusedRMSNorm(FusedRMSNorm):
+    """`FusedRMSNorm` of inputs in any dtype, with outputs in that of its weight, which it always has.
+
+    Args:
+        normalized_shape: the last dimensions of inputs, over which the mean of squares is taken.
+        eps: added to that mean; None: the least that makes a difference to 1.
+        options: ``memory_efficient``; ``elementwise_affine``, which has to be True.
+
+    Raises:
+        OptionError: ``elementwise_affine`` is False.
+    """
+
+    def __init__(self, normalized_shape: Shape, eps: float | None = 1e-5, **options: Any) -> None:
+        _check_affine(type(self), **options)
+        super().__init__(normalized_shape, eps, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The normalised input, in the dtype of the weight."""
+        return mixed_dtype_fused_rms_norm_affine(x, self.weight, self.normalized_shape, self.eps)
+
+
+def _check_affine(kind: type[nn.Module], elementwise_affine: bool = True, **_: Any) -> None:
+    if not elementwise_affine:
+        raise OptionError(
+            f"{kind.__name__} found elementwise_affine=False; expected True, since its outputs have the dtype of its "
+            f"parameters. Use {kind.__name__.removeprefix('Mixed')}."
+        )
+
+
+def _promoted(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """All of one dtype, as torch's kernels on GPUs want them: their own, or float32 at least where they differ."""
+    if input.dtype is weight.dtype:
+        return input, weight, bias
+    dtype = torch.promote_types(torch.promote_types(input.dtype, weight.dtype), torch.float32)
+    return input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _as_list(shape: Shape) -> list[int]:
+    return [shape] if isinstance(shape, int) else list(shape)

@@ -1,0 +1,272 @@
+"""What Apex's optimizers have in common: float32 arithmetic and state whatever the parameters are, and checkpoints.
+
+Owns the way from parameters and gradients of any floating dtype and stride to what an update computes with, and from
+saved state, Apex's too, to an optimizer's. Must not know any one update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampatch.errors import OptionError, UsageError
+from ampatch.opt_levels import HALVES
+from ampatch.optimizer_state import parameters_of
+
+#: What torch's multi-tensor kernels take and return.
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
+
+class UnsupportedOptionError(OptionError, RuntimeError):
+    """An argument that Apex's optimizers have and do not support either, where they raised a RuntimeError."""
+
+
+class Float32Optimizer(Optimizer):
+    """An optimizer of float16, bfloat16, float32 and float64 parameters, which may be mixed in one group.
+
+    Half parameters are updated in float32 and rounded once, and their state is float32; that of float64 ones is
+    float64. Every parameter counts its own steps, as its state's ``step``: one that joins late has its bias corrected
+    from its own first step on.
+
+    Args:
+        params: as of every optimizer of torch.
+        defaults: the options of a group, under Apex's names.
+        set_grad_none: whether ``zero_grad()`` sets gradients to None, rather than to 0.
+        settings: further attributes, of the names in ``_settings``.
+    """
+
+    #: What the instance is told beside the options of its groups, and a pickle is to keep.
+    _settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)
+
+    def __init__(
+        self, params: Iterable[Any], defaults: dict[str, Any], set_grad_none: bool, **settings: object
+    ) -> None:
+        _check_options(type(self).__name__, **defaults)
+        self.set_grad_none = set_grad_none
+        vars(self).update(settings)
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {name: getattr(self, name) for name in self._settings}
+
+    # Steps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What the closure returns; without one, None.
+
+        Raises:
+            UsageError: a gradient is sparse, or a parameter is no floating-point tensor; nothing was written.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update([batch for group in self.param_groups for batch in self._batches(group)])
+        return loss
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clears the gradients.
+
+        Args:
+            set_to_none: whether they become None, rather than 0; None: what ``set_grad_none`` says.
+        """
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def _update(self, batches: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
+        """Updates parameters in place.
+
+        Args:
+            batches: groups, each with parameters of its own that have gradients and lie on one device.
+        """
+        raise NotImplementedError
+
+    def _batches(self, group: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is None or not parameter.numel():
+                continue
+            self._check(parameter, grad)
+            by_device.setdefault(parameter.device, []).append(parameter)
+        for parameters in by_device.values():
+            yield group, parameters
+
+    def _check(self, parameter: Tensor, grad: Tensor) -> None:
+        name, shape = type(self).__name__, tuple(parameter.shape)
+        if grad.layout is not torch.strided:
+            raise UsageError(
+                f"{name} found a sparse gradient of a parameter of shape {shape}; expected a dense one. Leave sparse="
+                "True out of the embedding it belongs to, or hand that to torch.optim.SparseAdam."
+            )
+        if not parameter.is_floating_point():
+            raise UsageError(
+                f"{name} found a parameter of {parameter.dtype} and shape {shape}; expected one of float16, bfloat16, "
+                "float32 or float64. Hand it to an optimizer of torch.optim."
+            )
+
+    def _moments(
+        self,
+        parameters: list[Tensor],
+        likes: Tensors,
+        name: str,
+        first: Callable[[Tensor], Tensor] = torch.zeros_like,
+    ) -> list[Tensor]:
+        """What the state of parameters keeps under a name, each in the dtype and with the strides of another tensor.
+
+        Where there is none yet, ``first`` makes it from that tensor.
+        """
+        moments = []
+        for parameter, like in zip(parameters, likes, strict=True):
+            state = self.state[parameter]
+            # It may have been kept for a half parameter, or for one in another memory format.
+            state[name] = _like(state[name], like) if name in state else first(like)
+            moments.append(state[name])
+        return moments
+
+    def _count_steps(self, parameters: list[Tensor]) -> list[int]:
+        """How many steps every parameter has seen, this one included."""
+        for parameter in parameters:
+            state = self.state[parameter]
+            state["step"] = int(state.get("step", 0)) + 1
+        return [self.state[parameter]["step"] for parameter in parameters]
+
+    # Checkpoints
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what an optimizer of this class saved, here or in Apex, to the bit.
+
+        Apex counts the steps in the group, where they move from to the state of each parameter. Options that the saved
+        groups do not have stay those that this optimizer was made with.
+
+        Args:
+            state_dict: as ``state_dict()`` returns it; not changed, and nothing is shared with it afterwards.
+
+        Raises:
+            ValueError: it has other groups, or a group has another number of parameters.
+        """
+        final: dict[str, Any] = {}
+
+        def translate(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            final.update(self._translated(given))
+            return final
+
+        def load_again(_: Optimizer) -> None:
+            saved = itertools.chain.from_iterable(group["params"] for group in final["param_groups"])
+            for index, parameter in zip(saved, parameters_of(self), strict=True):
+                if index in final["state"]:
+                    # torch has given all of it the dtype of the parameter, which may be half.
+                    self.state[parameter] = {
+                        name: self._loaded(name, value, parameter) for name, value in final["state"][index].items()
+                    }
+
+        # The user's own hooks may hand on another state dict, or look at what was loaded.
+        hooks = [
+            self.register_load_state_dict_pre_hook(translate),
+            self.register_load_state_dict_post_hook(load_again, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A state dict that Apex may have saved in the form of this optimizer's own; a shallow copy."""
+        options = {name: value for name, value in self.defaults.items() if name in self.param_groups[0]}
+        groups = [options | group for group in state_dict["param_groups"]]
+        state = {index: dict(kept) for index, kept in state_dict["state"].items()}
+        for group in groups:
+            self._translate_group(group, [state[index] for index in group["params"] if index in state])
+        return state_dict | {"param_groups": groups, "state": state}
+
+    def _translate_group(self, group: dict[str, Any], states: list[dict[str, Any]]) -> None:
+        """Moves what Apex kept in a group to the state of its parameters, in place."""
+        step = group.pop("step", None)
+        if step is not None:
+            for state in states:
+                state.setdefault("step", int(step))
+
+    def _loaded(self, name: str, value: Any, parameter: Tensor) -> Any:
+        """A copy of a saved value for the state of a parameter."""
+        if name == "step":
+            return int(value)
+        if isinstance(value, Tensor):
+            dtype = _dtype_of_state(parameter) if value.is_floating_point() else value.dtype
+            return value.to(parameter.device, dtype, copy=True)
+        return copy.deepcopy(value)
+
+
+@contextlib.contextmanager
+def in_float32(parameters: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """What an update of parameters computes with; parameters that it got copies of are written when the block ends.
+
+    Args:
+        parameters: floating, with gradients.
+
+    Yields:
+        Their values, to be updated in place, and their gradients, which must not be written to. Of float32 at least,
+        and each gradient with the strides of its value, which leave no gaps: torch's fused kernels go through memory
+        and not through indices (torch 2.13, on the CPU).
+    """
+    values = [_dense(parameter) for parameter in parameters]
+    grads = [_like(parameter.grad, value) for parameter, value in zip(parameters, values, strict=True)]  # type: ignore[arg-type]
+    yield values, grads
+    copied = [pair for pair in zip(parameters, values, strict=True) if pair[0] is not pair[1]]
+    if copied:
+        originals, copies = map(list, zip(*copied, strict=True))
+        torch._foreach_copy_(originals, copies)
+
+
+def _dense(parameter: Tensor) -> Tensor:
+    """A parameter itself, or a copy in the dtype of its state and without gaps between its elements."""
+    dtype = _dtype_of_state(parameter)
+    is_dense = parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    return (
+        parameter
+        if dtype is parameter.dtype and is_dense
+        else torch.empty_like(parameter, dtype=dtype).copy_(parameter)
+    )
+
+
+def _like(tensor: Tensor, other: Tensor) -> Tensor:
+    """A tensor in the dtype and with the strides of another; itself if it has them."""
+    if tensor.dtype is other.dtype and tensor.stride() == other.stride():
+        return tensor
+    return torch.empty_like(other).copy_(tensor)
+
+
+def _dtype_of_state(parameter: Tensor) -> torch.dtype:
+    return torch.float32 if parameter.dtype in HALVES else parameter.dtype
+
+
+def check_no_amsgrad(optimizer: type[Optimizer], amsgrad: bool) -> None:
+    """Raises an `UnsupportedOptionError` for AMSGrad, which Apex's optimizers take as an argument and do not have."""
+    if amsgrad:
+        raise UnsupportedOptionError(
+            f"found amsgrad=True; {optimizer.__name__} has no AMSGrad variant, in Apex neither. Leave it out, or use "
+            "torch.optim.AdamW(params, amsgrad=True)."
+        )
+
+
+def _check_options(optimizer: str, betas: tuple[float, float] = (0.0, 0.0), **options: Any) -> None:
+    """Raises an `OptionError` for options of a group that no optimizer can have."""
+    for name in ("lr", "eps", "momentum", "weight_decay"):
+        value = options.get(name, 0.0)
+        if not value >= 0:
+            raise OptionError(f"{optimizer} found {name}={value}; expected a number of 0 or more.")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise OptionError(f"{optimizer} found betas={betas}; expected two numbers from 0 up to, but not, 1.")

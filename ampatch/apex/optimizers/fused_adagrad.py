@@ -1,0 +1,66 @@
+"""Adagrad under Apex's name and arguments: torch's update on its multi-tensor kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adagrad import adagrad
+
+from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, in_float32
+
+
+class FusedAdagrad(Float32Optimizer):
+    """Adagrad (Duchi, Hazan and Singer, 2011), in its diagonal form.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        eps: added to the root of the sum of squares.
+        weight_decay: its factor.
+        set_grad_none: whether ``zero_grad()`` sets gradients to None.
+        adagrad_w_mode: weight decay is decoupled, as in AdamW, rather than added to the gradient.
+
+    Raises:
+        OptionError: an argument is out of its range.
+    """
+
+    _settings = ("set_grad_none", "adagrad_w_mode")
+
+    adagrad_w_mode: bool
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, set_grad_none, adagrad_w_mode=adagrad_w_mode)
+
+    def _update(self, batches: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
+        for group, parameters in batches:
+            with in_float32(parameters) as (values, grads):
+                weight_decay = group["weight_decay"]
+                if self.adagrad_w_mode:
+                    torch._foreach_mul_(values, 1 - float(group["lr"]) * weight_decay)
+                    weight_decay = 0.0
+                adagrad(
+                    values,
+                    grads,
+                    self._moments(parameters, values, "sum"),
+                    [torch.zeros(()) for _ in values],  # steps, which count only where the learning rate decays
+                    has_sparse_grad=False,
+                    foreach=True,
+                    has_complex=False,
+                    lr=group["lr"],
+                    weight_decay=weight_decay,
+                    lr_decay=0.0,
+                    eps=group["eps"],
+                    maximize=False,
+                )

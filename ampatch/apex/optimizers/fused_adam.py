@@ -1,0 +1,129 @@
+"""Adam and AdamW under Apex's name and arguments: torch's fused kernel does the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from ampatch.apex.optimizers._float32_optimizer import (
+    Float32Optimizer,
+    UnsupportedOptionError,
+    check_no_amsgrad,
+    in_float32,
+)
+
+
+class FusedAdam(Float32Optimizer):
+    """Adam (Kingma and Ba, 2015), or AdamW with its decoupled weight decay (Loshchilov and Hutter, 2019).
+
+    It skips a step by itself where ``found_inf`` says so, as torch's fused optimizers do: with ampatch, and with
+    ``torch.amp.GradScaler``, an overflow is not waited for.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        bias_correction: whether the moments are divided by ``1 - beta ** step``. Steps are counted only if so.
+        betas: decay of the first and the second moment.
+        eps: added to the root of the second moment.
+        adam_w_mode: weight decay is decoupled (AdamW), rather than added to the gradient (L2 regularisation).
+        weight_decay: its factor.
+        amsgrad: not supported, as in Apex.
+        set_grad_none: whether ``zero_grad()`` sets gradients to None.
+        capturable: keeps the learning rate in a tensor on the device, where CUDA graphs read it at each replay.
+        master_weights: not supported: ampatch keeps float32 masters at O2 and O5.
+
+    Raises:
+        OptionError: an argument is out of its range, or not supported.
+    """
+
+    _settings = ("set_grad_none", "adam_w_mode", "capturable", "master_weights")
+    _step_supports_amp_scaling: ClassVar[bool] = True
+
+    adam_w_mode: bool
+    capturable: bool
+    master_weights: bool
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        check_no_amsgrad(type(self), amsgrad)
+        if master_weights:
+            raise UnsupportedOptionError(
+                "found master_weights=True; expected False: float32 masters of half parameters are amp's. Type "
+                'amp.initialize(model, optimizer, opt_level="O2"), or "O5" for bfloat16.'
+            )
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(
+            params,
+            defaults,
+            set_grad_none,
+            adam_w_mode=adam_w_mode,
+            capturable=capturable,
+            master_weights=master_weights,
+        )
+
+    def _update(self, batches: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
+        for group, parameters in batches:
+            with in_float32(parameters) as (values, grads):
+                adam(
+                    values,
+                    grads,
+                    self._moments(parameters, values, "exp_avg"),
+                    self._moments(parameters, values, "exp_avg_sq"),
+                    [],
+                    self._steps(parameters, group["bias_correction"]),
+                    fused=True,
+                    grad_scale=getattr(self, "grad_scale", None),
+                    found_inf=getattr(self, "found_inf", None),
+                    decoupled_weight_decay=self.adam_w_mode,
+                    amsgrad=False,
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    lr=self._learning_rate(group, parameters[0].device),
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                )
+
+    def _steps(self, parameters: list[Tensor], bias_correction: bool) -> list[Tensor]:
+        """The steps before this one, which the kernel counts."""
+        steps = []
+        for parameter in parameters:
+            state = self.state[parameter]
+            if "step" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            steps.append(state["step"])
+        # Where the steps go to infinity, both corrections go to 1; nothing else depends on them.
+        return steps if bias_correction else [torch.full_like(step, math.inf) for step in steps]
+
+    def _learning_rate(self, group: dict[str, Any], device: torch.device) -> float | Tensor:
+        if self.capturable and not isinstance(group["lr"], Tensor):
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
+        return group["lr"]  # type: ignore[no-any-return]
+
+    def _loaded(self, name: str, value: Any, parameter: Tensor) -> Any:
+        if name == "step":
+            return torch.as_tensor(value).to(parameter.device, torch.float32, copy=True)
+        return super()._loaded(name, value, parameter)

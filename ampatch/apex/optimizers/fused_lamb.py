@@ -1,0 +1,125 @@
+"""LAMB under Apex's name and arguments, on torch's multi-tensor kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampatch import kernels
+from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Tensors, check_no_amsgrad, in_float32
+
+
+class FusedLAMB(Float32Optimizer):
+    """LAMB (You et al., 2020): Adam's update of each tensor, brought to the norm of the tensor itself.
+
+    Before it, all gradients of the optimizer are clipped by their common norm, as where the paper's BERT was trained.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        bias_correction: whether the moments are divided by ``1 - beta ** step``.
+        betas: decay of the first and the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: its factor.
+        amsgrad: not supported, as in Apex.
+        adam_w_mode: weight decay is added to the update, as in the paper, rather than to the gradient.
+        grad_averaging: the gradient counts ``1 - beta1`` times in the first moment, rather than once.
+        set_grad_none: whether ``zero_grad()`` sets gradients to None.
+        max_grad_norm: the norm of all gradients together that is not exceeded; 0 or None: they are not clipped.
+        use_nvlamb: updates are brought to the norm of their tensors in groups without weight decay too.
+
+    Raises:
+        OptionError: an argument is out of its range, or not supported.
+    """
+
+    _settings = ("set_grad_none", "adam_w_mode", "use_nvlamb")
+
+    adam_w_mode: bool
+    use_nvlamb: bool
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        check_no_amsgrad(type(self), amsgrad)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults, set_grad_none, adam_w_mode=adam_w_mode, use_nvlamb=use_nvlamb)
+
+    def _update(self, batches: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
+        divisor = self._clipping_divisor([parameter for _, parameters in batches for parameter in parameters])
+        for group, parameters in batches:
+            with in_float32(parameters) as (values, grads):
+                clipped: Tensors = grads
+                if divisor is not None:
+                    clipped = torch._foreach_div(grads, divisor.to(grads[0].device, grads[0].dtype, non_blocking=True))
+                self._update_batch(group, parameters, values, clipped)
+
+    def _clipping_divisor(self, parameters: list[Tensor]) -> Tensor | None:
+        """What divides all gradients for their norm to be ``max_grad_norm`` at most, in float64; None: nothing does."""
+        # One for the gradients of all groups, so that it is not a group's to say; as in Apex.
+        max_norm = self.defaults["max_grad_norm"]
+        if not parameters or not max_norm:
+            return None
+        device = parameters[0].device
+        sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
+        one = torch.ones((), dtype=torch.float32, device=device)
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        kernels.found_inf_norm(grads, one, torch.zeros_like(one), sum_of_squares)
+        return torch.clamp(sum_of_squares.sqrt() / max_norm, min=1)
+
+    def _update_batch(
+        self, group: dict[str, Any], parameters: list[Tensor], values: list[Tensor], grads: Tensors
+    ) -> None:
+        (beta1, beta2), weight_decay = group["betas"], group["weight_decay"]
+        exp_avgs = self._moments(parameters, values, "exp_avg")
+        exp_avg_sqs = self._moments(parameters, values, "exp_avg_sq")
+        steps = self._count_steps(parameters)
+        if weight_decay and not self.adam_w_mode:
+            grads = torch._foreach_add(grads, values, alpha=weight_decay)
+
+        torch._foreach_mul_(exp_avgs, beta1)
+        torch._foreach_add_(exp_avgs, grads, alpha=1 - beta1 if group["grad_averaging"] else 1)
+        torch._foreach_mul_(exp_avg_sqs, beta2)
+        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1 - beta2)
+
+        updates: Tensors = exp_avgs
+        roots = torch._foreach_sqrt(exp_avg_sqs)
+        if group["bias_correction"]:
+            updates = torch._foreach_div(updates, [1 - beta1**step for step in steps])
+            torch._foreach_div_(roots, [(1 - beta2**step) ** 0.5 for step in steps])
+        torch._foreach_add_(roots, group["eps"])
+        updates = torch._foreach_div(updates, roots)
+        if weight_decay and self.adam_w_mode:
+            torch._foreach_add_(updates, values, alpha=weight_decay)
+        if weight_decay or self.use_nvlamb:
+            torch._foreach_mul_(updates, _trust_ratios(values, updates))
+        torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
+
+
+def _trust_ratios(values: Tensors, updates: Tensors) -> Tensors:
+    """What brings updates to the norms of their tensors; 1 where either norm is 0."""
+    norms, norms_of_updates = (torch.stack(torch._foreach_norm(each)) for each in (values, updates))
+    is_ratio = (norms != 0) & (norms_of_updates != 0)
+    return torch.where(is_ratio, norms / norms_of_updates, 1.0).unbind()

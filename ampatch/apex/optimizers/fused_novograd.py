@@ -1,0 +1,145 @@
+"""NovoGrad under Apex's name and arguments, on torch's multi-tensor kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampatch.apex.optimizers._float32_optimizer import (
+    Float32Optimizer,
+    Tensors,
+    UnsupportedOptionError,
+    check_no_amsgrad,
+    in_float32,
+)
+
+
+class FusedNovoGrad(Float32Optimizer):
+    """NovoGrad (Ginsburg et al., 2019): gradients divided by a moving average of the norm of their whole tensor.
+
+    The paper's own is ``betas=(0.95, 0.98)`` or so, ``bias_correction=False``, ``reg_inside_moment=True`` and
+    ``grad_averaging=False``. The defaults are Apex's, bias correction of an average that does not begin at zero
+    among them: it makes the first steps shorter, about thirty times at the very first.
+
+    The state has the norms' moving average as ``exp_avg_norm``: the root of the paper's second moment.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        bias_correction: whether the first moment is divided by ``1 - beta1 ** step``, and the norm by the root of
+            ``1 - beta2 ** step``.
+        betas: decay of the first moment, and of the squared norm.
+        eps: added to the norm.
+        weight_decay: its factor.
+        amsgrad: not supported, as in Apex.
+        reg_inside_moment: gradients are divided, and weight decay is added, before they enter the first moment, as in
+            the paper; rather than after it.
+        grad_averaging: the gradient counts ``1 - beta1`` times in the first moment, rather than once.
+        norm_type: 2; or 0 for the greatest magnitude, which is averaged as it is and not in its square.
+        init_zero: the average of norms begins at zero, rather than at the first norm.
+        set_grad_none: whether ``zero_grad()`` sets gradients to None.
+
+    Raises:
+        OptionError: an argument is out of its range, or not supported.
+    """
+
+    _settings = ("set_grad_none", "reg_inside_moment")
+
+    reg_inside_moment: bool
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        check_no_amsgrad(type(self), amsgrad)
+        if norm_type not in (0, 2):
+            raise UnsupportedOptionError(f"found norm_type={norm_type}; expected 2, or 0 for the greatest magnitude.")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+            "init_zero": init_zero,
+        }
+        super().__init__(params, defaults, set_grad_none, reg_inside_moment=reg_inside_moment)
+
+    def _update(self, batches: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
+        for group, parameters in batches:
+            with in_float32(parameters) as (values, grads):
+                self._update_batch(group, parameters, values, grads)
+
+    def _update_batch(
+        self, group: dict[str, Any], parameters: list[Tensor], values: list[Tensor], grads: Tensors
+    ) -> None:
+        (beta1, beta2), weight_decay = group["betas"], group["weight_decay"]
+        exp_avgs = self._moments(parameters, values, "exp_avg")
+        steps = self._count_steps(parameters)
+        norms = self._average_norms(group, parameters, grads)
+        if group["bias_correction"]:
+            norms = torch._foreach_div(norms, [(1 - beta2**step) ** 0.5 for step in steps])
+        norms = torch._foreach_add(norms, group["eps"])
+
+        if self.reg_inside_moment:
+            grads = _regularised(grads, norms, values, weight_decay)
+        torch._foreach_mul_(exp_avgs, beta1)
+        torch._foreach_add_(exp_avgs, grads, alpha=1 - beta1 if group["grad_averaging"] else 1)
+
+        updates: Tensors = exp_avgs
+        if group["bias_correction"]:
+            updates = torch._foreach_div(updates, [1 - beta1**step for step in steps])
+        if not self.reg_inside_moment:
+            updates = _regularised(updates, norms, values, weight_decay)
+        torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
+
+    def _average_norms(self, group: dict[str, Any], parameters: list[Tensor], grads: Tensors) -> Tensors:
+        """The moving average of the norm of each gradient, this one included."""
+        beta2 = group["betas"][1]
+        is_euclidean = group["norm_type"] == 2
+        norms = torch._foreach_norm(grads, 2 if is_euclidean else math.inf)
+        first = torch.zeros_like if group["init_zero"] else torch.clone
+        averages = self._moments(parameters, norms, "exp_avg_norm", first)
+        if is_euclidean:
+            norms = torch._foreach_mul(norms, norms)
+            torch._foreach_mul_(averages, averages)
+        torch._foreach_mul_(averages, beta2)
+        torch._foreach_add_(averages, norms, alpha=1 - beta2)
+        if is_euclidean:
+            torch._foreach_sqrt_(averages)
+        return averages
+
+    def _translate_group(self, group: dict[str, Any], states: list[dict[str, Any]]) -> None:
+        super()._translate_group(group, states)
+        # Apex keeps norms by group: those of its half parameters in one tensor, and of the others in a second.
+        of_halves, of_others = group.pop("exp_avg_sq", ((), ()))
+        left = {True: iter(of_halves), False: iter(of_others)}
+        for state in states:
+            if "exp_avg_norm" not in state:
+                norm = next(left[state["exp_avg"].dtype is torch.float16], None)
+                if norm is not None:
+                    state["exp_avg_norm"] = torch.as_tensor(norm)
+
+
+def _regularised(tensors: Tensors, norms: Tensors, values: list[Tensor], weight_decay: float) -> Tensors:
+    """Tensors divided by their norms, with weight decay added; new ones."""
+    divided = torch._foreach_div(tensors, norms)
+    if weight_decay:
+        torch._foreach_add_(divided, values, alpha=weight_decay)
+    return divided

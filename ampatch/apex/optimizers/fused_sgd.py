@@ -1,0 +1,117 @@
+"""Stochastic gradient descent under Apex's name and arguments: torch's fused kernel does the update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.sgd import sgd
+
+from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, in_float32
+from ampatch.errors import OptionError
+
+
+class FusedSGD(Float32Optimizer):
+    """SGD with momentum (Sutskever et al., 2013), as torch has it: ``buffer = momentum * buffer + grad``.
+
+    It skips a step by itself where ``found_inf`` says so, unless weight decay comes after momentum.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        momentum: decay of the buffer; 0: there is none.
+        dampening: the gradient counts ``1 - dampening`` times in the buffer, but for the first one.
+        weight_decay: its factor.
+        nesterov: Nesterov's momentum.
+        wd_after_momentum: the weight decay is not in the buffer: ``param -= lr * (buffer + weight_decay * param)``.
+        materialize_master_grads: without effect, since ampatch's masters always have their gradients.
+        set_grad_none: whether ``zero_grad()`` sets gradients to None.
+
+    Raises:
+        OptionError: an argument is out of its range, or Nesterov's momentum was asked for with dampening or without
+            momentum.
+    """
+
+    _settings = ("set_grad_none", "wd_after_momentum", "materialize_master_grads")
+
+    wd_after_momentum: bool
+    materialize_master_grads: bool
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+    ) -> None:
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise OptionError(
+                f"found nesterov=True with momentum={momentum} and dampening={dampening}; expected a momentum above 0 "
+                "and no dampening. Type FusedSGD(params, lr, momentum=0.9, nesterov=True)."
+            )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(
+            params,
+            defaults,
+            set_grad_none,
+            wd_after_momentum=wd_after_momentum,
+            materialize_master_grads=materialize_master_grads,
+        )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return not self.wd_after_momentum
+
+    def _update(self, batches: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
+        for group, parameters in batches:
+            has_buffer = [self.state[parameter].get("momentum_buffer") is not None for parameter in parameters]
+            # The kernel's first step of a buffer differs from the others.
+            for is_first in (False, True):
+                some = [each for each, has in zip(parameters, has_buffer, strict=True) if has is not is_first]
+                if some and not (is_first and group["momentum"] and self._overflowed()):
+                    self._update_batch(group, some, is_first)
+
+    def _overflowed(self) -> bool:
+        """Whether this step is to be skipped; the kernel would take buffers from memory that it has not written to."""
+        found_inf = getattr(self, "found_inf", None)
+        return found_inf is not None and bool(found_inf)
+
+    def _update_batch(self, group: dict[str, Any], parameters: list[Tensor], is_first: bool) -> None:
+        with in_float32(parameters) as (values, grads):
+            buffers: list[Tensor | None] = [None for _ in values]
+            if group["momentum"] and not is_first:
+                buffers = list(self._moments(parameters, values, "momentum_buffer"))
+            weight_decay = group["weight_decay"]
+            if self.wd_after_momentum:
+                torch._foreach_mul_(values, 1 - float(group["lr"]) * weight_decay)
+                weight_decay = 0.0
+            sgd(
+                values,
+                grads,
+                buffers,
+                fused=True,
+                grad_scale=getattr(self, "grad_scale", None),
+                found_inf=getattr(self, "found_inf", None),
+                weight_decay=weight_decay,
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                maximize=False,
+            )
+        if group["momentum"]:
+            for parameter, buffer in zip(parameters, buffers, strict=True):
+                self.state[parameter]["momentum_buffer"] = buffer

@@ -1,0 +1,282 @@
+"""Gradients and parameters reduced over processes, as ``apex.parallel.distributed`` had it, on ``torch.distributed``.
+
+Owns what Apex's arguments mean to torch's DistributedDataParallel. Must not reduce where torch's wrapper can: the
+session knows that one, and has all processes skip a step together.
+"""
+
+# Without `from __future__ import annotations`: torch compares the annotations of a communication hook with classes.
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors as flatten
+from torch._utils import _unflatten_dense_tensors as unflatten
+
+from ampatch.errors import OptionError, warn
+from ampatch.opt_levels import HALF_DTYPES, HALVES
+from ampatch.process import process
+
+__all__ = [
+    "DistributedDataParallel",
+    "Reducer",
+    "apply_flat_dist_call",
+    "extract_tensors",
+    "flat_dist_call",
+    "flatten",
+    "split_by_type",
+    "split_half_float_double",
+    "unflatten",
+]
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """torch's wrapper, made with Apex's arguments.
+
+    The module stays on the device that it is on. All processes start from the weights of the first; each keeps buffers
+    of its own, such as running statistics, as in Apex. Wrap the model after ``amp.initialize``.
+
+    Parameters without a gradient are allowed, as they are in Apex where they are the same in every pass: torch looks
+    for them in what ``forward`` returns, and says once on the console where there are none. Two things that Apex never
+    noticed are errors of torch's for that reason, and say "mark a variable ready only once": ``torch.utils.checkpoint``
+    with ``use_reentrant=True``, and parameters that are used where ``forward``'s outputs do not lead to. Where the
+    graph is always the same, ``model._set_static_graph()`` before the first forward allows both.
+
+    Args:
+        module: with parameters of any floating type, all on this process's device.
+        message_size: how many elements are reduced at once, as soon as their gradients are there.
+        delay_allreduce: has no meaning any more: parameters without a gradient are found in either case.
+        shared_param: refused, as in Apex.
+        allreduce_trigger_params: has no meaning any more: torch decides when to reduce.
+        retain_allreduce_buffers: refused: there are no such buffers to read; ``p.grad`` is reduced.
+        allreduce_always_fp32: whether half gradients are reduced in float32.
+        num_allreduce_streams: has no meaning any more.
+        allreduce_communicators: has no meaning any more.
+        gradient_average: whether the sum over processes is divided by their number.
+        gradient_predivide_factor: what gradients are divided by before they are summed up; it is multiplied back only
+            if they are averaged, as in Apex.
+        gradient_average_split_factor: an older name of ``gradient_predivide_factor``.
+        prof: has no meaning any more: ``torch.profiler`` shows the reductions as they are.
+
+    Raises:
+        OptionError: an argument that is refused, or two that contradict each other.
+        ValueError: no process group was set up; of torch.
+
+    Warns:
+        AmpWarning: arguments were given that have no meaning any more.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int = 10000000,
+        delay_allreduce: bool = False,
+        shared_param: bool | None = None,
+        allreduce_trigger_params: Sequence[Tensor] | None = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: Sequence[Any] | None = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None,
+        prof: bool = False,
+    ) -> None:
+        if shared_param is not None:
+            raise OptionError(
+                "shared_param is no option of DistributedDataParallel any more. Leave it out: parameters that modules "
+                "share are found without it."
+            )
+        if retain_allreduce_buffers:
+            raise OptionError(
+                "retain_allreduce_buffers=True would keep reduced gradients in allreduce_buffers, which torch's "
+                "DistributedDataParallel does not have. Leave it out, and read the gradients from p.grad."
+            )
+        if allreduce_trigger_params and delay_allreduce:
+            raise OptionError("allreduce_trigger_params is given together with delay_allreduce=True; expected one.")
+        if gradient_average_split_factor is not None:
+            gradient_predivide_factor = gradient_average_split_factor
+        if gradient_predivide_factor <= 0:
+            raise OptionError(
+                f"gradient_predivide_factor is {gradient_predivide_factor!r}; expected a number above 0, such as 1.0."
+            )
+        ignored = {
+            "allreduce_trigger_params": bool(allreduce_trigger_params),
+            "num_allreduce_streams": num_allreduce_streams != 1,
+            "allreduce_communicators": bool(allreduce_communicators),
+            "prof": prof,
+        }
+        if any(ignored.values()):
+            warn(
+                f"{', '.join(name for name, is_given in ignored.items() if is_given)}: without effect, since torch's "
+                "DistributedDataParallel decides itself when and where it reduces gradients. Leave it out."
+            )
+        size = max((parameter.element_size() for parameter in module.parameters()), default=1)
+        super().__init__(
+            module, bucket_cap_mb=max(1, message_size * size >> 20), find_unused_parameters=True, **_OWN_BUFFERS
+        )
+        reduction = _Reduction(allreduce_always_fp32, gradient_predivide_factor, gradient_average)
+        if reduction != _Reduction():
+            self.register_comm_hook(reduction, _reduce)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        hooks, self._comm_hooks = self._comm_hooks, []
+        for hook_state, hook in ((hook_state, hook) for hook, hook_state in hooks):
+            self.register_comm_hook(hook_state, hook)  # torch has made a reducer without them
+
+    def enable_allreduce(self) -> None:
+        """Has backward passes reduce gradients again, from the next forward on, with what was left since."""
+        self.require_backward_grad_sync = True
+
+    def disable_allreduce(self) -> None:
+        """Has backward passes leave gradients unreduced from the next forward on: ``no_sync`` without a block."""
+        self.require_backward_grad_sync = False
+
+
+# Each process keeps its own buffers, as in Apex. From torch 2.13 on there is an argument that means this and no more.
+_OWN_BUFFERS: dict[str, Any] = (
+    {"forward_sync_buffers": False}
+    if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+    else {"broadcast_buffers": False}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """How gradients are reduced; as torch does it, if this is the default.
+
+    Attributes:
+        in_float32: whether half ones are widened for it.
+        predivided_by: what they are divided by before they are summed up.
+        averages: whether the result is the mean.
+    """
+
+    in_float32: bool = False
+    predivided_by: float = 1.0
+    averages: bool = True
+
+
+def _reduce(reduction: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    """A communication hook: ``bucket`` summed up over all processes, and divided."""
+    gradients = bucket.buffer()
+    wide = gradients.float() if reduction.in_float32 and gradients.dtype in HALVES else gradients
+    wide.div_(reduction.predivided_by)
+
+    def finish(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        total = future.value()[0]
+        if reduction.averages:
+            total.mul_(reduction.predivided_by / dist.get_world_size())
+        return total if wide is gradients else gradients.copy_(total)
+
+    work: Any = dist.all_reduce(wide, async_op=True)
+    reduced: torch.futures.Future[Tensor] = work.get_future().then(finish)
+    return reduced
+
+
+class Reducer:
+    """Averages gradients over processes when it is told to.
+
+    ::
+
+        reducer = Reducer(model)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            reducer.reduce()
+        optimizer.step()
+
+    Inside the block the gradients are reduced before anybody looks whether they overflowed, so that all processes skip
+    the same steps.
+
+    Args:
+        module_or_grads_list: a module, whose parameters all processes take over from the first one here and now; or
+            gradients.
+    """
+
+    def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
+        self.module: nn.Module | None = None
+        self.grads: list[Tensor] = []
+        if isinstance(module_or_grads_list, nn.Module):
+            self.module = module_or_grads_list
+            _send_parameters(self.module)
+        else:
+            extract_tensors(module_or_grads_list, self.grads)
+
+    def reduce(self) -> None:
+        """Averages the gradients: those given, or those that the module's parameters have now."""
+        if self.module is None:
+            flat_dist_call(self.grads, dist.all_reduce)
+        else:
+            flat_dist_call([p.grad for p in self.module.parameters() if p.grad is not None], dist.all_reduce)
+
+
+def _send_parameters(module: nn.Module) -> None:
+    """Overwrites parameters by what they are in the first process; of half ones the float32 values behind them, too."""
+    session, parameters = process.live, list(module.parameters())
+    if session is None:
+        flat_dist_call(parameters, dist.broadcast, (0,))
+        return
+    session.synchronise_weights()
+    values = {parameter: session.conversion.values_behind(parameter) for parameter in parameters}
+    behind = {parameter: full for parameter, full in values.items() if full is not None}
+    flat_dist_call([*parameters, *behind.values()], dist.broadcast, (0,))
+    for parameter in behind:
+        session.conversion.note(parameter)
+
+
+@torch.no_grad()
+def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
+    """Calls a collective once for several tensors, and writes the outcome back to them.
+
+    Args:
+        bucket: dense tensors of one dtype and device.
+        call: takes one flat tensor in place, such as ``torch.distributed.broadcast``. After
+            ``torch.distributed.all_reduce`` the tensors are divided by the number of processes.
+        extra_args: what else it takes by position.
+    """
+    coalesced = flatten(bucket)
+    call(coalesced, *(extra_args or ()))
+    if call is dist.all_reduce:
+        coalesced /= dist.get_world_size()
+    for tensor, synchronised in zip(bucket, unflatten(coalesced, bucket), strict=True):
+        tensor.copy_(synchronised)
+
+
+def flat_dist_call(tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
+    """`apply_flat_dist_call` for tensors of any dtypes and devices: once for each of these.
+
+    Of a model that ``amp.initialize`` has made half this sends half weights, and not the float32 masters behind them:
+    in the first process these keep digits that the others lose. `Reducer` and `DistributedDataParallel` send both.
+    """
+    for bucket in split_by_type(tensors).values():
+        apply_flat_dist_call(bucket, call, extra_args)
+
+
+def split_by_type(tensors: Iterable[Tensor]) -> OrderedDict[str, list[Tensor]]:
+    """Tensors by ``tensor.type()``, in the order in which the types come up."""
+    buckets: OrderedDict[str, list[Tensor]] = OrderedDict()
+    for tensor in tensors:
+        buckets.setdefault(tensor.type(), []).append(tensor)
+    return buckets
+
+
+def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The float16 ones, the bfloat16 ones, the float32 ones and the float64 ones, without those that are none."""
+    tensors = list(tensors)
+    dtypes = (*HALF_DTYPES.values(), torch.float32, torch.float64)
+    buckets = [[tensor for tensor in tensors if tensor.dtype is dtype] for dtype in dtypes]
+    return [bucket for bucket in buckets if bucket]
+
+
+def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
+    """Appends every tensor in nested iterables to a list; what is neither is passed over."""
+    if isinstance(maybe_tensor, Tensor):
+        tensor_list.append(maybe_tensor)
+    elif isinstance(maybe_tensor, Iterable) and not isinstance(maybe_tensor, str):
+        for each in maybe_tensor:
+            extract_tensors(each, tensor_list)

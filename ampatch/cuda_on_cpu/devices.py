@@ -1,0 +1,201 @@
+"""Devices by any name: whatever takes a device and is given a GPU gets the CPU.
+
+Owns what a script does with tensors, modules, storages, generators and checkpoints; not ``torch.cuda`` itself. Each
+table below names functions that take devices in one way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._device
+from torch import Tensor, nn
+from torch.storage import TypedStorage, UntypedStorage
+
+from ampatch.cuda_on_cpu.replacements import Function, Replacements
+from ampatch.cuda_on_cpu.streams import current_device
+from ampatch.patching import bindings
+
+#: Take the device as the keyword ``device`` only, as do those that torch itself lists, for its default device.
+_FACTORIES = (
+    *("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"),
+    *("from_file", "normal"),
+)
+_FACTORY_METHODS = (*("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"),)
+
+#: Have a method ``to`` that takes it as the first argument or as a keyword, among others that are no devices.
+_MOVED = (Tensor, nn.Module, UntypedStorage, TypedStorage)
+
+
+def on_cpu(device: Any) -> Any:
+    """The CPU for what is a GPU: ``"cuda"``, ``"cuda:1"``, ``torch.device("cuda")``, ``0``. Anything else as it is."""
+    if isinstance(device, str):
+        return "cpu" if device.partition(":")[0] == "cuda" else device
+    if isinstance(device, torch.device):
+        return torch.device("cpu") if device.type == "cuda" else device
+    if isinstance(device, int) and not isinstance(device, bool):
+        return "cpu"
+    return device
+
+
+def in_main_memory(tensor_type: Any) -> Any:
+    """The name of the CPU's type of tensors for that of a GPU's: ``"torch.FloatTensor"``. Anything else as it is."""
+    return tensor_type.replace("torch.cuda.", "torch.") if isinstance(tensor_type, str) else tensor_type
+
+
+def install(replacements: Replacements) -> None:
+    """Replaces what takes devices."""
+    _create(replacements)
+    _move(replacements)
+    _answer(replacements)
+    _name_types(replacements)
+    _load(replacements)
+
+
+# Making tensors
+
+
+def _create(replacements: Replacements) -> None:
+    # Called before anything is replaced: torch keeps the answer, and looks up the originals in it.
+    constructors = {id(each): each for each in torch.utils._device._device_constructors()}
+    for home, name, _ in bindings((torch, torch.fft, torch.nested), constructors):
+        replacements.function(home, name, _with_device_keyword)
+    for name in _FACTORIES:
+        replacements.function(torch, name, _with_device_keyword)
+    replacements.function(torch.nested, "as_nested_tensor", _with_device_keyword)
+    for name in _FACTORY_METHODS:
+        replacements.method(Tensor, name, _with_device_keyword)
+    # Of `with torch.device("cuda")` and of torch.set_default_device: both come to this.
+    replacements.method(torch.utils._device.DeviceContext, "__init__", _with_device_first)
+    replacements.everywhere(torch.Generator, _generator_class(torch.Generator))
+
+
+def _with_device_keyword(original: Function) -> Function:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = on_cpu(kwargs["device"])
+        kwargs.pop("pin_memory", None)  # there is no GPU to copy from there
+        return original(*args, **kwargs)
+
+    return replacement
+
+
+def _with_device_first(original: Function) -> Function:
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (on_cpu(args[0]), *args[1:])
+        if "device" in kwargs:
+            kwargs["device"] = on_cpu(kwargs["device"])
+        return original(self, *args, **kwargs)
+
+    return replacement
+
+
+def _generator_class(original: type[torch.Generator]) -> type:
+    """A class that makes generators of the original one, which is in C and written to by nobody."""
+
+    class _Asked(type):
+        def __call__(cls, device: Any = "cpu") -> torch.Generator:
+            return original(on_cpu(device))
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, original)
+
+    return _Asked("Generator", (), {"__module__": "torch", "__doc__": original.__doc__})
+
+
+# Moving them
+
+
+def _move(replacements: Replacements) -> None:
+    for owner in _MOVED:
+        replacements.method(owner, "to", _with_device_first)
+    replacements.method(Tensor, "cuda", _moved_tensor)
+    replacements.method(Tensor, "pin_memory", _as_it_is)
+    replacements.method(Tensor, "record_stream", _nothing)
+
+
+def _moved_tensor(_original: Function) -> Function:
+    def cuda(
+        self: Tensor,
+        device: Any = None,  # noqa: ARG001
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+    ) -> Tensor:
+        return self.to("cpu", non_blocking=non_blocking, memory_format=memory_format)
+
+    return cuda
+
+
+def _as_it_is(_original: Function) -> Function:
+    return lambda self, *args, **kwargs: self  # noqa: ARG005
+
+
+def _nothing(_original: Function) -> Function:
+    return lambda *args, **kwargs: None  # noqa: ARG005
+
+
+# Asking where they are
+
+
+def _answer(replacements: Replacements) -> None:
+    original = Tensor.get_device
+
+    def get_device(self: Tensor) -> int:
+        return current_device() if _is_cuda(self) else original(self)
+
+    replacements.method(Tensor, "get_device", lambda _: get_device)
+    replacements.ledger.set(Tensor, "is_cuda", property(_is_cuda))
+    # Otherwise libraries for GPUs would be given an address in main memory, and crash.
+    replacements.ledger.set(Tensor, "__cuda_array_interface__", property(_no_array_interface))
+
+
+def _is_cuda(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _no_array_interface(_tensor: Tensor) -> None:
+    raise AttributeError("a tensor on the CPU has no __cuda_array_interface__; use .numpy()")
+
+
+# Types of tensors by name, as before torch 0.4
+
+
+def _name_types(replacements: Replacements) -> None:
+    # torch looks most of them up by their names, and finds these.
+    for kind in ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"):
+        for suffix in ("Tensor", "Storage"):
+            replacements.ledger.set(torch.cuda, f"{kind}{suffix}", getattr(torch, f"{kind}{suffix}"))
+    replacements.method(Tensor, "type", _type)
+
+
+def _type(original: Function) -> Function:
+    def type_(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return original(self, in_main_memory(dtype), *args, **kwargs)
+        name: str = original(self)
+        return name.replace("torch.", "torch.cuda.", 1) if _is_cuda(self) else name
+
+    return type_
+
+
+# Checkpoints
+
+
+def _load(replacements: Replacements) -> None:
+    """Has `torch.load` leave what was saved from a GPU, or is to go to one, in main memory, where it reads it to."""
+    registry = torch.serialization._package_registry
+    before = list(registry)
+    # Asked before torch's own for CUDA, which has 20.
+    torch.serialization.register_package(0, _untagged, _left_in_main_memory)
+    (entry,) = (each for each in registry if each not in before)
+    replacements.ledger.on_undo(lambda: registry.remove(entry))
+
+
+def _untagged(_storage: object) -> None:
+    """Does not say where a storage is when it is saved; torch's own entry for the CPU does."""
+
+
+def _left_in_main_memory(storage: Any, location: str) -> Any:
+    return storage if location.partition(":")[0] == "cuda" else None

@@ -1,0 +1,155 @@
+"""Several GPUs and several processes: models in parallel on the one CPU, and gloo where NCCL was asked for.
+
+Owns how a model is spread and how processes talk to each other while the CPU stands in. Knows nothing of device names.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ampatch.cuda_on_cpu.replacements import Function, Replacements
+
+
+def install(replacements: Replacements) -> None:
+    """Replaces what spreads work over GPUs."""
+    data_parallel = sys.modules["torch.nn.parallel.data_parallel"]  # torch.nn.parallel has a function by that name
+    # Asked for a GPU, and told that there is none: then the model is called as it is, with the whole batch.
+    replacements.ledger.set(data_parallel, "_get_available_device_type", _none)
+    replacements.function(data_parallel, "data_parallel", _called_once)
+    if dist.is_available():
+        replacements.method(nn.parallel.DistributedDataParallel, "__init__", _without_gpus)
+        # Looks through the model for layers that are not on GPUs, and tells them nothing.
+        replacements.method(nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", _no_check)
+        replacements.method(nn.SyncBatchNorm, "forward", _synchronised)
+        replacements.function(dist, "init_process_group", _first_backend_gloo)
+        replacements.function(dist, "new_group", _third_backend_gloo)
+
+
+def _none() -> None:
+    return None
+
+
+def _called_once(_original: Function) -> Function:
+    def data_parallel(
+        module: nn.Module,
+        inputs: Any,
+        device_ids: Any = None,  # noqa: ARG001
+        output_device: Any = None,  # noqa: ARG001
+        dim: int = 0,  # noqa: ARG001
+        module_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+        return module(*inputs, **module_kwargs or {})
+
+    return data_parallel
+
+
+def _without_gpus(original: Function) -> Function:
+    def init(
+        self: Any,
+        module: nn.Module,
+        device_ids: Any = None,  # noqa: ARG001
+        output_device: Any = None,  # noqa: ARG001
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        original(self, module, None, None, *args, **kwargs)
+
+    return init
+
+
+def _no_check(_original: Function) -> Function:
+    return lambda *args: None  # noqa: ARG005
+
+
+# Groups of processes
+
+
+def _first_backend_gloo(original: Function) -> Function:
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        return original(_gloo(backend, kwargs), *args, **kwargs)
+
+    return init_process_group
+
+
+def _third_backend_gloo(original: Function) -> Function:
+    def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        return original(ranks, timeout, _gloo(backend, kwargs), *args, **kwargs)
+
+    return new_group
+
+
+def _gloo(backend: str | None, others: dict[str, Any]) -> str | None:
+    """The backend in place of one that may be NCCL, ``"cpu:gloo,cuda:nccl"`` too; drops what only NCCL takes."""
+    others.pop("device_id", None)
+    if backend is None or "nccl" not in backend.lower():
+        return backend
+    others.pop("pg_options", None)
+    return "gloo"
+
+
+# Batch normalisation over all processes, for which torch has kernels on GPUs only
+
+
+def _synchronised(_original: Function) -> Function:
+    def forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:
+        is_one_of_many = dist.is_initialized() and dist.get_world_size(self.process_group) > 1
+        if not (self.training and is_one_of_many):
+            own: Tensor = _BatchNorm.forward(self, input)
+            return own
+        self._check_input_dim(input)
+        channels = [1, -1, *[1] * (input.dim() - 2)]
+        others = [0, *range(2, input.dim())]
+        values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        count = torch.full([1], input.numel() / input.size(1), dtype=values.dtype)
+        total = _sum_over_processes(torch.cat([values.sum(others), count]), self.process_group)
+        mean, count = total[:-1] / total[-1], total[-1].detach()
+        centred = values - mean.view(channels)
+        variance = _sum_over_processes(centred.square().sum(others), self.process_group) / count
+        _keep_running(self, mean, variance * (count / (count - 1)))
+        result = centred * (variance + self.eps).rsqrt().view(channels)
+        for parameter, combine in ((self.weight, torch.mul), (self.bias, torch.add)):
+            if parameter is not None:
+                result = combine(result, parameter.to(values.dtype).view(channels))
+        return result.to(input.dtype)
+
+    return forward
+
+
+@torch.no_grad()
+def _keep_running(norm: nn.SyncBatchNorm, mean: Tensor, unbiased_variance: Tensor) -> None:
+    """Goes on with the running statistics, as `torch.nn.BatchNorm2d` does."""
+    if norm.running_mean is None or norm.running_var is None or norm.num_batches_tracked is None:
+        return
+    norm.num_batches_tracked.add_(1)
+    momentum = 1.0 / norm.num_batches_tracked.item() if norm.momentum is None else norm.momentum
+    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), momentum)
+    norm.running_var.lerp_(unbiased_variance.to(norm.running_var.dtype), momentum)
+
+
+def _sum_over_processes(tensor: Tensor, group: Any) -> Tensor:
+    total: Tensor = _SumOverProcesses.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _SumOverProcesses(torch.autograd.Function):
+    """The sum of a tensor over the processes of a group, whose gradient is summed over them too."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        gradient = gradients[0].clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None

@@ -1,0 +1,230 @@
+"""``torch.cuda`` as a table: what each of its names stands for while there is only the CPU.
+
+Owns the answers of functions that ask about a GPU or tell it something. What ``torch.cuda`` has beyond the table is
+refused by its name, because it would otherwise fail somewhere within torch with a message about how torch was built.
+"""
+
+from __future__ import annotations
+
+import os
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.cuda.comm
+import torch.cuda.nccl
+import torch.cuda.nvtx
+import torch.cuda.profiler
+from torch import Tensor
+
+from ampatch.cuda_on_cpu import streams
+from ampatch.cuda_on_cpu.replacements import Replacements
+from ampatch.errors import UsageError
+
+NAME = "CPU (in place of a GPU: ampatch run --cpu)"
+
+#: Has Tensor Cores for halves, and is too old for the kernels that scripts choose for newer GPUs and the CPU has not.
+CAPABILITY = (7, 0)
+
+
+def always(answer: object) -> Callable[..., Any]:
+    """A function that gives the same answer whatever it is asked."""
+    return lambda *args, **kwargs: answer  # noqa: ARG005
+
+
+def fresh(kind: Callable[[], object]) -> Callable[..., Any]:
+    """A function that gives a new, empty ``kind`` whatever it is asked."""
+    return lambda *args, **kwargs: kind()  # noqa: ARG005
+
+
+def _main_memory() -> tuple[int, int]:
+    """Bytes of main memory, as a GPU is asked for its own: free, and all."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+
+
+def _properties(device: Any = None) -> types.SimpleNamespace:
+    del device  # they all are this one
+    major, minor = CAPABILITY
+    return types.SimpleNamespace(
+        name=NAME,
+        major=major,
+        minor=minor,
+        total_memory=_main_memory()[1],
+        multi_processor_count=os.cpu_count() or 1,
+        max_threads_per_multi_processor=1,
+        warp_size=32,
+        is_integrated=True,
+        is_multi_gpu_board=False,
+        gcnArchName="",
+    )
+
+
+def _set_rng_state(new_state: Tensor, device: Any = None) -> None:
+    del device
+    expected = torch.default_generator.get_state().numel()
+    if new_state.numel() != expected:
+        raise UsageError(
+            f"found a generator's state of {new_state.numel()} bytes, which is a GPU's, where there is only the CPU's "
+            f"of {expected} bytes. Leave out the generator's state when resuming with `ampatch run --cpu`."
+        )
+    torch.default_generator.set_state(new_state)
+
+
+def _set_rng_state_all(new_states: Iterable[Tensor]) -> None:
+    for state in new_states:
+        _set_rng_state(state)
+
+
+def _get_rng_state(device: Any = None) -> Tensor:
+    del device
+    return torch.default_generator.get_state()
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _new_seed() -> None:
+    torch.default_generator.seed()
+
+
+_SILENT = (
+    *(
+        "caching_allocator_enable",
+        "check_error",
+        "empty_cache",
+        "init",
+        "ipc_collect",
+        "set_per_process_memory_fraction",
+    ),
+    *("reset_accumulated_host_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated"),
+    *("reset_max_memory_cached", "reset_peak_host_memory_stats", "reset_peak_memory_stats", "set_sync_debug_mode"),
+    *("synchronize",),
+)
+_ZERO = (
+    *("max_memory_allocated", "max_memory_cached", "max_memory_reserved", "memory_allocated", "memory_cached"),
+    *("memory_reserved", "device_memory_used", "get_sync_debug_mode"),
+)
+
+#: What takes the place of each name of ``torch.cuda``.
+STAND_INS: dict[str, object] = {
+    **{name: always(None) for name in _SILENT},
+    **{name: always(0) for name in _ZERO},
+    "is_available": always(True),
+    "is_bf16_supported": always(True),
+    "is_tf32_supported": always(False),
+    "is_current_stream_capturing": always(False),
+    "can_device_access_peer": always(False),
+    "device_count": streams.device_count,
+    "current_device": streams.current_device,
+    "set_device": streams.set_device,
+    "device": streams.DeviceGuard,
+    "device_of": streams.DeviceOf,
+    "Stream": streams.Stream,
+    "Event": streams.Event,
+    "StreamContext": streams.StreamContext,
+    "stream": streams.StreamContext,
+    "set_stream": streams.set_stream,
+    "current_stream": streams.current_stream,
+    "default_stream": streams.default_stream,
+    "get_device_name": always(NAME),
+    "get_device_capability": always(CAPABILITY),
+    "get_device_properties": _properties,
+    "get_arch_list": fresh(list),
+    "get_per_process_memory_fraction": always(1.0),
+    "get_allocator_backend": always("native"),
+    # Unlike a dict, gives 0 for figures that it has not.
+    "memory_stats": fresh(Counter),
+    "memory_stats_as_nested_dict": fresh(dict),
+    "host_memory_stats": fresh(Counter),
+    "host_memory_stats_as_nested_dict": fresh(dict),
+    "memory_snapshot": fresh(list),
+    "memory_summary": always(f"{NAME}: no figures of memory"),
+    "mem_get_info": lambda device=None: _main_memory(),  # noqa: ARG005
+    "manual_seed": _seed,
+    "manual_seed_all": _seed,
+    "seed": _new_seed,
+    "seed_all": _new_seed,
+    "initial_seed": lambda: torch.initial_seed(),  # noqa: PLW0108 - Dynamo wants each builtin under one name only
+    "get_rng_state": _get_rng_state,
+    "get_rng_state_all": lambda: [_get_rng_state() for _ in range(streams.device_count())],
+    "set_rng_state": _set_rng_state,
+    "set_rng_state_all": _set_rng_state_all,
+    # Its profiler is told to start and stop by scripts that are run below nsys.
+    "cudart": always(types.SimpleNamespace(cudaProfilerStart=always(0), cudaProfilerStop=always(0))),
+}
+
+#: What needs no GPU, or says itself that there is none.
+_LEFT = {"CudaError", "DeferredCudaCallError", "cudaStatus", "get_gencode_flags", "is_initialized"}
+
+_NVTX = {name: always(0) for name in ("range_push", "range_pop", "range_start")} | {
+    name: always(None) for name in ("range_end", "mark")
+}
+
+#: What is refused in modules below.
+_REFUSED: dict[types.ModuleType, tuple[str, ...]] = {
+    torch.cuda.comm: ("broadcast", "broadcast_coalesced", "gather", "reduce_add", "reduce_add_coalesced", "scatter"),
+    torch.cuda.nccl: ("all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter", "unique_id", "version"),
+}
+
+
+def install(replacements: Replacements) -> None:
+    """Puts the table in place of what ``torch.cuda`` has."""
+    for name, stand_in in STAND_INS.items():
+        _put(replacements, torch.cuda, name, stand_in)
+    for name, stand_in in _NVTX.items():
+        _put(replacements, torch.cuda.nvtx, name, stand_in)
+    for name in ("start", "stop"):
+        _put(replacements, torch.cuda.profiler, name, always(None))
+    for name in _unknown():
+        _put(replacements, torch.cuda, name, refusal(f"torch.cuda.{name}"))
+    for module, names in _REFUSED.items():
+        for name in names:
+            _put(replacements, module, name, refusal(f"torch.cuda.{module.__name__.rpartition('.')[2]}.{name}"))
+    generators = (torch.default_generator,) * streams.device_count()
+    replacements.ledger.set(torch.cuda, "default_generators", generators)
+    _put(replacements, torch.cuda, "_lazy_init", _refuse_to_start)
+
+
+def _put(replacements: Replacements, owner: Any, name: str, stand_in: object) -> None:
+    # Functions of torch.cuda are defined in modules below it, and these use them too.
+    if hasattr(owner, name):
+        replacements.everywhere(getattr(owner, name), stand_in)
+
+
+def _unknown() -> list[str]:
+    """Names that the table has not: some of them torch has got since it was written."""
+    mine = STAND_INS.keys() | _LEFT
+    return [
+        name
+        for name in torch.cuda.__all__
+        if name not in mine and not name.endswith(("Tensor", "Storage")) and callable(getattr(torch.cuda, name, None))
+    ]
+
+
+def refusal(name: str) -> type:
+    """What takes the place of something that the CPU cannot stand in for; a class, since it may be asked for as one.
+
+    Raises:
+        UsageError: when called.
+    """
+
+    class Refused:
+        def __new__(cls, *_args: object, **_kwargs: object) -> Refused:
+            raise UsageError(
+                f"{name} was called, and the CPU cannot stand in for it (`ampatch run --cpu`). Leave the call out "
+                "there, or run on a machine with a GPU."
+            )
+
+    return Refused
+
+
+def _refuse_to_start() -> None:
+    """In place of what starts CUDA, which C++ calls where a tensor is to be made on a GPU after all."""
+    raise UsageError(
+        "something asked torch for a GPU in a way that the CPU cannot stand in for (`ampatch run --cpu`); the line is "
+        "in the traceback. Ask for device='cpu' there, or run on a machine with a GPU."
+    )

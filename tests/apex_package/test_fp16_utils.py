@@ -1,0 +1,586 @@
+"""FP16_Optimizer and the functions beside it: what a careful loop with float32 masters by hand does, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import math
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
+from torch import Tensor, nn
+
+from ampatch.apex.fp16_utils import (
+    BN_convert_float,
+    DynamicLossScaler,
+    FP16_Optimizer,
+    FP16Model,
+    LossScaler,
+    clip_grad_norm,
+    convert_module,
+    convert_network,
+    master_params_to_model_params,
+    model_grads_to_master_grads,
+    network_to_half,
+    prep_param_lists,
+    to_python_float,
+    tofp16,
+)
+from ampatch.errors import LossScaleError, OptionError
+
+HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+
+
+def network() -> nn.Sequential:
+    """With half parameters and, once it is converted, float32 ones."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def inputs(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(6, 4, generator=generator) for _ in range(count)]
+
+
+def converted(half: torch.dtype) -> nn.Module:
+    return convert_network(network(), half)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x.to(model[0].weight.dtype)).float().square().mean()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+class ByHand:
+    """The loop that FP16_Optimizer saves its users."""
+
+    def __init__(self, half: torch.dtype, scale: float) -> None:
+        self.model, self.scale = converted(half), scale
+        self.parameters, self.masters = prep_param_lists(self.model)
+        self.optimizer = sgd(self.masters)
+
+    def step(self, *batches: Tensor, max_norm: float = math.inf) -> bool:
+        """Whether a step was made; otherwise the scale is halved."""
+        self.model.zero_grad()
+        for batch in batches:
+            (loss_of(self.model, batch) * self.scale).backward()
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            master.grad = parameter.grad.float() / self.scale
+        if not all(bool(master.grad.isfinite().all()) for master in self.masters):
+            self.scale /= 2
+            return False
+        if max_norm < math.inf:
+            nn.utils.clip_grad_norm_(self.masters, max_norm)
+        self.optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                parameter.copy_(master)
+        return True
+
+
+def wrapped(half: torch.dtype, make: Any = sgd, **options: Any) -> tuple[nn.Module, FP16_Optimizer]:
+    model = converted(half)
+    return model, FP16_Optimizer(make(model.parameters()), **options)
+
+
+def train(model: nn.Module, optimizer: FP16_Optimizer, batches: list[Tensor]) -> None:
+    for batch in batches:
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, batch))
+        optimizer.step()
+
+
+class TestMasters:
+    def test_take_the_places_of_half_parameters_only(self):
+        model, optimizer = wrapped(torch.float16)
+        halves, masters = optimizer.fp16_groups[0], optimizer.fp32_from_fp16_groups[0]
+        assert [id(p) for p in halves] == [id(p) for p in model.parameters() if p.dtype is torch.float16]
+        assert len(halves) == 4
+        assert [id(p) for p in optimizer.fp32_from_fp32_groups[0]] == [id(model[1].weight), id(model[1].bias)]
+        for parameter, master in zip(halves, masters, strict=True):
+            assert_same_bits(master, parameter.float())
+        held = optimizer.param_groups[0]["params"]
+        assert [each.dtype for each in held] == [torch.float32] * 6
+        assert held[0] is masters[0]
+        assert held[2] is model[1].weight
+
+    def test_leave_frozen_parameters_where_they_are(self):
+        model = nn.Linear(2, 2).half()
+        model.bias.requires_grad_(False)
+        optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        assert optimizer.param_groups[0]["params"][1] is model.bias
+        assert len(optimizer.fp16_groups[0]) == 1
+
+    def test_take_over_state_that_is_there(self):
+        model = converted(torch.float16)
+        inner = sgd(model.parameters())
+        loss_of(model, inputs(1)[0]).backward()
+        inner.step()
+        momentum = inner.state[model[0].weight]["momentum_buffer"].clone()
+        optimizer = FP16_Optimizer(inner)
+        assert_same_bits(optimizer.state[optimizer.fp32_from_fp16_groups[0][0]]["momentum_buffer"], momentum.float())
+        assert model[0].weight not in optimizer.state
+
+    def test_are_of_an_optimizer(self):
+        with pytest.raises(OptionError, match="which lacks param_groups, step;"):
+            FP16_Optimizer(nn.Linear(1, 1))
+
+
+class TestSteps:
+    @HALVES
+    @pytest.mark.parametrize("scale", [1.0, 128.0])
+    def test_are_those_of_masters_by_hand(self, half, scale):
+        model, optimizer = wrapped(half, static_loss_scale=scale)
+        hand = ByHand(half, scale)
+        for batch in inputs(5):
+            optimizer.zero_grad()
+            optimizer.backward(loss_of(model, batch))
+            optimizer.step()
+            assert hand.step(batch)
+            assert_same_state(model.state_dict(), hand.model.state_dict())
+            assert_same_state(optimizer.param_groups[0]["params"], hand.masters)
+            assert_same_state(model[0].weight.grad, hand.parameters[0].grad)  # at the scale, as Apex left them
+
+    def test_clip_the_masters(self):
+        model, optimizer = wrapped(torch.float16, static_loss_scale=128.0)
+        hand = ByHand(torch.float16, 128.0)
+        for batch in inputs(3):
+            optimizer.zero_grad()
+            optimizer.backward(loss_of(model, batch))
+            norm = optimizer.clip_master_grads(0.1)
+            assert norm > 0.1
+            assert float(clip_grad_norm(optimizer.param_groups[0]["params"], math.inf)) == pytest.approx(0.1, rel=1e-4)
+            optimizer.step()
+            hand.step(batch, max_norm=0.1)
+        assert_same_state(model.state_dict(), hand.model.state_dict())
+
+    def test_skip_where_gradients_overflow(self, caplog):
+        """A scale that is too large comes down, and from then on steps are those of a loop that did the same."""
+        args = {"init_scale": 2.0**24}
+        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, dynamic_loss_args=args)
+        hand = ByHand(torch.float16, 2.0**24)
+        made = []
+        with caplog.at_level(logging.WARNING, logger="ampatch"):
+            for batch in inputs(12):
+                before = copy.deepcopy((list(model.parameters()), optimizer.state_dict()["optimizer_state_dict"]))
+                optimizer.zero_grad()
+                optimizer.backward(loss_of(model, batch))
+                if optimizer.overflow:
+                    assert optimizer.clip_master_grads(0.1) == -1
+                    assert optimizer.inspect_master_grad_data() is None
+                    assert optimizer.step() is None
+                    assert_same_state(
+                        (list(model.parameters()), optimizer.state_dict()["optimizer_state_dict"]), before
+                    )
+                else:
+                    optimizer.step()
+                made.append(not optimizer.overflow)
+                assert hand.step(batch) is made[-1]
+                assert optimizer.loss_scale == hand.scale
+                assert_same_state(model.state_dict(), hand.model.state_dict())
+        assert made[0] is False
+        assert made[-1] is True
+        assert f"Skipping step, reducing loss scale to {2.0**23}" in caplog.text
+
+    def test_skip_silently_if_asked(self, caplog):
+        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, verbose=False)
+        optimizer.backward(loss_of(model, inputs(1)[0]) * math.inf)
+        optimizer.step()
+        assert optimizer.overflow
+        assert caplog.text == ""
+
+    def test_are_made_under_a_static_scale_whatever_the_gradients(self):
+        model, optimizer = wrapped(torch.float16, static_loss_scale=8.0)
+        optimizer.backward(loss_of(model, inputs(1)[0]) * math.inf)
+        assert not optimizer.overflow
+        optimizer.step()
+        assert not bool(model[0].weight.isfinite().all())
+
+    def test_stop_at_the_floor(self):
+        args = {"init_scale": 2.0, "min_loss_scale": 1.0}
+        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, dynamic_loss_args=args)
+        optimizer.backward(loss_of(model, inputs(1)[0]) * math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, inputs(1)[0]) * math.inf)
+        with pytest.raises(LossScaleError, match="at its floor of 1 and the gradients still overflow"):
+            optimizer.step()
+
+    def test_let_the_scale_grow(self):
+        args = {"init_scale": 2.0, "scale_window": 2, "scale_factor": 4.0, "max_loss_scale": 32.0}
+        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, dynamic_loss_args=args)
+        scales = []
+        for batch in inputs(6):
+            train(model, optimizer, [batch])
+            scales.append(optimizer.loss_scale)
+        assert scales == [2.0, 8.0, 8.0, 32.0, 32.0, 32.0]
+
+    def test_leave_masters_without_gradient_alone(self):
+        model, optimizer = wrapped(torch.float16)
+        train(model, optimizer, inputs(1))
+        unused = optimizer.fp32_from_fp16_groups[0][-1]
+        before = unused.detach().clone()
+        model.zero_grad()
+        optimizer.backward(model[0](inputs(1)[0].half()).float().sum())
+        optimizer.step()
+        assert_same_bits(unused, before)
+
+
+class TestGradients:
+    def check_sum(self, optimizer: FP16_Optimizer, scale: float, passes: int) -> None:
+        hand = ByHand(torch.float16, scale)
+        hand.step(*inputs(passes))
+        for found, expected in zip(optimizer.inspect_master_grad_data()[0], hand.masters, strict=True):
+            assert_same_bits(found, expected.grad)
+
+    def test_of_several_passes_add_up_until_they_are_unscaled(self):
+        model, optimizer = wrapped(torch.float16, static_loss_scale=128.0)
+        for batch in inputs(3):
+            optimizer.backward(loss_of(model, batch), update_master_grads=False)
+        optimizer.update_master_grads()
+        self.check_sum(optimizer, 128.0, 3)
+
+    def test_of_several_passes_add_up_when_each_is_unscaled(self):
+        """Of float32 parameters, too, whose gradients Apex divided again and again."""
+        model, optimizer = wrapped(torch.float16, static_loss_scale=128.0)
+        for batch in inputs(3):
+            optimizer.backward(loss_of(model, batch))
+        self.check_sum(optimizer, 128.0, 3)
+
+    def test_follow_a_scale_that_moves_in_between(self):
+        args = {"init_scale": 64.0, "scale_window": 1}
+        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, dynamic_loss_args=args)
+        for batch in inputs(2):
+            optimizer.backward(loss_of(model, batch))
+        assert optimizer.loss_scale == 256.0
+        self.check_sum(optimizer, 128.0, 2)
+
+    @pytest.mark.parametrize("clears", ["after a step", "without a step"])
+    def test_may_be_scaled_by_the_user(self, clears):
+        model, optimizer = wrapped(torch.float16, static_loss_scale=128.0)
+        if clears == "without a step":
+            statistics = copy.deepcopy(model[1].state_dict())
+            optimizer.backward(loss_of(model, inputs(1)[0]))
+            optimizer.zero_grad()
+            model[1].load_state_dict(statistics)
+        for batch in inputs(2):
+            model.zero_grad()
+            (loss_of(model, batch) * optimizer.loss_scale).backward()
+            optimizer.update_master_grads()
+            found = copy.deepcopy(optimizer.inspect_master_grad_data()[0])
+            optimizer.step()
+        hand = ByHand(torch.float16, 128.0)
+        for batch in inputs(2):
+            hand.step(batch)
+        assert_same_state(found, [master.grad for master in hand.masters])
+
+    def test_may_be_needed_for_a_graph_twice(self):
+        model, optimizer = wrapped(torch.float16, static_loss_scale=128.0)
+        loss = loss_of(model, inputs(1)[0])
+        optimizer.backward(loss, update_master_grads=False, retain_graph=True)
+        once = model[0].weight.grad.clone()
+        optimizer.backward(loss)
+        assert_same_bits(model[0].weight.grad, once * 2)
+
+    @pytest.mark.parametrize("to_none", [True, False])
+    def test_are_cleared_everywhere(self, to_none):
+        model, optimizer = wrapped(torch.float16)
+        optimizer.backward(loss_of(model, inputs(1)[0]))
+        optimizer.zero_grad(set_grads_to_None=to_none)
+        for parameter in [*model.parameters(), *optimizer.param_groups[0]["params"]]:
+            assert parameter.grad is None if to_none else not parameter.grad.any()
+
+    def test_may_be_sparse(self):
+        grads = []
+        for sparse in (True, False):
+            torch.manual_seed(0)
+            embedding = nn.Embedding(5, 2, sparse=sparse).half()
+            optimizer = FP16_Optimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), static_loss_scale=8.0)
+            optimizer.backward(embedding(torch.tensor([1, 1, 3])).float().square().sum())
+            grads.append(optimizer.fp32_from_fp16_groups[0][0].grad)
+            optimizer.step()
+        torch.testing.assert_close(grads[0].to_dense(), grads[1], rtol=2e-3, atol=0)
+
+
+class TestClosures:
+    def test_of_lbfgs_see_the_masters_each_time(self):
+        """The same as LBFGS on masters of which the closure evaluates the rounded values."""
+        options = {"lr": 0.5, "max_iter": 5}
+        x = inputs(1)[0]
+        model, optimizer = wrapped(torch.float16, lambda p: torch.optim.LBFGS(p, **options), static_loss_scale=128.0)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, x)
+            optimizer.backward(loss)
+            return loss
+
+        hand = converted(torch.float16)
+        parameters, masters = prep_param_lists(hand)
+
+        def closure_by_hand() -> Tensor:
+            master_params_to_model_params(parameters, masters)
+            hand.zero_grad()
+            loss = loss_of(hand, x)
+            (loss * 128.0).backward()
+            model_grads_to_master_grads(parameters, masters)
+            for master in masters:
+                master.grad /= 128.0
+            return loss
+
+        by_hand = torch.optim.LBFGS(masters, **options)
+        for _ in range(2):
+            optimizer.step(closure)
+            assert optimizer.first_closure_call_this_step
+            by_hand.step(closure_by_hand)
+            master_params_to_model_params(parameters, masters)
+            assert_same_state(model.state_dict(), hand.state_dict())
+
+    def test_are_evaluated_again_after_an_overflow(self):
+        args = {"init_scale": 2.0**24}
+        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, dynamic_loss_args=args, verbose=False)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, inputs(1)[0])
+            optimizer.backward(loss)
+            return loss
+
+        before = model[0].weight.detach().clone()
+        optimizer.step(closure)
+        assert optimizer.loss_scale < 2.0**24
+        assert bool(model[0].weight.isfinite().all())
+        assert not torch.equal(model[0].weight, before)
+
+
+class TestCheckpoints:
+    @pytest.mark.parametrize("options", [{"static_loss_scale": 64.0}, {"dynamic_loss_scale": True}], ids=str)
+    def test_go_on_with_the_same_bits(self, options):
+        batches = inputs(8)
+        model, optimizer = wrapped(torch.float16, **options)
+        train(model, optimizer, batches[:4])
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        train(model, optimizer, batches[4:])
+
+        another, resumed = wrapped(torch.float16, **options)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        another.load_state_dict(saved["model"])
+        resumed.load_state_dict(saved["optimizer"])
+        train(another, resumed, batches[4:])
+        assert_same_state(another.state_dict(), model.state_dict())
+        assert_same_state(resumed.state_dict(), optimizer.state_dict())
+
+    def test_have_apexs_keys(self):
+        _, optimizer = wrapped(torch.float16, dynamic_loss_scale=True)
+        assert optimizer.state_dict().keys() == {
+            "loss_scaler",
+            "dynamic_loss_scale",
+            "overflow",
+            "first_closure_call_this_step",
+            "optimizer_state_dict",
+            "fp32_from_fp16",
+        }
+
+    def test_bring_the_masters_into_the_model(self):
+        model, optimizer = wrapped(torch.float16)
+        train(model, optimizer, inputs(2))
+        another, resumed = wrapped(torch.float16)
+        resumed.load_state_dict(optimizer.state_dict())
+        assert_same_bits(another[0].weight, model[0].weight)
+
+    def test_of_apex_with_a_scaler_of_its_own_load(self):
+        """As the class that it pickled is found under this name, without what that has beyond Apex's."""
+        scaler = pickle.loads(pickle.dumps(DynamicLossScaler()))
+        vars(scaler).clear()
+        vars(scaler).update(cur_scale=4096.0, cur_iter=10, last_overflow_iter=6, scale_factor=2.0, scale_window=5)
+        _, optimizer = wrapped(torch.float16, dynamic_loss_scale=True)
+        optimizer.load_state_dict({**optimizer.state_dict(), "loss_scaler": scaler})
+        for expected in (4096.0, 8192.0):  # the fourth and the fifth clean step after the overflow
+            optimizer.loss_scaler.update_scale(False)
+            scaler.update_scale(False)
+            assert optimizer.loss_scale == scaler.loss_scale == expected
+
+    def test_of_apex_with_a_scaler_of_amp_load(self):
+        scaler = SimpleNamespace(
+            _loss_scale=512.0, _unskipped=2, _scale_seq_len=4, _max_loss_scale=2.0**24, _min_loss_scale=None
+        )
+        _, optimizer = wrapped(torch.float16, dynamic_loss_scale=True)
+        optimizer.load_state_dict({**optimizer.state_dict(), "loss_scaler": scaler})
+        scales = []
+        for _ in range(3):
+            optimizer.loss_scaler.update_scale(False)
+            scales.append(optimizer.loss_scale)
+        assert scales == [512.0, 1024.0, 1024.0]
+
+    def test_of_a_static_scale_load(self):
+        _, optimizer = wrapped(torch.float16, dynamic_loss_scale=True)
+        saved = {**optimizer.state_dict(), "dynamic_loss_scale": False, "loss_scaler": LossScaler(32.0)}
+        optimizer.load_state_dict(saved)
+        assert (optimizer.loss_scale, optimizer.dynamic_loss_scale) == (32.0, False)
+
+    def test_of_something_else_change_nothing(self):
+        model, optimizer = wrapped(torch.float16)
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        saved = optimizer.state_dict()
+        with pytest.raises(OptionError, match="lacks loss_scaler, overflow"):
+            optimizer.load_state_dict({k: v for k, v in saved.items() if k not in ("loss_scaler", "overflow")})
+        with pytest.raises(OptionError, match=r"have the shapes \[\[\(1,\)\]\], by group"):
+            optimizer.load_state_dict({**saved, "fp32_from_fp16": [[torch.zeros(1)]]})
+        with pytest.raises(OptionError, match="found float without a cur_scale"):
+            optimizer.load_state_dict({**saved, "loss_scaler": 1.0})
+        assert_same_state((model.state_dict(), optimizer.state_dict()), before)
+
+
+class TestProperties:
+    def test_are_the_inner_optimizers(self):
+        _, optimizer = wrapped(torch.float16, static_loss_scale=4.0)
+        optimizer.param_groups = groups = [dict(optimizer.optimizer.param_groups[0])]
+        assert optimizer.optimizer.param_groups is groups
+        optimizer.state = state = {}
+        assert optimizer.optimizer.state is state
+
+    def test_have_a_scale_to_read_and_write(self):
+        model, optimizer = wrapped(torch.float16, static_loss_scale=4.0)
+        optimizer.loss_scale = 16.0
+        optimizer.backward(loss_of(model, inputs(1)[0]))
+        assert_same_bits(optimizer.fp32_from_fp16_groups[0][0].grad, model[0].weight.grad.float() / 16)
+        with pytest.raises(OptionError, match="loss_scale is 0"):
+            optimizer.loss_scale = 0
+
+    def test_are_checked(self):
+        with pytest.raises(OptionError, match="scale_factor is 1"):
+            wrapped(torch.float16, dynamic_loss_scale=True, dynamic_loss_args={"scale_factor": 1.0})
+
+
+class TestNetworksInHalf:
+    def test_have_batch_norms_in_float32(self):
+        model = network_to_half(network())
+        assert type(model[0]) is tofp16
+        assert {name: p.dtype for name, p in model.named_parameters()} == {
+            "1.0.weight": torch.float16,
+            "1.0.bias": torch.float16,
+            "1.1.weight": torch.float32,
+            "1.1.bias": torch.float32,
+            "1.3.weight": torch.float16,
+            "1.3.bias": torch.float16,
+        }
+        assert model(inputs(1)[0]).dtype is torch.float16
+
+    @HALVES
+    def test_are_converted_to_any_type(self, half):
+        model = nn.Sequential(network(), nn.BatchNorm1d(2, affine=False), nn.LSTM(2, 2))
+        model[0][0].weight.grad = torch.ones(8, 4)
+        model.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+        parameters = dict(model.named_parameters())
+        assert convert_network(model, half) is model
+        assert all(p is parameters[name] for name, p in model.named_parameters())
+        assert model[0][0].weight.dtype is model[0][0].weight.grad.dtype is model[2].weight_ih_l0.dtype is half
+        assert model[0][1].weight.dtype is model[0][1].running_mean.dtype is torch.float32
+        assert model[1].running_mean.dtype is half
+        assert model.count.dtype is torch.int64
+
+    def test_are_converted_a_module_at_a_time(self):
+        model = network()
+        convert_module(model, torch.float16)
+        assert model[0].weight.dtype is torch.float32
+        convert_module(model[0], torch.float16)
+        assert (model[0].weight.dtype, model[3].weight.dtype) == (torch.float16, torch.float32)
+
+    def test_keep_norms_without_weights_half(self):
+        model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False)).half()
+        assert BN_convert_float(model) is model
+        assert (model[0].running_mean.dtype, model[1].running_mean.dtype) == (torch.float32, torch.float16)
+
+    def test_take_several_inputs(self):
+        model = FP16Model(nn.Bilinear(2, 3, 1))
+        assert model(torch.ones(4, 2), torch.ones(4, 3)).dtype is torch.float16
+        assert list(model.state_dict()) == ["network.weight", "network.bias"]
+
+
+class TestMastersByHand:
+    @pytest.mark.parametrize("flat", [True, False])
+    def test_are_copied_to_and_fro(self, flat):
+        model = nn.Linear(3, 2).half()
+        frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+        model.register_parameter("frozen", frozen)
+        parameters, masters = prep_param_lists(model, flat_master=flat)
+        assert [id(p) for p in parameters] == [id(model.weight), id(model.bias)]
+        assert all(type(m) is nn.Parameter and m.dtype is torch.float32 and m.requires_grad for m in masters)
+        assert [m.shape for m in masters] == ([(8,)] if flat else [(2, 3), (2,)])
+
+        for value in (1.0, 2.0):
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, value)
+            model_grads_to_master_grads(parameters, masters, flat_master=flat)
+            assert_same_state([m.grad for m in masters], [torch.full_like(m, value) for m in masters])
+
+        with torch.no_grad():
+            masters[0].fill_(1 / 3)
+        master_params_to_model_params(parameters, masters, flat_master=flat)
+        assert_same_bits(model.weight, torch.full((2, 3), 1 / 3).half())
+
+    def test_follow_parameters_without_gradient(self):
+        model = nn.Linear(3, 2).half()
+        parameters, masters = prep_param_lists(model)
+        masters[0].grad = torch.ones(2, 3)
+        model.bias.grad = torch.ones(2).half()
+        model_grads_to_master_grads(parameters, masters)
+        assert masters[0].grad is None
+        parameters, (flat,) = prep_param_lists(model, flat_master=True)
+        model_grads_to_master_grads(parameters, [flat], flat_master=True)
+        assert_same_bits(flat.grad, torch.tensor([0.0] * 6 + [1.0] * 2))
+
+    def test_are_flat_only_of_one_type(self):
+        with pytest.raises(OptionError, match=r"found torch\.float16, torch\.float32; expected parameters of one type"):
+            prep_param_lists(converted(torch.float16), flat_master=True)
+
+    def test_numbers_come_out_of_tensors(self):
+        assert to_python_float(torch.tensor([2.5])) == 2.5
+        assert to_python_float([2.5]) == 2.5
+
+
+class TestLossScalers:
+    def test_backs_off_to_1_and_grows_by_its_window(self):
+        scaler = DynamicLossScaler(init_scale=4.0, scale_factor=2.0, scale_window=2)
+        scales = []
+        for overflow in (True, False, False, False, False, True, True, True, True):
+            scaler.update_scale(overflow)
+            scales.append(scaler.loss_scale)
+        assert scales == [2.0, 2.0, 4.0, 4.0, 8.0, 4.0, 2.0, 1.0, 1.0]
+        assert (scaler.cur_iter, scaler.last_overflow_iter) == (9, 8)
+        assert DynamicLossScaler().loss_scale == 2**32
+
+    def test_sees_overflows(self):
+        parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).half())]
+        scaler = DynamicLossScaler()
+        assert not scaler.has_overflow(parameters)
+        parameters[0].grad = torch.ones(2)
+        assert not scaler.has_overflow(parameters)
+        for bad in (math.inf, -math.inf, math.nan):
+            parameters[1].grad = torch.tensor([1.0, bad]).half()
+            assert scaler.has_overflow(parameters)
+            assert not LossScaler().has_overflow(parameters)
+
+    @pytest.mark.parametrize("scaler", [LossScaler(8), DynamicLossScaler(init_scale=8)], ids=["static", "dynamic"])
+    def test_scales_backward(self, scaler):
+        parameter = nn.Parameter(torch.ones(()))
+        loss = parameter * 2
+        scaler.backward(loss, retain_graph=True)
+        scaler.backward(loss)
+        assert parameter.grad.item() == 32
+        assert_same_state(scaler.scale_gradient(None, (torch.ones(1),), None), (torch.full((1,), 8.0),))
+
+    def test_static_one_never_moves(self):
+        scaler = LossScaler(8)
+        scaler.update_scale(True)
+        assert scaler.loss_scale == scaler.cur_scale == 8

@@ -1,0 +1,179 @@
+"""Of the scripts in scripts/, which are written as people wrote for Apex: each runs unchanged behind `ampatch run`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from launching import Run, carry_out, carry_out_all, group_of_one
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+STEPS = 30
+SETTLED = 5  # the steps at the end whose mean is compared
+TOLERANCE = 0.02
+
+
+@dataclass(frozen=True)
+class Training:
+    """A script that trains, and the ways in which it is run.
+
+    Attributes:
+        script: its name.
+        float32: the options with which nothing is half.
+        halves: those with which something is, by name.
+        always: options of every run.
+        processes: how many torchrun starts; 0 without it.
+        in_group: whether the only process is one of a process group.
+    """
+
+    script: str
+    float32: Sequence[str] = ("--opt-level", "O0")
+    halves: Mapping[str, Sequence[str]] = field(
+        default_factory=lambda: {level: ("--opt-level", level) for level in ("O1", "O2")}
+    )
+    always: Sequence[str] = ()
+    processes: int = 0
+    in_group: bool = False
+
+    def run(self, options: Sequence[str], where: Path) -> Run:
+        return Run(
+            SCRIPTS / f"{self.script}.py",
+            [*options, *self.always, "--out", "losses"],
+            where,
+            self.processes,
+            group_of_one() if self.in_group else (),
+        )
+
+
+TRAININGS = [
+    Training("bert_lamb", in_group=True),
+    Training(
+        "bert_pretraining",
+        halves={"O1": ("--opt-level", "O1"), "O2": ("--opt-level", "O2", "--cast_model_outputs")},
+        processes=2,
+    ),
+    Training(
+        "dcgan",
+        float32=("--opt_level", "O0"),
+        halves={level: ("--opt_level", level) for level in ("O1", "O2")},
+    ),
+    Training("detection"),
+    Training(
+        "fp16_optimizer",
+        float32=("--fp32",),
+        halves={"static scale": ("--loss-scale", "128"), "dynamic scale": ("--dynamic-loss-scale",)},
+    ),
+    Training("imagenet", always=("--deterministic",)),
+    Training("language_model", always=("--tied",)),
+    Training("manual_master_params", float32=(), halves={"static scale": ("--fp16", "--static-loss-scale", "128")}),
+    Training("reducer", processes=2),
+    Training(
+        "reid",
+        halves={
+            "O1": ("--opt-level", "O1", "--loss-scale", "128.0"),
+            "O2": ("--opt-level", "O2", "--loss-scale", "dynamic", "--keep-batchnorm-fp32", "True"),
+        },
+    ),
+    Training("segmentation", in_group=True),
+    Training("swav", processes=2),
+    Training("text_to_speech"),
+    Training("wgan_gp"),
+]
+INFERENCES = ["inference"]
+
+
+def losses(folder: Path, name: str = "losses") -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / name).read_text().splitlines()]
+
+
+@pytest.mark.slow
+class TestTraining:
+    @pytest.mark.parametrize("training", TRAININGS, ids=lambda training: training.script)
+    def test_follows_the_loss_curve_of_float32(self, training, tmp_path):
+        options = {"float32": training.float32, **training.halves}
+        carry_out_all([training.run(options[name], tmp_path / name) for name in options])
+        # With several processes that all write, the first one's.
+        written = "losses" if (tmp_path / "float32" / "losses").exists() else "losses.0"
+        curves = {name: losses(tmp_path / name, written) for name in options}
+        first, last = statistics.mean(curves["float32"][:SETTLED]), statistics.mean(curves["float32"][-SETTLED:])
+        assert last < first - 10 * TOLERANCE * abs(last) / 4, "it learns, or the comparison says little"
+        for name in training.halves:
+            assert len(curves[name]) == len(curves["float32"]) == STEPS
+            assert curves[name] != curves["float32"], "something was half"
+            assert statistics.mean(curves[name][-SETTLED:]) == pytest.approx(last, rel=TOLERANCE), name
+
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_goes_on_from_a_checkpoint_as_if_uninterrupted(self, level, tmp_path):
+        common = ["--opt-level", level, "--deterministic", "--iters-per-epoch", "6", "--out", "losses"]
+        script = SCRIPTS / "imagenet.py"
+        carry_out_all(
+            [
+                Run(script, [*common, "--epochs", "2"], tmp_path / "uninterrupted"),
+                Run(script, [*common, "--epochs", "1"], tmp_path / "interrupted"),
+            ]
+        )
+        checkpoint = tmp_path / "interrupted" / "checkpoint.pth.tar"
+        carry_out(Run(script, [*common, "--epochs", "2", "--resume", str(checkpoint)], tmp_path / "resumed"))
+        assert losses(tmp_path / "resumed") == losses(tmp_path / "uninterrupted")[6:]
+
+    def test_goes_on_from_a_checkpoint_of_fp16_optimizer(self, tmp_path):
+        common = ["--dynamic-loss-scale", "--save", "model.pt", "--out", "losses"]
+        script = SCRIPTS / "fp16_optimizer.py"
+        carry_out_all(
+            [
+                Run(script, [*common, "--iters", "12"], tmp_path / "uninterrupted"),
+                Run(script, [*common, "--iters", "6"], tmp_path / "interrupted"),
+            ]
+        )
+        checkpoint = tmp_path / "interrupted" / "model.pt"
+        resume = ["--iters", "12", "--start-iter", "6", "--load", str(checkpoint)]
+        carry_out(Run(script, [*common, *resume], tmp_path / "resumed"))
+        assert losses(tmp_path / "resumed") == losses(tmp_path / "uninterrupted")[6:]
+
+    def test_loses_the_steps_that_overflow_and_says_so(self, tmp_path):
+        done = carry_out(Run(SCRIPTS / "wgan_gp.py", ["--n_iters", "10"], tmp_path))
+        assert "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 32768.0" in done.stderr
+
+
+@pytest.mark.slow
+class TestInference:
+    @pytest.mark.parametrize("script", INFERENCES)
+    def test_gives_at_o3_what_it_gives_in_float32(self, script, tmp_path):
+        runs = [
+            Run(SCRIPTS / f"{script}.py", ["--opt-level", level, "--out", "outputs"], tmp_path / level)
+            for level in ("O0", "O3")
+        ]
+        in_float32, in_half = carry_out_all(runs)
+        assert "weights in torch.float32" in in_float32.stdout
+        assert "weights in torch.float16" in in_half.stdout
+        expected, found = (torch.load(run.where / "outputs") for run in runs)
+        assert not torch.equal(found, expected)
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.slow
+class TestTwoProcesses:
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_hold_the_same_weights(self, level, tmp_path):
+        options = ["--opt-level", level, "--steps", "8", "--out", "losses"]
+        done = carry_out(Run(SCRIPTS / "swav.py", options, tmp_path, processes=2))
+        first, second = ((tmp_path / f"losses.{rank}").read_text() for rank in range(2))
+        assert first == second
+        assert len(first.splitlines()) == 8
+        assert done.stderr.count("ampatch: --cpu") == 1
+
+
+def test_every_script_is_run() -> None:
+    run_here = {training.script for training in TRAININGS} | set(INFERENCES)
+    assert {path.stem for path in SCRIPTS.iterdir() if path.suffix == ".py"} == run_here
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in SCRIPTS.glob("*.py")))
+def test_no_script_has_heard_of_ampatch(script) -> None:
+    assert "ampatch" not in (SCRIPTS / script).read_text().lower()
