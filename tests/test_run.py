@@ -150,6 +150,17 @@ class TestApexIsThere:
         found = ampatch_run(["train.py"], tmp_path)
         assert found.stdout == "ampatch.apex\n", found.stderr
 
+    @pytest.mark.parametrize(
+        "question",
+        ["importlib.util.find_spec('apex')", "importlib.metadata.version('apex')", "importlib.util.find_spec('amp_C')"],
+    )
+    def test_who_only_asks_may_import_it_later(self, question: str, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(
+            f"import importlib.metadata, importlib.util\nassert {question}\nimport amp_C\nfrom apex import amp\n"
+        )
+        found = ampatch_run(["train.py"], tmp_path)
+        assert (found.returncode, found.stderr) == (0, "")
+
     def test_its_extensions_may_come_first(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").write_text(
             "import amp_C, apex_C, sys\nassert amp_C is sys.modules['ampatch.apex.amp_C']\nprint(apex_C.__name__)\n"

@@ -12,6 +12,7 @@ import pkgutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from email.message import EmailMessage
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
@@ -24,7 +25,7 @@ logger = logging.getLogger("ampatch")
 _PACKAGE = "ampatch.apex"
 
 # Extensions of Apex's, which are modules of their own.
-_AT_THE_TOP = ("amp_C", "apex_C")
+_EXTENSIONS = ("amp_C", "apex_C")
 
 
 def install(force: bool = False) -> bool:
@@ -73,15 +74,14 @@ class _StandingIn:
 
     def __init__(self) -> None:
         modules = dict(_modules())
-        self._displaced = {name: module for name, module in sys.modules.items() if _is_apex(name)}
-        for name in self._displaced:
-            del sys.modules[name]
-        sys.modules.update(modules)
         for name, module in modules.items():
             # A module that has one says more than this does.
             vars(module).setdefault("__getattr__", functools.partial(_refuse_attribute, name))
+        self._displaced = {name: module for name, module in sys.modules.items() if _is_apex(name)}
+        for name in self._displaced:
+            del sys.modules[name]
         # First of all, since a finder of files would look into this package's own folder.
-        self._finder = _Finder()
+        self._finder = _Finder(modules)
         sys.meta_path.insert(0, self._finder)
 
     def end(self) -> None:
@@ -104,11 +104,11 @@ def _modules() -> Iterator[tuple[str, ModuleType]]:
     for found in pkgutil.walk_packages(package.__path__, f"{_PACKAGE}."):
         name = found.name.removeprefix(f"{_PACKAGE}.")
         if not name.startswith("_"):
-            yield name if name in _AT_THE_TOP else f"apex.{name}", importlib.import_module(found.name)
+            yield name if name in _EXTENSIONS else f"apex.{name}", importlib.import_module(found.name)
 
 
 def _is_apex(name: str) -> bool:
-    return name.partition(".")[0] in ("apex", *_AT_THE_TOP)
+    return name.partition(".")[0] in ("apex", *_EXTENSIONS)
 
 
 def _refuse_attribute(module: str, name: str) -> object:
@@ -119,8 +119,11 @@ def _refuse_attribute(module: str, name: str) -> object:
 _ALL = DistributionFinder.Context()
 
 
-class _Finder(DistributionFinder):
-    """Comes to hear of modules of Apex's that are not there, and of those who ask for its version."""
+class _Finder(DistributionFinder, Loader):
+    """Finds the modules, says of others of Apex's that they are not replaced, and answers who asks for its version."""
+
+    def __init__(self, modules: dict[str, ModuleType]) -> None:
+        self._modules = modules
 
     def find_spec(
         self,
@@ -128,12 +131,22 @@ class _Finder(DistributionFinder):
         path: Sequence[str] | None = None,  # noqa: ARG002 - what a finder is called with
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
+        if fullname in ("apex", *_EXTENSIONS):
+            return ModuleSpec(fullname, self)
         # `from apex.amp import x` looks for x below the name that the module itself has.
         name = fullname.removeprefix("ampatch.")
         if name.startswith("apex.") and not name.startswith("apex._"):
             # Without its name: where that is the one asked for, `from ... import` would say something else.
             raise ModuleNotFoundError(_not_replaced.message(name))
         return None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leaves that to Python, which wants a new one."""
+
+    def exec_module(self, module: ModuleType) -> None:  # noqa: ARG002
+        """Puts the modules that there are into the place of the new one and of all below it."""
+        # All at once: what is imported later Python sets as an attribute, where a package has an object of that name.
+        sys.modules.update(self._modules)
 
     def find_distributions(self, context: DistributionFinder.Context = _ALL) -> Iterable[Distribution]:
         """Some ask for the version of the package to learn whether it is there."""

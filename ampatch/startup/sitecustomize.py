@@ -10,41 +10,42 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from importlib.abc import Loader
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from importlib.machinery import ModuleSpec
+    from importlib.metadata import Distribution, DistributionFinder
 
 # As if nothing had been put there; processes that are started have it from PYTHONPATH.
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib is not there yet, and takes time
 sys.path[:] = [entry for entry in sys.path if entry != _HERE]
 
 
-class _FirstImport:
-    """Stands in for Apex when somebody imports it, or one of the extensions that it has beside it."""
+class _FirstMention:
+    """Stands in for Apex when somebody looks for it, or for one of the extensions that it has beside it."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
         if name not in ("apex", "amp_C", "apex_C"):
             return None
+        self._install()
+        return importlib.util.find_spec(name)
+
+    def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
+        if context.name != "apex":
+            return []
+        self._install()
+        import importlib.metadata
+
+        return importlib.metadata.distributions(name="apex")
+
+    def _install(self) -> None:
         sys.meta_path.remove(self)
         from ampatch import apex
 
         apex.install(force="AMPATCH_RUN_FORCE" in os.environ)
-        # Until it is loaded: of a module that is there already Python would take the spec, and make a second one by it.
-        found = sys.modules.pop(name, None)
-        return None if found is None else ModuleSpec(name, _Found(found))
-
-
-class _Found(Loader):
-    """Loads what is there already: Python puts an empty module in its place, and asks for that to be filled."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self._module = module
-
-    def create_module(self, spec: ModuleSpec) -> None:  # noqa: ARG002
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        sys.modules[module.__name__] = self._module
 
 
 def _without_gpu(_: ModuleType) -> None:
@@ -64,7 +65,7 @@ def _run_the_one_behind() -> None:
 
 # In the Python of another environment neither may be there.
 if importlib.util.find_spec("ampatch") and importlib.util.find_spec("wrapt"):
-    sys.meta_path.insert(0, _FirstImport())
+    sys.meta_path.insert(0, _FirstMention())
     if "AMPATCH_RUN_CPU" in os.environ:
         import wrapt
 

@@ -1,1 +1,1 @@
-"""Empty: none of Apex's contributed modules is replaced. It is there so that an error names the one that was asked for."""
+"""Empty: none of Apex's contributed modules is replaced. So errors name the one that was meant."""

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -67,7 +68,7 @@ trainer.train(resume_from_checkpoint=args.resume)
 from apex import amp  # noqa: E402 - the trainer is who sets it up
 
 logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-with open("report.json", "w") as report:
+with Path("report.json").open("w") as report:
     json.dump(
         {
             "losses": {entry["step"]: entry["loss"] for entry in logs},
