@@ -60,9 +60,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    parsed = _parser(arguments).parse_args(arguments)
+    own, of_script = _split(arguments)
+    parsed = _parser(own).parse_args(own, argparse.Namespace(arguments=of_script))
     status: int = parsed.run(parsed)
     return status
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """A command line up to the script that ``ampatch run`` is to run, and what stands behind it, untouched."""
+    words = [place for place, argument in enumerate(arguments) if not argument.startswith("-") or argument == "-"]
+    if len(words) < 2 or arguments[words[0]] != "run":
+        return arguments, []
+    return arguments[: words[1] + 1], arguments[words[1] + 1 :]
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -92,8 +101,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--force", action="store_true", help="stand in for an Apex that has amp, too")
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as `python -m` does")
-    parser.add_argument("target", type=_not_empty, metavar="SCRIPT | MODULE", help="what to run")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
+    parser.add_argument(
+        "target", type=_not_empty, metavar="SCRIPT | MODULE", help="what to run; its own arguments follow"
+    )
     parser.set_defaults(run=_run_script)
 
 

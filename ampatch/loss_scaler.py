@@ -258,12 +258,16 @@ class LossScaler:
         self._has_noted = True
         self._is_replayed = self._is_replayed or is_capturing()
 
+    def forget(self) -> None:
+        """Takes back what was noted since the last update."""
+        self._found_inf.zero_()
+        self._has_noted = False
+
     def update(self) -> None:
         """Ends a pass: the scale backs off if an `unscale_` since the last update met overflow; else grows or stays."""
         if self.dynamic:
             self._react(self._found_inf)
-            self._found_inf.zero_()
-            self._has_noted = False
+            self.forget()
         elif is_capturing():
             self._unskipped += 1
         else:

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,17 +35,34 @@ def run(target: str, arguments: Sequence[str], *, is_module: bool, force: bool, 
         cpu: whether what the script sends to a GPU stays on the CPU.
 
     Raises:
-        OptionError: this Python was told to heed neither the environment nor its own start-up modules.
+        OptionError: this Python was told to heed neither the environment nor its own start-up modules; or would not
+            find ampatch again.
     """
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise OptionError(
             "python was started with -E, -I or -S, with which it does not find what stands in for Apex. Leave that "
             "out; or type `import ampatch.apex; ampatch.apex.install()` at the top of the script."
         )
+    if not _is_installed():
+        raise OptionError(
+            "ampatch is found in the current folder alone, and would not be from where the script is. Install it into "
+            "this environment: pip install . in its folder."
+        )
     if cpu and _CPU not in os.environ and os.environ.get("RANK", "0") == "0":
         print("ampatch: --cpu: what the script sends to a GPU stays on the CPU.", file=sys.stderr, flush=True)
+    if is_module and target.startswith("apex."):  # which the new Python does not know from the outset
+        target = f"ampatch.{target}"
     command = [sys.executable, *_options(sys.orig_argv, sys.argv), *(["-m"] if is_module else []), target, *arguments]
     os.execve(sys.executable, command, _environment(os.environ, force=force, cpu=cpu))
+
+
+def _is_installed() -> bool:
+    """Whether ampatch is found without the folder that stands first, which is that of a script or the current one."""
+    return any(
+        finder.find_spec("ampatch", sys.path[1:] if finder is PathFinder else None) is not None
+        for finder in sys.meta_path
+        if hasattr(finder, "find_spec")
+    )
 
 
 def _environment(environment: Mapping[str, str], *, force: bool, cpu: bool) -> dict[str, str]:
@@ -65,6 +83,8 @@ def _options(command: Sequence[str], arguments: Sequence[str]) -> list[str]:
     """
     own = len(arguments) - 1  # behind the name of the script or module
     *options, last = command[1 : len(command) - own] or [""]
+    if "-c" in options:
+        return options[: options.index("-c")]
     if options and (flags := re.fullmatch(r"-([A-Za-z]*)m", options[-1])):  # -m ampatch, and -um ampatch
         return options[:-1] + ([f"-{flags[1]}"] if flags[1] else [])
     if flags := re.fullmatch(r"-([A-Za-z]*?)m.+", last):  # -mampatch

@@ -68,9 +68,10 @@ class ScaledPass:
         with self.whole():
             for optimizer in unscaled:
                 optimizer.bring_up_to_date()
-                if optimizer.passes and optimizer.passes[-1].found_inf is not None:
+                earlier = optimizer.passes[-1] if optimizer.passes else None
+                if earlier is not None and earlier.found_inf is not None and not earlier.is_judged_later:
                     # What overflowed stays infinite, and this pass is to be judged by itself.
-                    kernels.zero_after_overflow_(optimizer.gradients(), optimizer.passes[-1].found_inf)
+                    kernels.zero_after_overflow_(optimizer.gradients(), earlier.found_inf)
                 optimizer.masters.make_way()
             # Mostly there are none: those of the step before were cleared.
             found = [] if self.scaling.is_one else [each for each in unscaled if has_gradients(each.parameters())]
@@ -130,6 +131,7 @@ class ScaledPass:
                 self._scaler.update()
             return
         self.scaling.found_inf = found_inf
+        self.scaling.is_judged_later = delay_overflow_check
         for optimizer in self._optimizers:
             optimizer.remember(self.scaling)
         if delay_overflow_check:

@@ -27,6 +27,7 @@ class Scaling:
     Attributes:
         is_open: whether gradients may still be added at this scale in the block that began it.
         is_postponed: whether the gradients that it left are reduced over processes with those of a later backward.
+        is_judged_later: whether it is left to a later one, or to somebody else, to say what to do about an overflow.
         is_one: whether the scale is static and 1, so that the gradients are what they are without one.
         scale: the scale as it was: 0-dimensional float32, on the device.
         found_inf: 0-dimensional float32, not 0 if a gradient was not finite; None until that is known, and under a
@@ -38,6 +39,7 @@ class Scaling:
         self.scaler_id = scaler_id
         self.is_open = False
         self.is_postponed = False
+        self.is_judged_later = False
         self.is_one = scaler.is_one
         self.scale = scaler.snapshot()
         self.found_inf: Tensor | None = None

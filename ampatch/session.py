@@ -484,6 +484,20 @@ class Session:
         finally:
             self.cache.end_iteration()
 
+    def judge(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        """Ends passes of a loss with a verdict from outside: gradients were unscaled, or reduced, by somebody else.
+
+        What was found of them here counts no more: other processes may have found something else.
+
+        Args:
+            scaler: the loss's.
+            found_inf: 0-dimensional float32, not 0 after an overflow, for which no step is to be skipped.
+        """
+        for adopted in list(self._optimizers.values()):
+            adopted.passes = [scaling for scaling in adopted.passes if scaling.scaler is not scaler]
+        scaler.forget()
+        scaler.update_by(found_inf)
+
     def clip_grad_norm_(self, optimizer: OptimizerLike, max_norm: float) -> Tensor:
         """`clipping.clip` of an optimizer."""
         return clipping.clip(self.adopted(optimizer), max_norm, list(self._optimizers.values()), self.processes)

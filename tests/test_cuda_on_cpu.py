@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import io
@@ -154,6 +155,14 @@ class TestDevices:
         images = torch.ones(1, 2, 3, 3).cuda(memory_format=torch.channels_last)
         assert images.is_contiguous(memory_format=torch.channels_last)
         assert nn.Linear(1, 1).to("cuda", torch.bfloat16).weight.dtype == torch.bfloat16
+
+    def test_lazy_modules_move_before_they_are_initialised(self) -> None:
+        for module in (
+            nn.LazyLinear(2).cuda(),
+            nn.LazyLinear(2).to("cuda:0"),
+            nn.LazyLinear(2).to(torch.device("cuda")),
+        ):
+            assert module(torch.ones(1, 3, device="cuda")).shape == (1, 2)
 
     def test_a_move_copies_nothing(self) -> None:
         x = torch.ones(2)
@@ -417,7 +426,7 @@ class TestTorchCuda:
         torch.cuda.profiler.stop()
 
     @pytest.mark.parametrize(
-        "name", ["CUDAGraph", "make_graphed_callables", "graph_pool_handle", "utilization", "caching_allocator_alloc"]
+        "name", ["CUDAGraph", "make_graphed_callables", "graph_pool_handle", "caching_allocator_alloc"]
     )
     def test_what_has_no_stand_in_is_refused_by_name(self, name: str) -> None:
         with pytest.raises(UsageError, match=rf"torch\.cuda\.{name} was called.*machine with a GPU"):
@@ -426,8 +435,30 @@ class TestTorchCuda:
     def test_pieces_of_data_parallel_are_refused(self) -> None:
         with pytest.raises(UsageError, match=r"torch\.cuda\.comm\.scatter"):
             nn.parallel.scatter(torch.ones(2), [0, 1])
-        with pytest.raises(UsageError, match=r"torch\.cuda\.nccl\.version"):
-            torch.cuda.nccl.version()
+        with pytest.raises(UsageError, match=r"torch\.cuda\.nccl\.unique_id"):
+            torch.cuda.nccl.unique_id()
+
+    def test_what_scripts_only_print_is_answered(self) -> None:
+        assert torch.cuda.nccl.version() == (0, 0, 0)
+        assert torch.cuda.utilization() == torch.cuda.temperature() == 0
+        torch.cuda.memory._record_memory_history()
+
+    @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adadelta])
+    def test_a_build_for_cuda_does_not_go_on_to_a_gpu_in_c(
+        self, kind: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # What C++ answers in such a build, whether there is a GPU or not.
+        stand_in().undo()
+        monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+        monkeypatch.setattr(torch._C, "_get_accelerator", lambda *_: torch.device("cuda"))
+        with contextlib.closing(contextlib.ExitStack()) as undoing:
+            undoing.callback(stand_in().undo)
+            assert torch.accelerator.current_accelerator() is None
+            parameter = nn.Parameter(torch.ones(2).cuda())
+            parameter.sum().backward()
+            kind([parameter], lr=0.5).step()
+            assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
+        monkeypatch.undo()
 
     def test_a_way_to_the_gpu_that_nobody_thought_of_is_one_clear_error(self) -> None:
         with pytest.raises(UsageError, match="device='cpu'"):
@@ -552,6 +583,22 @@ class TestTraining:
                 losses.append(loss.item())
             assert losses[-1] < losses[0] * 0.9
             assert scaler.get_scale() == 128.0
+
+    def test_functions_may_cast_their_inputs(self) -> None:
+        class Exact(torch.autograd.Function):
+            @staticmethod
+            @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x @ torch.eye(2, device="cuda")
+
+            @staticmethod
+            @torch.amp.custom_bwd(device_type="cuda")
+            def backward(ctx: Any, gradient: Tensor) -> Tensor:
+                return gradient
+
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert torch.get_autocast_gpu_dtype() is torch.bfloat16
+            assert Exact.apply(torch.ones(2, 2).half().cuda()).dtype is torch.float32
 
     def test_functions_that_follow_autocast_do_so(self) -> None:
         class Double(torch.autograd.Function):

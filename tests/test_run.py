@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import ampatch
 from ampatch.run import _STARTUP, _environment, _options
 
 REPORT = """
@@ -45,6 +46,8 @@ class TestAsUnderPlainPython:
             ["-m", "train", "--force", "-h"],
             ["-m", "package.train"],
             ["folder"],
+            ["train.py", "--", "--x"],
+            ["-m", "train", "--", "x"],
         ],
         ids=" ".join,
     )
@@ -167,6 +170,38 @@ class TestApexIsThere:
         )
         assert ampatch_run(["train.py"], tmp_path).stdout == "ampatch.apex.apex_C\n"
 
+    def test_two_threads_may_import_it_and_torch_at_once(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(
+            "import faulthandler, importlib, threading\n"
+            "faulthandler.dump_traceback_later(60, exit=True)\n"
+            "names = ['torch', 'apex', 'amp_C', 'apex.amp']\n"
+            "threads = [threading.Thread(target=importlib.import_module, args=(name,)) for name in names]\n"
+            "for thread in threads: thread.start()\n"
+            "for thread in threads: thread.join()\n"
+            "import apex, amp_C\n"
+        )
+        found = ampatch_run(["train.py"], tmp_path)
+        assert (found.returncode, found.stderr) == (0, "")
+
+    def test_an_import_that_failed_may_be_tried_again(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(
+            "import sys\n"
+            "sys.modules['yaml'] = None\n"
+            "try:\n"
+            "    import apex\n"
+            "except ImportError as error:\n"
+            "    print(error.name)\n"
+            "del sys.modules['yaml']\n"
+            "import apex.amp\n"
+        )
+        found = ampatch_run(["train.py"], tmp_path)
+        assert (found.stdout, found.stderr) == ("yaml\n", "")
+
+    def test_its_launcher_names_torchrun(self, tmp_path: Path) -> None:
+        found = ampatch_run(["-m", "apex.parallel.multiproc", "train.py"], tmp_path)
+        assert found.returncode == 1
+        assert found.stderr.startswith("apex.parallel.multiproc starts no processes any more")
+
     @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
     def test_in_the_processes_that_it_starts(self, method: str, tmp_path: Path) -> None:
         (tmp_path / "train.py").write_text(
@@ -249,6 +284,18 @@ class TestTheCommandItself:
         assert found.returncode == 1
         assert "ampatch: error: python was started with -E, -I or -S" in found.stderr
 
+    def test_a_checkout_that_is_not_installed(self, tmp_path: Path) -> None:
+        (tmp_path / "ampatch").symlink_to(Path(ampatch.__file__).parent)
+        program = (
+            "import sys\n"
+            f"sys.path[:] = [{str(tmp_path)!r}, *(p for p in sys.path[1:] if not (Path(p) / 'ampatch').is_dir())]\n"
+            "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]\n"
+            "from ampatch.run import _is_installed\n"
+            "assert not _is_installed()\n"
+        )
+        found = python(["-c", "from pathlib import Path\n" + program], tmp_path)
+        assert found.returncode == 0, found.stderr
+
 
 class TestTheEnvironment:
     def test_the_folder_comes_first_and_once(self) -> None:
@@ -274,6 +321,8 @@ class TestInterpreterOptions:
             ("python -X dev -m ampatch run t.py", ["-X", "dev"]),
             ("python -W error::m /bin/ampatch run t.py", ["-W", "error::m"]),
             ("python /bin/ampatch run t.py", []),
+            ("python -m cProfile -m ampatch run t.py", ["-m", "cProfile"]),
+            ("python -X dev -c main() run t.py", ["-X", "dev"]),
         ],
     )
     def test_those_of_this_process_are_those_of_the_next(self, command: str, expected: list[str]) -> None:

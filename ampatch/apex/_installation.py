@@ -63,7 +63,8 @@ def uninstall() -> None:
 
 def _real_apex_with_amp() -> str | None:
     """The folder of an Apex that can be imported and has amp; nothing is imported to find out."""
-    found = PathFinder.find_spec("apex")
+    finders = [finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec")]
+    found = next((spec for find_spec in finders if (spec := find_spec("apex", None)) is not None), None)
     if found is None or PathFinder.find_spec("apex.amp", found.submodule_search_locations) is None:
         return None
     return str(Path(found.origin).parent) if found.origin else "apex"
@@ -74,8 +75,9 @@ class _StandingIn:
 
     def __init__(self) -> None:
         modules = dict(_modules())
+        # A module that has one says more than this does.
+        self._refusing = [module for module in modules.values() if "__getattr__" not in vars(module)]
         for name, module in modules.items():
-            # A module that has one says more than this does.
             vars(module).setdefault("__getattr__", functools.partial(_refuse_attribute, name))
         self._displaced = {name: module for name, module in sys.modules.items() if _is_apex(name)}
         for name in self._displaced:
@@ -85,6 +87,8 @@ class _StandingIn:
         sys.meta_path.insert(0, self._finder)
 
     def end(self) -> None:
+        for module in self._refusing:
+            del vars(module)["__getattr__"]
         sys.meta_path.remove(self._finder)
         for name in [name for name in sys.modules if _is_apex(name)]:
             del sys.modules[name]
@@ -131,8 +135,10 @@ class _Finder(DistributionFinder, Loader):
         path: Sequence[str] | None = None,  # noqa: ARG002 - what a finder is called with
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        if fullname in ("apex", *_EXTENSIONS):
-            return ModuleSpec(fullname, self)
+        if fullname in self._modules:
+            return ModuleSpec(fullname, self, is_package=hasattr(self._modules[fullname], "__path__"))
+        if fullname in sys.modules:  # and somebody reloads it
+            return None
         # `from apex.amp import x` looks for x below the name that the module itself has.
         name = fullname.removeprefix("ampatch.")
         if name.startswith("apex.") and not name.startswith("apex._"):

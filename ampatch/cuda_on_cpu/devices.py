@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.utils._device
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.storage import TypedStorage, UntypedStorage
 
 from ampatch.cuda_on_cpu.replacements import Function, Replacements
@@ -50,6 +51,9 @@ def install(replacements: Replacements) -> None:
     _move(replacements)
     _answer(replacements)
     _name_types(replacements)
+    # Lists the originals of what a parameter of a lazy module may be asked for.
+    allowed = [*UninitializedTensorMixin._allowed_methods, Tensor.to, Tensor.cuda, Tensor.get_device]
+    replacements.ledger.set(UninitializedTensorMixin, "_allowed_methods", allowed)
     _load(replacements)
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ampatch.cuda_on_cpu.batch_norm import synchronised
 from ampatch.cuda_on_cpu.replacements import Function, Replacements
 
 
@@ -94,62 +94,11 @@ def _gloo(backend: str | None, others: dict[str, Any]) -> str | None:
     return "gloo"
 
 
-# Batch normalisation over all processes, for which torch has kernels on GPUs only
-
-
 def _synchronised(_original: Function) -> Function:
     def forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:
-        is_one_of_many = dist.is_initialized() and dist.get_world_size(self.process_group) > 1
-        if not (self.training and is_one_of_many):
-            own: Tensor = _BatchNorm.forward(self, input)
-            return own
-        self._check_input_dim(input)
-        channels = [1, -1, *[1] * (input.dim() - 2)]
-        others = [0, *range(2, input.dim())]
-        values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-        count = torch.full([1], input.numel() / input.size(1), dtype=values.dtype)
-        total = _sum_over_processes(torch.cat([values.sum(others), count]), self.process_group)
-        mean, count = total[:-1] / total[-1], total[-1].detach()
-        centred = values - mean.view(channels)
-        variance = _sum_over_processes(centred.square().sum(others), self.process_group) / count
-        _keep_running(self, mean, variance * (count / (count - 1)))
-        result = centred * (variance + self.eps).rsqrt().view(channels)
-        for parameter, combine in ((self.weight, torch.mul), (self.bias, torch.add)):
-            if parameter is not None:
-                result = combine(result, parameter.to(values.dtype).view(channels))
-        return result.to(input.dtype)
+        if self.training and dist.is_initialized() and dist.get_world_size(self.process_group) > 1:
+            return synchronised(self, input)
+        own: Tensor = _BatchNorm.forward(self, input)
+        return own
 
     return forward
-
-
-@torch.no_grad()
-def _keep_running(norm: nn.SyncBatchNorm, mean: Tensor, unbiased_variance: Tensor) -> None:
-    """Goes on with the running statistics, as `torch.nn.BatchNorm2d` does."""
-    if norm.running_mean is None or norm.running_var is None or norm.num_batches_tracked is None:
-        return
-    norm.num_batches_tracked.add_(1)
-    momentum = 1.0 / norm.num_batches_tracked.item() if norm.momentum is None else norm.momentum
-    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), momentum)
-    norm.running_var.lerp_(unbiased_variance.to(norm.running_var.dtype), momentum)
-
-
-def _sum_over_processes(tensor: Tensor, group: Any) -> Tensor:
-    total: Tensor = _SumOverProcesses.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return total
-
-
-class _SumOverProcesses(torch.autograd.Function):
-    """The sum of a tensor over the processes of a group, whose gradient is summed over them too."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        total = tensor.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        gradient = gradients[0].clone()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None

@@ -107,6 +107,7 @@ _SILENT = (
 _ZERO = (
     *("max_memory_allocated", "max_memory_cached", "max_memory_reserved", "memory_allocated", "memory_cached"),
     *("memory_reserved", "device_memory_used", "get_sync_debug_mode"),
+    *("clock_rate", "memory_usage", "power_draw", "temperature", "utilization"),
 )
 
 #: What takes the place of each name of ``torch.cuda``.
@@ -167,7 +168,7 @@ _NVTX = {name: always(0) for name in ("range_push", "range_pop", "range_start")}
 #: What is refused in modules below.
 _REFUSED: dict[types.ModuleType, tuple[str, ...]] = {
     torch.cuda.comm: ("broadcast", "broadcast_coalesced", "gather", "reduce_add", "reduce_add_coalesced", "scatter"),
-    torch.cuda.nccl: ("all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter", "unique_id", "version"),
+    torch.cuda.nccl: ("all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter", "unique_id"),
 }
 
 
@@ -177,6 +178,8 @@ def install(replacements: Replacements) -> None:
         _put(replacements, torch.cuda, name, stand_in)
     for name, stand_in in _NVTX.items():
         _put(replacements, torch.cuda.nvtx, name, stand_in)
+    _put(replacements, torch.cuda.nccl, "version", always((0, 0, 0)))
+    _put(replacements, torch.cuda.memory, "_record_memory_history", always(None))
     for name in ("start", "stop"):
         _put(replacements, torch.cuda.profiler, name, always(None))
     for name in _unknown():
@@ -187,6 +190,10 @@ def install(replacements: Replacements) -> None:
     generators = (torch.default_generator,) * streams.device_count()
     replacements.ledger.set(torch.cuda, "default_generators", generators)
     _put(replacements, torch.cuda, "_lazy_init", _refuse_to_start)
+    # torch.accelerator asks is_available too, and a build for CUDA would then go on in C++, to a GPU that is not there.
+    for name, answer in (("_accelerator_getAccelerator", None), ("_get_accelerator", torch.device("cpu"))):
+        if hasattr(torch._C, name):
+            replacements.ledger.set(torch._C, name, always(answer))
 
 
 def _put(replacements: Replacements, owner: Any, name: str, stand_in: object) -> None:

@@ -18,6 +18,8 @@ def install(replacements: Replacements) -> None:
     replacements.method(torch.amp.autocast_mode.autocast, "__init__", _autocast)
     replacements.function(torch, "is_autocast_enabled", _is_autocast_enabled)
     replacements.function(torch, "get_autocast_dtype", _get_autocast_dtype)
+    replacements.function(torch, "get_autocast_gpu_dtype", _get_autocast_gpu_dtype)
+    replacements.function(torch.amp.autocast_mode, "_cast", _cast)
     replacements.method(DataLoader, "__init__", _without_pinned_memory)
     replacements.method(torch.autograd.profiler.profile, "__init__", _without_kernels)
     replacements.method(torch.autograd.profiler.emit_nvtx, "__init__", _switched_off)
@@ -49,6 +51,19 @@ def _get_autocast_dtype(original: Function) -> Function:
         return original("cpu" if device_type == "cuda" and is_enabled("cpu") else device_type)
 
     return get_autocast_dtype
+
+
+def _get_autocast_gpu_dtype(_original: Function) -> Function:
+    return lambda: torch.get_autocast_dtype("cuda")
+
+
+def _cast(original: Function) -> Function:
+    """What custom_fwd casts its inputs with: those of a device."""
+
+    def cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        return original(value, "cpu" if device_type == "cuda" else device_type, dtype)
+
+    return cast
 
 
 def _without_pinned_memory(original: Function) -> Function:

@@ -2,39 +2,51 @@
 
 Python itself imports this, as the folder is on PYTHONPATH then. It waits for the script to import `apex`, or torch if
 there is to be no GPU; until then it must import nothing that the script has not asked for, and never fail: it is
-there in programs that know nothing of ampatch, too.
+there in programs that know nothing of ampatch, too. So it is in words that older Pythons understand.
 """
-
-from __future__ import annotations
 
 import importlib.util
 import os
 import sys
-from importlib.machinery import PathFinder
-from types import ModuleType
-from typing import TYPE_CHECKING
+import threading
+from importlib.machinery import ModuleSpec, PathFinder
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from importlib.machinery import ModuleSpec
     from importlib.metadata import Distribution, DistributionFinder
+    from types import ModuleType
 
 # As if nothing had been put there; processes that are started have it from PYTHONPATH.
-_HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib is not there yet, and takes time
+_HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib takes time to import
 sys.path[:] = [entry for entry in sys.path if entry != _HERE]
 
 
-class _FirstMention:
-    """Stands in for Apex when somebody looks for it, or for one of the extensions that it has beside it."""
+class _FirstImport:
+    """Stands in for Apex when somebody imports it, or one of the extensions that it has beside it."""
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
-        if name not in ("apex", "amp_C", "apex_C"):
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._installer: "int | None" = None  # a thread
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> "ModuleSpec | None":  # noqa: ARG002
+        # Only said to be there: while it is looked for, Python lets no other thread import anything.
+        if name not in ("apex", "amp_C", "apex_C") or self._installer == threading.get_ident():
             return None
-        self._install()
-        return importlib.util.find_spec(name)
+        return ModuleSpec(name, self, is_package=name == "apex")  # type: ignore[arg-type]
 
-    def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
-        if context.name != "apex":
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leaves that to Python, which wants a new one."""
+
+    def exec_module(self, module: "ModuleType") -> None:
+        """Has what there is imported in the place of the new one."""
+        del sys.modules[module.__name__]
+        self._install()
+        importlib.import_module(module.__name__)
+
+    def find_distributions(self, context: "DistributionFinder.Context") -> "Iterable[Distribution]":
+        """Some ask for Apex's version before they import it."""
+        if context.name != "apex" or self._installer == threading.get_ident():
             return []
         self._install()
         import importlib.metadata
@@ -42,13 +54,20 @@ class _FirstMention:
         return importlib.metadata.distributions(name="apex")
 
     def _install(self) -> None:
-        sys.meta_path.remove(self)
-        from ampatch import apex
+        with self._lock:
+            if self not in sys.meta_path:  # by another thread
+                return
+            self._installer = threading.get_ident()
+            try:
+                from ampatch import apex
 
-        apex.install(force="AMPATCH_RUN_FORCE" in os.environ)
+                apex.install(force="AMPATCH_RUN_FORCE" in os.environ)
+                sys.meta_path.remove(self)
+            finally:
+                self._installer = None
 
 
-def _without_gpu(_: ModuleType) -> None:
+def _without_gpu(_: object) -> None:
     from ampatch import cuda_on_cpu
 
     cuda_on_cpu.stand_in()
@@ -65,7 +84,7 @@ def _run_the_one_behind() -> None:
 
 # In the Python of another environment neither may be there.
 if importlib.util.find_spec("ampatch") and importlib.util.find_spec("wrapt"):
-    sys.meta_path.insert(0, _FirstMention())
+    sys.meta_path.insert(0, _FirstImport())
     if "AMPATCH_RUN_CPU" in os.environ:
         import wrapt
 

@@ -18,6 +18,7 @@ from ampatch.apex import amp as apex_amp
 from ampatch.apex.amp import _amp_state, frontend, lists
 from ampatch.apex.amp._amp_state import maybe_print, warn_or_err
 from ampatch.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+from ampatch.apex.amp.scaler import LossScaler
 from ampatch.errors import CastListError, OptionError, UsageError
 
 _NAMES = ("FP16_FUNCS", "FP32_FUNCS", "CASTS", "SEQUENCE_CASTS", "BANNED_FUNCS")
@@ -88,6 +89,11 @@ class TestThePackage:
         assert given == (model, [])
         assert model.weight.dtype is torch.float16
 
+    @pytest.mark.parametrize("opt_level", [["O1"], None, 1])
+    def test_a_level_of_another_kind_is_an_error_too(self, opt_level: object) -> None:
+        with pytest.raises(OptionError, match="opt_level is"):
+            setup(opt_level)
+
     def test_a_bad_level_is_an_error_in_plain_words(self) -> None:
         with pytest.raises(OptionError, match="capital letter O"):
             setup("o1")
@@ -128,7 +134,8 @@ class TestState:
     def test_what_is_disabled_says_so(self) -> None:
         setup("O1", enabled=False)
         properties = _amp_state.opt_properties
-        assert (properties.enabled, properties.opt_level, properties.master_weights) == (False, None, False)
+        assert (properties.enabled, properties.opt_level, properties.master_weights) == (False, None, None)
+        assert (properties.cast_model_type, properties.patch_torch_functions) == (None, False)
         assert not _amp_state.handle.is_active()
 
     def test_the_module_has_the_object_and_the_functions(self) -> None:
@@ -171,6 +178,41 @@ class TestLossScalers:
         assert (scaler._loss_scale, scaler._unskipped) == (2048.0, 0)
         assert _amp_state.loss_scalers[1].loss_scale() == 65536.0
 
+    def test_bounds_and_window_are_read(self) -> None:
+        setup("O1", min_loss_scale=8.0, max_loss_scale=2.0**20, scale_window=5)
+        scaler = _amp_state.loss_scalers[0]
+        assert (scaler._min_loss_scale, scaler._max_loss_scale, scaler._scale_seq_len) == (8.0, 2.0**20, 5)
+        assert (_amp_state.min_loss_scale, _amp_state.max_loss_scale) == (8.0, 2.0**20)
+
+    def test_one_is_a_sessions(self) -> None:
+        with pytest.raises(OptionError, match=r"type ampatch\.amp\.LossScaler"):
+            LossScaler("dynamic")
+
+    @pytest.mark.parametrize("opt_level", ["O1", "O2"])
+    @pytest.mark.parametrize("passes", [(1.0, 1.0), (float("inf"), 1.0), (1.0, float("inf"))], ids=str)
+    def test_the_scripts_verdict_counts_and_not_what_was_found_here(
+        self, opt_level: str, passes: tuple[float, ...]
+    ) -> None:
+        # As where gradients are reduced by hand: another process may have found what this one did not.
+        model, optimizer = setup(opt_level, init_scale=1024.0)
+        scaler, overflows = _amp_state.loss_scalers[0], float("inf") in passes
+        for factor in passes:
+            with apex_amp.scale_loss(
+                model(torch.ones(3, 4)).sum() * factor, optimizer, delay_overflow_check=True
+            ) as scaled_loss:
+                scaled_loss.backward()
+        finite = [bool(each.grad.isfinite().all()) for each in amp.master_params(optimizer) if each.grad is not None]
+        assert all(finite) is not overflows
+        scaler._overflow_buf = torch.tensor([int(overflows)], dtype=torch.int32)
+        assert scaler.update_scale() is overflows
+        assert scaler.loss_scale() == (512.0 if overflows else 1024.0)
+        optimizer.zero_grad()
+        run_pass(model, optimizer)
+        before = [parameter.detach().clone() for parameter in amp.master_params(optimizer)]
+        optimizer.step()
+        assert not amp.step_was_skipped(optimizer)
+        assert any(not torch.equal(*pair) for pair in zip(before, amp.master_params(optimizer), strict=True))
+
     def test_a_script_that_unscales_by_itself_ends_the_pass(self) -> None:
         setup("O1")
         scaler = _amp_state.loss_scalers[0]
@@ -205,6 +247,25 @@ class TestStash:
         assert optimizer._amp_stash.all_fp16_params == []
         assert optimizer._amp_stash.all_fp32_from_fp16_params == []
         assert len(optimizer._amp_stash.all_fp32_params) == len(list(model.parameters()))
+
+    def test_frozen_parameters_are_left_out(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        apex_amp.initialize(model, optimizer, opt_level="O2")
+        stash = optimizer._amp_stash
+        assert [id(each) for each in stash.all_fp16_params] == [id(each) for each in model[1].parameters()]
+        for half, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
+            assert torch.equal(half, master.half())
+
+    def test_groups_are_the_optimizers(self) -> None:
+        _, optimizer = setup("O2")
+        optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+        stash = optimizer._amp_stash
+        assert list(map(len, stash.fp16_groups)) == list(map(len, stash.fp32_from_fp16_groups)) == [4, 0]
+        assert list(map(len, stash.fp32_from_fp32_groups)) == [2, 2]
+        amp.deinitialize()
+        assert stash.all_fp16_params == []
 
     def test_masters_gradients_may_be_dropped_through_it(self) -> None:
         model, optimizer = setup("O2")
@@ -322,7 +383,8 @@ class TestLists:
         with pytest.raises(OptionError, match=r"torch_overrides\.FP16_FUNCS and into CASTS"):
             setup("O1")
 
-    def test_what_is_no_name_is_an_error(self) -> None:
-        torch_overrides.FP16_FUNCS.append(torch.relu)
+    @pytest.mark.parametrize("item", [torch.relu, ["relu"], ()], ids=["function", "list", "tuple"])
+    def test_what_is_no_name_is_an_error(self, item: object) -> None:
+        torch_overrides.FP16_FUNCS.append(item)
         with pytest.raises(OptionError, match="expected the name of a function"):
             setup("O1")

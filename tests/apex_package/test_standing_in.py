@@ -99,6 +99,20 @@ class TestNamesOfApex:
         assert apex.parallel.LARC.LARC is LARC
 
     @pytest.mark.usefixtures("standing_in")
+    def test_a_module_is_found_before_it_is_imported_and_may_be_reloaded(self) -> None:
+        assert importlib.util.find_spec("apex.amp") is not None
+        amp_of_apex = importlib.import_module("apex.amp")
+        assert importlib.reload(amp_of_apex) is amp_of_apex
+        importlib.reload(importlib.import_module("amp_C"))
+
+    @pytest.mark.usefixtures("standing_in")
+    def test_who_imports_everything_has_all_functions(self) -> None:
+        names: dict[str, object] = {}
+        exec("from apex.amp import *", names)
+        assert set(amp.__all__) <= set(names)
+        assert names["initialize"] is ampatch.apex.amp.initialize
+
+    @pytest.mark.usefixtures("standing_in")
     def test_who_asks_whether_apex_is_installed_is_told_so(self) -> None:
         assert importlib.util.find_spec("apex") is not None
         assert importlib.metadata.version("apex") == "0.1+ampatch"
@@ -127,6 +141,7 @@ class TestNamesOfApex:
         ampatch.apex.uninstall()
         with pytest.raises(ModuleNotFoundError, match="No module named 'apex'"):
             importlib.import_module("apex")
+        assert "__getattr__" not in vars(ampatch.apex)
 
 
 @pytest.mark.usefixtures("standing_in")
@@ -174,6 +189,20 @@ class TestARealApex:
         assert importlib.import_module("apex.amp").real
         assert str(real_apex) in caplog.text
         assert "--force" in caplog.text
+
+    def test_one_that_only_a_finder_of_its_own_knows_is_left_alone(
+        self, real_apex: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Finder:
+            def find_spec(self, name: str, path: object = None, target: object = None) -> object:
+                if name != "apex":
+                    return None
+                return importlib.util.spec_from_file_location(name, real_apex / "__init__.py")
+
+        monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(real_apex.parent)])
+        monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+        assert not ampatch.apex.install()
+        assert importlib.import_module("apex.amp").real
 
     @pytest.mark.usefixtures("real_apex")
     def test_force_replaces_it_until_that_is_undone(self) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import operator
+import re
 import statistics
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,25 +91,34 @@ TRAININGS = [
 INFERENCES = ["inference"]
 
 
-def losses(folder: Path, name: str = "losses") -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / name).read_text().splitlines()]
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "losses").read_text().splitlines()]
+
+
+def follow_float32(training: Training, where: Path) -> list[subprocess.CompletedProcess[str]]:
+    """Runs a script in each of its ways, whose losses have to be those of float32; gives what it printed each time."""
+    options = {"float32": training.float32, **training.halves}
+    done = carry_out_all([training.run(options[name], where / name) for name in options])
+    curves = {name: losses(where / name) for name in options}
+    first, last = statistics.mean(curves["float32"][:SETTLED]), statistics.mean(curves["float32"][-SETTLED:])
+    assert first - last > 2 * TOLERANCE * abs(last), "it learns, or the comparison says little"
+    for name in training.halves:
+        assert len(curves[name]) == len(curves["float32"]) == STEPS
+        assert curves[name] != curves["float32"], "something was half"
+        assert statistics.mean(curves[name][-SETTLED:]) == pytest.approx(last, rel=TOLERANCE), name
+    return done
+
+
+by_name = operator.attrgetter("script")
+in_one_process = [training for training in TRAININGS if training.processes == 0]
+in_two_processes = [training for training in TRAININGS if training.processes == 2]
 
 
 @pytest.mark.slow
 class TestTraining:
-    @pytest.mark.parametrize("training", TRAININGS, ids=lambda training: training.script)
+    @pytest.mark.parametrize("training", in_one_process, ids=by_name)
     def test_follows_the_loss_curve_of_float32(self, training, tmp_path):
-        options = {"float32": training.float32, **training.halves}
-        carry_out_all([training.run(options[name], tmp_path / name) for name in options])
-        # With several processes that all write, the first one's.
-        written = "losses" if (tmp_path / "float32" / "losses").exists() else "losses.0"
-        curves = {name: losses(tmp_path / name, written) for name in options}
-        first, last = statistics.mean(curves["float32"][:SETTLED]), statistics.mean(curves["float32"][-SETTLED:])
-        assert first - last > 2 * TOLERANCE * abs(last), "it learns, or the comparison says little"
-        for name in training.halves:
-            assert len(curves[name]) == len(curves["float32"]) == STEPS
-            assert curves[name] != curves["float32"], "something was half"
-            assert statistics.mean(curves[name][-SETTLED:]) == pytest.approx(last, rel=TOLERANCE), name
+        follow_float32(training, tmp_path)
 
     @pytest.mark.parametrize("level", ["O1", "O2"])
     def test_goes_on_from_a_checkpoint_as_if_uninterrupted(self, level, tmp_path):
@@ -158,15 +170,29 @@ class TestInference:
 
 
 @pytest.mark.slow
+class TestTypes:
+    def test_are_those_of_the_lists_that_the_script_has_edited(self, tmp_path):
+        done = carry_out(Run(SCRIPTS / "text_to_speech.py", ["--opt-level", "O1", "--iterations", "2"], tmp_path))
+        # What softmax gives, which the script takes off the blacklist.
+        assert re.search(r"Alignments: .* torch\.float16", done.stdout)
+
+    def test_of_outputs_are_those_that_the_script_asks_for(self, tmp_path):
+        options = ["--opt-level", "O2", "--cast_model_outputs", "--max_steps", "2", "--out", "losses"]
+        carry_out(Run(SCRIPTS / "bert_pretraining.py", options, tmp_path))
+        written = [json.loads(line) for line in (tmp_path / "losses").read_text().splitlines()]
+        assert [line["dtype"] for line in written] == ["torch.float16"] * 2
+
+
+@pytest.mark.slow
 class TestTwoProcesses:
-    @pytest.mark.parametrize("level", ["O1", "O2"])
-    def test_hold_the_same_weights(self, level, tmp_path):
-        options = ["--opt-level", level, "--steps", "8", "--out", "losses"]
-        done = carry_out(Run(SCRIPTS / "swav.py", options, tmp_path, processes=2))
-        first, second = ((tmp_path / f"losses.{rank}").read_text() for rank in range(2))
-        assert first == second
-        assert len(first.splitlines()) == 8
-        assert done.stderr.count("ampatch: --cpu") == 1
+    @pytest.mark.parametrize("training", in_two_processes, ids=by_name)
+    def test_follow_the_loss_curve_of_float32_and_hold_the_same_weights(self, training, tmp_path):
+        for done in follow_float32(training, tmp_path):
+            # The lines of two processes may run into one another.
+            checksums = dict(re.findall(r"rank (\d) checksum (-?\d+\.\d+)", done.stdout))
+            assert checksums.keys() == {"0", "1"}
+            assert checksums["0"] == checksums["1"]
+            assert done.stderr.count("ampatch: --cpu") == 1
 
 
 def test_every_script_is_run() -> None:

@@ -6,6 +6,7 @@ that are edited in place, and state that is read and written.
 
 from __future__ import annotations
 
+from ampatch import amp
 from ampatch.amp import *  # noqa: F403 - whatever is public there, and will be
 from ampatch.apex.amp import lists
 from ampatch.apex.amp._amp_state import _amp_state
@@ -14,3 +15,4 @@ from ampatch.apex.amp.handle import AmpHandle
 from ampatch.apex.amp.opt import OptimWrapper
 
 __all__ = ["AmpHandle", "OptimWrapper", "_amp_state", "init", "initialize", "lists"]
+__all__ += [name for name in amp.__all__ if name not in __all__]

@@ -6,14 +6,15 @@ Everything is taken from the session when it is asked for; only what Apex kept a
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+import torch
 import torch.distributed as dist
 
 from ampatch.amp import master_params
 from ampatch.apex.amp.handle import AmpHandle
 from ampatch.apex.amp.scaler import LossScaler
-from ampatch.opt_levels import LossScale, Properties
+from ampatch.opt_levels import LossScale
 from ampatch.process import process
 
 __all__ = ["AmpState", "master_params", "maybe_print", "warn_or_err"]
@@ -23,31 +24,27 @@ logger = logging.getLogger("ampatch")
 
 @dataclass(frozen=True, slots=True)
 class OptProperties:
-    """What an opt level and the overrides have come to; with ``enabled=False`` there is nothing more to say.
+    """What an opt level and the overrides have come to; as here, with ``enabled=False``.
 
-    The attributes are those of `ampatch.opt_levels.Properties`, and ``enabled``.
+    Attributes:
+        enabled: whether amp is on.
+        opt_level: "O0" to "O5".
+        half_dtype: the half type of casts and weights.
+        cast_model_type: the type that the weights were converted to; None: they were not.
+        patch_torch_functions: whether torch's functions cast.
+        keep_batchnorm_fp32: whether batch norm stays in float32; None where weights are not converted.
+        master_weights: whether optimizers update float32 masters; None where weights are not converted.
+        loss_scale: a number, or "dynamic".
     """
 
-    enabled: bool
-    _properties: Properties | None = None
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._properties, name)
-
-    @property
-    def opt_level(self) -> str | None:
-        """One of "O0" to "O5"."""
-        return None if self._properties is None else self._properties.opt_level
-
-    @property
-    def loss_scale(self) -> LossScale:
-        """A number, or "dynamic"."""
-        return 1.0 if self._properties is None else self._properties.loss_scale
-
-    @property
-    def master_weights(self) -> bool:
-        """Whether the optimizers update float32 masters."""
-        return self._properties is not None and bool(self._properties.master_weights)
+    enabled: bool = False
+    opt_level: str | None = None
+    half_dtype: torch.dtype | None = None
+    cast_model_type: torch.dtype | None = None
+    patch_torch_functions: bool = False
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool | None = None
+    loss_scale: LossScale = 1.0
 
 
 class AmpState:
@@ -72,15 +69,25 @@ class AmpState:
             AttributeError: before ``initialize``, so that ``hasattr`` tells.
         """
         if process.live is not None:
-            return OptProperties(True, process.live.settings.properties)
+            return OptProperties(enabled=True, **asdict(process.live.settings.properties))
         if process.disabled:
-            return OptProperties(False)
+            return OptProperties()
         raise AttributeError("apex.amp._amp_state has opt_properties once amp.initialize was called.")
 
     @property
     def loss_scalers(self) -> list[LossScaler]:
         """The scale of each loss."""
         return [] if process.live is None else [LossScaler.of(scaler) for scaler in process.live.scalers]
+
+    @property
+    def min_loss_scale(self) -> float | None:
+        """The floor of dynamic scales."""
+        return None if process.live is None else process.live.settings.scale_policy.floor
+
+    @property
+    def max_loss_scale(self) -> float:
+        """Their ceiling."""
+        return 2.0**24 if process.live is None else process.live.settings.scale_policy.ceiling
 
     @property
     def handle(self) -> AmpHandle:

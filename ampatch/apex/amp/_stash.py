@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 import weakref
 from collections.abc import Callable
@@ -10,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from ampatch.opt_levels import HALVES
-from ampatch.optimizer_state import parameters_of
 from ampatch.session import Session
 
 
@@ -31,33 +31,51 @@ class AmpStash:
         self._session = weakref.ref(session)
 
     @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """By group, the model's half parameters that are trained."""
+        return [[model for model, _ in group if model.dtype in HALVES] for group in self._groups()]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """By group, their float32 masters in the same order, where the level has masters."""
+        return [[own for model, own in group if own is not model] for group in self._groups()]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """By group, those that are trained and float32 in the model as well."""
+        return [[model for model, _ in group if model.dtype not in HALVES] for group in self._groups()]
+
+    @property
     def all_fp16_params(self) -> list[Tensor]:
-        """The model's half parameters that the optimizer updates, or that it updates masters of."""
-        return [model for model, _ in self._pairs() if model.dtype in HALVES]
+        """`fp16_groups`, without the groups."""
+        return list(itertools.chain.from_iterable(self.fp16_groups))
 
     @property
     def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        """The float32 masters of those that have one, in the same order."""
-        return [own for model, own in self._pairs() if own is not model]
+        """`fp32_from_fp16_groups`, without the groups."""
+        return list(itertools.chain.from_iterable(self.fp32_from_fp16_groups))
 
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """The parameters that are float32 in the model as well."""
-        return [model for model, _ in self._pairs() if model.dtype not in HALVES]
+        """`fp32_from_fp32_groups`, without the groups."""
+        return list(itertools.chain.from_iterable(self.fp32_from_fp32_groups))
 
     @property
     def all_fp32_params(self) -> list[Tensor]:
         """The same, under the name that they had where there were no masters."""
         return self.all_fp32_from_fp32_params
 
-    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """The model's parameters, each with the tensor that the optimizer updates for it."""
+    def _groups(self) -> list[list[tuple[Tensor, Tensor]]]:
+        """By group, the model's parameters that are trained, each with the tensor that the optimizer updates for it."""
         optimizer, session = self._optimizer(), self._session()
-        if optimizer is None or session is None:
+        if optimizer is None or session is None or not session.has_adopted(optimizer):
             return []
-        adopted = session.adopted(optimizer)
-        adopted.masters.complete()
-        return [(adopted.masters.parameter_of(own), own) for own in parameters_of(optimizer)]
+        masters = session.adopted(optimizer).masters
+        masters.complete()
+        return [
+            [(masters.parameter_of(own), own) for own in group["params"] if masters.parameter_of(own).requires_grad]
+            for group in optimizer.param_groups
+        ]
 
 
 def attach(optimizer: Any, session: Session) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ _INIT = inspect.signature(amp.init)
 @functools.wraps(amp.initialize)
 def initialize(*args: Any, **kwargs: Any) -> Any:  # noqa: D103 - it has that of the one it wraps
     given = _INITIALIZE.bind(*args, **kwargs).arguments
-    level = opt_levels.LEVELS.get(given.get("opt_level", "O1"))
+    level = opt_levels.LEVELS.get(str(given.get("opt_level", "O1")))
     if level is not None and level.half_dtype is None and given.get("cast_model_type") is not torch.bfloat16:
         _mean_float16(given, "patch_torch_functions_type")
     patches = given.get("patch_torch_functions")
@@ -67,5 +66,5 @@ def _lay_over(given: dict[str, Any]) -> None:
     changes = lists.changes()
     if changes:
         own = given.get("cast_lists")
-        several = isinstance(own, Iterable) and isinstance(own, (list, tuple))
+        several = isinstance(own, (list, tuple))
         given["cast_lists"] = [changes, *([] if own is None else own if several else [own])]

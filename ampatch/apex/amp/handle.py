@@ -30,6 +30,10 @@ class AmpHandle(amp.Handle):
         """Whether amp is on."""
         return self._is_enabled and process.live is not None
 
+    def _clear_cache(self) -> None:
+        """`ampatch.amp.clear_cache`."""
+        amp.clear_cache()
+
     def scale_loss(self, *_: object, **__: object) -> NoReturn:
         """Says what to write instead.
 

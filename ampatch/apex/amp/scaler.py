@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 
 import ampatch.loss_scaler
-from ampatch.errors import UsageError
+from ampatch.errors import OptionError, UsageError
+from ampatch.process import process
 
 # By the session's, so that a script finds what it has set on one.
 _known: weakref.WeakKeyDictionary[ampatch.loss_scaler.LossScaler, LossScaler] = weakref.WeakKeyDictionary()
@@ -17,20 +17,23 @@ _known: weakref.WeakKeyDictionary[ampatch.loss_scaler.LossScaler, LossScaler] = 
 class LossScaler:
     """What a script sees of the scale of one loss.
 
+    Checkpoints of Apex's FP16_Optimizer hold one of theirs, whole: pickles of it are read, with its own attributes.
+
     Args:
         scaler: the session's.
+
+    Raises:
+        OptionError: it is something else.
     """
 
     def __init__(self, scaler: ampatch.loss_scaler.LossScaler) -> None:
+        if not isinstance(scaler, ampatch.loss_scaler.LossScaler):
+            raise OptionError(
+                f"found {scaler!r}; expected the scaler of a session. For one of your own, type "
+                "ampatch.amp.LossScaler(loss_scale)."
+            )
         self._scaler = weakref.ref(scaler)
         self._overflow_buf = torch.zeros(1, dtype=torch.int32)
-
-    def __setstate__(self, saved: dict[str, Any]) -> None:
-        """Makes one that was pickled: checkpoints of Apex's FP16_Optimizer hold it whole, with these attributes."""
-        scaler = ampatch.loss_scaler.LossScaler("dynamic" if saved.get("dynamic") else saved["_loss_scale"])
-        scaler.load_state_dict({"loss_scale": float(saved["_loss_scale"]), "unskipped": int(saved["_unskipped"])})
-        others = saved.keys() - {"_loss_scale", "_unskipped", "dynamic"}
-        vars(self).update({name: saved[name] for name in others}, _scaler=lambda: scaler)
 
     @classmethod
     def of(cls, scaler: ampatch.loss_scaler.LossScaler) -> LossScaler:
@@ -45,6 +48,21 @@ class LossScaler:
     def dynamic(self) -> bool:
         """Whether it moves."""
         return self._there.dynamic
+
+    @property
+    def _scale_seq_len(self) -> int:
+        """After how many clean steps it grows."""
+        return self._there.policy.window
+
+    @property
+    def _min_loss_scale(self) -> float:
+        """Its floor."""
+        return self._there.policy.floor
+
+    @property
+    def _max_loss_scale(self) -> float:
+        """Its ceiling."""
+        return self._there.policy.ceiling
 
     @property
     def _loss_scale(self) -> float:
@@ -70,9 +88,9 @@ class LossScaler:
         Returns:
             Whether they overflowed, as ``_overflow_buf`` says; waits for the device.
         """
-        overflowed = self._overflow_buf.ne(0).any()
-        self._there.note(overflowed.to(self._there.snapshot()))
-        self._there.update()
+        scaler, overflowed = self._there, self._overflow_buf.ne(0).any()
+        if process.live is not None and scaler in process.live.scalers:
+            process.live.judge(scaler, overflowed.to(scaler.snapshot()))
         return bool(overflowed)
 
     @property

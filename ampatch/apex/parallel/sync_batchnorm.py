@@ -1,21 +1,20 @@
 """Batch norm over the batches of several processes, as ``apex.parallel.SyncBatchNorm``, on torch's own.
 
-Owns what Apex's module had beyond torch's (channels in the last place, an addend and a relu), and the statistics of
-tensors on the CPU, which torch's refuses. Must not do what torch's kernels do on a GPU.
+Owns what Apex's module had beyond torch's: channels in the last place, an addend and a relu. Must not take statistics
+itself: torch's kernels do on a GPU, and `ampatch.cuda_on_cpu.batch_norm` does on the CPU, which torch's refuse.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ampatch.errors import OptionError, UsageError, warn
-from ampatch.opt_levels import HALVES
+from ampatch.cuda_on_cpu.batch_norm import synchronised
+from ampatch.errors import OptionError, warn
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -67,67 +66,12 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """
         moved = input.movedim(-1, 1) if self.channel_last else input
         is_over_group = self.training and dist.is_available() and dist.is_initialized()
-        out = self._on_cpu(moved) if is_over_group and moved.device.type == "cpu" else super().forward(moved)
+        out = synchronised(self, moved) if is_over_group and moved.device.type == "cpu" else super().forward(moved)
         if self.channel_last:
             out = out.movedim(1, -1)
         if z is not None:
             out = out + z
         return F.relu(out) if self.fuse_relu else out
-
-    def _on_cpu(self, input: Tensor) -> Tensor:
-        self._check_input_dim(input)
-        self._check_non_zero_input_channels(input)
-        group = self.process_group or dist.group.WORLD
-        values = input.float() if input.dtype in HALVES else input
-        dims = [0, *range(2, values.dim())]
-        shape = [-1] + [1] * (values.dim() - 2)
-        local_count = values.new_tensor([values.numel() // values.size(1)])
-        total = _sum_over(group, torch.cat([values.sum(dims), local_count]))
-        count = total[-1].detach()
-        if count <= 1:
-            raise UsageError(
-                f"SyncBatchNorm found {int(count)} value a channel in the batches of all processes together; expected "
-                "more than 1 in training. Use larger batches, or model.eval()."
-            )
-        mean = total[:-1] / count
-        centred = values - mean.view(shape)
-        variance = _sum_over(group, centred.square().sum(dims)) / count
-        self._track(mean, variance * (count / (count - 1)))
-        out = centred * (variance + self.eps).rsqrt().view(shape)
-        if self.weight is not None:
-            out = out * self.weight.view(shape)
-        if self.bias is not None:
-            out = out + self.bias.view(shape)
-        return out.to(input.dtype)
-
-    @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked += 1
-        share = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
-        for running, found in ((self.running_mean, mean), (self.running_var, variance)):
-            running.mul_(1 - share).add_(found, alpha=share)
-
-
-class _SumOver(torch.autograd.Function):
-    """The sum over processes, of a tensor and of its gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
-        ctx.group = group
-        total = tensor.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        return None, _sum_over(ctx.group, *grads)
-
-
-def _sum_over(group: Any, tensor: Tensor) -> Tensor:
-    total: Tensor = _SumOver.apply(group, tensor)  # type: ignore[no-untyped-call]
-    return total
 
 
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:

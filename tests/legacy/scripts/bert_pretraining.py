@@ -207,6 +207,8 @@ def main():
             stats.write(json.dumps({"step": global_step, "loss": tr_loss, "dtype": str(loss.dtype)}) + "\n")
             tr_loss = 0.0
     stats.close()
+    checksum = sum(p.double().sum().item() for p in model.parameters())
+    print("rank {} checksum {:.12f}".format(max(args.local_rank, 0), checksum))
 
     if is_main:
         model_to_save = model.module if hasattr(model, "module") else model

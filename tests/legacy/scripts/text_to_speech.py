@@ -118,14 +118,16 @@ class Acoustic(nn.Module):
         hidden = memory.new_zeros(memory.size(0), self.dim)
         cell = memory.new_zeros(memory.size(0), self.dim)
         context = memory.new_zeros(memory.size(0), self.dim)
-        outputs, gates = [], []
+        outputs, gates, alignments = [], [], []
         for frame in F.relu(self.prenet(frames)):  # teacher forcing
             hidden, cell = self.attention_rnn(torch.cat((frame, context), -1), (hidden, cell))
-            context, _ = self.attention(hidden, memory, processed_memory, mask)
+            context, weights = self.attention(hidden, memory, processed_memory, mask)
             both = torch.cat((hidden, context), dim=1)
             outputs.append(self.projection(both))
             gates.append(self.gate(both).squeeze(1))
+            alignments.append(weights)
         mel = torch.stack(outputs, dim=2)
+        self.alignments = torch.stack(alignments, dim=1).detach()
         return mel, mel + self.postnet(mel), torch.stack(gates, dim=1)
 
 
@@ -196,6 +198,8 @@ if __name__ == "__main__":
                 )
             )
             log.write(json.dumps({"iteration": iteration, "loss": reduced_loss}) + "\n")
+    sharpness = model.alignments.max(-1)[0].float().mean()
+    print("Alignments: {:.3f} sharp, {}".format(sharpness.item(), model.alignments.dtype))
     save_checkpoint(
         model,
         optimizer,

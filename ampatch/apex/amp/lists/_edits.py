@@ -102,7 +102,7 @@ def _edits(module: Any) -> dict[str, _Entry]:
 
 def _functions(items: Iterable[Any]) -> set[Any]:
     """The names in a list; of a banned function the message stands beside it."""
-    return {item[0] if isinstance(item, tuple) and item else item for item in items}
+    return {item[0] if isinstance(item, tuple) and item else str(item) for item in items}
 
 
 def _names_of(rules: Mapping[Path, Rule], namespace: str) -> dict[str, Treatment]:

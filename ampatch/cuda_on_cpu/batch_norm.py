@@ -1,0 +1,88 @@
+"""Batch norm over the batches of several processes, on the CPU, for which torch has kernels on GPUs only.
+
+Owns the computation; which layers it is for is the callers' affair, `ampatch.apex.parallel` among them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ampatch.errors import UsageError
+from ampatch.opt_levels import HALVES
+
+
+def synchronised(norm: nn.SyncBatchNorm, input: Tensor) -> Tensor:
+    """What a layer gives in training: normalised by the statistics of all processes, in float32 at least.
+
+    Differentiable, by collectives in forward and in backward; the layer's running statistics go on. The batches may be
+    of different sizes.
+
+    Args:
+        norm: the layer. Gradients of its weight and bias are this process's own.
+        input: (N, C, ...), floating, on the CPU.
+
+    Returns:
+        Of the shape and dtype of ``input``.
+
+    Raises:
+        ValueError: ``input`` has fewer than two dimensions or no channels; of torch.
+        UsageError: all processes together have one value a channel.
+    """
+    norm._check_input_dim(input)
+    norm._check_non_zero_input_channels(input)
+    group = norm.process_group or dist.group.WORLD
+    values = input.float() if input.dtype in HALVES else input
+    dims = [0, *range(2, values.dim())]
+    shape = [-1] + [1] * (values.dim() - 2)
+    local_count = values.new_tensor([values.numel() // values.size(1)])
+    total = _sum_over(group, torch.cat([values.sum(dims), local_count]))
+    count = total[-1].detach()
+    if count <= 1:
+        raise UsageError(
+            f"SyncBatchNorm found {int(count)} value a channel in the batches of all processes together; expected more "
+            "than 1 in training. Use larger batches, or model.eval()."
+        )
+    mean = total[:-1] / count
+    centred = values - mean.view(shape)
+    variance = _sum_over(group, centred.square().sum(dims)) / count
+    _track(norm, mean, variance * (count / (count - 1)))
+    out = centred * (variance + norm.eps).rsqrt().view(shape)
+    if norm.weight is not None:
+        out = out * norm.weight.view(shape)
+    if norm.bias is not None:
+        out = out + norm.bias.view(shape)
+    return out.to(input.dtype)
+
+
+@torch.no_grad()
+def _track(norm: nn.SyncBatchNorm, mean: Tensor, variance: Tensor) -> None:
+    if norm.running_mean is None or norm.running_var is None or norm.num_batches_tracked is None:
+        return
+    norm.num_batches_tracked += 1
+    share = 1 / int(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+    for running, found in ((norm.running_mean, mean), (norm.running_var, variance)):
+        running.mul_(1 - share).add_(found, alpha=share)
+
+
+class _SumOver(torch.autograd.Function):
+    """The sum over processes, of a tensor and of its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
+        ctx.group = group
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, _sum_over(ctx.group, *grads)
+
+
+def _sum_over(group: Any, tensor: Tensor) -> Tensor:
+    total: Tensor = _SumOver.apply(group, tensor)  # type: ignore[no-untyped-call]
+    return total
