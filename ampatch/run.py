@@ -50,8 +50,6 @@ def run(target: str, arguments: Sequence[str], *, is_module: bool, force: bool, 
         )
     if cpu and _CPU not in os.environ and os.environ.get("RANK", "0") == "0":
         print("ampatch: --cpu: what the script sends to a GPU stays on the CPU.", file=sys.stderr, flush=True)
-    if is_module and target.startswith("apex."):  # which the new Python does not know from the outset
-        target = f"ampatch.{target}"
     command = [sys.executable, *_options(sys.orig_argv, sys.argv), *(["-m"] if is_module else []), target, *arguments]
     os.execve(sys.executable, command, _environment(os.environ, force=force, cpu=cpu))
 

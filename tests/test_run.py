@@ -197,8 +197,15 @@ class TestApexIsThere:
         found = ampatch_run(["train.py"], tmp_path)
         assert (found.stdout, found.stderr) == ("yaml\n", "")
 
-    def test_its_launcher_names_torchrun(self, tmp_path: Path) -> None:
-        found = ampatch_run(["-m", "apex.parallel.multiproc", "train.py"], tmp_path)
+    @pytest.mark.parametrize("launched", ["by the command", "by the script"])
+    def test_its_launcher_names_torchrun(self, launched: str, tmp_path: Path) -> None:
+        (tmp_path / "start.py").write_text(
+            "import subprocess, sys\n"
+            "import apex.parallel.multiproc\n"
+            "sys.exit(subprocess.call([sys.executable, '-m', 'apex.parallel.multiproc', 'train.py']))\n"
+        )
+        arguments = ["-m", "apex.parallel.multiproc", "train.py"] if launched == "by the command" else ["start.py"]
+        found = ampatch_run(arguments, tmp_path)
         assert found.returncode == 1
         assert found.stderr.startswith("apex.parallel.multiproc starts no processes any more")
 

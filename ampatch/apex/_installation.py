@@ -15,6 +15,7 @@ from email.message import EmailMessage
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -23,6 +24,9 @@ from ampatch.apex import _not_replaced
 logger = logging.getLogger("ampatch")
 
 _PACKAGE = "ampatch.apex"
+
+# Not imported but run, as `python -m` does, which wants a file.
+_LAUNCHER = "apex.parallel.multiproc"
 
 # Extensions of Apex's, which are modules of their own.
 _EXTENSIONS = ("amp_C", "apex_C")
@@ -102,13 +106,14 @@ class _Process:
 
 
 def _modules() -> Iterator[tuple[str, ModuleType]]:
-    """Every public module here, with the name that Apex gave it."""
+    """Every public module here that scripts import, with the name that Apex gave it."""
     package = importlib.import_module(_PACKAGE)
     yield "apex", package
     for found in pkgutil.walk_packages(package.__path__, f"{_PACKAGE}."):
         name = found.name.removeprefix(f"{_PACKAGE}.")
-        if not name.startswith("_"):
-            yield name if name in _EXTENSIONS else f"apex.{name}", importlib.import_module(found.name)
+        alias = name if name in _EXTENSIONS else f"apex.{name}"
+        if not name.startswith("_") and alias != _LAUNCHER:
+            yield alias, importlib.import_module(found.name)
 
 
 def _is_apex(name: str) -> bool:
@@ -135,6 +140,8 @@ class _Finder(DistributionFinder, Loader):
         path: Sequence[str] | None = None,  # noqa: ARG002 - what a finder is called with
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
+        if fullname == _LAUNCHER:
+            return spec_from_file_location(fullname, Path(__file__).parent / "parallel" / "multiproc.py")
         if fullname in self._modules:
             return ModuleSpec(fullname, self, is_package=hasattr(self._modules[fullname], "__path__"))
         if fullname in sys.modules:  # and somebody reloads it

@@ -15,6 +15,7 @@ import torch
 from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
 from torch import Tensor, nn
 
+from ampatch.apex.amp.scaler import LossScaler as LossScalerOfAmp
 from ampatch.apex.fp16_utils import (
     BN_convert_float,
     DynamicLossScaler,
@@ -132,6 +133,13 @@ class TestMasters:
     def test_are_of_an_optimizer(self):
         with pytest.raises(OptionError, match="which lacks param_groups, step;"):
             FP16_Optimizer(nn.Linear(1, 1))
+
+    def test_an_unknown_setting_of_the_scale_is_an_error(self) -> None:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1).half())], lr=0.1)
+        with pytest.raises(
+            OptionError, match=r"'init_scal'; expected some of init_scale, .* Did you mean 'init_scale'"
+        ):
+            FP16_Optimizer(optimizer, dynamic_loss_scale=True, dynamic_loss_args={"init_scal": 2.0})
 
 
 class TestSteps:
@@ -439,6 +447,22 @@ class TestCheckpoints:
         with pytest.raises(OptionError, match="found float without a cur_scale"):
             optimizer.load_state_dict({**saved, "loss_scaler": 1.0})
         assert_same_state((model.state_dict(), optimizer.state_dict()), before)
+
+    def test_what_is_no_state_is_an_error(self) -> None:
+        optimizer = FP16_Optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1).half())], lr=0.1))
+        with pytest.raises(OptionError, match="found NoneType as the state of an FP16_Optimizer"):
+            optimizer.load_state_dict(None)
+
+    def test_a_scaler_that_late_apex_pickled_is_read(self) -> None:
+        # It pickled the object, under the name that its class has here.
+        saved = LossScalerOfAmp.__new__(LossScalerOfAmp)
+        vars(saved).update(_loss_scale=512.0, dynamic=True, _unskipped=3, _scale_seq_len=7, _max_loss_scale=2.0**20)
+        optimizer = FP16_Optimizer(
+            torch.optim.SGD([nn.Parameter(torch.ones(1).half())], lr=0.1), dynamic_loss_scale=True
+        )
+        state = {**optimizer.state_dict(), "loss_scaler": pickle.loads(pickle.dumps(saved))}
+        optimizer.load_state_dict(state)
+        assert (optimizer.loss_scale, optimizer.loss_scaler.scale_window) == (512.0, 7)
 
 
 class TestProperties:

@@ -78,7 +78,6 @@ class TestNamesOfApex:
             "apex.parallel",
             "apex.parallel.LARC",
             "apex.parallel.distributed",
-            "apex.parallel.multiproc",
             "apex.parallel.sync_batchnorm",
             "amp_C",
             "apex_C",

@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from ampatch import kernels, optimizer_state
 from ampatch.apex.fp16_utils.fp16util import clip_grad_norm
 from ampatch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
-from ampatch.errors import LossScaleError, OptionError
+from ampatch.errors import LossScaleError, OptionError, did_you_mean
 from ampatch.loss_scaler import make_policy
 from ampatch.opt_levels import HALVES
 from ampatch.optimizers import check_optimizer
 
 logger = logging.getLogger("ampatch")
+
+# What a dynamic scale may be told.
+_LOSS_ARGS = ("init_scale", "scale_factor", "scale_window", "min_loss_scale", "max_loss_scale")
 
 _KEYS = (
     "loss_scaler",
@@ -90,7 +93,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         self.dynamic_loss_scale = dynamic_loss_scale
         self.loss_scaler: LossScaler
         if dynamic_loss_scale:
-            policy = make_policy("dynamic", **(dynamic_loss_args or {}))
+            policy = make_policy("dynamic", **_checked_loss_args(dynamic_loss_args or {}))
             self.loss_scaler = DynamicLossScaler(
                 policy.init_scale,
                 policy.factor,
@@ -340,6 +343,11 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
             OptionError: a key is missing, or the masters are not those of such a model; nothing was changed.
             ValueError: the inner optimizer refuses its part; nothing was changed.
         """
+        if not isinstance(state_dict, Mapping):
+            raise OptionError(
+                f"found {type(state_dict).__name__} as the state of an FP16_Optimizer; expected what state_dict() "
+                "returned."
+            )
         missing = [key for key in _KEYS if key not in state_dict]
         if missing:
             raise OptionError(
@@ -365,6 +373,16 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
                 for master, saved in zip(group, saved_group, strict=True):
                     master.copy_(saved)
         self._write_masters()
+
+
+def _checked_loss_args(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    unknown = [name for name in given if name not in _LOSS_ARGS]
+    if unknown:
+        raise OptionError(
+            f"dynamic_loss_args holds {', '.join(map(repr, unknown))}; expected some of {', '.join(_LOSS_ARGS)}."
+            f"{did_you_mean(unknown[0], _LOSS_ARGS)}"
+        )
+    return given
 
 
 def _loss_scaler_from(saved: Any, dynamic: bool) -> LossScaler:
