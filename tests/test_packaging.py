@@ -143,6 +143,13 @@ def test_each_kind_of_install_brings_the_command(installed: tuple[Path, Path], t
     assert "demo" in run(programs / "ampatch", "--help", cwd=tmp_path)
 
 
+def test_each_kind_of_install_stands_in_for_apex(installed: tuple[Path, Path], tmp_path: Path) -> None:
+    programs, home = installed
+    (tmp_path / "train.py").write_text("from apex import amp; print(amp.__file__)")
+    found = Path(run(programs / "ampatch", "run", "train.py", cwd=tmp_path).strip())
+    assert found.is_relative_to(home)
+
+
 def test_the_wheel_holds_every_module_of_the_checkout(checkout: Path, built: dict[str, Path]) -> None:
     modules = {path.relative_to(checkout).as_posix() for path in (checkout / "ampatch").rglob("*.py")}
 
