@@ -61,7 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     own, of_script = _split(arguments)
-    parsed = _parser(own).parse_args(own, argparse.Namespace(arguments=of_script))
+    parser = _parser(own)
+    parsed, unknown = parser.parse_known_args(own, argparse.Namespace(arguments=of_script, refuse=parser.error))
+    if unknown:
+        parsed.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     status: int = parsed.run(parsed)
     return status
 
@@ -104,7 +107,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target", type=_not_empty, metavar="SCRIPT | MODULE", help="what to run; its own arguments follow"
     )
-    parser.set_defaults(run=_run_script)
+
+    def refuse(message: str) -> None:
+        parser.error(f"{message}. Python's own go in front: python -u -m ampatch run SCRIPT ...")
+
+    parser.set_defaults(run=_run_script, refuse=refuse)
 
 
 def _not_empty(text: str) -> str:

@@ -234,6 +234,8 @@ class TestApexIsThere:
         (tmp_path / "apex" / "__init__.py").write_text("")
         (tmp_path / "apex" / "amp" / "__init__.py").write_text("")
         (tmp_path / "train.py").write_text("from apex import amp; print(amp.__file__)")
+        (tmp_path / "asks.py").write_text("import ampatch.apex; print(ampatch.apex.install())")
+        assert ampatch_run(["asks.py"], tmp_path).stdout == "False\n"
         left = ampatch_run(["train.py"], tmp_path)
         assert left.stdout == f"{tmp_path / 'apex' / 'amp' / '__init__.py'}\n"
         assert "type ampatch run --force" in left.stderr
@@ -278,7 +280,8 @@ class TestTheCommandItself:
     def test_an_option_that_it_has_not(self, tmp_path: Path) -> None:
         found = ampatch_run(["--nonsense", "train.py"], tmp_path)
         assert found.returncode == 2
-        assert "unrecognized arguments: --nonsense" in found.stderr
+        assert found.stderr.startswith("usage: ampatch run")
+        assert "unrecognized arguments: --nonsense. Python's own go in front: python -u -m ampatch run" in found.stderr
 
     def test_torch_is_left_to_the_script(self, tmp_path: Path) -> None:
         program = "import ampatch.cli, sys; assert 'torch' not in sys.modules; from ampatch import amp; amp.initialize"

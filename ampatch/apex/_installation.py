@@ -67,11 +67,12 @@ def uninstall() -> None:
 
 def _real_apex_with_amp() -> str | None:
     """The folder of an Apex that can be imported and has amp; nothing is imported to find out."""
-    finders = [finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec")]
-    found = next((spec for find_spec in finders if (spec := find_spec("apex", None)) is not None), None)
-    if found is None or PathFinder.find_spec("apex.amp", found.submodule_search_locations) is None:
-        return None
-    return str(Path(found.origin).parent) if found.origin else "apex"
+    for finder in sys.meta_path:
+        found = finder.find_spec("apex", None) if hasattr(finder, "find_spec") else None
+        if found is not None and found.origin is not None:  # which what waits for it under `ampatch run` has not
+            has_amp = PathFinder.find_spec("apex.amp", found.submodule_search_locations) is not None
+            return str(Path(found.origin).parent) if has_amp else None
+    return None
 
 
 class _StandingIn:

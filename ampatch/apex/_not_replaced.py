@@ -5,6 +5,8 @@ from __future__ import annotations
 _EPILOGUE = "plain torch.nn layers under torch.compile, which fuses them"
 _SHARDED = "torch.distributed.fsdp, or torch.distributed.optim.ZeroRedundancyOptimizer"
 
+_FP16 = "FP16_Optimizer of apex.fp16_utils"
+
 # The longest name that a missing one starts with counts.
 _INSTEAD = {
     "apex.RNN": "torch.nn.LSTM, torch.nn.GRU and torch.nn.RNN",
@@ -21,18 +23,24 @@ _INSTEAD = {
     "apex.contrib.layer_norm": "torch.nn.LayerNorm",
     "apex.contrib.multihead_attn": "torch.nn.MultiheadAttention, or torch.nn.functional.scaled_dot_product_attention",
     "apex.contrib.optimizers": _SHARDED,
+    "apex.contrib.optimizers.FP16_Optimizer": _FP16,
+    "apex.contrib.optimizers.fp16_optimizer": _FP16,
+    "apex.contrib.optimizers.FusedAdam": "apex.optimizers.FusedAdam",
+    "apex.contrib.optimizers.fused_adam": "apex.optimizers.FusedAdam",
     "apex.contrib.sparsity": "torch.sparse.to_sparse_semi_structured and torch.ao.pruning.WeightNormSparsifier",
     "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
     "apex.contrib.xentropy": "torch.nn.CrossEntropyLoss, which has label_smoothing",
     "apex.fused_dense": _EPILOGUE,
     "apex.mlp": _EPILOGUE,
     "apex.optimizers": "torch.optim, whose optimizers take fused=True",
+    "apex.normalization": "the modules and functions of apex.normalization.fused_layer_norm, or torch.nn.LayerNorm",
+    "apex.optimizers.FP16_Optimizer": _FP16,
     "apex.optimizers.FusedMixedPrecisionLamb": "apex.optimizers.FusedLAMB, with opt_level='O2'",
     "apex.pyprof": "torch.profiler",
     "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
     "apex.transformer": "torch.distributed.tensor.parallel and torch.distributed.pipelining, or Megatron-LM",
     "apex.transformer.functional": "torch.nn.functional.softmax and F.scaled_dot_product_attention under torch.compile",
-    "apex.amp": "ampatch.amp, which docs/guide/README.md describes",
+    "apex.amp": "the functions of ampatch.amp",
 }
 
 
@@ -43,5 +51,5 @@ def message(name: str) -> str:
         name: in full, such as "apex.contrib.xentropy".
     """
     known = [prefix for prefix in _INSTEAD if f"{name}.".startswith(f"{prefix}.")]
-    instead = _INSTEAD[max(known, key=len)] if known else "docs/guide/migrating.md, which says what is there"
+    instead = _INSTEAD[max(known, key=len)] if known else "torch itself; ampatch's guide says what of Apex is there"
     return f"ampatch stands in for Apex, and does not replace {name}. Use instead: {instead}."

@@ -19,7 +19,7 @@ from ampatch.apex.amp import _amp_state, frontend, lists
 from ampatch.apex.amp._amp_state import maybe_print, warn_or_err
 from ampatch.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from ampatch.apex.amp.scaler import LossScaler
-from ampatch.errors import CastListError, OptionError, UsageError
+from ampatch.errors import AmpWarning, OptionError, UsageError
 
 _NAMES = ("FP16_FUNCS", "FP32_FUNCS", "CASTS", "SEQUENCE_CASTS", "BANNED_FUNCS")
 
@@ -372,10 +372,11 @@ class TestLists:
         functional_overrides.FP32_FUNCS.remove("softmax")
         setup("O2")
 
-    def test_a_name_that_torch_lacks_is_an_error_and_nothing_is_patched(self) -> None:
+    def test_a_name_that_torch_lacks_is_passed_over_with_a_warning(self) -> None:
         functional_overrides.FP16_FUNCS.append("sofmax")
-        with pytest.raises(CastListError, match="softmax"):
+        with pytest.warns(AmpWarning, match=r"FP16_FUNCS holds 'sofmax', .* Did you mean 'softmax'"):
             setup("O1")
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
 
     def test_two_new_places_are_an_error(self) -> None:
         torch_overrides.FP16_FUNCS.append("relu")

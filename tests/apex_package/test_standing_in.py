@@ -159,6 +159,14 @@ class TestNamesThatAreNotReplaced:
         ):
             from apex.optimizers import FusedNothing  # noqa: F401
 
+    def test_where_ampatch_has_it_elsewhere_that_is_said(self) -> None:
+        with pytest.raises(ModuleNotFoundError, match=r"Use instead: FP16_Optimizer of apex\.fp16_utils\."):
+            from apex.optimizers import FP16_Optimizer  # noqa: F401
+        with pytest.raises(
+            ModuleNotFoundError, match=r"apex\.contrib\.optimizers\. Use instead: torch\.distributed\.fsdp"
+        ):
+            import apex.contrib.optimizers.fp16_optimizer  # noqa: F401
+
     def test_an_attribute_is_named(self) -> None:
         import apex
 
@@ -169,7 +177,7 @@ class TestNamesThatAreNotReplaced:
             _ = apex.amp.nothing
 
     def test_what_nobody_has_heard_of_is_named_too(self) -> None:
-        with pytest.raises(ModuleNotFoundError, match=r"does not replace apex\.nonsense\..*migrating\.md"):
+        with pytest.raises(ModuleNotFoundError, match=r"does not replace apex\.nonsense\..*Use instead: torch itself"):
             importlib.import_module("apex.nonsense")
 
     def test_a_script_that_can_do_without_goes_on(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ampatch.cast_lists import UNLISTED, Rule, Treatment, peer, shipped
-from ampatch.errors import OptionError
+from ampatch.errors import OptionError, did_you_mean, warn
 from ampatch.paths import Path
 
 _TREATMENTS = {
@@ -59,6 +59,9 @@ def changes_of(modules: Iterable[ModuleType]) -> dict[str, dict[str, list[Any]]]
 
     Raises:
         OptionError: a function was put into two lists, or something else than a name into one.
+
+    Warns:
+        AmpWarning: torch has no function of a name.
     """
     edits = {_namespace(module.MODULE): _edits(module) for module in modules}
     for namespace, called in _CALLED_BY.items():
@@ -96,7 +99,11 @@ def _edits(module: Any) -> dict[str, _Entry]:
                         f"{function!r} was put into {module.__name__}.{added[function]} and into {name}; take it "
                         "out of one of them."
                     )
-                edits[function] = (_TREATMENTS[name].value, instead)
+                if hasattr(module.MODULE, function):
+                    edits[function] = (_TREATMENTS[name].value, instead)
+                else:  # as in Apex: torch has had it, perhaps
+                    hint = did_you_mean(function, dir(module.MODULE))
+                    warn(f"{module.__name__}.{name} holds {function!r}, which this torch does not have.{hint}")
     return edits
 
 
