@@ -836,6 +836,7 @@ def run(script: str, folder: Path, *arguments: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 class TestProcesses:
     def test_processes_that_ask_for_nccl_train_over_gloo_as_one_would(self, tmp_path: Path) -> None:
         """With batch normalisation over all of them, in processes that are spawned."""

@@ -170,6 +170,7 @@ class TestApexIsThere:
         )
         assert ampatch_run(["train.py"], tmp_path).stdout == "ampatch.apex.apex_C\n"
 
+    @pytest.mark.slow
     def test_two_threads_may_import_it_and_torch_at_once(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").write_text(
             "import faulthandler, importlib, threading\n"
@@ -183,6 +184,7 @@ class TestApexIsThere:
         found = ampatch_run(["train.py"], tmp_path)
         assert (found.returncode, found.stderr) == (0, "")
 
+    @pytest.mark.slow
     def test_an_import_that_failed_may_be_tried_again(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").write_text(
             "import sys\n"
@@ -209,6 +211,7 @@ class TestApexIsThere:
         assert found.returncode == 1
         assert found.stderr.startswith("apex.parallel.multiproc starts no processes any more")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
     def test_in_the_processes_that_it_starts(self, method: str, tmp_path: Path) -> None:
         (tmp_path / "train.py").write_text(
@@ -244,6 +247,7 @@ class TestApexIsThere:
         assert forced.stderr == ""
 
 
+@pytest.mark.slow
 class TestWithoutAGpu:
     def test_what_goes_to_a_gpu_stays_on_the_cpu_and_that_is_said_once(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").write_text(

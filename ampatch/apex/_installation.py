@@ -149,7 +149,7 @@ class _Finder(DistributionFinder, Loader):
             return None
         # `from apex.amp import x` looks for x below the name that the module itself has.
         name = fullname.removeprefix("ampatch.")
-        if name.startswith("apex.") and not name.startswith("apex._"):
+        if name in _not_replaced.EXTENSIONS or (name.startswith("apex.") and not name.startswith("apex._")):
             # Without its name: where that is the one asked for, `from ... import` would say something else.
             raise ModuleNotFoundError(_not_replaced.message(name))
         return None

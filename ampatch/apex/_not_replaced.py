@@ -7,8 +7,22 @@ _SHARDED = "torch.distributed.fsdp, or torch.distributed.optim.ZeroRedundancyOpt
 
 _FP16 = "FP16_Optimizer of apex.fp16_utils"
 
+#: Extensions of Apex's that stand beside the package, and what does their work.
+EXTENSIONS = {
+    "bnp": "torch.nn.SyncBatchNorm",
+    "fast_multihead_attn": "torch.nn.functional.scaled_dot_product_attention",
+    "fused_adam_cuda": "FusedAdam of apex.optimizers",
+    "fused_dense_cuda": _EPILOGUE,
+    "fused_lamb_cuda": "FusedLAMB of apex.optimizers",
+    "fused_layer_norm_cuda": "the functions of apex.normalization.fused_layer_norm",
+    "mlp_cuda": _EPILOGUE,
+    "syncbn": "SyncBatchNorm of apex.parallel",
+    "xentropy_cuda": "torch.nn.CrossEntropyLoss, which has label_smoothing",
+}
+
 # The longest name that a missing one starts with counts.
 _INSTEAD = {
+    **EXTENSIONS,
     "apex.RNN": "torch.nn.LSTM, torch.nn.GRU and torch.nn.RNN",
     "apex.contrib": "torch itself, in most cases",
     "apex.contrib.bottleneck": _EPILOGUE,

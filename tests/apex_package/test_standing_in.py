@@ -176,6 +176,12 @@ class TestNamesThatAreNotReplaced:
         with pytest.raises(AttributeError, match=r"does not replace apex\.amp\.nothing\."):
             _ = apex.amp.nothing
 
+    def test_an_extension_beside_the_package_is_named(self) -> None:
+        with pytest.raises(
+            ModuleNotFoundError, match=r"does not replace syncbn\. Use instead: SyncBatchNorm of apex\.parallel"
+        ):
+            importlib.import_module("syncbn")
+
     def test_what_nobody_has_heard_of_is_named_too(self) -> None:
         with pytest.raises(ModuleNotFoundError, match=r"does not replace apex\.nonsense\..*Use instead: torch itself"):
             importlib.import_module("apex.nonsense")
