@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ampatch.cuda_on_cpu.batch_norm import synchronised
 from ampatch.cuda_on_cpu.replacements import Function, Replacements
+from ampatch.sync_batch_norm import synchronised
 
 
 def install(replacements: Replacements) -> None:

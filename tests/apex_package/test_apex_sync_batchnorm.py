@@ -170,6 +170,11 @@ def under_amp() -> list[float]:
 
 
 class TestAloneOrInEvaluation:
+    def test_is_compiled_into_one_graph(self) -> None:
+        norm = SyncBatchNorm(3).eval()
+        compiled = torch.compile(norm, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(torch.ones(2, 3)), norm(torch.ones(2, 3)))
+
     @pytest.mark.parametrize("training", [True, False])
     def test_it_is_torchs_batch_norm_in_one_process(self, training):
         batch = batches(2)[1]

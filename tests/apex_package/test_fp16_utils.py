@@ -487,6 +487,11 @@ class TestProperties:
 
 
 class TestNetworksInHalf:
+    @pytest.mark.parametrize("in_half", [network_to_half, FP16Model])
+    def test_are_compiled_into_one_graph(self, in_half):
+        model = in_half(nn.Linear(4, 4))
+        assert torch.compile(model, fullgraph=True, backend="eager")(torch.ones(2, 4)).dtype is torch.float16
+
     def test_have_batch_norms_in_float32(self):
         model = network_to_half(network())
         assert type(model[0]) is tofp16

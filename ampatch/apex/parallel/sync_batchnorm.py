@@ -1,7 +1,7 @@
 """Batch norm over the batches of several processes, as ``apex.parallel.SyncBatchNorm``, on torch's own.
 
 Owns what Apex's module had beyond torch's: channels in the last place, an addend and a relu. Must not take statistics
-itself: torch's kernels do on a GPU, and `ampatch.cuda_on_cpu.batch_norm` does on the CPU, which torch's refuse.
+itself: torch's kernels do on a GPU, and `ampatch.sync_batch_norm` does on the CPU, which torch's refuse.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ampatch.cuda_on_cpu.batch_norm import synchronised
 from ampatch.errors import OptionError, warn
+from ampatch.sync_batch_norm import synchronised
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):

@@ -1,6 +1,6 @@
 """Batch norm over the batches of several processes, on the CPU, for which torch has kernels on GPUs only.
 
-Owns the computation; which layers it is for is the callers' affair, `ampatch.apex.parallel` among them.
+Owns the computation. Must not know who stands in for what: `ampatch.apex.parallel` and `ampatch.cuda_on_cpu` call it.
 """
 
 from __future__ import annotations
