@@ -382,8 +382,8 @@ class LossScaler:
         self._scale.fill_(state.loss_scale)
         self._unskipped.fill_(state.unskipped)
         self._hysteresis_left.fill_(state.hysteresis_left)
-        self._found_inf.zero_()
-        self._counted, self._kept, self._has_noted = 0, None, False
+        self.forget()
+        self._counted, self._kept = 0, None
         self.is_one = not self.policy.dynamic and state.loss_scale == 1
         self.age += 1
 

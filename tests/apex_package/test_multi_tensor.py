@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampatch import kernels
 from ampatch.apex import amp_C, apex_C
 from ampatch.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 from ampatch.errors import OptionError
@@ -25,15 +24,12 @@ NOT_FINITE = (math.inf, -math.inf, math.nan)
 
 
 @pytest.fixture(autouse=True, params=["torch", "extension"])
-def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
+def implementation(request: pytest.FixtureRequest, select: Callable[[str | None], None]) -> str:
     """Which kernels do the work."""
     if request.param == "extension":
         request.getfixturevalue("compiled")
-    before = kernels._Process.choice
-    kernels.select(request.param)
-    yield request.param
-    kernels._Process.choice = before
-    kernels._runs_on.cache_clear()
+    select(request.param)
+    return request.param
 
 
 def drawn(seed: int, dtypes: tuple[torch.dtype, ...] = DTYPES, device: str = "cpu") -> list[Tensor]:

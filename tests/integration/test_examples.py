@@ -5,18 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from helpers import completed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-# A process that has used DistributedDataParallel by way of gloo now and then aborts when it exits, in one of ten runs
-# or so, with amp or without (torch 2.13).
-TORCHS_OWN_ABORT = "terminate called without an active exception"
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 UNDER_TORCHRUN = [("ddp", "--opt-level", "O1"), ("ddp", "--opt-level", "O2"), ("fsdp2",)]
@@ -36,12 +32,7 @@ def run(script: str, *options: str, where: Path, launcher: Sequence[str] = ()) -
     """What a script prints, run by itself in a folder that it leaves as it was."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error::UserWarning", *launcher, str(EXAMPLES / f"{script}.py"), *options]
-    for _ in range(4):
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=240, cwd=where, env=environment, check=False
-        )
-        if TORCHS_OWN_ABORT not in done.stderr:
-            break
+    done = completed(command, cwd=where, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(where.iterdir()) == []
     return done.stdout

@@ -11,11 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-# A process that has used DistributedDataParallel by way of gloo now and then aborts when it exits, in one of ten runs
-# or so, with amp or without (torch 2.13).
-TORCHS_OWN_ABORT = "terminate called without an active exception"
-
-_PATIENCE = 240  # seconds
+from helpers import completed
 
 
 @dataclass(frozen=True)
@@ -55,18 +51,7 @@ def carry_out(run: Run) -> subprocess.CompletedProcess[str]:
     """What it printed, in a folder that is made for it; it has to end well."""
     run.where.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **dict(run.environment)}
-    for _ in range(4):
-        done = subprocess.run(
-            run.command,
-            cwd=run.where,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE,
-            check=False,
-        )
-        if TORCHS_OWN_ABORT not in done.stderr:
-            break
+    done = completed(run.command, cwd=run.where, env=environment)
     assert done.returncode == 0, f"{' '.join(run.command)}\n{done.stdout}{done.stderr}"
     return done
 

@@ -93,14 +93,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         self.dynamic_loss_scale = dynamic_loss_scale
         self.loss_scaler: LossScaler
         if dynamic_loss_scale:
-            policy = make_policy("dynamic", **_checked_loss_args(dynamic_loss_args or {}))
-            self.loss_scaler = DynamicLossScaler(
-                policy.init_scale,
-                policy.factor,
-                policy.window,
-                min_scale=policy.floor,
-                max_scale=policy.ceiling,
-            )
+            self.loss_scaler = _dynamic_loss_scaler(**_checked_loss_args(dynamic_loss_args or {}))
         else:
             self.loss_scaler = LossScaler(_checked_scale(static_loss_scale))
         self.optimizer = init_optimizer
@@ -385,6 +378,14 @@ def _checked_loss_args(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return given
 
 
+def _dynamic_loss_scaler(**settings: Any) -> DynamicLossScaler:
+    """One whose settings, of the names in `_LOSS_ARGS`, were checked; those of amp where they are left out."""
+    policy = make_policy("dynamic", **settings)
+    return DynamicLossScaler(
+        policy.init_scale, policy.factor, policy.window, min_scale=policy.floor, max_scale=policy.ceiling
+    )
+
+
 def _loss_scaler_from(saved: Any, dynamic: bool) -> LossScaler:
     """A loss scaler from what was saved of one: its attributes, or the object itself, of either kind that Apex had.
 
@@ -401,16 +402,12 @@ def _loss_scaler_from(saved: Any, dynamic: bool) -> LossScaler:
     if not dynamic:
         return LossScaler(_checked_scale(scale))
     # The kind that came later is that of amp: it counts clean steps, and has names of its own.
-    policy = make_policy(
-        "dynamic",
+    loss_scaler = _dynamic_loss_scaler(
         init_scale=scale,
         scale_factor=found.get("scale_factor", 2.0),
         scale_window=found.get("scale_window", found.get("_scale_seq_len", 2000)),
         min_loss_scale=found.get("min_scale", found.get("_min_loss_scale")),
         max_loss_scale=found.get("max_scale", found.get("_max_loss_scale", 2.0**24)),
-    )
-    loss_scaler = DynamicLossScaler(
-        policy.init_scale, policy.factor, policy.window, min_scale=policy.floor, max_scale=policy.ceiling
     )
     loss_scaler.cur_iter = found.get("cur_iter", found.get("_unskipped", 0))
     loss_scaler.last_overflow_iter = found.get("last_overflow_iter", -1)

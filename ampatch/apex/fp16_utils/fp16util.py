@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
 
+from ampatch.apex.apex_C import flatten, unflatten
 from ampatch.errors import OptionError
 
 clip_grad_norm = clip_grad_norm_
@@ -111,7 +111,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
                 f"prep_param_lists(flat_master=True) found {found}; expected parameters of one type. Use "
                 "flat_master=False."
             )
-        master = nn.Parameter(_flatten_dense_tensors(parameters).float())
+        master = nn.Parameter(flatten(parameters).float())
         master.grad = torch.zeros_like(master)
         return parameters, [master]
 
@@ -132,7 +132,7 @@ def model_grads_to_master_grads(
         grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in model_params]
         (master,) = master_params
         master.grad = torch.empty_like(master) if master.grad is None else master.grad
-        master.grad.copy_(_flatten_dense_tensors(grads))
+        master.grad.copy_(flatten(grads))
         return
     for parameter, master in zip(model_params, master_params, strict=True):
         if parameter.grad is None:
@@ -156,7 +156,7 @@ def master_params_to_model_params(
     """
     masters: Sequence[Tensor] = master_params
     if flat_master:
-        masters = _unflatten_dense_tensors(master_params[0], model_params)
+        masters = unflatten(master_params[0], model_params)
     for parameter, master in zip(model_params, masters, strict=True):
         parameter.copy_(master)
 

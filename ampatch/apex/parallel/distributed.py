@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors as flatten
-from torch._utils import _unflatten_dense_tensors as unflatten
 
+from ampatch.apex.apex_C import flatten, unflatten
 from ampatch.errors import OptionError, warn
 from ampatch.opt_levels import HALF_DTYPES, HALVES
 from ampatch.process import process

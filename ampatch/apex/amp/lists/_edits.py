@@ -36,7 +36,8 @@ def starting_lists(module: Any) -> dict[str, list[Any]]:
     Apex's are there although torch now does by itself what they were listed for, so that a script can take them out.
     """
     namespace = _namespace(module)
-    ours = _names_of(shipped().for_half(torch.float16), namespace)
+    rules = shipped().for_half(torch.float16)
+    ours = _names_of(rules, namespace)
     theirs = {
         name: treatment
         for name, treatment in _names_of(peer("apex").for_half(torch.float16), namespace).items()
@@ -47,8 +48,7 @@ def starting_lists(module: Any) -> dict[str, list[Any]]:
         if treatment is Treatment.PROMOTE:
             lists["SEQUENCE_CASTS" if function in _OF_SEQUENCES else "CASTS"].append(function)
         elif treatment is Treatment.BANNED:
-            rule = shipped().for_half(torch.float16)[Path(namespace, function)]
-            lists["BANNED_FUNCS"].append((function, rule.instead or ""))
+            lists["BANNED_FUNCS"].append((function, rules[Path(namespace, function)].instead or ""))
         else:
             lists["FP16_FUNCS" if treatment is Treatment.WHITELIST else "FP32_FUNCS"].append(function)
     return lists
@@ -64,10 +64,11 @@ def changes_of(modules: Iterable[ModuleType]) -> dict[str, dict[str, list[Any]]]
         AmpWarning: torch has no function of a name.
     """
     edits = {_namespace(module.MODULE): _edits(module) for module in modules}
+    rules = shipped().for_half(torch.float16)
     for namespace, called in _CALLED_BY.items():
         for function, entry in edits.get(namespace, {}).items():
             for other in called:
-                if Path(other, function) in shipped().for_half(torch.float16):
+                if Path(other, function) in rules:
                     edits.setdefault(other, {}).setdefault(function, entry)
     overlay: dict[str, dict[str, list[Any]]] = {}
     for namespace, functions in edits.items():
@@ -84,16 +85,16 @@ _Entry = tuple[str, str | None]
 def _edits(module: Any) -> dict[str, _Entry]:
     """The functions whose list has changed, with the list that each stands in now."""
     edits: dict[str, _Entry] = {}
-    for name, started in starting_lists(module.MODULE).items():
-        now = getattr(module, name)
-        edits.update((function, (UNLISTED, None)) for function in _functions(started) - _functions(now))
+    started = {name: _functions(items) for name, items in starting_lists(module.MODULE).items()}
+    for name, functions in started.items():
+        edits.update((function, (UNLISTED, None)) for function in functions - _functions(getattr(module, name)))
     added: dict[str, str] = {}
-    for name, started in starting_lists(module.MODULE).items():
+    for name, functions in started.items():
         for item in getattr(module, name):
             function, instead = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
             if not isinstance(function, str):
                 raise OptionError(f"{module.__name__}.{name} holds {item!r}; expected the name of a function.")
-            if function not in _functions(started):
+            if function not in functions:
                 if added.setdefault(function, name) != name:
                     raise OptionError(
                         f"{function!r} was put into {module.__name__}.{added[function]} and into {name}; take it "
