@@ -101,7 +101,7 @@ def in_use() -> str:
 
 def compiled() -> ModuleType | None:
     """The module in C++, for what else it has; None where Python is in use."""
-    return _current().module
+    return (_Process.choice or _current()).module
 
 
 def new_store() -> Store:

@@ -49,6 +49,7 @@ class Part:
 
     Attributes:
         folder: where its sources are, in the directory of all.
+        shared: headers beside those, in the directory of all.
         abi: what a library runs on, beside the kind of processor.
         flags: what its sources are compiled with, beside the flags above.
         name: of a library for no GPU, in the cache.
@@ -58,11 +59,18 @@ class Part:
     abi: str
     flags: tuple[str, ...]
     name: str
+    shared: tuple[str, ...] = ()
 
 
 OPERATORS = Part("", ABI, ("-std=c++17",), "cpu")
 # It reaches behind the objects of Python, which is no part of torch's stable ABI: for this torch and this Python alone.
-CALLS = Part("calls", f"{torch.__version__}-{sysconfig.get_config_var('SOABI')}", ("-std=c++20",), "calls")
+CALLS = Part(
+    "calls",
+    f"{torch.__version__}-{sysconfig.get_config_var('SOABI')}",
+    ("-std=c++20",),
+    "calls",
+    ("chunks.h", "operations.h", "vectors.h"),
+)
 
 
 def asked_for(choice: str | None, variable: str, choices: Collection[str]) -> str:
@@ -115,7 +123,8 @@ def sources(part: Part = OPERATORS) -> list[Path]:
         KernelError: there are none.
     """
     directory = source_directory() / part.folder
-    found = sorted((path for pattern in _SOURCES for path in directory.glob(pattern)), key=lambda path: path.name)
+    shared = (source_directory() / name for name in part.shared)
+    found = sorted([*shared, *(path for each in _SOURCES for path in directory.glob(each))], key=lambda path: path.name)
     if not any(path.suffix == ".cpp" for path in found):
         raise KernelError(
             f"{directory} holds no C++ sources, which the compiled extension is built of. Install ampatch again: "

@@ -209,6 +209,26 @@ def _unscale(
         operators.unscale_(grads, _moved(inv_scale, device), flag)
 
 
+def unscale_by_(grads: list[Tensor], scale: Tensor) -> Tensor:
+    """Divides gradients by a scale in place: `unscale_` by its reciprocal.
+
+    Args:
+        grads: as of `unscale_`.
+        scale: 0-dimensional float32.
+
+    Returns:
+        The verdict: 0-dimensional float32 beside the scale, 1 if any element was not finite, else 0.
+    """
+    compiled = calls.compiled()
+    if compiled is not None and _runs_on(scale.device):
+        verdict = compiled.unscale_by(grads, scale)
+        if verdict is not None:
+            return verdict  # type: ignore[no-any-return]
+    found_inf = torch.zeros_like(scale)
+    unscale_(grads, scale.reciprocal(), found_inf)
+    return found_inf
+
+
 def unscale_copy(
     grads: list[Tensor], master_grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, write_back: bool
 ) -> None:
@@ -286,6 +306,12 @@ def copy_to_half(masters: list[Tensor], halves: list[Tensor]) -> None:
 # The scale
 
 
+def copy_of(number: Tensor) -> Tensor:
+    """A copy of a number, 0-dimensional float32, on its device."""
+    compiled = calls.compiled()
+    return number.clone() if compiled is None else compiled.copy_of(number)
+
+
 def update_scale(
     scale: Tensor,
     unskipped: Tensor,
@@ -311,7 +337,7 @@ def update_scale(
         floor: the least scale.
         ceiling: the greatest.
     """
-    _implementation(type(scale), scale.dtype, scale.device, False).update_scale(
+    _operators_on(scale.device).update_scale(
         scale, unskipped, hysteresis_left, found_inf, factor, window, hysteresis, floor, ceiling
     )
 

@@ -139,6 +139,7 @@ class LossScaler:
 
     Attributes:
         policy: how it behaves.
+        dynamic: whether overflows are looked for.
         is_one: whether it is static and 1, so that scaling changes nothing and costs nothing.
         age: how often the scale was set or may have moved, known without asking the device.
 
@@ -147,6 +148,7 @@ class LossScaler:
     """
 
     policy: ScalePolicy
+    dynamic: bool
     is_one: bool
     age: int = 0
     _scale: Tensor
@@ -189,18 +191,13 @@ class LossScaler:
         return scaler
 
     def _begin(self, policy: ScalePolicy) -> None:
-        self.policy = policy
+        self.policy, self.dynamic = policy, policy.dynamic
         with torch.inference_mode(False):  # backward may need them, whoever makes them where
             self._scale = torch.empty((), dtype=torch.float32, device="cpu")
             self._unskipped = torch.empty((), dtype=torch.int32, device="cpu")
             self._hysteresis_left = torch.empty_like(self._unskipped)
             self._found_inf = torch.empty_like(self._scale)
         self._set(first_state(policy))
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether overflows are looked for."""
-        return self.policy.dynamic
 
     def scale(self, loss: Tensor) -> Tensor:
         """``loss`` in float32 times the scale.
@@ -217,7 +214,8 @@ class LossScaler:
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
             raise OptionError(f"the loss is {_kind(loss)}; expected a floating tensor.")
         self.to(loss.device)
-        loss = loss.float()
+        if loss.dtype is not torch.float32:
+            loss = loss.float()
         return loss if self.is_one else loss * self._scale
 
     def unscale_(self, grads: Iterable[Tensor | None]) -> Tensor:
@@ -299,7 +297,7 @@ class LossScaler:
     def snapshot(self) -> Tensor:
         """The scale as it is now, on the device: 0-dimensional float32, not to be written to."""
         if self.dynamic or is_capturing():
-            return self._scale.clone()
+            return kernels.copy_of(self._scale)
         if self._kept is None:
             with torch.inference_mode(False):  # others will use it, too
                 self._kept = self._scale.clone()

@@ -91,10 +91,14 @@ class MasterWeights:
         conversion: keeps float32 values from the time before parameters were narrowed, and masters for as long as
             their parameters live.
         wanted: whether there are to be any; without, all of this does nothing.
+
+    Attributes:
+        wanted: as given.
     """
 
     def __init__(self, optimizer: Any, conversion: Conversion, wanted: bool) -> None:
-        self._wanted = wanted
+        self.wanted = wanted
+        self._is_clear = True  # no pair knows of a gradient
         self._compared = False
         self._optimizer = weakref.ref(optimizer)
         self._conversion = conversion
@@ -109,7 +113,7 @@ class MasterWeights:
             UsageError: a parameter is in two optimizers.
             OptionError: the optimizer's groups cannot be written to.
         """
-        if not self._wanted:
+        if not self.wanted:
             return
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -123,7 +127,7 @@ class MasterWeights:
 
     def complete(self) -> None:
         """Makes masters for half parameters of the optimizer that have none: of new groups, or unfrozen since."""
-        optimizer = self._optimizer() if self._wanted else None
+        optimizer = self._optimizer() if self.wanted else None
         if optimizer is None or HALVES.isdisjoint(map(_DTYPE, optimizer_state.parameters_of(optimizer))):
             return
         new: dict[int, _Pair] = {}
@@ -168,6 +172,10 @@ class MasterWeights:
     def __len__(self) -> int:
         return len(self._pairs)
 
+    def are_at_rest(self) -> bool:
+        """Whether there is no gradient in the half parameters, and none is known of; the masters' are not looked at."""
+        return not self._pairs or (self._is_clear and optimizer_state.are_bare(self._parameters.values()))
+
     def parameter_of(self, tensor: Tensor) -> Tensor:
         """The model's parameter behind a master; any other tensor is its own."""
         return self._parameters.get(id(tensor), tensor)
@@ -193,6 +201,7 @@ class MasterWeights:
         pairs = self._with_new_gradients()
         if not pairs:
             return
+        self._is_clear = False
         device = pairs[0].master.device
         factor = torch.ones((), dtype=torch.float32, device=device) if inv_scale is None else inv_scale
         found_inf = torch.zeros((), dtype=torch.float32, device=device) if found_inf is None else found_inf
@@ -251,6 +260,8 @@ class MasterWeights:
 
     def follow_clearing(self) -> None:
         """Drops the masters' gradients where somebody has set those of the half parameters to None."""
+        if self._is_clear:
+            return
         for pair in self._pairs.values():
             if pair.left is not None and pair.was_cleared:
                 pair.master.grad = None
@@ -326,6 +337,7 @@ class MasterWeights:
     def leave_scaled(self) -> None:
         """Takes note of gradients that stay scaled for a later block, to see whether they are cleared until then."""
         self.follow_clearing()
+        self._is_clear = not self._pairs
         for pair in self._pairs.values():
             if pair.gradient is not _Gradient.SHOWN:
                 pair.leave(_Gradient.BASE)
@@ -346,6 +358,7 @@ class MasterWeights:
         for pair in self._pairs.values():
             pair.master.grad = None
             pair.clear()
+        self._is_clear = True
 
     # Weights
 
@@ -400,6 +413,7 @@ class MasterWeights:
         result = original(*args, **kwargs)
         for pair in self._pairs.values():
             pair.clear()
+        self._is_clear = True
         return result
 
     def _add_param_group(self, original: Callable[..., Any], param_group: Any) -> Any:

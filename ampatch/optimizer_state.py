@@ -18,11 +18,15 @@ from torch import Tensor
 from ampatch import calls
 from ampatch.casting import CASTABLE, cast_tensors
 from ampatch.errors import OptionError
+from ampatch.opt_levels import HALVES
 
 
 def parameters_of(optimizer: Any) -> Iterator[Tensor]:
     """The tensors that an optimizer updates, group by group."""
-    return itertools.chain.from_iterable([group["params"] for group in optimizer.param_groups])
+    groups = optimizer.param_groups
+    if len(groups) == 1:
+        return iter(groups[0]["params"])
+    return itertools.chain.from_iterable([group["params"] for group in groups])
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -36,6 +40,14 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 def has_gradients(parameters: Iterable[Tensor]) -> bool:
     """Whether there is any gradient."""
     return any(parameter.grad is not None for parameter in parameters)
+
+
+def are_bare(parameters: Iterable[Tensor], may_be_half: bool = True) -> bool:
+    """Whether none of these has a gradient; and none is half, if that may not be."""
+    compiled = calls.compiled()
+    if compiled is not None:
+        return compiled.are_bare(parameters, may_be_half)  # type: ignore[no-any-return]
+    return all(parameter.grad is None and (may_be_half or parameter.dtype not in HALVES) for parameter in parameters)
 
 
 def replace_parameters(optimizer: Any, replacement_of: Callable[[Tensor], tuple[Tensor, torch.dtype] | None]) -> None:

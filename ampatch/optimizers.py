@@ -191,6 +191,17 @@ class AdoptedOptimizer:
         """The gradients that the optimizer updates its parameters with, each once."""
         return optimizer_state.gradients_of(self.parameters())
 
+    def is_at_rest(self) -> bool:
+        """Whether all is as after a step and `zero_grad`: no gradient here, and none that anybody has left scaled."""
+        for each in list(self._others()):
+            if each.scaled_by is not None:
+                return False
+        return (
+            not self.passes
+            and self.masters.are_at_rest()
+            and optimizer_state.are_bare(self.parameters(), may_be_half=not self.masters.wanted)
+        )
+
     def has_gradients(self) -> bool:
         """Whether there is any gradient where backward puts them, or FSDP keeps those that it has yet to reduce."""
         return optimizer_state.has_gradients(self.model_parameters()) or (
@@ -357,44 +368,53 @@ class AdoptedOptimizer:
             UsageError: the gradients are still scaled.
             LossScaleError: they overflowed with the loss scale at its floor.
         """
-        if not self.is_folded:
+        folded = self._folded
+        if folded is None and self.scaled_by is not None:
             self._check_unscaled("optimizer.step() was called on gradients that are")
         self.check_shared("optimizer.step() would use")
         if self._unsettled:
             self._settle(wait=False)
-        folded = self._folded
         if folded is not None and not (folded.are(self.gradients()) and self._divides_by_itself(args, kwargs)):
             self.unfold()
-        self.bring_up_to_date()
-        self.masters.synchronise()
+        if self.masters.wanted:
+            self.bring_up_to_date()
+            self.masters.synchronise()
         passes, self.passes = self.passes, []
         try:
-            if (passes or self.is_folded) and self._skips_by_itself(args, kwargs):
+            # A kernel that skips takes longer, and is for where somebody would have to wait.
+            would_wait = not all(scaling.is_at_hand for scaling in passes)
+            if (would_wait or self._folded is not None) and self._skips_by_itself(args, kwargs):
                 return self._step_or_skip(original, passes)
-            if passes and is_capturing():
+            if would_wait and is_capturing():
                 raise UsageError(
                     "whether this step is to be skipped would have to be read from the device, which cannot be done "
                     "while a CUDA graph is captured. Use an optimizer with fused=True (and capturable=True, where it "
                     "has that), without exact_hooks, that has made a step before; or a static loss_scale."
                 )
             overflowed = [scaling for scaling in passes if scaling.overflowed]
-            self._settle(wait=bool(passes))
-            if self._unsettled:
-                self._unsettled.append([])  # in its order behind steps that are not settled yet
-            else:
-                self._last_was_skipped = False
-            if self._near_floor and passes:
-                self._near_floor = any(scaling.ended_at_floor for scaling in passes)
+            self._settle_before(passes)
             if overflowed:
                 self._skip(overflowed)
                 return None
             return self._step(original, args, kwargs)
         finally:
-            self.masters.clear_gradients()
+            if self.masters.wanted:
+                self.masters.clear_gradients()
             self._after_step(self.model_parameters())
 
+    def _settle_before(self, passes: Sequence[Scaling]) -> None:
+        """A step is to be made or skipped by amp, which has read what came of these passes."""
+        if self._unsettled:
+            self._settle(wait=bool(passes))
+        if self._unsettled:
+            self._unsettled.append([])  # in its order behind steps that are not settled yet
+        else:
+            self._last_was_skipped = False
+        if self._near_floor and passes:
+            self._near_floor = any(scaling.ended_at_floor for scaling in passes)
+
     def _step(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = _closure(args, kwargs)
+        closure = _closure(args, kwargs) if args or kwargs else None
         if closure is not None:
             with_casts = functools.partial(self._evaluate, closure)
             args, kwargs = ((with_casts, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": with_casts})

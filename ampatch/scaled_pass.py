@@ -6,13 +6,13 @@ with ``delay_unscale=True`` can be taken up from there, and ended.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor
 
 from ampatch import kernels
-from ampatch.distributed import Processes
+from ampatch.distributed import Processes, is_alone
 from ampatch.errors import UsageError
 from ampatch.optimizer_state import gradients_of, has_gradients
 from ampatch.optimizers import AdoptedOptimizer
@@ -36,6 +36,20 @@ class ScaledPass:
         self._processes = processes
         self._scaler = scaling.scaler
         self._optimizers = list(dict.fromkeys(optimizers))
+
+    def begins_at_rest(self) -> bool:
+        """Begins if there is nothing to bring to the scale, as in most steps: no gradient, and no pass since the last.
+
+        Returns:
+            Whether it has begun. If not, nothing was done, and `begin` is to be called.
+        """
+        for optimizer in self._optimizers:
+            if not optimizer.is_at_rest():
+                return False
+        for optimizer in self._optimizers:
+            optimizer.scaled_by = self.scaling
+        self.scaling.is_open = True
+        return True
 
     def go_on(self) -> bool:
         """Stays at the scale of a pass whose gradients are to be reduced with those of this one, if there is one."""
@@ -110,11 +124,14 @@ class ScaledPass:
 
     def finish(self, delay_overflow_check: bool = False) -> None:
         """Unscales, looks for overflow, lets the scale react."""
-        with self.whole():
+        try:
             found_inf = self._unscale()
-            if found_inf is not None:
+            if found_inf is not None and not is_alone():
                 self._processes.agree(found_inf, self._model_parameters())
             self.settle(found_inf, delay_overflow_check)
+        except BaseException:
+            self.abandon()
+            raise
 
     def settle(self, found_inf: Tensor | None, delay_overflow_check: bool = False) -> None:
         """The gradients are unscaled now: what was found of them decides on the next steps, and moves the scale.
@@ -156,19 +173,25 @@ class ScaledPass:
         masters = [optimizer.masters for optimizer in self._optimizers if optimizer.masters]
         for each in masters:
             each.follow_clearing()
-        found_inf = self._scaler.no_overflow() if self._scaler.dynamic else None
-        inv_scale = None if self.scaling.is_one else self.scaling.scale.reciprocal()
-        if found_inf is not None and inv_scale is not None:
-            kernels.unscale_(_in_place(self._optimizers), inv_scale, found_inf)
-        elif inv_scale is not None:
-            kernels.multiply_(_in_place(self._optimizers), inv_scale)
-        for each in masters:
-            each.take_gradients(inv_scale, found_inf)
+        scale, found_inf = self.scaling.scale, None
+        if self._scaler.dynamic:
+            found_inf = kernels.unscale_by_(_in_place(self._optimizers), scale)
+        elif not self.scaling.is_one:
+            kernels.multiply_(_in_place(self._optimizers), scale.reciprocal())
+        if masters:
+            inv_scale = None if self.scaling.is_one else scale.reciprocal()
+            for each in masters:
+                each.take_gradients(inv_scale, found_inf)
         return found_inf
 
-    def whole(self) -> _Whole:
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
         """Work on the gradients that is done for all of them, or leaves none: memory may run out on the way."""
-        return _Whole(self.abandon)
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
 
     def _check_may_follow(self, optimizer: AdoptedOptimizer) -> None:
         optimizer.check_shared("this amp.scale_loss would add to", self._optimizers)
@@ -202,26 +225,10 @@ class ScaledPass:
             )
 
 
-class _Whole:
-    """The block of `ScaledPass.whole`."""
-
-    __slots__ = ("_abandon",)
-
-    def __init__(self, abandon: Callable[[], None]) -> None:
-        self._abandon = abandon
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._abandon()
-
-
 def _in_place(optimizers: Sequence[AdoptedOptimizer], but: Collection[int] = ()) -> list[Tensor]:
     """The gradients that are scaled and unscaled where they are: those of parameters without a master."""
-    if not but and not any(optimizer.masters for optimizer in optimizers):
-        return gradients_of(itertools.chain.from_iterable([optimizer.parameters() for optimizer in optimizers]))
+    if len(optimizers) == 1 and not but and not optimizers[0].masters:
+        return optimizers[0].gradients()
     return gradients_of(
         parameter
         for optimizer in optimizers

@@ -16,6 +16,9 @@ from ampatch.loss_scaler import LossScaler
 
 logger = logging.getLogger("ampatch")
 
+#: The types of devices whose numbers are read without anybody waiting.
+AT_HAND = frozenset({"cpu"})
+
 
 class Scaling:
     """One use of a loss scale.
@@ -34,18 +37,20 @@ class Scaling:
             static scale.
     """
 
+    is_open = False
+    is_postponed = False
+    is_judged_later = False
+    found_inf: Tensor | None = None
+    _overflowed: bool | None = None
+    _announced = False
+    _sent: _HostCopy | None = None
+
     def __init__(self, scaler: LossScaler, scaler_id: int) -> None:
         self.scaler = scaler
         self.scaler_id = scaler_id
-        self.is_open = False
-        self.is_postponed = False
-        self.is_judged_later = False
         self.is_one = scaler.is_one
         self.scale = scaler.snapshot()
-        self.found_inf: Tensor | None = None
         self._age = scaler.age
-        self._announced = False
-        self._sent: _HostCopy | None = None
 
     def go_on_from(self, earlier: Scaling) -> None:
         """Stays at the scale of an earlier use, although it may have moved since."""
@@ -68,12 +73,21 @@ class Scaling:
         """Whether what was sent can be read without waiting."""
         return self._sent is not None and self._sent.has_arrived
 
-    @functools.cached_property
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether it is known whether a gradient was not finite, or nobody has to wait to read it."""
+        found_inf = self.found_inf
+        return self._overflowed is not None or found_inf is None or found_inf.device.type in AT_HAND
+
+    @property
     def overflowed(self) -> bool:
         """Whether a gradient was not finite; waits for the device."""
-        if self._sent is not None:
-            return self._values[0] != 0
-        return self.found_inf is not None and bool(self.found_inf)
+        if self._overflowed is None:
+            if self._sent is not None:
+                self._overflowed = self._values[0] != 0
+            else:
+                self._overflowed = self.found_inf is not None and bool(self.found_inf)
+        return self._overflowed
 
     @property
     def began_at_floor(self) -> bool:

@@ -459,9 +459,10 @@ class Session:
                 self.adopt([], new.values())
         adopted = [self.adopted(optimizer) for optimizer in optimizers]
         scaled_pass = ScaledPass(Scaling(scaler, loss_id), adopted, self.processes)
-        if scaled_pass.go_on():
-            scaled = loss.float() * scaled_pass.scaling.scale
-        scaled_pass.begin()
+        if not scaled_pass.begins_at_rest():
+            if scaled_pass.go_on():
+                scaled = loss.float() * scaled_pass.scaling.scale
+            scaled_pass.begin()
         # The graph holds the casts that backward needs, and lets go of each when it has been there. Kept here as well,
         # all of them would be there still when the last gradient is made.
         self.cache.end_iteration()

@@ -7,138 +7,17 @@
 #include <numeric>
 #include <vector>
 
-#if defined(__F16C__) || defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 #include <torch/csrc/stable/library.h>
 
+#include "chunks.h"
 #include "lists.h"
 #include "operations.h"
 
 namespace ampatch {
 namespace {
 
-// As many elements as are worked on side by side: what a register holds. GCC and clang have vectors of them on every
-// processor, where loops are turned into vector instructions less reliably.
-#if defined(__AVX__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;
-#endif
-using Floats = float __attribute__((vector_size(kLanes * sizeof(float))));
-using Words = uint32_t __attribute__((vector_size(kLanes * sizeof(uint32_t))));
-using Shorts = uint16_t __attribute__((vector_size(kLanes * sizeof(uint16_t))));
-
-// So many numbers are added up in float32 before float64 takes over: the error of a norm stays below 1e-6.
-constexpr int64_t kSummed = 32;
-
 // Fewer elements than this are not worth a second thread.
 constexpr int64_t kGrain = 2 * kChunk;
-
-void load(const float* from, Floats& to) {
-  std::memcpy(&to, from, sizeof(to));
-}
-
-void store(const Floats& from, float* to) {
-  std::memcpy(to, &from, sizeof(from));
-}
-
-void load(const c10::BFloat16* from, Floats& to) {
-#if defined(__AVX2__)  // GCC 12 does not find this instruction
-  const Words bits = (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-#else
-  Shorts shorts;
-  std::memcpy(&shorts, from, sizeof(shorts));
-  const Words bits = __builtin_convertvector(shorts, Words);
-#endif
-  to = (Floats)(bits << 16);
-}
-
-void store(const Floats& from, c10::BFloat16* to) {
-  const Words bits = (Words)from;
-  const Words nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // ties to even
-  const Words is_nan = (Words)(from != from);
-  const Shorts rounded = __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & nearest), Shorts);
-  std::memcpy(to, &rounded, sizeof(rounded));
-}
-
-#if defined(__F16C__)  // and so AVX: eight lanes
-void load(const c10::Half* from, Floats& to) {
-  to = (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-}
-
-void store(const Floats& from, c10::Half* to) {
-  const __m128i rounded = _mm256_cvtps_ph((__m256)from, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), rounded);
-}
-#else
-void load(const c10::Half* from, Floats& to) {
-  for (int lane = 0; lane < kLanes; ++lane) {
-    to[lane] = from[lane];
-  }
-}
-
-void store(const Floats& from, c10::Half* to) {
-  for (int lane = 0; lane < kLanes; ++lane) {
-    to[lane] = from[lane];
-  }
-}
-#endif
-
-template <class Vector>
-double total(const Vector& lanes) {
-  double total = 0;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    total += lanes[lane];
-  }
-  return total;
-}
-
-// One chunk of a piece. Returns whether all were finite.
-template <class Narrow, class Operation>
-bool visit_chunk(Narrow* narrow, float* wide, int64_t count, const Operation operation, double& sum) {
-  Floats narrows = {}, wides = {}, sums = {};
-  auto finite = is_finite(sums);
-  sum = 0;
-  int64_t index = 0;
-  while (index + kLanes <= count) {
-    const int64_t end = Operation::kSums ? std::min(count, index + kSummed * kLanes) : count;
-    for (; index + kLanes <= end; index += kLanes) {
-      if (Operation::kReadsNarrow) {
-        load(narrow + index, narrows);
-      }
-      if (Operation::kReadsWide) {
-        load(wide + index, wides);
-      }
-      finite &= operation(narrows, wides, sums);
-      if (operation.writes_narrow()) {
-        store(narrows, narrow + index);
-      }
-      if (Operation::kWritesWide) {
-        store(wides, wide + index);
-      }
-    }
-    if (Operation::kSums) {
-      sum += total(sums);
-      sums = Floats{};
-    }
-  }
-  bool all = total(finite) == -kLanes;
-  for (; index < count; ++index) {
-    float one = Operation::kReadsNarrow ? static_cast<float>(narrow[index]) : 0;
-    float other = Operation::kReadsWide ? wide[index] : 0, square = 0;
-    all &= operation(one, other, square);
-    sum += square;
-    if (operation.writes_narrow()) {
-      narrow[index] = static_cast<Narrow>(one);
-    }
-    if (Operation::kWritesWide) {
-      wide[index] = other;
-    }
-  }
-  return all;
-}
 
 struct Outcome {
   bool finite;

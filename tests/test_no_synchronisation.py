@@ -66,6 +66,12 @@ every_fused = pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
 every_fused_at_every_level = pytest.mark.parametrize(("make", "options"), PAIRS.values(), ids=PAIRS)
 
 
+@pytest.fixture(autouse=True)
+def far_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU stands in for a device that the host would have to wait for."""
+    monkeypatch.setattr(scaling, "AT_HAND", frozenset())
+
+
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))

@@ -5,6 +5,8 @@
 // regions without casts, containers in containers, an explicit dtype) goes to the wrapper in Python, which is the
 // reference and knows every case. Nothing in here may decide otherwise than that would.
 
+#include "casts.h"
+#include "gradients.h"
 #include "lists.h"
 #include "store.h"
 #include "tensors.h"
@@ -60,21 +62,6 @@ struct Caster {
   Ref cast_anew(const Tensor& tensor, ScalarType type);
   Ref cast_by_cache(PyObject* parameter, ScalarType type);
 };
-
-// On the CPU this many elements are cast before the interpreter's lock could be let go and taken back.
-constexpr int64_t kFew = 4096;
-
-Tensor converted(const Tensor& tensor, ScalarType type) {
-  std::optional<pybind11::gil_scoped_release> released;
-  if (!tensor.is_cpu() || tensor.numel() > kFew) {
-    released.emplace();
-  }
-  std::optional<at::AutoDispatchBelowADInplaceOrView> below;
-  if (tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr) {  // autograd has never met it, and would do nothing
-    below.emplace();
-  }
-  return tensor.to(type);
-}
 
 Ref Caster::cast_anew(const Tensor& tensor, ScalarType type) {
   ++book->casts;
@@ -640,7 +627,7 @@ PyMODINIT_FUNC PyInit__calls() {
   Ref made = Ref::taken(PyModule_Create(&module_definition));
   if (!made || name_dtype == nullptr || name_out == nullptr || PyType_Ready(&call_type) < 0 ||
       PyModule_AddType(made.get(), &caster_type) < 0 || !add_store_and_book(made.get()) ||
-      !add_list_functions(made.get())) {
+      !add_list_functions(made.get()) || !add_gradient_functions(made.get()) || !prepare_casts()) {
     return nullptr;
   }
   return made.release();

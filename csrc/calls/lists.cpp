@@ -54,8 +54,7 @@ PyObject* ordinary_device(PyObject*, PyObject* tensors) {
       Py_RETURN_NONE;
     }
     const Tensor& tensor = tensor_of(object);
-    if (!is_castable(tensor.scalar_type()) || tensor.layout() != at::kStrided || tensor.is_neg() ||
-        tensor.device() != tensor_of(PyList_GET_ITEM(tensors, 0)).device()) {
+    if (!is_ordinary(tensor) || tensor.device() != tensor_of(PyList_GET_ITEM(tensors, 0)).device()) {
       Py_RETURN_NONE;
     }
   }
@@ -66,8 +65,39 @@ PyObject* ordinary_device(PyObject*, PyObject* tensors) {
   END_HANDLE_TH_ERRORS
 }
 
+// are_bare(parameters, may_be_half): whether there is no gradient, and nothing half if that may not be.
+PyObject* are_bare(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 2, "expected are_bare(parameters, may_be_half)");
+  const Ref sequence = Ref::taken(PySequence_Fast(args[0], "expected are_bare(parameters, may_be_half)"));
+  if (!sequence) {
+    return nullptr;
+  }
+  const bool may_be_half = args[1] == Py_True;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.get()); ++i) {
+    PyObject* parameter = PySequence_Fast_GET_ITEM(sequence.get(), i);
+    if (!is_tensor(parameter)) {
+      const Ref gradient = Ref::taken(PyObject_GetAttrString(parameter, "grad"));
+      if (!gradient) {
+        return nullptr;
+      }
+      if (gradient.get() != Py_None) {
+        Py_RETURN_FALSE;
+      }
+    } else if (tensor_of(parameter).grad().defined()) {
+      Py_RETURN_FALSE;
+    }
+    if (!may_be_half && THPVariable_Check(parameter) && is_half(tensor_of(parameter).scalar_type())) {
+      Py_RETURN_FALSE;
+    }
+  }
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
 PyMethodDef functions[] = {{"gradients_of", gradients_of, METH_O, nullptr},
                            {"ordinary_device", ordinary_device, METH_O, nullptr},
+                           {"are_bare", fast(are_bare), METH_FASTCALL, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

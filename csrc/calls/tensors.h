@@ -1,4 +1,5 @@
-// Tensors behind Python objects, and the types of numbers that casts know. Must not change anything.
+// References to Python objects, the tensors behind them, and the types of numbers that casts know. Must not change
+// anything.
 
 #pragma once
 
@@ -50,6 +51,11 @@ class Ref {
   PyObject* object_ = nullptr;
 };
 
+// For tables of functions, which have one type for all ways to call them.
+inline PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
 // Whether an object is a tensor or a parameter, and of no subclass, which could mean anything.
 inline bool is_tensor(PyObject* object) {
   return THPVariable_CheckExact(object);
@@ -87,6 +93,23 @@ inline bool is_half(ScalarType type) {
 
 inline bool is_castable(ScalarType type) {
   return type == ScalarType::Float || is_half(type);
+}
+
+// Calls a function with a null pointer to a number of a castable type.
+template <class Function>
+inline void with_type(ScalarType type, const Function& function) {
+  if (type == ScalarType::Half) {
+    function(static_cast<c10::Half*>(nullptr));
+  } else if (type == ScalarType::BFloat16) {
+    function(static_cast<c10::BFloat16*>(nullptr));
+  } else {
+    function(static_cast<float*>(nullptr));
+  }
+}
+
+// Whether the operators take a tensor as it is.
+inline bool is_ordinary(const Tensor& tensor) {
+  return is_castable(tensor.scalar_type()) && tensor.layout() == at::kStrided && !tensor.is_neg();
 }
 
 }  // namespace ampatch

@@ -1,0 +1,165 @@
+// See gradients.h. A few elements on the CPU are worked on here, with the operations that the operators are made of;
+// for all others the operators are called, and have to be loaded.
+
+#include "gradients.h"
+
+#include "../chunks.h"
+#include "../operations.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/reciprocal.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace ampatch {
+
+namespace {
+
+// Fewer elements than this are not worth a second thread, nor letting go of the interpreter's lock.
+constexpr int64_t kFew = 32768;
+
+template <class Signature>
+c10::TypedOperatorHandle<Signature> operator_named(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// Operators of torch do so by themselves.
+void count_write(const Tensor& tensor) {
+  if (!tensor.is_inference()) {
+    tensor.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+template <class Number>
+Number& number_in(const Tensor& tensor) {
+  return *static_cast<Number*>(tensor.mutable_data_ptr());
+}
+
+Tensor number_on_cpu(float value) {
+  const Tensor number = at::detail::empty_cpu({}, ScalarType::Float);
+  number_in<float>(number) = value;
+  return number;
+}
+
+// Numbers
+
+// copy_of(number): of a 0-dimensional tensor of float32.
+PyObject* copy_of(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(is_tensor(object), "expected copy_of(tensor)");
+  const Tensor& number = tensor_of(object);
+  return THPVariable_Wrap(number.is_cpu() ? number_on_cpu(number_in<float>(number)) : number.clone());
+  END_HANDLE_TH_ERRORS
+}
+
+// update_scale(scale, unskipped, hysteresis_left, found_inf, factor, window, hysteresis, floor, ceiling): all tensors
+// on one device.
+PyObject* update_scale(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 9 && std::all_of(args, args + 4, is_tensor), "expected four tensors and five numbers");
+  const double factor = PyFloat_AsDouble(args[4]), floor = PyFloat_AsDouble(args[7]);
+  const double ceiling = PyFloat_AsDouble(args[8]);
+  const int64_t window = PyLong_AsLongLong(args[5]), hysteresis = PyLong_AsLongLong(args[6]);
+  if (PyErr_Occurred()) {
+    return nullptr;
+  }
+  const Tensor &scale = tensor_of(args[0]), &unskipped = tensor_of(args[1]), &hysteresis_left = tensor_of(args[2]);
+  const Tensor& found_inf = tensor_of(args[3]);
+  if (scale.is_cpu()) {
+    const UpdateScale update(factor, window, hysteresis, floor, ceiling);
+    update(number_in<float>(scale),
+           number_in<int32_t>(unskipped),
+           number_in<int32_t>(hysteresis_left),
+           number_in<float>(found_inf));
+  } else {
+    using Update =
+        void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, double, int64_t, int64_t, double, double);
+    static const auto update = operator_named<Update>("ampatch::update_scale");
+    update.call(scale, unskipped, hysteresis_left, found_inf, factor, window, hysteresis, floor, ceiling);
+  }
+  count_write(scale);
+  count_write(unskipped);
+  count_write(hysteresis_left);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Gradients
+
+// Whether they are a few elements, side by side, in the memory of the CPU.
+bool are_few(const std::vector<Tensor>& grads) {
+  int64_t elements = 0;
+  for (const Tensor& grad : grads) {
+    elements += grad.numel();
+    if (!grad.is_cpu() || !grad.is_non_overlapping_and_dense() || elements > kFew) {
+      return false;
+    }
+  }
+  return true;
+}
+
+Tensor unscale_few(const std::vector<Tensor>& grads, float scale) {
+  const Unscale unscale{1 / scale};
+  bool finite = true;
+  for (const Tensor& grad : grads) {
+    with_type(grad.scalar_type(), [&](auto* type) {
+      double sum;
+      finite &= visit_chunk(static_cast<decltype(type)>(grad.mutable_data_ptr()), nullptr, grad.numel(), unscale, sum);
+    });
+  }
+  return number_on_cpu(finite ? 0 : 1);
+}
+
+Tensor unscale_many(const std::vector<Tensor>& grads, const Tensor& scale) {
+  static const auto unscale = operator_named<void(at::TensorList, const Tensor&, const Tensor&)>("ampatch::unscale_");
+  const pybind11::gil_scoped_release released;
+  const at::NoGradGuard without_graph;
+  Tensor found_inf = at::zeros_like(scale);
+  if (!grads.empty()) {
+    unscale.call(grads, at::reciprocal(scale), found_inf);
+  }
+  return found_inf;
+}
+
+// unscale_by(grads, scale): multiplies a list of gradients by the reciprocal of a scale, and returns the verdict; None,
+// and nothing is done, if they are not all ordinary and where the scale is, or one has a graph of its own.
+PyObject* unscale_by(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 2 && PyList_CheckExact(args[0]) && is_tensor(args[1]), "expected unscale_by(list, tensor)");
+  const Tensor& scale = tensor_of(args[1]);
+  std::vector<Tensor> grads;
+  grads.reserve(PyList_GET_SIZE(args[0]));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); ++i) {
+    PyObject* object = PyList_GET_ITEM(args[0], i);
+    if (!is_tensor(object) || !is_ordinary(tensor_of(object)) || tensor_of(object).requires_grad() ||
+        tensor_of(object).device() != scale.device()) {
+      Py_RETURN_NONE;
+    }
+    grads.push_back(tensor_of(object));
+  }
+  const bool here = scale.is_cpu() && are_few(grads);
+  Tensor found_inf = here ? unscale_few(grads, number_in<float>(scale)) : unscale_many(grads, scale);
+  for (const Tensor& grad : grads) {
+    count_write(grad);
+  }
+  return THPVariable_Wrap(std::move(found_inf));
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef functions[] = {{"copy_of", copy_of, METH_O, nullptr},
+                           {"update_scale", fast(update_scale), METH_FASTCALL, nullptr},
+                           {"unscale_by", fast(unscale_by), METH_FASTCALL, nullptr},
+                           {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+bool add_gradient_functions(PyObject* module) {
+  return PyModule_AddFunctions(module, functions) == 0;
+}
+
+}  // namespace ampatch

@@ -1,0 +1,81 @@
+// Vectors of float32 on the CPU, and how they are read from memory and written to it in each type, rounded to nearest
+// even.
+//
+// Must not know what is computed with them.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#if defined(__F16C__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace ampatch {
+
+// As many elements as are worked on side by side: what a register holds. GCC and clang have vectors of them on every
+// processor, where loops are turned into vector instructions less reliably.
+#if defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+using Floats = float __attribute__((vector_size(kLanes * sizeof(float))));
+using Words = uint32_t __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+using Shorts = uint16_t __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+
+inline void load(const float* from, Floats& to) {
+  std::memcpy(&to, from, sizeof(to));
+}
+
+inline void store(const Floats& from, float* to) {
+  std::memcpy(to, &from, sizeof(from));
+}
+
+inline void load(const c10::BFloat16* from, Floats& to) {
+#if defined(__AVX2__)  // GCC 12 does not find this instruction
+  const Words bits = (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  Shorts shorts;
+  std::memcpy(&shorts, from, sizeof(shorts));
+  const Words bits = __builtin_convertvector(shorts, Words);
+#endif
+  to = (Floats)(bits << 16);
+}
+
+inline void store(const Floats& from, c10::BFloat16* to) {
+  const Words bits = (Words)from;
+  const Words nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // ties to even
+  const Words is_nan = (Words)(from != from);
+  const Shorts rounded = __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & nearest), Shorts);
+  std::memcpy(to, &rounded, sizeof(rounded));
+}
+
+#if defined(__F16C__)  // and so AVX: eight lanes
+inline void load(const c10::Half* from, Floats& to) {
+  to = (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+
+inline void store(const Floats& from, c10::Half* to) {
+  const __m128i rounded = _mm256_cvtps_ph((__m256)from, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), rounded);
+}
+#else
+inline void load(const c10::Half* from, Floats& to) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    to[lane] = from[lane];
+  }
+}
+
+inline void store(const Floats& from, c10::Half* to) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    to[lane] = from[lane];
+  }
+}
+#endif
+
+}  // namespace ampatch
