@@ -10,6 +10,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, Literal
@@ -101,7 +102,7 @@ def in_use() -> str:
 
 def compiled() -> ModuleType | None:
     """The module in C++, for what else it has; None where Python is in use."""
-    return (_Process.choice or _current()).module
+    return (_Process.choice or _current()).module  # asked several times in every step
 
 
 def new_store() -> Store:
@@ -114,6 +115,12 @@ def new_book() -> Book:
     """An empty book of the implementation in use."""
     module = _current().module
     return Book() if module is None else module.Book()
+
+
+def suspended(switch: Switch) -> AbstractContextManager[None]:
+    """`Switch.suspended`, by the implementation in use."""
+    module = _current().module
+    return switch.suspended() if module is None else module.Region(switch.thread)
 
 
 class Accelerator:
@@ -167,8 +174,9 @@ class Accelerator:
 
 
 def _current() -> _Choice:
-    prepare()
-    assert _Process.choice is not None
+    if _Process.choice is None:
+        prepare()
+        assert _Process.choice is not None
     return _Process.choice
 
 

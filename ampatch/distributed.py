@@ -24,6 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampatch.errors import UsageError
 
+_CAN_BE_SEVERAL = dist.is_available()
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -246,7 +248,7 @@ def _spread_within(module: Any) -> _Spread:
 
 def is_alone() -> bool:
     """Whether torch was told of no other process."""
-    return not (dist.is_available() and dist.is_initialized())
+    return not (_CAN_BE_SEVERAL and dist.is_initialized())
 
 
 def replicating_wrappers() -> list[DistributedDataParallel]:

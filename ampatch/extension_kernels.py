@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ampatch import calls
-
 
 def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """As `ampatch.torch_kernels.unscale_`."""
@@ -60,10 +58,7 @@ def update_scale(
     ceiling: float,
 ) -> None:
     """As `ampatch.torch_kernels.update_scale`."""
-    arguments = scale, unskipped, hysteresis_left, found_inf, factor, window, hysteresis, floor, ceiling
-    compiled = calls.compiled()
-    if compiled is not None:
-        compiled.update_scale(*arguments)
-    else:
-        torch.ops.ampatch.update_scale(*arguments)
-        increment_version([scale, unskipped, hysteresis_left])
+    torch.ops.ampatch.update_scale(
+        scale, unskipped, hysteresis_left, found_inf, factor, window, hysteresis, floor, ceiling
+    )
+    increment_version([scale, unskipped, hysteresis_left])

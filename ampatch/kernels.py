@@ -337,9 +337,12 @@ def update_scale(
         floor: the least scale.
         ceiling: the greatest.
     """
-    _operators_on(scale.device).update_scale(
-        scale, unskipped, hysteresis_left, found_inf, factor, window, hysteresis, floor, ceiling
-    )
+    arguments = scale, unskipped, hysteresis_left, found_inf, factor, window, hysteresis, floor, ceiling
+    compiled = calls.compiled()
+    if compiled is not None and _runs_on(scale.device):
+        compiled.update_scale(*arguments)
+    else:
+        _operators_on(scale.device).update_scale(*arguments)
 
 
 # What the lists are made of

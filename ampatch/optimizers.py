@@ -21,7 +21,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from ampatch import kernels, optimizer_state
+from ampatch import calls, kernels, optimizer_state
 from ampatch.compilers import is_capturing
 from ampatch.distributed import Processes
 from ampatch.errors import LossScaleError, OptionError, UsageError
@@ -196,10 +196,11 @@ class AdoptedOptimizer:
         for each in list(self._others()):
             if each.scaled_by is not None:
                 return False
+        wanted = self.masters.wanted
         return (
             not self.passes
-            and self.masters.are_at_rest()
-            and optimizer_state.are_bare(self.parameters(), may_be_half=not self.masters.wanted)
+            and (not wanted or self.masters.are_at_rest())
+            and optimizer_state.are_bare(self.parameters(), may_be_half=not wanted)
         )
 
     def has_gradients(self) -> bool:
@@ -382,7 +383,9 @@ class AdoptedOptimizer:
         passes, self.passes = self.passes, []
         try:
             # A kernel that skips takes longer, and is for where somebody would have to wait.
-            would_wait = not all(scaling.is_at_hand for scaling in passes)
+            would_wait = False
+            for scaling in passes:
+                would_wait = would_wait or not scaling.is_at_hand
             if (would_wait or self._folded is not None) and self._skips_by_itself(args, kwargs):
                 return self._step_or_skip(original, passes)
             if would_wait and is_capturing():
@@ -423,9 +426,9 @@ class AdoptedOptimizer:
         before = Snapshot(self._optimizer()) if may_go_back else None
         try:
             if not self.masters:
-                with self._switch.suspended():
+                with calls.suspended(self._switch):
                     return original(*args, **kwargs)
-            with self._writing(), self._switch.suspended():
+            with self._writing(), calls.suspended(self._switch):
                 return original(*args, **kwargs)
         except _ClosureOverflowedError as error:
             if before is not None:
@@ -502,7 +505,7 @@ class AdoptedOptimizer:
         optimizer.grad_scale = None if self._folded is None else self._folded.divisor
         optimizer.found_inf = torch.stack(verdicts).amax() if verdicts else None
         try:
-            with self._writing(), self._switch.suspended():
+            with self._writing(), calls.suspended(self._switch):
                 result = original()
             if self.is_folded:
                 self.leave_scale()

@@ -170,9 +170,11 @@ class ScaledPass:
 
     def _unscale(self) -> Tensor | None:
         """What was found of the gradients; None under a static scale, where nothing is looked for."""
-        masters = [optimizer.masters for optimizer in self._optimizers if optimizer.masters]
-        for each in masters:
-            each.follow_clearing()
+        masters = []
+        for optimizer in self._optimizers:
+            if optimizer.masters.wanted:
+                masters.append(optimizer.masters)
+                optimizer.masters.follow_clearing()
         scale, found_inf = self.scaling.scale, None
         if self._scaler.dynamic:
             found_inf = kernels.unscale_by_(_in_place(self._optimizers), scale)
@@ -227,7 +229,7 @@ class ScaledPass:
 
 def _in_place(optimizers: Sequence[AdoptedOptimizer], but: Collection[int] = ()) -> list[Tensor]:
     """The gradients that are scaled and unscaled where they are: those of parameters without a master."""
-    if len(optimizers) == 1 and not but and not optimizers[0].masters:
+    if len(optimizers) == 1 and not but and not optimizers[0].masters.wanted:
         return optimizers[0].gradients()
     return gradients_of(
         parameter

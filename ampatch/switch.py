@@ -70,8 +70,7 @@ class Switch:
 
     def suspended(self) -> AbstractContextManager[None]:
         """`disabled`, in less time, for code that is never traced: an optimizer's step."""
-        off = self.thread.off
-        return _Region((self._count() if off else 0) + 1)
+        return _Region(self._count() + 1)
 
     def resumed(self) -> AbstractContextManager[None]:
         """Takes back one `disabled` until the block ends: for a closure that an optimizer's step calls."""

@@ -21,7 +21,7 @@ namespace ampatch {
 namespace {
 
 // Fewer elements than this are not worth a second thread, nor letting go of the interpreter's lock.
-constexpr int64_t kFew = 32768;
+constexpr int64_t kFew = 65536;
 
 template <class Signature>
 c10::TypedOperatorHandle<Signature> operator_named(const char* name) {
