@@ -219,8 +219,8 @@ def unscale_by_(grads: list[Tensor], scale: Tensor) -> Tensor:
     Returns:
         The verdict: 0-dimensional float32 beside the scale, 1 if any element was not finite, else 0.
     """
-    compiled = calls.compiled()
-    if compiled is not None and _runs_on(scale.device):
+    compiled = _compiled_on(scale.device)
+    if compiled:
         verdict = compiled.unscale_by(grads, scale)
         if verdict is not None:
             return verdict  # type: ignore[no-any-return]
@@ -241,9 +241,20 @@ def unscale_copy(
         found_inf: 0-dimensional float32.
         write_back: whether ``grads`` then become the master gradients, rounded.
     """
+    compiled = _compiled_on(inv_scale.device)
+    if compiled and compiled.unscale_into(grads, master_grads, inv_scale, found_inf, write_back, False):
+        return
     for operators, device, (narrow, wide) in _by_implementation(grads, master_grads):
         with _On(device, found_inf, torch.maximum) as flag:
             operators.unscale_copy(narrow, wide, _moved(inv_scale, device), flag, write_back)
+
+
+def float32_like(tensors: list[Tensor]) -> list[Tensor]:
+    """New tensors of float32, shaped and laid out as these; what they hold does not count."""
+    compiled = calls.compiled()
+    if compiled is not None:
+        return compiled.float32_like(tensors)  # type: ignore[no-any-return]
+    return [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
 
 
 def unscale_add(
@@ -253,6 +264,9 @@ def unscale_add(
 
     Only ``grads`` are looked at: ``found_inf`` is the verdict on what is added, and not on what was there before.
     """
+    compiled = _compiled_on(inv_scale.device)
+    if compiled and compiled.unscale_into(grads, master_grads, inv_scale, found_inf, write_back, True):
+        return
     for operators, device, (narrow, wide) in _by_implementation(grads, master_grads):
         with _On(device, found_inf, torch.maximum) as flag:
             operators.unscale_add(narrow, wide, _moved(inv_scale, device), flag, write_back)
@@ -299,6 +313,9 @@ def copy_to_half(masters: list[Tensor], halves: list[Tensor]) -> None:
         masters: dense tensors of float32.
         halves: as many of float16 or bfloat16, of the same shapes and devices.
     """
+    compiled = _compiled_on(masters[0].device) if masters else None
+    if compiled and compiled.copy_to_half(masters, halves):
+        return
     for operators, _, (narrow, wide) in _by_implementation(halves, masters):
         operators.copy_to_half(wide, narrow)
 
@@ -338,8 +355,8 @@ def update_scale(
         ceiling: the greatest.
     """
     arguments = scale, unskipped, hysteresis_left, found_inf, factor, window, hysteresis, floor, ceiling
-    compiled = calls.compiled()
-    if compiled is not None and _runs_on(scale.device):
+    compiled = _compiled_on(scale.device)
+    if compiled:
         compiled.update_scale(*arguments)
     else:
         _operators_on(scale.device).update_scale(*arguments)
@@ -422,6 +439,12 @@ def _implementation(kind: type, dtype: torch.dtype, device: torch.device, is_neg
     """What has the operators for tensors of a class, and so on."""
     is_ordinary = kind in _TYPES and dtype in _DTYPES and not is_negated
     return _operators_on(device) if is_ordinary else torch_kernels
+
+
+def _compiled_on(device: torch.device) -> ModuleType | None:
+    """The calls in C++, where these and the extension are in use: they spare a few tensors the way to its operators."""
+    compiled = calls.compiled()
+    return compiled if compiled is not None and _runs_on(device) else None
 
 
 def _operators_on(device: torch.device) -> ModuleType:

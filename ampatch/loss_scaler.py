@@ -234,13 +234,13 @@ class LossScaler:
             OptionError: there is something else among them, such as a parameter; nothing was changed.
         """
         there = _checked_gradients(grads)
-        found_inf = self.no_overflow()
-        if self.dynamic:
-            kernels.unscale_(there, self._scale.reciprocal(), found_inf)
-            Processes().agree(found_inf, there)
-            self.note(found_inf)
-        elif not self.is_one:
-            kernels.multiply_(there, self._scale.reciprocal())
+        if not self.dynamic:
+            if not self.is_one:
+                kernels.multiply_(there, self._scale.reciprocal())
+            return self.no_overflow()
+        found_inf = kernels.unscale_by_(there, self._scale)
+        Processes().agree(found_inf, there)
+        self.note(found_inf)
         return found_inf
 
     def no_overflow(self) -> Tensor:

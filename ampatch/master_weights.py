@@ -206,7 +206,7 @@ class MasterWeights:
         factor = torch.ones((), dtype=torch.float32, device=device) if inv_scale is None else inv_scale
         found_inf = torch.zeros((), dtype=torch.float32, device=device) if found_inf is None else found_inf
         first: list[Tensor] = []
-        first_full: list[Tensor] = []
+        without: list[nn.Parameter] = []  # masters that these are the first gradients of
         later: list[Tensor] = []
         later_full: list[Tensor] = []
         strided = torch.strided
@@ -216,14 +216,16 @@ class MasterWeights:
             if grad.requires_grad or grad.layout is not strided or not (full is None or full.layout is strided):
                 _take_gradient(pair, inv_scale, found_inf)
             elif full is None:
-                pair.master.grad = full = torch.empty_like(grad, dtype=torch.float32)
                 first.append(grad)
-                first_full.append(full)
+                without.append(pair.master)
             else:
                 later.append(grad)
                 later_full.append(full)
         if first:
-            kernels.unscale_copy(first, first_full, factor, found_inf, write_back=True)
+            full_grads = kernels.float32_like(first)
+            kernels.unscale_copy(first, full_grads, factor, found_inf, write_back=True)
+            for master, full in zip(without, full_grads, strict=True):
+                master.grad = full
         if later:
             kernels.unscale_add(later, later_full, factor, found_inf, write_back=True)
         for pair in pairs:

@@ -191,7 +191,11 @@ class Ampatch(WithAmp):
         self.scaler = amp.LossScaler("dynamic" if self.scales else 1.0, max_loss_scale=LOSS_SCALE)
         # Both in the order of the model's parameters.
         self.pairs = list(zip(self.model.parameters(), amp.master_params(self.optimizer), strict=True))
-        self.inv_scale, self.found_inf = torch.tensor(1 / LOSS_SCALE), torch.zeros(())
+        self.scale, self.inv_scale, self.found_inf = (
+            torch.tensor(LOSS_SCALE),
+            torch.tensor(1 / LOSS_SCALE),
+            torch.zeros(()),
+        )
 
     def forget_casts(self) -> None:
         self.amp.clear_cache()
@@ -202,9 +206,7 @@ class Ampatch(WithAmp):
             narrow, wide = map(list, zip(*halves, strict=True))
             self.kernels.unscale_copy(narrow, wide, self.inv_scale, self.found_inf, True)
         if self.scales:
-            self.kernels.unscale_(
-                [own.grad for own, master in self.pairs if own is master], self.inv_scale, self.found_inf
-            )
+            self.kernels.unscale_by_([own.grad for own, master in self.pairs if own is master], self.scale)
         done("unscale")
         self.scaler.update()
         done("update")

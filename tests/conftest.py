@@ -23,7 +23,7 @@ from samples import LIST_NAMES, entries, resolve
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from workers import Workers
 
-from ampatch import amp, calls, extension, extension_build, extension_kernels, kernels
+from ampatch import amp, calls, extension, extension_build, extension_kernels, kernels, scaling
 from ampatch.errors import KernelError
 from ampatch.extension import Library
 from ampatch.process import process
@@ -116,6 +116,12 @@ def torch_is_unpatched() -> Iterator[None]:
 
 def _serves_every_gpu(library: Library) -> bool:
     return all(map(library.serves, map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))))
+
+
+@pytest.fixture
+def far_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU stands in for a device that the host would have to wait for."""
+    monkeypatch.setattr(scaling, "AT_HAND", frozenset())
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ampatch import extension, extension_kernels, kernels, torch_kernels
+from ampatch import calls, extension, extension_kernels, kernels, optimizer_state, torch_kernels
 from ampatch.errors import KernelError, OptionError
 from ampatch.extension import Library
 from ampatch.loss_scaler import ScalePolicy, ScaleState, next_state
@@ -749,3 +750,275 @@ assert torch.mm is before
         kernels._runs_on.cache_clear()
 
         assert [kernels._runs_on(torch.device(each)) for each in ("cpu", "cuda", "meta")] == [True, False, False]
+
+
+# What calls in C++ do by themselves, where they are in use
+
+
+@pytest.fixture(scope="class", params=["python", "compiled"])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Whether calls run in Python or in C++."""
+    if request.param == "compiled":
+        request.getfixturevalue("compiled_calls")
+    before = calls._Process.choice
+    calls.select(request.param)
+    yield request.param
+    calls._Process.choice = before
+
+
+in_each_way = pytest.mark.usefixtures("way")
+
+
+def sizes(*counts: int) -> list[Tensor]:
+    return [normal(count, dtype=dtype) for count, dtype in zip(counts, DTYPES, strict=False)]
+
+
+def recorded() -> Tensor:
+    weight = torch.tensor([2.0], requires_grad=True)
+    return torch.autograd.grad((weight**3).sum(), weight, create_graph=True)[0]
+
+
+# Gradients in lists as they come, and as they hardly ever do.
+LISTS: dict[str, Callable[[], list[Tensor]]] = {
+    "every kind": every_kind,
+    "none": list,
+    "empty ones": lambda: [torch.empty(0), torch.empty(2, 0, dtype=torch.float16)],
+    "one": lambda: [torch.tensor(3.0)],
+    "around vectors": lambda: [normal(count, dtype=dtype) for count in (1, 7, 8, 9, 17) for dtype in DTYPES[:3]],
+    "as many as are few": lambda: sizes(65000, 500, 36),
+    "one more": lambda: sizes(65000, 500, 37),
+    "many": lambda: sizes(70000, 3, 40000),
+    "many in one": lambda: [normal(65537)],
+    "dense, in any order": lambda: [
+        normal(4, 3).t(),
+        normal(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        normal(10)[3:7],
+    ],
+    "with gaps": lambda: [normal(6, 4).t()[::2], normal(4, 3)[:, 1], normal(3)],
+    "parameters": lambda: [nn.Parameter(normal(3), requires_grad=False)],
+    "a sparse one": lambda: [sparse([1.0, 2.0, 3.0], [4, 0, 4]), normal(3)],
+    "one with a graph": lambda: [recorded(), normal(3)],
+    "a subclass": lambda: [marked(normal(3)), normal(3)],
+    "float64 alone": lambda: [normal(3, dtype=torch.float64)],
+    "complex": lambda: [torch.tensor([1 + 2j, -3j]), torch.tensor([1 + 2j, -3j]).conj()],
+    "one copied lazily": lambda: [torch._lazy_clone(normal(5)), normal(5)],
+    "one twice": lambda: [torch.ones(3)] * 2,
+}
+
+
+@in_each_way
+@with_each_implementation
+class TestUnscaleBy:
+    @pytest.mark.parametrize("name", LISTS)
+    def test_does_what_unscale_does_by_the_reciprocal(self, name):
+        for scale in (8.0, 3.0, 2.0**127, 1e-40, 0.0, math.inf, math.nan):
+            grads, others, expected = LISTS[name](), LISTS[name](), scalar(0.0)
+            types = [(type(grad), grad.requires_grad) for grad in grads]
+            kernels.unscale_(others, scalar(scale).reciprocal(), expected)
+
+            found_inf = kernels.unscale_by_(grads, scalar(scale))
+
+            assert_same_bits(found_inf, expected)
+            assert not found_inf.requires_grad
+            assert [(type(grad), grad.requires_grad) for grad in grads] == types
+            for grad, other in zip(grads, others, strict=True):
+                assert_same_bits(*(each.detach().to_dense().resolve_conj() for each in (grad, other)))
+
+    @pytest.mark.parametrize("name", LISTS)
+    def test_writes_are_counted(self, name):
+        grads = LISTS[name]()
+        before, scale = [grad._version for grad in grads], scalar(8.0)
+        kernels.unscale_by_(grads, scale)
+        assert all(grad._version > was for grad, was in zip(grads, before, strict=True))
+        assert scale._version == 0
+
+    @pytest.mark.parametrize("value", NOT_FINITE)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+    def test_finds_one_value_that_is_not_finite(self, dtype, value):
+        for count, place in [(1, 0), (8, 0), (8, 7), (19, 3), (19, 18), (65537, 0), (65537, 65536)]:
+            grads = [torch.ones(3), torch.ones(count, dtype=dtype), torch.ones(3, dtype=torch.bfloat16)]
+            grads[1][place] = value
+            assert kernels.unscale_by_(grads, scalar(4.0)).item() == 1
+            assert grads[1].isfinite().sum() == count - 1
+            assert grads[0].tolist() == grads[2].tolist() == [0.25] * 3
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+    def test_largest_number_is_finite(self, dtype):
+        most = torch.finfo(dtype)
+        assert kernels.unscale_by_([torch.tensor([most.max, most.min] * 9, dtype=dtype)], scalar(2.0)).item() == 0
+
+    def test_each_verdict_is_a_tensor_of_its_own(self):
+        first = kernels.unscale_by_([torch.tensor([math.inf])], scalar(2.0))
+        second = kernels.unscale_by_([torch.ones(1)], scalar(2.0))
+        assert (first.item(), second.item()) == (1, 0)
+
+    def test_what_a_lazy_copy_was_made_of_stays_as_it_is(self):
+        whole = torch.ones(3)
+        kernels.unscale_by_([torch._lazy_clone(whole)], scalar(2.0))
+        assert whole.tolist() == [1] * 3
+
+    def test_inference_tensors_have_no_count(self):
+        with torch.inference_mode():
+            grad = torch.ones(3)
+            assert kernels.unscale_by_([grad], scalar(2.0)).item() == 0
+        assert grad.tolist() == [0.5] * 3
+
+    def test_autograd_sees_a_gradient_that_it_keeps_change(self):
+        kept, factor = torch.ones(3, requires_grad=True), torch.ones(3)
+        loss = (kept * factor).sum()
+        kernels.unscale_by_([factor], scalar(2.0))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    @pytest.mark.parametrize("count", [0, 1])
+    def test_on_a_device_without_memory(self, count):
+        grads = [torch.ones(3, device="meta")] * count
+        found_inf = kernels.unscale_by_(grads, torch.ones((), device="meta"))
+        assert (found_inf.device.type, found_inf.shape, found_inf.dtype) == ("meta", (), torch.float32)
+
+    def test_zeros_that_have_no_memory_are_refused(self):
+        zeros = torch._efficientzerotensor(3)
+
+        def is_refused() -> None:
+            with pytest.raises(RuntimeError, match="ZeroTensors are immutable"):
+                kernels.unscale_by_([zeros], scalar(2.0))
+
+        process = multiprocessing.get_context("fork").Process(target=is_refused)  # which may crash
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+
+    @pytest.mark.gpu
+    def test_a_scale_on_another_device_than_the_gradients(self):
+        grads = [torch.ones(3, device=device) for device in ("cpu", "cuda", "cpu")]
+        grads[2][1] = math.inf
+        found_inf = kernels.unscale_by_(grads, torch.full((), 2.0, device="cuda"))
+        assert (found_inf.item(), found_inf.device.type) == (1, "cuda")
+        assert [grad[0].item() for grad in grads] == [0.5] * 3
+
+
+@in_each_way
+@with_each_implementation
+class TestNumbers:
+    """The scale itself: its copies, and its update."""
+
+    @pytest.mark.parametrize("value", [0.0, -0.0, 65536.0, 1e-45, math.inf, math.nan])
+    def test_a_copy_is_one_of_its_own(self, value):
+        number = scalar(value)
+        copied = kernels.copy_of(number)
+        assert_same_bits(copied, number)
+        assert (copied.shape, copied.device, copied._version) == ((), number.device, 0)
+        assert (copied.requires_grad, copied.is_inference()) == (False, False)
+        number.add_(1)
+        copied.fill_(3)
+        assert_same_bits(number, scalar(value) + 1)
+        assert copied.item() == 3
+
+    def test_a_copy_in_inference_mode_is_of_that_mode(self):
+        number = scalar(2.0)
+        with torch.inference_mode():
+            assert kernels.copy_of(number).is_inference()
+
+    def test_a_copy_on_another_device_is_there(self):
+        assert kernels.copy_of(torch.ones((), device="meta")).device.type == "meta"
+
+    @given(policy=policies(), overflows=st.lists(st.booleans(), max_size=20))
+    def test_the_scale_moves_as_it_does_by_torchs_kernels(self, policy, overflows):
+        state = ScaleState(policy.init_scale, 0, policy.hysteresis)
+        device, other = Device(state), Device(state)
+        for overflow in overflows:
+            versions = self.versions(device)
+            device.update(float(overflow), policy)
+            torch_kernels.update_scale(
+                other.scale,
+                other.unskipped,
+                other.hysteresis_left,
+                scalar(float(overflow)),
+                policy.factor,
+                policy.window,
+                policy.hysteresis,
+                policy.floor,
+                policy.ceiling,
+            )
+            assert device.state == other.state
+            assert all(now > was for now, was in zip(self.versions(device), versions, strict=True))
+
+    def versions(self, device: Device) -> list[int]:
+        return [device.scale._version, device.unskipped._version, device.hysteresis_left._version]
+
+    def test_options_of_a_policy_may_be_whole_numbers(self):
+        device = Device(ScaleState(4.0, 0, 1))
+        device.update(1.0, ScalePolicy(True, 4, 2, 1, 1, 1, 16))
+        assert device.scale.item() == 2
+
+
+def parameter(dtype: torch.dtype = torch.float32, *, grad: bool = False, kind: type = nn.Parameter) -> Tensor:
+    made = nn.Parameter(torch.ones(2, dtype=dtype))
+    made = made if kind is nn.Parameter else made.detach().as_subclass(kind).requires_grad_()
+    made.grad = torch.ones_like(made) if grad else None
+    return made
+
+
+class NeverWithout(Tensor):
+    """One whose gradient is there, whatever autograd says."""
+
+    @property
+    def grad(self) -> Tensor:
+        return torch.ones(2)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None: ...
+
+
+@in_each_way
+class TestAreBare:
+    @pytest.mark.parametrize(
+        ("parameters", "bare", "bare_and_wide"),
+        [
+            (list, True, True),
+            (lambda: [parameter(), parameter()], True, True),
+            (lambda: [parameter(), parameter(grad=True)], False, False),
+            (lambda: [parameter(torch.float16)], True, False),
+            (lambda: [parameter(), parameter(torch.bfloat16)], True, False),
+            (lambda: [parameter(torch.float64), torch.ones(2, dtype=torch.complex64)], True, True),
+            (lambda: [parameter(torch.float64, grad=True)], False, False),
+            (lambda: [parameter(kind=Marked), torch.ones(2)], True, True),
+            (lambda: [parameter(torch.float16, kind=Marked)], True, False),
+            (lambda: [parameter(kind=Marked, grad=True)], False, False),
+            (lambda: [parameter(kind=NeverWithout)], False, False),
+            (lambda: [parameter(torch.bfloat16, grad=True)], False, False),
+        ],
+        ids=[
+            "none",
+            "bare",
+            "a gradient",
+            "float16",
+            "bfloat16",
+            "other types",
+            "a gradient of float64",
+            "a subclass",
+            "a half subclass",
+            "a subclass with a gradient",
+            "a gradient of its own idea",
+            "both",
+        ],
+    )
+    def test_whatever_there_is(self, parameters, bare, bare_and_wide):
+        for container in (list, tuple, iter):
+            assert optimizer_state.are_bare(container(parameters())) is bare
+            assert optimizer_state.are_bare(container(parameters()), may_be_half=True) is bare
+            assert optimizer_state.are_bare(container(parameters()), may_be_half=False) is bare_and_wide
+
+    def test_views_of_a_dict(self):
+        parameters = {0: parameter(), 1: parameter()}
+        assert optimizer_state.are_bare(parameters.values())
+        parameters[1].grad = torch.ones(2)
+        assert not optimizer_state.are_bare(parameters.values())
+
+    def test_zeros_and_sparse_gradients_are_gradients(self):
+        one = parameter()
+        one.grad = torch.zeros(2)
+        assert not optimizer_state.are_bare([one])
+        other = nn.Parameter(torch.ones(5, 1))
+        other.grad = sparse([1.0], [4])
+        assert not optimizer_state.are_bare([other])

@@ -22,7 +22,7 @@ from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
 from test_optimizers import MOMENTUM, OPTIMIZERS, SGD, Larc
 from torch import Tensor, nn
 
-from ampatch import amp, extension_kernels, torch_kernels
+from ampatch import amp, calls, extension_kernels, torch_kernels
 from ampatch.errors import AmpWarning, OptionError, UsageError
 
 SCALE = 2.0**8
@@ -293,13 +293,13 @@ class TestTraining:
         initialize(model, optimizer, half_dtype=half_dtype)
         backward(loss_of(model, 0), optimizer)
         written: list[int] = []
-        for operators in (torch_kernels, extension_kernels):
-            copy_to_half = operators.copy_to_half
-            monkeypatch.setattr(
-                operators,
-                "copy_to_half",
-                lambda *lists, copy_to_half=copy_to_half: (written.append(len(lists[0])), copy_to_half(*lists)),
-            )
+        for operators in filter(None, (torch_kernels, extension_kernels, calls.compiled())):
+
+            def copy_to_half(masters, halves, original=operators.copy_to_half):
+                written.append(len(masters))
+                return original(masters, halves)
+
+            monkeypatch.setattr(operators, "copy_to_half", copy_to_half)
         optimizer.step()
         assert written == [2]
 

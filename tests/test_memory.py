@@ -175,6 +175,16 @@ class TestFunctionsThatCast:
         assert modes[0] == pytest.approx(modes[1], rel=TOLERANCE)
 
 
+def own_needs(make: Make, half: str, device: str) -> int:
+    """What a forward takes, in a model that was converted by hand, beside the weights."""
+
+    def prepare() -> Callable[[], object]:
+        model, batch = (each.to(device, memory.HALVES[half]) for each in make())
+        return lambda: model(batch)
+
+    return int(memory.peak(device, prepare)) - memory.HALF.weight * parameters_of(make)
+
+
 @every_device
 @every_half
 class TestHalfWeightsWithMasters:
@@ -185,7 +195,10 @@ class TestHalfWeightsWithMasters:
     def test_every_phase_takes_the_least(self, phase: str, optimizer: str, half: str, device: str) -> None:
         begin = functools.partial(start, "O2", half, mlp, memory.OPTIMIZERS[optimizer], device)
         least = memory.MASTERS.least(phase, memory.STATE[optimizer]) * parameters_of(mlp)
-        assert least <= memory.peak_of(device, phase, begin) <= least * (1 + SLACK)
+        # On some processors products of halves take more than that for themselves, whoever calls them.
+        needs = own_needs(mlp, half, device) if phase == "forward" else 0
+        room = max(least * SLACK, needs * (1 + SLACK))
+        assert least <= memory.peak_of(device, phase, begin) <= least + room
 
     @every_fused
     def test_so_do_the_conversion_and_the_first_step(self, optimizer: str, half: str, device: str) -> None:

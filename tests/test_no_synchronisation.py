@@ -26,6 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampatch import amp, scaling
 from ampatch.errors import LossScaleError
 
+pytestmark = pytest.mark.usefixtures("far_away")
+
 SCALE = 2.0**8
 OVERFLOW = math.inf
 
@@ -64,12 +66,6 @@ PAIRS = {
 every_level = pytest.mark.parametrize("options", LEVELS.values(), ids=LEVELS)
 every_fused = pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
 every_fused_at_every_level = pytest.mark.parametrize(("make", "options"), PAIRS.values(), ids=PAIRS)
-
-
-@pytest.fixture(autouse=True)
-def far_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU stands in for a device that the host would have to wait for."""
-    monkeypatch.setattr(scaling, "AT_HAND", frozenset())
 
 
 def network() -> nn.Sequential:

@@ -57,7 +57,7 @@ bool has_names(const Impl* impl) {
   return false;
 }
 
-// Whether a tensor has nothing to it but its few elements, side by side, in the memory of the CPU.
+// Whether a tensor has nothing to it but its few elements, side by side, in memory of the CPU that is there.
 bool is_few(const Tensor& tensor, ScalarType type) {
   static const c10::DispatchKeySet ordinary({c10::DispatchKey::CPU,
                                              c10::DispatchKey::ADInplaceOrView,
@@ -68,7 +68,7 @@ bool is_few(const Tensor& tensor, ScalarType type) {
          is_castable(tensor.scalar_type()) && is_castable(type) && tensor.is_non_overlapping_and_dense() &&
          !has_names(tensor.unsafeGetTensorImpl()) &&
          (meta == nullptr || static_cast<const torch::autograd::AutogradMeta*>(meta)->fw_grad_ == nullptr) &&
-         (tensor.numel() == 0 || tensor.const_data_ptr() != nullptr);
+         tensor.storage().nbytes() >= static_cast<size_t>(tensor.storage_offset() + tensor.numel()) * tensor.itemsize();
 }
 
 Tensor converted_here(const Tensor& tensor, ScalarType type) {
@@ -108,7 +108,7 @@ Pointer new_node() {
 
 bool is_recorded(const Tensor& tensor) {
   return at::GradMode::is_enabled() && tensor.requires_grad() &&
-         !c10::impl::tls_local_dispatch_key_set().excluded_.has(c10::DispatchKey::AutogradCPU);
+         !c10::impl::tls_local_dispatch_key_set().excluded_.has(c10::DispatchKey::AutogradFunctionality);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/reciprocal.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/Exceptions.h>
@@ -37,6 +38,16 @@ void count_write(const Tensor& tensor) {
 
 template <class Number>
 Number& number_in(const Tensor& tensor) {
+  constexpr ScalarType type = c10::CppTypeToScalarType<Number>::value;
+  TORCH_CHECK(tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.numel() == 1 && tensor.scalar_type() == type,
+              "expected one number of ",
+              type,
+              " on the CPU, and found a tensor of ",
+              tensor.numel(),
+              " of ",
+              tensor.scalar_type(),
+              " on ",
+              tensor.device());
   return *static_cast<Number*>(tensor.mutable_data_ptr());
 }
 
@@ -92,15 +103,111 @@ PyObject* update_scale(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // Gradients
 
 // Whether they are a few elements, side by side, in the memory of the CPU.
-bool are_few(const std::vector<Tensor>& grads) {
+bool are_few(const std::vector<Tensor>& tensors) {
   int64_t elements = 0;
-  for (const Tensor& grad : grads) {
-    elements += grad.numel();
-    if (!grad.is_cpu() || !grad.is_non_overlapping_and_dense() || elements > kFew) {
+  for (const Tensor& tensor : tensors) {
+    elements += tensor.numel();
+    if (!tensor.is_cpu() || !tensor.is_non_overlapping_and_dense() || elements > kFew) {
       return false;
     }
   }
   return true;
+}
+
+// The tensors of a list; false if one is not ordinary, or has a graph of its own.
+bool list_ordinary(PyObject* list, std::vector<Tensor>& tensors, bool may_require_grad = false) {
+  tensors.reserve(PyList_GET_SIZE(list));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
+    PyObject* object = PyList_GET_ITEM(list, i);
+    if (!is_tensor(object) || !is_ordinary(tensor_of(object)) ||
+        (!may_require_grad && tensor_of(object).requires_grad())) {
+      return false;
+    }
+    tensors.push_back(tensor_of(object));
+  }
+  return true;
+}
+
+// Applies an operation to few elements of two lists; false, and nothing is done, if they are not that.
+template <class Operation>
+bool visit_few(PyObject* narrow_list, PyObject* wide_list, const Operation& operation, bool weights, bool* finite) {
+  TORCH_CHECK_TYPE(PyList_CheckExact(narrow_list) && PyList_CheckExact(wide_list), "expected lists of tensors");
+  std::vector<Tensor> narrow, wide;
+  if (!list_ordinary(narrow_list, narrow, weights) || !list_ordinary(wide_list, wide, weights) || !are_few(narrow) ||
+      !are_few(wide) || narrow.size() != wide.size()) {
+    return false;
+  }
+  for (size_t i = 0; i < narrow.size(); ++i) {
+    if (wide[i].scalar_type() != ScalarType::Float || narrow[i].sizes() != wide[i].sizes() ||
+        narrow[i].strides() != wide[i].strides()) {
+      return false;
+    }
+  }
+  for (size_t i = 0; i < narrow.size(); ++i) {
+    with_type(narrow[i].scalar_type(), [&](auto* type) {
+      double sum;
+      auto* from = static_cast<decltype(type)>(narrow[i].mutable_data_ptr());
+      *finite &= visit_chunk(from, static_cast<float*>(wide[i].mutable_data_ptr()), wide[i].numel(), operation, sum);
+    });
+    if (operation.writes_narrow()) {
+      count_write(narrow[i]);
+    }
+    if (Operation::kWritesWide) {
+      count_write(wide[i]);
+    }
+  }
+  return true;
+}
+
+// unscale_into(grads, master_grads, inv_scale, found_inf, write_back, adds): the operators unscale_copy and
+// unscale_add; False, and nothing is done, if they are not a few elements on the CPU.
+PyObject* unscale_into(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 6 && is_tensor(args[2]) && is_tensor(args[3]), "expected lists, numbers and flags");
+  const Tensor &inv_scale = tensor_of(args[2]), &found_inf = tensor_of(args[3]);
+  if (!inv_scale.is_cpu() || !found_inf.is_cpu()) {
+    Py_RETURN_FALSE;
+  }
+  const float factor = number_in<float>(inv_scale);
+  const bool write_back = args[4] == Py_True;
+  bool finite = true;
+  const bool done = args[5] == Py_True ? visit_few(args[0], args[1], UnscaleAdd{factor, write_back}, false, &finite)
+                                       : visit_few(args[0], args[1], UnscaleCopy{factor, write_back}, false, &finite);
+  if (!finite) {
+    number_in<float>(found_inf) = 1;
+  }
+  return PyBool_FromLong(done);
+  END_HANDLE_TH_ERRORS
+}
+
+// copy_to_half(masters, halves): the operator of that name; False, and nothing is done, if they are not a few elements
+// on the CPU.
+PyObject* copy_to_half(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 2, "expected two lists");
+  bool finite = true;
+  return PyBool_FromLong(visit_few(args[1], args[0], CopyToHalf{}, true, &finite));
+  END_HANDLE_TH_ERRORS
+}
+
+// float32_like(tensors): a list of new tensors, shaped and laid out as these; what they hold does not count.
+PyObject* float32_like(PyObject*, PyObject* tensors) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(PyList_CheckExact(tensors), "expected float32_like(list)");
+  Ref made = Ref::taken(PyList_New(PyList_GET_SIZE(tensors)));
+  for (Py_ssize_t i = 0; made && i < PyList_GET_SIZE(tensors); ++i) {
+    PyObject* object = PyList_GET_ITEM(tensors, i);
+    TORCH_CHECK_TYPE(THPVariable_Check(object), "expected tensors");
+    const at::NoGradGuard without_graph;
+    const Tensor& tensor = tensor_of(object);
+    PyObject* like = THPVariable_Wrap(at::empty_like(tensor, tensor.options().dtype(ScalarType::Float)));
+    if (like == nullptr) {
+      return nullptr;
+    }
+    PyList_SET_ITEM(made.get(), i, like);
+  }
+  return made.release();
+  END_HANDLE_TH_ERRORS
 }
 
 Tensor unscale_few(const std::vector<Tensor>& grads, float scale) {
@@ -133,14 +240,9 @@ PyObject* unscale_by(PyObject*, PyObject* const* args, Py_ssize_t count) {
   TORCH_CHECK_TYPE(count == 2 && PyList_CheckExact(args[0]) && is_tensor(args[1]), "expected unscale_by(list, tensor)");
   const Tensor& scale = tensor_of(args[1]);
   std::vector<Tensor> grads;
-  grads.reserve(PyList_GET_SIZE(args[0]));
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); ++i) {
-    PyObject* object = PyList_GET_ITEM(args[0], i);
-    if (!is_tensor(object) || !is_ordinary(tensor_of(object)) || tensor_of(object).requires_grad() ||
-        tensor_of(object).device() != scale.device()) {
-      Py_RETURN_NONE;
-    }
-    grads.push_back(tensor_of(object));
+  const auto is_elsewhere = [&](const Tensor& grad) { return grad.device() != scale.device(); };
+  if (!list_ordinary(args[0], grads) || std::any_of(grads.begin(), grads.end(), is_elsewhere)) {
+    Py_RETURN_NONE;
   }
   const bool here = scale.is_cpu() && are_few(grads);
   Tensor found_inf = here ? unscale_few(grads, number_in<float>(scale)) : unscale_many(grads, scale);
@@ -154,6 +256,9 @@ PyObject* unscale_by(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyMethodDef functions[] = {{"copy_of", copy_of, METH_O, nullptr},
                            {"update_scale", fast(update_scale), METH_FASTCALL, nullptr},
                            {"unscale_by", fast(unscale_by), METH_FASTCALL, nullptr},
+                           {"unscale_into", fast(unscale_into), METH_FASTCALL, nullptr},
+                           {"copy_to_half", fast(copy_to_half), METH_FASTCALL, nullptr},
+                           {"float32_like", float32_like, METH_O, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

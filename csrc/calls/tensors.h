@@ -109,7 +109,8 @@ inline void with_type(ScalarType type, const Function& function) {
 
 // Whether the operators take a tensor as it is.
 inline bool is_ordinary(const Tensor& tensor) {
-  return is_castable(tensor.scalar_type()) && tensor.layout() == at::kStrided && !tensor.is_neg();
+  return is_castable(tensor.scalar_type()) && tensor.layout() == at::kStrided && !tensor.is_neg() &&
+         !tensor._is_zerotensor();
 }
 
 }  // namespace ampatch

@@ -794,6 +794,7 @@ class TestUnderAmp:
         assert_same_state(dict(model.state_dict()), dict(expected))
 
 
+@pytest.mark.usefixtures("far_away")
 class TestSkippingInTheKernel:
     """What spares a training step the wait for the verdict on its gradients."""
 

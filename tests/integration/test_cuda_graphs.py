@@ -201,6 +201,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return begin
 
 
+@pytest.mark.usefixtures("far_away")
 class TestUnderCapture:
     """On any device, of steps that amp takes for captured ones."""
 
