@@ -97,12 +97,12 @@ struct CastBackward : ToCopyBackward0 {
 };
 
 // torch held its nodes by std::shared_ptr before 2.13.
-template <class Pointer>
+template <class Pointer, class Made = CastBackward>
 Pointer new_node() {
-  if constexpr (std::is_constructible_v<Pointer, CastBackward*, void (*)(Node*)>) {
-    return Pointer(new CastBackward(), [](auto* node) { deleteNode(node); });
+  if constexpr (std::is_constructible_v<Pointer, Made*, void (*)(Node*)>) {
+    return Pointer(new Made(), [](auto* node) { deleteNode(node); });
   } else {
-    return c10::make_intrusive<CastBackward>();
+    return c10::make_intrusive<Made>();
   }
 }
 

@@ -133,6 +133,10 @@ template <class Operation>
 bool visit_few(PyObject* narrow_list, PyObject* wide_list, const Operation& operation, bool weights, bool* finite) {
   TORCH_CHECK_TYPE(PyList_CheckExact(narrow_list) && PyList_CheckExact(wide_list), "expected lists of tensors");
   std::vector<Tensor> narrow, wide;
+  if (PyList_GET_SIZE(narrow_list) == 0 || !is_tensor(PyList_GET_ITEM(narrow_list, 0)) ||
+      !tensor_of(PyList_GET_ITEM(narrow_list, 0)).is_cpu()) {
+    return false;  // without a look at each
+  }
   if (!list_ordinary(narrow_list, narrow, weights) || !list_ordinary(wide_list, wide, weights) || !are_few(narrow) ||
       !are_few(wide) || narrow.size() != wide.size()) {
     return false;
