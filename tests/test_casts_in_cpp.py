@@ -8,6 +8,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import multiprocessing
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -32,8 +35,8 @@ FEW = 4096  # beyond so many elements torch makes the cast
 HALF = torch.float16
 
 
-def itself(tensor: Tensor) -> Tensor:
-    return tensor
+# A builtin that gives back its argument: where torch.compile has run, functions in Python are called in Python.
+itself = torch.resolve_conj
 
 
 def in_cpp(dtype: torch.dtype) -> Cast:
@@ -77,38 +80,40 @@ def assert_alike(made: Callable[[Cast], Any]) -> Any:
     return found
 
 
-class TestTheWay:
-    """Without this all else could be true of torch's own casts."""
+# In a process of its own, as a kernel for torch's cast is left with the process.
+NOTING_TORCHS_CASTS = """
+import torch
+from ampatch import amp
 
-    @pytest.fixture
-    def copied(self) -> Iterator[list[int]]:
-        """How many elements torch has cast, call by call."""
-        found: list[int] = []
+model = torch.nn.Linear(64, 64, bias=False)
+model, _ = amp.initialize(model, torch.optim.SGD(model.parameters()), half_dtype=torch.float16, verbosity=0)
+noted = []
 
-        def _to_copy(tensor: Tensor, *, dtype: torch.dtype, **_: object) -> Tensor:
-            found.append(tensor.numel())
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype).copy_(tensor)
+def _to_copy(tensor, *, dtype, **_):
+    noted.append(tensor.numel())
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype).copy_(tensor)
 
-        library = torch.library.Library("aten", "IMPL")
-        library.impl("_to_copy", _to_copy, "CPU")
-        yield found
-        library._destroy()
+library = torch.library.Library("aten", "IMPL")
+library.impl("_to_copy", _to_copy, "CPU")
+for rows in (1, 64, 65):
+    noted.clear()
+    amp.clear_cache()
+    result = torch.matmul(torch.ones(rows, 64, requires_grad=True), model.weight)
+    result.backward(torch.ones_like(result))
+    print(result.dtype, noted)
+"""
 
-    @pytest.mark.parametrize("make", [torch.ones, lambda n: torch.ones(n, requires_grad=True)], ids=["plain", "grad"])
-    def test_a_few_elements_are_cast_past_the_dispatcher_there_and_back_and_more_by_torch(self, copied, make):
-        cast = in_cpp(HALF)
-        copied.clear()
-        for count in (0, 1, 7, FEW, FEW + 1):
-            result = cast(make(count))
-            if result.requires_grad:
-                result.backward(torch.ones(count, dtype=HALF))
-        assert set(copied) == {FEW + 1}
 
-    def test_so_are_weights(self, copied):
-        cast = in_cpp(HALF)
-        copied.clear()
-        cast(nn.Parameter(torch.ones(FEW))).backward(torch.ones(FEW, dtype=HALF))
-        assert copied == []
+def test_a_few_elements_are_cast_past_the_dispatcher_there_and_back_and_more_by_torch(compiled_calls):
+    environment = {**os.environ, "AMPATCH_CALLS": "compiled"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", NOTING_TORCHS_CASTS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [*["torch.float16 []"] * 2, f"torch.float16 {[65 * 64] * 2}"]
 
 
 class TestValues:
@@ -432,7 +437,7 @@ class TestRegions:
             with torch.autograd.profiler.profile() as profile:
                 cast(tensor)
                 before.sum().backward()
-            return [event.name for event in profile.function_events]
+            return [event.name for event in profile.function_events if event.name != "aten::resolve_conj"]
 
         found = assert_alike(seen)
         assert found.count("aten::_to_copy") == found.count("aten::to") == 2

@@ -405,6 +405,8 @@ class TestBuild:
         (directory / "operators.cpp").write_text("")
         (directory / "calls").mkdir()
         (directory / "calls" / "calls.cpp").write_text("")
+        for name in extension.CALLS.shared:
+            (directory / name).write_text("")
         compiler = tmp_path / "compiler"
         compiler.write_text(
             '#!/bin/sh\ncase "$*" in *--version*) echo "mine 1.0"; exit 0;; esac\n'
