@@ -312,6 +312,7 @@ def test_the_command_to_go_on_is_the_one_that_was_typed(
     assert demo._program() == typed
 
 
+@pytest.mark.slow
 class TestStates:
     """A run that goes on from a state, saved and loaded, is the run that it was."""
 
