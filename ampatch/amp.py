@@ -347,7 +347,7 @@ def scale_loss(
     """
     if _is_disabled():
         return contextlib.nullcontext(loss)
-    live = process.live or _require_session("amp.scale_loss")
+    live = _require_session("amp.scale_loss")
     optimizer_list = _as_list(optimizers)
     if not optimizer_list:
         raise OptionError("amp.scale_loss got no optimizer, so that gradients would stay scaled; expected one or more.")

@@ -102,7 +102,7 @@ def in_use() -> str:
 
 def compiled() -> ModuleType | None:
     """The module in C++, for what else it has; None where Python is in use."""
-    return (_Process.choice or _current()).module  # asked several times in every step
+    return _current().module
 
 
 def new_store() -> Store:
@@ -119,7 +119,7 @@ def new_book() -> Book:
 
 def suspended(switch: Switch) -> AbstractContextManager[None]:
     """`Switch.suspended`, by the implementation in use."""
-    module = _current().module
+    module = compiled()
     return switch.suspended() if module is None else module.Region(switch.thread)
 
 
@@ -174,7 +174,7 @@ class Accelerator:
 
 
 def _current() -> _Choice:
-    if _Process.choice is None:
+    if _Process.choice is None:  # mostly it is not, and this is asked several times in every step
         prepare()
         assert _Process.choice is not None
     return _Process.choice

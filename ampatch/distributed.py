@@ -24,8 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampatch.errors import UsageError
 
-_CAN_BE_SEVERAL = dist.is_available()
-
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -48,11 +46,7 @@ class Group:
 
 
 class Processes:
-    """What a session knows of the processes beside its own.
-
-    Attributes:
-        has_wrappers: whether there was any model that a wrapper has spread over processes.
-    """
+    """What a session knows of the processes beside its own."""
 
     def __init__(self) -> None:
         # In the order in which they were found, which is the same everywhere: the outer ones first.
@@ -60,7 +54,11 @@ class Processes:
         self._flattening: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # of FSDP1
         self._sharding: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # of FSDP2
         self._layouts: dict[tuple[Any, tuple[Any, ...]], _Spread] = {}
-        self.has_wrappers = False
+
+    @property
+    def has_wrappers(self) -> bool:
+        """Whether there is any model that a wrapper has spread over processes."""
+        return bool(self._replicating or self._flattening or self._sharding)
 
     def find_wrappers(self, model: nn.Module) -> None:
         """Takes note of the wrappers in a model; one made later is found when it is asked for again, or by `add`."""
@@ -69,10 +67,8 @@ class Processes:
             if isinstance(module, DistributedDataParallel):
                 self.add(module)
             elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
-                self.has_wrappers = True
                 self._flattening[module] = None
             elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
-                self.has_wrappers = True
                 self._sharding[module] = None
 
     @property
@@ -82,7 +78,6 @@ class Processes:
 
     def add(self, wrapper: DistributedDataParallel) -> None:
         """Takes note of a wrapper."""
-        self.has_wrappers = True
         self._replicating.setdefault(wrapper, _Next.AS_IT_IS_TOLD)
 
     def note_forward(self, wrapper: DistributedDataParallel) -> None:
@@ -91,7 +86,6 @@ class Processes:
         Once it is to reduce them, forwards that are not to do not change that.
         """
         if torch.is_grad_enabled() and self._replicating.get(wrapper) is not _Next.REDUCES:
-            self.has_wrappers = True
             self._replicating[wrapper] = _Next.REDUCES if wrapper.require_backward_grad_sync else _Next.POSTPONES
 
     def note_backward(self) -> None:
@@ -162,7 +156,7 @@ class Processes:
             found_inf: 0-dimensional float32, not 0 after an overflow; changed in place.
             parameters: those whose gradients were looked at, whether they have any here or not.
         """
-        if is_alone():
+        if _is_alone():
             return
         for group in dict.fromkeys(group for spread in self._spreads(parameters) for group in spread.holders):
             group.reduce_(found_inf, dist.ReduceOp.MAX)
@@ -174,7 +168,7 @@ class Processes:
     def by_pieces(self, parameters: Iterable[Tensor]) -> list[tuple[tuple[Group, ...], list[Tensor]]]:
         """Parameters by the groups over which their elements are spread, which is none where they are whole."""
         parameters = list(parameters)
-        if is_alone():
+        if _is_alone():
             return [((), parameters)]
         parts: dict[tuple[Group, ...], list[Tensor]] = {}
         for parameter, spread in zip(parameters, self._spreads(parameters), strict=True):
@@ -183,7 +177,7 @@ class Processes:
 
     def _spreads(self, parameters: Iterable[Tensor]) -> Iterator[_Spread]:
         """How each of them lies on processes; none where there is this process only."""
-        if is_alone():
+        if _is_alone():
             return iter(())
         # Of modules in one another the inner one's word counts.
         flat = {id(each): module for module in list(self._flattening) for each in module.parameters()}
@@ -246,14 +240,14 @@ def _spread_within(module: Any) -> _Spread:
     return _Spread((group,), () if is_whole else (group,))
 
 
-def is_alone() -> bool:
+def _is_alone() -> bool:
     """Whether torch was told of no other process."""
-    return not (_CAN_BE_SEVERAL and dist.is_initialized())
+    return not (dist.is_available() and dist.is_initialized())
 
 
 def replicating_wrappers() -> list[DistributedDataParallel]:
     """All that there are in this process; looks through all of Python's objects, if several processes were set up."""
-    if is_alone():
+    if _is_alone():
         return []
     # By its type: to ask a lazy proxy for its class would make it import.
     return [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]

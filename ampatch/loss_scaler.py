@@ -213,10 +213,8 @@ class LossScaler:
         """
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
             raise OptionError(f"the loss is {_kind(loss)}; expected a floating tensor.")
-        if loss.device != self._scale.device:
-            self.to(loss.device)
-        if loss.dtype is not torch.float32:
-            loss = loss.float()
+        self.to(loss.device)
+        loss = loss.float()
         return loss if self.is_one else loss * self._scale
 
     def unscale_(self, grads: Iterable[Tensor | None]) -> Tensor:

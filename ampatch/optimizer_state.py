@@ -23,10 +23,7 @@ from ampatch.opt_levels import HALVES
 
 def parameters_of(optimizer: Any) -> Iterator[Tensor]:
     """The tensors that an optimizer updates, group by group."""
-    groups = optimizer.param_groups
-    if len(groups) == 1:
-        return iter(groups[0]["params"])
-    return itertools.chain.from_iterable([group["params"] for group in groups])
+    return itertools.chain.from_iterable([group["params"] for group in optimizer.param_groups])
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -39,7 +36,7 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 def has_gradients(parameters: Iterable[Tensor]) -> bool:
     """Whether there is any gradient."""
-    return any(parameter.grad is not None for parameter in parameters)
+    return not are_bare(parameters)
 
 
 def are_bare(parameters: Iterable[Tensor], may_be_half: bool = True) -> bool:

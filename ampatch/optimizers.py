@@ -373,8 +373,7 @@ class AdoptedOptimizer:
         if folded is None and self.scaled_by is not None:
             self._check_unscaled("optimizer.step() was called on gradients that are")
         self.check_shared("optimizer.step() would use")
-        if self._unsettled:
-            self._settle(wait=False)
+        self._settle(wait=False)
         if folded is not None and not (folded.are(self.gradients()) and self._divides_by_itself(args, kwargs)):
             self.unfold()
         if self.masters.wanted:
@@ -383,9 +382,7 @@ class AdoptedOptimizer:
         passes, self.passes = self.passes, []
         try:
             # A kernel that skips takes longer, and is for where somebody would have to wait.
-            would_wait = False
-            for scaling in passes:
-                would_wait = would_wait or not scaling.is_at_hand
+            would_wait = any(not scaling.is_at_hand for scaling in passes)
             if (would_wait or self._folded is not None) and self._skips_by_itself(args, kwargs):
                 return self._step_or_skip(original, passes)
             if would_wait and is_capturing():
@@ -407,8 +404,7 @@ class AdoptedOptimizer:
 
     def _settle_before(self, passes: Sequence[Scaling]) -> None:
         """A step is to be made or skipped by amp, which has read what came of these passes."""
-        if self._unsettled:
-            self._settle(wait=bool(passes))
+        self._settle(wait=bool(passes))
         if self._unsettled:
             self._unsettled.append([])  # in its order behind steps that are not settled yet
         else:
@@ -417,7 +413,7 @@ class AdoptedOptimizer:
             self._near_floor = any(scaling.ended_at_floor for scaling in passes)
 
     def _step(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = _closure(args, kwargs) if args or kwargs else None
+        closure = _closure(args, kwargs)
         if closure is not None:
             with_casts = functools.partial(self._evaluate, closure)
             args, kwargs = ((with_casts, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": with_casts})
@@ -546,7 +542,7 @@ class AdoptedOptimizer:
 
     def _settle(self, wait: bool) -> None:
         """Reads what became of steps that nobody waited for, in their order."""
-        if is_capturing():  # it may not even be asked whether it is there
+        if not self._unsettled or is_capturing():  # then it may not even be asked whether it is there
             return
         while self._unsettled and (wait or all(scaling.has_arrived for scaling in self._unsettled[0])):
             overflowed = [scaling for scaling in self._unsettled.popleft() if scaling.overflowed]

@@ -6,13 +6,12 @@ with ``delay_unscale=True`` can be taken up from there, and ended.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch import Tensor
 
 from ampatch import kernels
-from ampatch.distributed import Processes, is_alone
+from ampatch.distributed import Processes
 from ampatch.errors import UsageError
 from ampatch.optimizer_state import gradients_of, has_gradients
 from ampatch.optimizers import AdoptedOptimizer
@@ -124,14 +123,11 @@ class ScaledPass:
 
     def finish(self, delay_overflow_check: bool = False) -> None:
         """Unscales, looks for overflow, lets the scale react."""
-        try:
+        with self.whole():
             found_inf = self._unscale()
-            if found_inf is not None and not is_alone():
+            if found_inf is not None:
                 self._processes.agree(found_inf, self._model_parameters())
             self.settle(found_inf, delay_overflow_check)
-        except BaseException:
-            self.abandon()
-            raise
 
     def settle(self, found_inf: Tensor | None, delay_overflow_check: bool = False) -> None:
         """The gradients are unscaled now: what was found of them decides on the next steps, and moves the scale.
@@ -186,14 +182,9 @@ class ScaledPass:
                 each.take_gradients(inv_scale, found_inf)
         return found_inf
 
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
+    def whole(self) -> _Whole:
         """Work on the gradients that is done for all of them, or leaves none: memory may run out on the way."""
-        try:
-            yield
-        except BaseException:
-            self.abandon()
-            raise
+        return _Whole(self.abandon)
 
     def _check_may_follow(self, optimizer: AdoptedOptimizer) -> None:
         optimizer.check_shared("this amp.scale_loss would add to", self._optimizers)
@@ -225,6 +216,22 @@ class ScaledPass:
                 "type than its parameters. Put all passes before the last one of a step under no_sync(), or use "
                 "opt_level='O2', which has float32 masters."
             )
+
+
+class _Whole:
+    """The block of `ScaledPass.whole`."""
+
+    __slots__ = ("_abandon",)
+
+    def __init__(self, abandon: Callable[[], None]) -> None:
+        self._abandon = abandon
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._abandon()
 
 
 def _in_place(optimizers: Sequence[AdoptedOptimizer], but: Collection[int] = ()) -> list[Tensor]:

@@ -457,7 +457,7 @@ class Session:
             new = {id(each): check_optimizer(each) for each in optimizers if not self.has_adopted(each)}
             if new:
                 self.adopt([], new.values())
-        adopted = list(map(self.adopted, optimizers))
+        adopted = [self.adopted(optimizer) for optimizer in optimizers]
         scaled_pass = ScaledPass(Scaling(scaler, loss_id), adopted, self.processes)
         if not scaled_pass.begins_at_rest():
             if scaled_pass.go_on():

@@ -13,17 +13,14 @@
 #include "tensors.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 #include <structmember.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
 
-#include <optional>
 #include <string_view>
 
 namespace ampatch {
@@ -238,9 +235,7 @@ bool is_named(PyObject* name, PyObject* text) {
 // Whether this thread is in none of those regions, of modes, tracers, transforms, autocast or without casts, that only
 // the Python code knows.
 bool is_ordinary_here() {
-  const auto here = c10::impl::tls_local_dispatch_key_set();
-  return (here.included_ - c10::default_included_set).empty() && (c10::default_excluded_set - here.excluded_).empty() &&
-         !at::impl::torch_function_mode_enabled();
+  return has_usual_keys() && !at::impl::torch_function_mode_enabled();
 }
 
 // Whether somebody is asked about every frame before it runs, as torch.compile has it where it may compile one.

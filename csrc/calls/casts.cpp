@@ -43,9 +43,7 @@ void convert(const From* from, To* to, int64_t count) {
 
 // Whether there is nobody in this thread who is to hear of operators: modes, tracers, transforms, profilers.
 bool is_unobserved() {
-  const auto here = c10::impl::tls_local_dispatch_key_set();
-  return (here.included_ - c10::default_included_set).empty() && (c10::default_excluded_set - here.excluded_).empty() &&
-         !at::hasCallbacks();
+  return has_usual_keys() && !at::hasCallbacks();
 }
 
 // Dimensions have names until torch 2.12.

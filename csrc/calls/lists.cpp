@@ -10,6 +10,15 @@ namespace ampatch {
 
 namespace {
 
+// The gradient of a parameter, or None; empty with a Python exception set.
+Ref gradient_of(PyObject* parameter) {
+  if (!is_tensor(parameter)) {  // a subclass may have its own idea of what its gradient is
+    return Ref::taken(PyObject_GetAttrString(parameter, "grad"));
+  }
+  const Tensor& gradient = tensor_of(parameter).grad();
+  return gradient.defined() ? Ref::taken(THPVariable_Wrap(gradient)) : Ref::shared(Py_None);
+}
+
 // gradients_of(parameters): a list of the gradients that are there, each once.
 PyObject* gradients_of(PyObject*, PyObject* parameters) {
   HANDLE_TH_ERRORS
@@ -21,15 +30,7 @@ PyObject* gradients_of(PyObject*, PyObject* parameters) {
   ska::flat_hash_set<PyObject*> seen;
   seen.reserve(PySequence_Fast_GET_SIZE(sequence.get()));
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.get()); ++i) {
-    PyObject* parameter = PySequence_Fast_GET_ITEM(sequence.get(), i);
-    Ref gradient;
-    if (!is_tensor(parameter)) {  // a subclass may have its own idea of what its gradient is
-      gradient = Ref::taken(PyObject_GetAttrString(parameter, "grad"));
-    } else if (const Tensor& defined = tensor_of(parameter).grad(); defined.defined()) {
-      gradient = Ref::taken(THPVariable_Wrap(defined));
-    } else {
-      continue;
-    }
+    const Ref gradient = gradient_of(PySequence_Fast_GET_ITEM(sequence.get(), i));
     if (!gradient) {
       return nullptr;
     }
@@ -76,18 +77,12 @@ PyObject* are_bare(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const bool may_be_half = args[1] == Py_True;
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.get()); ++i) {
     PyObject* parameter = PySequence_Fast_GET_ITEM(sequence.get(), i);
-    if (!is_tensor(parameter)) {
-      const Ref gradient = Ref::taken(PyObject_GetAttrString(parameter, "grad"));
-      if (!gradient) {
-        return nullptr;
-      }
-      if (gradient.get() != Py_None) {
-        Py_RETURN_FALSE;
-      }
-    } else if (tensor_of(parameter).grad().defined()) {
-      Py_RETURN_FALSE;
+    const Ref gradient = gradient_of(parameter);
+    if (!gradient) {
+      return nullptr;
     }
-    if (!may_be_half && THPVariable_Check(parameter) && is_half(tensor_of(parameter).scalar_type())) {
+    const bool is_wrong = !may_be_half && THPVariable_Check(parameter) && is_half(tensor_of(parameter).scalar_type());
+    if (gradient.get() != Py_None || is_wrong) {
       Py_RETURN_FALSE;
     }
   }

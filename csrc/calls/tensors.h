@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <utility>
@@ -105,6 +106,12 @@ inline void with_type(ScalarType type, const Function& function) {
   } else {
     function(static_cast<float*>(nullptr));
   }
+}
+
+// Whether this thread is in none of the regions that torch's dispatcher knows: modes, tracers, transforms, autocast.
+inline bool has_usual_keys() {
+  const auto here = c10::impl::tls_local_dispatch_key_set();
+  return (here.included_ - c10::default_included_set).empty() && (c10::default_excluded_set - here.excluded_).empty();
 }
 
 // Whether the operators take a tensor as it is.
