@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,24 @@ def completed(command: Sequence[str], cwd: Path, env: Mapping[str, str]) -> subp
         if _TORCHS_OWN_ABORT not in done.stderr:
             break
     return done
+
+
+def together(functions: Iterable[Callable[[], object]]) -> None:
+    """Runs functions in threads of their own, which begin at once; the first error in one of them is raised here."""
+
+    def run(function: Callable[[], object]) -> None:
+        try:
+            barrier.wait(60)
+            function()
+        except BaseException as error:  # noqa: BLE001 - raised below, where the test is
+            errors.append(error)
+
+    functions = list(functions)
+    barrier, errors = threading.Barrier(len(functions)), []
+    threads = [threading.Thread(target=run, args=[function]) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error

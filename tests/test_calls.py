@@ -19,7 +19,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from helpers import HALF_DTYPES, dtype_name
+from helpers import HALF_DTYPES, dtype_name, together
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -395,11 +395,7 @@ class TestWeights:
                         faults.append(weight)
                 compiled.cache.end_iteration()
 
-        threads = [threading.Thread(target=run) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together([run] * 4)
         assert not faults
 
     def test_a_store_keeps_no_weight_alive(self, implementations):

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from helpers import HALF_DTYPES, assert_same_bits, dtype_name
+from helpers import HALF_DTYPES, assert_same_bits, dtype_name, together
 from test_calls import Implementation
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -525,9 +524,5 @@ def test_threads_cast_one_tensor_at_once():
             ):
                 faults.append(result)
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together([run] * 4)
     assert not faults

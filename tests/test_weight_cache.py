@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF_DTYPES, dtype_name
+from helpers import HALF_DTYPES, dtype_name, together
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -782,11 +782,7 @@ class TestNothingGrows:
             except Exception as error:  # noqa: BLE001 - which is what the test looks for
                 errors.append(error)
 
-        threads = [threading.Thread(target=run) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together([run] * 4)
         assert errors == []
 
 

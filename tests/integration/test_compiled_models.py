@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import threading
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from helpers import DEVICES, HALF_DTYPES, casts_on, dtype_name
+from helpers import DEVICES, HALF_DTYPES, casts_on, dtype_name, together
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -334,11 +333,7 @@ class TestRegionsWithoutCasts:
 
         with casts_on():
             expected = (tuple(dtypes(fast(x, w))), torch.bfloat16)
-            threads = [threading.Thread(target=run) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            together([run] * 4)
         assert seen == [expected] * 200
 
     @pytest.mark.parametrize("strict", [True, False])

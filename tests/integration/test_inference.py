@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import DEVICES, HALF_DTYPES, assert_same_bits, dtype_name
+from helpers import DEVICES, HALF_DTYPES, assert_same_bits, dtype_name, together
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -196,11 +196,7 @@ class TestTheBlock:
         with torch.inference_mode():
             expected = model(batch(device))
         with amp.frozen_weights(model):
-            threads = [threading.Thread(target=run) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            together([run] * 4)
             assert kept() == WEIGHTS
         assert len(results) == 80
         for result in results:

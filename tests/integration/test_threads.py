@@ -7,11 +7,11 @@ import gc
 import importlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import DEVICES, HALF_DTYPES, assert_same_bits, dtype_name
+from helpers import DEVICES, HALF_DTYPES, assert_same_bits, dtype_name, together
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -78,27 +78,6 @@ class Trainer:
     def compute_types(self) -> set[tuple[str, torch.dtype]]:
         seen, self.model.seen[:] = set(self.model.seen), []
         return seen
-
-
-def together(functions: Iterable[Callable[[], object]]) -> None:
-    """Runs functions in threads of their own, which begin at once; the first error in one of them is raised here."""
-
-    def run(function: Callable[[], object]) -> None:
-        try:
-            barrier.wait(60)
-            function()
-        except BaseException as error:  # noqa: BLE001 - raised below, where the test is
-            errors.append(error)
-
-    functions = list(functions)
-    barrier, errors = threading.Barrier(len(functions)), []
-    threads = [threading.Thread(target=run, args=[function]) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        raise error
 
 
 def train_side_by_side(device: str, seconds: float, **options: object) -> None:
