@@ -345,9 +345,9 @@ def scale_loss(
         UsageError: before ``amp.initialize``; or gradients of two scales would be added up.
         OptionError: ``loss_id`` is out of range, or an argument is of the wrong kind.
     """
-    if _is_disabled():
+    if process.disabled:
         return contextlib.nullcontext(loss)
-    live = _require_session("amp.scale_loss")
+    live = process.live or _require_session("amp.scale_loss")
     optimizer_list = _as_list(optimizers)
     if not optimizer_list:
         raise OptionError("amp.scale_loss got no optimizer, so that gradients would stay scaled; expected one or more.")
@@ -479,7 +479,7 @@ def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
 
 def state_dict() -> dict[str, dict[str, float | int]]:
     """The states of the loss scalers as plain numbers, under "loss_scaler0" and on. Waits for the device."""
-    if _is_disabled():
+    if process.disabled:
         return {}
     scalers = _require_session("amp.state_dict").scalers
     return {f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(scalers)}
@@ -504,7 +504,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         AmpWarning: the names of the scalers differ; those that both have are loaded. Or a ``GradScaler`` had other
             settings.
     """
-    if _is_disabled():
+    if process.disabled:
         return
     live = _require_session("amp.load_state_dict")
     if not isinstance(state_dict, Mapping):
@@ -560,7 +560,7 @@ def get_loss_scale(loss_id: int = 0) -> float:
     Raises:
         OptionError: ``loss_id`` is out of range.
     """
-    if _is_disabled():
+    if process.disabled:
         return 1.0
     return _require_session("amp.get_loss_scale").scaler(loss_id).state.loss_scale
 
@@ -572,7 +572,7 @@ def step_was_skipped(optimizer: Any) -> bool:
         OptionError: it is no optimizer.
         UsageError: it was never handed to ``amp.initialize``.
     """
-    if _is_disabled():
+    if process.disabled:
         return False
     return _require_session("amp.step_was_skipped").adopted(check_optimizer(optimizer)).step_was_skipped
 
@@ -584,7 +584,7 @@ def skipped_steps(optimizer: Any) -> int:
         OptionError: it is no optimizer.
         UsageError: it was never handed to ``amp.initialize``.
     """
-    if _is_disabled():
+    if process.disabled:
         return 0
     return _require_session("amp.skipped_steps").adopted(check_optimizer(optimizer)).skipped_steps
 
@@ -675,10 +675,6 @@ def _register(owner: Any, name: str, treatment: Treatment, dtype: torch.dtype | 
     if unfit:
         raise OptionError(unfit)
     register(Registration(owner, name, treatment, dtype))
-
-
-def _is_disabled() -> bool:
-    return process.disabled
 
 
 def _require_session(what: str) -> Session:

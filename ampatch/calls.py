@@ -80,6 +80,7 @@ def select(choice: str | None = None) -> None:
         KernelError: the compiled library was asked for, and there is none that can be loaded.
     """
     _Process.choice = _choose(extension.asked_for(choice, _VARIABLE, CHOICES))
+    compiled.cache_clear()
 
 
 def prepare() -> None:
@@ -100,6 +101,7 @@ def in_use() -> str:
     return _current().why
 
 
+@functools.cache  # so that it takes no frame: it is asked several times in every step
 def compiled() -> ModuleType | None:
     """The module in C++, for what else it has; None where Python is in use."""
     return _current().module
@@ -107,13 +109,13 @@ def compiled() -> ModuleType | None:
 
 def new_store() -> Store:
     """An empty store of the implementation in use."""
-    module = _current().module
+    module = compiled()
     return Store() if module is None else module.Store()
 
 
 def new_book() -> Book:
     """An empty book of the implementation in use."""
-    module = _current().module
+    module = compiled()
     return Book() if module is None else module.Book()
 
 

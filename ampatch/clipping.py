@@ -102,7 +102,7 @@ def _is_plain(optimizer: AdoptedOptimizer) -> bool:
 def _clip_scaled(optimizer: AdoptedOptimizer, scaled_pass: ScaledPass, max_norm: float, processes: Processes) -> Tensor:
     """Ends a pass that left its gradients scaled: reads them once, and writes them once or leaves that to the step."""
     scaling = scaled_pass.scaling
-    with scaled_pass.whole():
+    try:
         inv_scale, found_inf = scaling.scale.reciprocal(), scaling.scaler.no_overflow()
         parts = [*_parts(optimizer.parameters(), processes), ((), optimizer.masters.new_gradients())]
         norm = _norm(parts, inv_scale, found_inf)
@@ -115,6 +115,9 @@ def _clip_scaled(optimizer: AdoptedOptimizer, scaled_pass: ScaledPass, max_norm:
         scaled_pass.settle(found_inf)
         if folds:
             optimizer.fold(scaling, scaling.scale / factor)
+    except BaseException:
+        scaled_pass.abandon()
+        raise
     return norm.float()
 
 

@@ -24,6 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampatch.errors import UsageError
 
+_IS_AVAILABLE = dist.is_available()  # or torch was built without
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -46,19 +48,19 @@ class Group:
 
 
 class Processes:
-    """What a session knows of the processes beside its own."""
+    """What a session knows of the processes beside its own.
+
+    Attributes:
+        has_wrappers: whether any model was found that a wrapper has spread over processes.
+    """
 
     def __init__(self) -> None:
+        self.has_wrappers = False
         # In the order in which they were found, which is the same everywhere: the outer ones first.
         self._replicating: weakref.WeakKeyDictionary[nn.Module, _Next] = weakref.WeakKeyDictionary()
         self._flattening: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # of FSDP1
         self._sharding: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # of FSDP2
         self._layouts: dict[tuple[Any, tuple[Any, ...]], _Spread] = {}
-
-    @property
-    def has_wrappers(self) -> bool:
-        """Whether there is any model that a wrapper has spread over processes."""
-        return bool(self._replicating or self._flattening or self._sharding)
 
     def find_wrappers(self, model: nn.Module) -> None:
         """Takes note of the wrappers in a model; one made later is found when it is asked for again, or by `add`."""
@@ -68,8 +70,10 @@ class Processes:
                 self.add(module)
             elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
                 self._flattening[module] = None
+                self.has_wrappers = True
             elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
                 self._sharding[module] = None
+                self.has_wrappers = True
 
     @property
     def gathers_weights(self) -> bool:
@@ -79,6 +83,7 @@ class Processes:
     def add(self, wrapper: DistributedDataParallel) -> None:
         """Takes note of a wrapper."""
         self._replicating.setdefault(wrapper, _Next.AS_IT_IS_TOLD)
+        self.has_wrappers = True
 
     def note_forward(self, wrapper: DistributedDataParallel) -> None:
         """A wrapper runs forward: now it decides whether the next backward reduces gradients.
@@ -86,6 +91,7 @@ class Processes:
         Once it is to reduce them, forwards that are not to do not change that.
         """
         if torch.is_grad_enabled() and self._replicating.get(wrapper) is not _Next.REDUCES:
+            self.add(wrapper)
             self._replicating[wrapper] = _Next.REDUCES if wrapper.require_backward_grad_sync else _Next.POSTPONES
 
     def note_backward(self) -> None:
@@ -242,7 +248,7 @@ def _spread_within(module: Any) -> _Spread:
 
 def _is_alone() -> bool:
     """Whether torch was told of no other process."""
-    return not (dist.is_available() and dist.is_initialized())
+    return not (_IS_AVAILABLE and dist.is_initialized())
 
 
 def replicating_wrappers() -> list[DistributedDataParallel]:

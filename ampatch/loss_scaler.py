@@ -213,7 +213,8 @@ class LossScaler:
         """
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
             raise OptionError(f"the loss is {_kind(loss)}; expected a floating tensor.")
-        self.to(loss.device)
+        if self._scale.device != loss.device:
+            self.to(loss.device)
         loss = loss.float()
         return loss if self.is_one else loss * self._scale
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ampatch import calls
 from ampatch.casting import cast_floating
 from ampatch.compilers import traced_within_others
 from ampatch.errors import OptionError, UsageError
@@ -81,7 +82,11 @@ def _own_functions(kind: type) -> Iterator[types.FunctionType]:
 def device_type(model: nn.Module) -> str | None:
     """The type of the device that the model's first parameter is on ("cpu", "cuda"); None without parameters."""
     # For a compiler in the way that it knows; but to set the walk over a model up takes longer than the walk.
-    parameter = next(model.parameters(), None) if torch.compiler.is_compiling() else _first_parameter(model)
+    if torch.compiler.is_compiling():
+        parameter = next(model.parameters(), None)
+    else:
+        compiled = calls.compiled()
+        parameter = _first_parameter(model) if compiled is None else compiled.first_parameter(model)
     return None if parameter is None else parameter.device.type
 
 

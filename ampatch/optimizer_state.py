@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -20,10 +21,12 @@ from ampatch.casting import CASTABLE, cast_tensors
 from ampatch.errors import OptionError
 from ampatch.opt_levels import HALVES
 
+_PARAMETERS = operator.itemgetter("params")
+
 
 def parameters_of(optimizer: Any) -> Iterator[Tensor]:
     """The tensors that an optimizer updates, group by group."""
-    return itertools.chain.from_iterable([group["params"] for group in optimizer.param_groups])
+    return itertools.chain.from_iterable(map(_PARAMETERS, optimizer.param_groups))
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import types
 import weakref
 from collections import deque
@@ -41,6 +42,9 @@ NOT_REDUCED = (
     "those of a later one. Run the last forward and backward of a step outside of no_sync; or, if you have reduced "
     "the gradients yourself, call amp.clip_grad_norm_(optimizer, float('inf')), which unscales them."
 )
+
+_IS_AT_HAND = operator.attrgetter("is_at_hand")
+_OVERFLOWED = operator.attrgetter("overflowed")
 
 
 class OptimizerLike(Protocol):
@@ -79,7 +83,8 @@ class AdoptedOptimizer:
         optimizer: the user's; referred to weakly.
         masters: its float32 masters; none where the level has none.
         switch: the session's; off while ``step`` runs, since an optimizer's own arithmetic is not to be cast.
-        after_step: called at the end of every step, skipped or not, with the model's parameters that it updates.
+        after_step: called at the end of every step, skipped or not, with what gives the model's parameters that it
+            updates.
         name_of: a model's parameter's name, for messages.
         others: all optimizers of the session.
         processes: those over which gradients may be spread.
@@ -101,7 +106,7 @@ class AdoptedOptimizer:
         optimizer: OptimizerLike,
         masters: MasterWeights,
         switch: Switch,
-        after_step: Callable[[Iterable[Tensor]], object],
+        after_step: Callable[[Callable[[], Iterable[Tensor]]], object],
         name_of: Callable[[Tensor], str],
         others: Callable[[], Iterable[AdoptedOptimizer]],
         processes: Processes,
@@ -373,7 +378,8 @@ class AdoptedOptimizer:
         if folded is None and self.scaled_by is not None:
             self._check_unscaled("optimizer.step() was called on gradients that are")
         self.check_shared("optimizer.step() would use")
-        self._settle(wait=False)
+        if self._unsettled:
+            self._settle(wait=False)
         if folded is not None and not (folded.are(self.gradients()) and self._divides_by_itself(args, kwargs)):
             self.unfold()
         if self.masters.wanted:
@@ -382,7 +388,7 @@ class AdoptedOptimizer:
         passes, self.passes = self.passes, []
         try:
             # A kernel that skips takes longer, and is for where somebody would have to wait.
-            would_wait = any(not scaling.is_at_hand for scaling in passes)
+            would_wait = not all(map(_IS_AT_HAND, passes))
             if (would_wait or self._folded is not None) and self._skips_by_itself(args, kwargs):
                 return self._step_or_skip(original, passes)
             if would_wait and is_capturing():
@@ -391,7 +397,7 @@ class AdoptedOptimizer:
                     "while a CUDA graph is captured. Use an optimizer with fused=True (and capturable=True, where it "
                     "has that), without exact_hooks, that has made a step before; or a static loss_scale."
                 )
-            overflowed = [scaling for scaling in passes if scaling.overflowed]
+            overflowed = list(filter(_OVERFLOWED, passes))
             self._settle_before(passes)
             if overflowed:
                 self._skip(overflowed)
@@ -400,11 +406,12 @@ class AdoptedOptimizer:
         finally:
             if self.masters.wanted:
                 self.masters.clear_gradients()
-            self._after_step(self.model_parameters())
+            self._after_step(self.model_parameters)
 
     def _settle_before(self, passes: Sequence[Scaling]) -> None:
         """A step is to be made or skipped by amp, which has read what came of these passes."""
-        self._settle(wait=bool(passes))
+        if self._unsettled:
+            self._settle(wait=bool(passes))
         if self._unsettled:
             self._unsettled.append([])  # in its order behind steps that are not settled yet
         else:
@@ -413,7 +420,7 @@ class AdoptedOptimizer:
             self._near_floor = any(scaling.ended_at_floor for scaling in passes)
 
     def _step(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = _closure(args, kwargs)
+        closure = _closure(args, kwargs) if args or kwargs else None
         if closure is not None:
             with_casts = functools.partial(self._evaluate, closure)
             args, kwargs = ((with_casts, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": with_casts})
@@ -421,7 +428,7 @@ class AdoptedOptimizer:
         may_go_back = closure is not None and self._dynamic and not _evaluates_first(self._optimizer())
         before = Snapshot(self._optimizer()) if may_go_back else None
         try:
-            if not self.masters:
+            if not (self.masters.wanted and self.masters):
                 with calls.suspended(self._switch):
                     return original(*args, **kwargs)
             with self._writing(), calls.suspended(self._switch):
@@ -488,7 +495,7 @@ class AdoptedOptimizer:
         self.masters.synchronise()
         self.masters.follow_gradients()
         passes, self.passes = self.passes, []
-        overflowed = [scaling for scaling in passes if scaling.overflowed]
+        overflowed = list(filter(_OVERFLOWED, passes))
         if overflowed:
             raise _ClosureOverflowedError(overflowed, result)
         return result
@@ -542,10 +549,10 @@ class AdoptedOptimizer:
 
     def _settle(self, wait: bool) -> None:
         """Reads what became of steps that nobody waited for, in their order."""
-        if not self._unsettled or is_capturing():  # then it may not even be asked whether it is there
+        if is_capturing():  # then it may not even be asked whether it is there
             return
         while self._unsettled and (wait or all(scaling.has_arrived for scaling in self._unsettled[0])):
-            overflowed = [scaling for scaling in self._unsettled.popleft() if scaling.overflowed]
+            overflowed = list(filter(_OVERFLOWED, self._unsettled.popleft()))
             self._last_was_skipped = bool(overflowed)
             if overflowed:
                 self._skipped_steps += 1

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ampatch import compilers, conversion_plan
+from ampatch import compilers, conversion_plan, models
 from ampatch.errors import OptionError, UsageError
 from ampatch.function_patches import Registration
 from ampatch.session import Hooks, Session, Settings
@@ -115,10 +115,10 @@ def before_forward(model: nn.Module, _: object) -> None:
     session = process.live
     if session is None:
         return
-    session.check_device(model)
+    models.check_device(model, session.device_types)
     if not torch.compiler.is_compiling():
         # It may be older than the session, or a copy.
-        wrapper = DistributedDataParallel._get_active_ddp_module()
+        wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is not None:
             session.note_replicated_forward(wrapper)
         if session.has_masters and not compilers.is_recording():

@@ -6,7 +6,7 @@ with ``delay_unscale=True`` can be taken up from there, and ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor
 
@@ -78,7 +78,7 @@ class ScaledPass:
             if optimizer.scaled_by is not None
             for parameter in optimizer.parameters()
         }
-        with self.whole():
+        try:
             for optimizer in unscaled:
                 optimizer.bring_up_to_date()
                 earlier = optimizer.passes[-1] if optimizer.passes else None
@@ -98,6 +98,9 @@ class ScaledPass:
                     optimizer.masters.follow_clearing()
                     optimizer.masters.follow_zeroing()
                 optimizer.scaled_by = self.scaling
+        except BaseException:
+            self.abandon()
+            raise
         self.scaling.is_open = True
 
     def end(self, delay_unscale: bool, delay_overflow_check: bool) -> None:
@@ -123,11 +126,14 @@ class ScaledPass:
 
     def finish(self, delay_overflow_check: bool = False) -> None:
         """Unscales, looks for overflow, lets the scale react."""
-        with self.whole():
+        try:
             found_inf = self._unscale()
             if found_inf is not None:
                 self._processes.agree(found_inf, self._model_parameters())
             self.settle(found_inf, delay_overflow_check)
+        except BaseException:
+            self.abandon()
+            raise
 
     def settle(self, found_inf: Tensor | None, delay_overflow_check: bool = False) -> None:
         """The gradients are unscaled now: what was found of them decides on the next steps, and moves the scale.
@@ -153,7 +159,7 @@ class ScaledPass:
             self._scaler.update_by(found_inf)
 
     def abandon(self) -> None:
-        """The block raised: no gradient is left half done, and the next iteration starts clean."""
+        """The block raised, or memory ran out on the way: no gradient is left half done, the next pass starts clean."""
         self.scaling.is_open = False
         for optimizer in self._optimizers:
             optimizer.drop_gradients()
@@ -181,10 +187,6 @@ class ScaledPass:
             for each in masters:
                 each.take_gradients(inv_scale, found_inf)
         return found_inf
-
-    def whole(self) -> _Whole:
-        """Work on the gradients that is done for all of them, or leaves none: memory may run out on the way."""
-        return _Whole(self.abandon)
 
     def _check_may_follow(self, optimizer: AdoptedOptimizer) -> None:
         optimizer.check_shared("this amp.scale_loss would add to", self._optimizers)
@@ -216,22 +218,6 @@ class ScaledPass:
                 "type than its parameters. Put all passes before the last one of a step under no_sync(), or use "
                 "opt_level='O2', which has float32 masters."
             )
-
-
-class _Whole:
-    """The block of `ScaledPass.whole`."""
-
-    __slots__ = ("_abandon",)
-
-    def __init__(self, abandon: Callable[[], None]) -> None:
-        self._abandon = abandon
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._abandon()
 
 
 def _in_place(optimizers: Sequence[AdoptedOptimizer], but: Collection[int] = ()) -> list[Tensor]:

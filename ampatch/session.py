@@ -122,6 +122,8 @@ class Session:
 
     Attributes:
         settings: as given.
+        has_masters: whether there are to be float32 masters of half weights.
+        device_types: of the tensors that are cast.
         verbose: whether the skipped steps of optimizers adopted from now on are logged.
         switch: whether casts are on.
         cache: casts of weights.
@@ -135,13 +137,14 @@ class Session:
 
     def __init__(self, settings: Settings, device_types: Iterable[str], hooks: Hooks) -> None:
         self.settings = settings
+        self.has_masters = bool(settings.properties.master_weights)
         self._hooks = hooks
         self.verbose = True
         self.switch = Switch()
         self.cache = WeightCache(settings.enable_caching)
         self.ledger = PatchLedger()
         self.scalers = tuple(LossScaler.from_policy(settings.scale_policy) for _ in range(settings.num_losses))
-        self._device_types = set(device_types)
+        self.device_types = set(device_types)
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: dict[int, AdoptedOptimizer] = {}  # by id: an optimizer may not be hashable
         self._masters: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[MasterWeights], ...]]
@@ -150,21 +153,16 @@ class Session:
         self.conversion = Conversion()
         self.loading: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
         self._adapters = Adapters(
-            settings.properties.half_dtype, self.cache, self._device_types, allow_banned=settings.allow_banned
+            settings.properties.half_dtype, self.cache, self.device_types, allow_banned=settings.allow_banned
         )
         self.adapters = self._adapters.by_kind()
-        self._accelerator = Accelerator(self.cache.book, self.cache.cast, self.switch, self._device_types)
+        self._accelerator = Accelerator(self.cache.book, self.cache.cast, self.switch, self.device_types)
         self._functions = FunctionPatches(self.ledger, self._adapters, self._accelerator, self.switch)
 
     @property
     def patches_functions(self) -> bool:
         """Whether functions cast by the lists in this session."""
         return self.settings.properties.patch_torch_functions
-
-    @property
-    def has_masters(self) -> bool:
-        """Whether there are to be float32 masters of half weights in this session."""
-        return bool(self.settings.properties.master_weights)
 
     def install(self, registered: Sequence[Registration]) -> None:
         """Patches what the settings ask for and the user has registered, and turns casts on."""
@@ -232,7 +230,7 @@ class Session:
 
     def adopt(self, models: Iterable[nn.Module], optimizers: Iterable[OptimizerLike]) -> None:
         """Takes models and optimizers in; if one of them cannot be, then none of them is."""
-        mark, first, device_types = self.ledger.mark(), self.conversion.mark(), set(self._device_types)
+        mark, first, device_types = self.ledger.mark(), self.conversion.mark(), set(self.device_types)
         known_models, known_optimizers = set(self._models), set(self._optimizers)
         try:
             for model in models:
@@ -247,8 +245,8 @@ class Session:
             self._models &= known_models
             for key in set(self._optimizers) - known_optimizers:
                 del self._optimizers[key]
-            self._device_types &= device_types
-            self._accelerator.serve(self._device_types)
+            self.device_types &= device_types
+            self._accelerator.serve(self.device_types)
             raise
         # Last, since what is rounded here could not be taken back.
         self.conversion.forget_unclaimed()
@@ -261,8 +259,8 @@ class Session:
         Raises:
             OptionError: its weights cannot be converted.
         """
-        self._device_types |= models.device_types(model)
-        self._accelerator.serve(self._device_types)
+        self.device_types |= models.device_types(model)
+        self._accelerator.serve(self.device_types)
         if model in self._models:
             return
         self._models.add(model)
@@ -344,7 +342,7 @@ class Session:
                 optimizer,
                 MasterWeights(optimizer, self.conversion, wanted),
                 self.switch,
-                self.cache.end_iteration,
+                self.cache.end_iteration_of,
                 self._name_of,
                 self._optimizers.values,
                 self.processes,
@@ -422,10 +420,6 @@ class Session:
         for adopted in list(self._optimizers.values()):
             adopted.masters.complete()
 
-    def check_device(self, model: nn.Module) -> None:
-        """Raises `UsageError` where a model was moved to another type of device than amp was set up for."""
-        models.check_device(model, self._device_types)
-
     def _name_of(self, parameter: Tensor) -> str:
         names = models.named_parameters(self._models)
         return names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
@@ -457,7 +451,7 @@ class Session:
             new = {id(each): check_optimizer(each) for each in optimizers if not self.has_adopted(each)}
             if new:
                 self.adopt([], new.values())
-        adopted = [self.adopted(optimizer) for optimizer in optimizers]
+        adopted = list(map(self.adopted, optimizers))
         scaled_pass = ScaledPass(Scaling(scaler, loss_id), adopted, self.processes)
         if not scaled_pass.begins_at_rest():
             if scaled_pass.go_on():
@@ -621,6 +615,6 @@ def _forget_casts(cache: weakref.ref[WeightCache]) -> Any:
     def forget(optimizer: OptimizerLike, *_: object) -> None:
         live = cache()
         if live is not None:
-            live.end_iteration(optimizer_state.parameters_of(optimizer))
+            live.end_iteration_of(functools.partial(optimizer_state.parameters_of, optimizer))
 
     return forget

@@ -70,13 +70,9 @@ class _Frozen:
     store: Store = field(default_factory=calls.new_store)
 
 
-def _nothing() -> None:
-    return None
-
-
 class _Thread(threading.local):
     forward: Store | None = None  # the book borrows it, and may be in C++, which does not hear of the end of a thread
-    opened_by: Callable[[], object] = staticmethod(_nothing)  # the model whose forward it belongs to
+    opened_by: weakref.ref[object] | None = None  # the model whose forward it belongs to
 
 
 class WeightCache:
@@ -153,24 +149,28 @@ class WeightCache:
         self._serve_forward(None)
         self.clear()
 
-    def end_iteration(self, updated: Iterable[Tensor] = ()) -> None:
-        """Drops the casts of the iteration and of a forward that runs in this thread.
+    def end_iteration(self) -> None:
+        """Drops the casts of the iteration and of a forward that runs in this thread."""
+        book = self.book
+        self._iteration.clear()
+        book.sweep_at = self._SWEEP_FROM
+        if book.forward is not None:
+            book.forward.clear()
+
+    def end_iteration_of(self, updated: Callable[[], Iterable[Tensor]]) -> None:
+        """`end_iteration` by an update of weights, whose casts go from the frozen stores as well.
 
         Args:
-            updated: parameters whose casts go from the frozen stores as well. Where a CUDA graph records the update
-                they are kept for a forward at most from now on, since nobody hears of a replay.
+            updated: gives the parameters. Where a CUDA graph records the update their casts are kept for a forward at
+                most from now on, since nobody hears of a replay.
         """
+        self.end_iteration()
         if is_capturing():
-            updated = list(updated)
-            self._replayed.update(map(id, updated))
+            self._replayed.update(map(id, updated()))
             if self._replayed:
                 self.book.iteration = None  # from now on it depends on the weight
-        self._iteration.clear()
-        self.book.sweep_at = self._SWEEP_FROM
-        if self.book.forward is not None:
-            self.book.forward.clear()
         if self._frozen:
-            keys = [id(parameter) for parameter in updated]
+            keys = [id(parameter) for parameter in updated()]
             for block in list(self._frozen):
                 block.store.forget(keys)
 
@@ -200,7 +200,7 @@ class WeightCache:
         if not self._enabled:
             return
         thread = self._thread
-        opened_by = thread.opened_by()
+        opened_by = None if thread.opened_by is None else thread.opened_by()
         if opened_by is None or opened_by is model:
             self._serve_forward(calls.new_store())
             thread.opened_by = weakref.ref(model)
@@ -208,9 +208,9 @@ class WeightCache:
     def exit_forward(self, model: object) -> None:
         """It returned or raised. With the outermost one the casts made without grad go."""
         thread = self._thread
-        if thread.opened_by() is model:
+        if thread.opened_by is not None and thread.opened_by() is model:
             self._serve_forward(None)
-            thread.opened_by = _nothing
+            thread.opened_by = None
 
     def _serve_forward(self, store: Store | None) -> None:
         self.book.forward = store  # before the one that it has borrowed may go

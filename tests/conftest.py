@@ -158,6 +158,7 @@ def select_calls() -> Iterator[Callable[[str | None], None]]:
     before = calls._Process.choice
     yield calls.select
     calls._Process.choice = before
+    calls.compiled.cache_clear()
 
 
 @pytest.fixture

@@ -554,6 +554,7 @@ class TestFunctions:
 def undecided(select_calls: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has not chosen yet, with AMPATCH_CALLS not set."""
     monkeypatch.setattr(calls._Process, "choice", None)
+    calls.compiled.cache_clear()
     monkeypatch.delenv("AMPATCH_CALLS", raising=False)
 
 

@@ -764,6 +764,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
     calls.select(request.param)
     yield request.param
     calls._Process.choice = before
+    calls.compiled.cache_clear()
 
 
 in_each_way = pytest.mark.usefixtures("way")

@@ -51,6 +51,16 @@ class TestCheckModel:
             models.check_model(nn.parallel.DistributedDataParallel(nn.Linear(1, 1)))
 
 
+def with_gaps(*children: nn.Module) -> nn.Module:
+    """A module with a parameter and a child that are not there, before those that are."""
+    module = nn.Module()
+    module.register_parameter("bias", None)
+    module.register_module("downsample", None)
+    for index, child in enumerate(children):
+        module.add_module(str(index), child)
+    return module
+
+
 class TestDevice:
     @pytest.mark.parametrize(
         ("model", "first", "types"),
@@ -60,12 +70,22 @@ class TestDevice:
             (nn.Sequential(nn.Linear(1, 1, device="meta"), nn.Linear(1, 1)), "meta", {"cpu"}),
             (nn.ReLU(), None, set()),
             (nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(1, 1, device="meta")), nn.Linear(1, 1)), "meta", {"cpu"}),
+            (with_gaps(nn.Linear(1, 1, device="meta")), "meta", set()),
+            (with_gaps(), None, set()),
         ],
-        ids=["cpu", "meta", "both", "no-parameters", "further-in"],
+        ids=["cpu", "meta", "both", "no-parameters", "further-in", "gaps", "nothing-but-gaps"],
     )
-    def test_of_a_model_is_that_of_its_parameters(self, model, first, types):
+    @pytest.mark.parametrize("way", ["python", "compiled"])
+    def test_of_a_model_is_that_of_its_parameters(self, way, model, first, types, compiled_calls, select_calls):
+        select_calls(way)
         assert models.device_type(model) == first
         assert models.device_types(model) == types
+
+    @pytest.mark.parametrize("way", ["python", "compiled"])
+    def test_what_is_no_module_raises_as_python_does(self, way, compiled_calls, select_calls):
+        select_calls(way)
+        with pytest.raises(AttributeError, match="_parameters"):
+            models.device_type(object())
 
     @pytest.mark.parametrize("known", [{"cpu"}, {"cpu", "cuda"}], ids=len)
     def test_known_one_may_run(self, known):
@@ -93,8 +113,8 @@ class TestDevice:
         amp.initialize(model, verbosity=0)
         model(torch.ones(1, 2))
         # As if the model had been on a GPU until now.
-        process.live._device_types.clear()
-        process.live._device_types.add("cuda")
+        process.live.device_types.clear()
+        process.live.device_types.add("cuda")
         with pytest.raises(UsageError, match=r"model\.to\('cpu'\)"):
             model(torch.ones(1, 2))
 

@@ -1,4 +1,4 @@
-// Questions about lists of tensors: see lists.h.
+// See lists.h.
 
 #include "lists.h"
 
@@ -9,6 +9,9 @@
 namespace ampatch {
 
 namespace {
+
+PyObject* name_parameters;
+PyObject* name_modules;
 
 // The gradient of a parameter, or None; empty with a Python exception set.
 Ref gradient_of(PyObject* parameter) {
@@ -90,15 +93,46 @@ PyObject* are_bare(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+// The first parameter of a module, in the order of `parameters()`, or None; empty with a Python exception set.
+Ref first_parameter_of(PyObject* module) {
+  const Ref parameters = Ref::taken(PyObject_GetAttr(module, name_parameters));
+  const Ref own = Ref::taken(parameters ? PyMapping_Values(parameters.get()) : nullptr);
+  for (Py_ssize_t i = 0; own && i < PyList_GET_SIZE(own.get()); ++i) {
+    if (PyList_GET_ITEM(own.get(), i) != Py_None) {
+      return Ref::shared(PyList_GET_ITEM(own.get(), i));
+    }
+  }
+  const Ref modules = Ref::taken(own ? PyObject_GetAttr(module, name_modules) : nullptr);
+  const Ref children = Ref::taken(modules ? PyMapping_Values(modules.get()) : nullptr);
+  if (!children) {
+    return Ref();
+  }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(children.get()); ++i) {
+    PyObject* child = PyList_GET_ITEM(children.get(), i);
+    Ref found = child == Py_None ? Ref::shared(Py_None) : first_parameter_of(child);
+    if (found.get() != Py_None) {
+      return found;
+    }
+  }
+  return Ref::shared(Py_None);
+}
+
+PyObject* first_parameter(PyObject*, PyObject* module) {
+  return first_parameter_of(module).release();
+}
+
 PyMethodDef functions[] = {{"gradients_of", gradients_of, METH_O, nullptr},
                            {"ordinary_device", ordinary_device, METH_O, nullptr},
                            {"are_bare", fast(are_bare), METH_FASTCALL, nullptr},
+                           {"first_parameter", first_parameter, METH_O, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
 bool add_list_functions(PyObject* module) {
-  return PyModule_AddFunctions(module, functions) == 0;
+  name_parameters = PyUnicode_InternFromString("_parameters");
+  name_modules = PyUnicode_InternFromString("_modules");
+  return name_parameters != nullptr && name_modules != nullptr && PyModule_AddFunctions(module, functions) == 0;
 }
 
 }  // namespace ampatch

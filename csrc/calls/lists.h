@@ -1,5 +1,5 @@
-// Questions about lists of tensors, which the work on gradients asks in every step: ampatch/optimizer_state.py and
-// ampatch/kernels.py have the same in Python.
+// Questions that every step asks of its gradients and parameters: ampatch/optimizer_state.py, ampatch/kernels.py and
+// ampatch/models.py have the same in Python. Must not change anything.
 
 #pragma once
 

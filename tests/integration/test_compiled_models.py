@@ -591,8 +591,8 @@ class TestAdoptedModels:
         fast = torch.compile(model, backend="eager", fullgraph=fullgraph)
         fast(x)
         # As if amp had been set up for a model on a GPU, and this one had been moved away from there.
-        process.live._device_types.clear()
-        process.live._device_types.add("cuda")
+        process.live.device_types.clear()
+        process.live.device_types.add("cuda")
         with pytest.raises((amp.UsageError, torch._dynamo.exc.Unsupported), match="the model is on 'cpu'"):
             fast(x)
 
