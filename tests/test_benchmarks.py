@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -137,3 +138,70 @@ class TestComparison:
         filled = row.of([float(value) for value in range(11)], [1.0] * 11)
         assert (filled.low, filled.median, filled.high) == (1, 5, 9)
         assert filled.cell() == "+5 (+1 to +9)"
+
+
+class TestInstructions:
+    """`benchmarks/instructions.py`."""
+
+    SCRIPT = BENCHMARKS / "instructions.py"
+
+    @pytest.mark.slow
+    def test_counts_every_contender_in_every_step(self, tmp_path: Path) -> None:
+        if shutil.which("valgrind") is None:
+            pytest.skip("valgrind is not installed")
+        file = tmp_path / "counts.json"
+        command = [sys.executable, str(self.SCRIPT), "--models", "MLP", "--halves", "float16", "--json", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows = {(row["name"], row["contender"]): row for row in json.loads(file.read_text(encoding="utf-8"))}
+        contenders = {"torch.autocast", "ampatch O1", "O2 by hand", "ampatch O2"}
+        for optimizer in ("SGD", "fused AdamW"):
+            step = {name: rows[f"MLP: whole step, {optimizer}", name] for name in contenders}
+            phases = {name: [] for name in contenders}
+            for (name, contender), row in rows.items():
+                if name.startswith(f"MLP, {optimizer}: "):
+                    phases[contender].append(row["instructions"])
+            for name, row in step.items():
+                assert row["instructions"] > row["misses"] > 1000
+                assert len(phases[name]) >= 6
+                assert sum(phases[name]) == pytest.approx(row["instructions"])
+            ours, autocasts = step["ampatch O1"], step["torch.autocast"]
+            assert ours["of_instructions"] == pytest.approx(ours["instructions"] / autocasts["instructions"])
+            assert (ours["reference"], step["ampatch O2"]["reference"]) == ("torch.autocast", "O2 by hand")
+            assert autocasts["of_instructions"] is None
+        assert "| MLP: whole step, SGD |" in done.stdout
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--models", "ResNet"], "argument --models: ResNet; expected some of transformer,convnet,MLP"),
+            (["--halves", "float32"], "argument --halves: float32; expected some of float16,bfloat16"),
+            (["--json", "nowhere/at/all.json"], "argument --json: there is no directory nowhere/at"),
+            ([], "there is no valgrind here; install it with its headers"),
+        ],
+        ids=["model", "half", "json", "valgrind"],
+    )
+    def test_says_what_it_cannot_do(
+        self,
+        arguments: list[str],
+        message: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        instructions = imported("instructions", monkeypatch)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.setattr(sys, "argv", ["instructions.py", *arguments])
+        with pytest.raises(SystemExit, match="2"):
+            instructions.main()
+        assert message in capsys.readouterr().err
+
+    def test_reads_what_callgrind_wrote_of_a_phase(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        file = tmp_path / "counts.1"
+        header = "desc: Trigger: Client Request: float16|MLP|fused AdamW|zero_grad\n\nevents: Ir Dr Dw I1mr\n"
+        file.write_text(f"version: 1\n{header}summary: 900 3 2 7\nfn=(1) main\n0 900 3 2 7\n", encoding="utf-8")
+        instructions = imported("instructions", monkeypatch)
+        assert instructions.read(file) == (("float16", "MLP", "fused AdamW"), "zero_grad", (900, 7))
+        file.write_text("desc: Trigger: Program termination\nevents: Ir\nsummary: 5\n", encoding="utf-8")
+        assert instructions.read(file) is None

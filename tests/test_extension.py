@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampatch import extension, extension_build
+from ampatch import extension
 from ampatch.errors import KernelError
 from ampatch.extension import ABI, CALLS, OPERATORS, Library
 
@@ -421,20 +420,9 @@ for process in (extension._process, extension._Process()):
 """
 
 
-@pytest.fixture(scope="module")
-def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that the workers of pytest-xdist share, so that one of them compiles and the others wait."""
-    base = tmp_path_factory.getbasetemp()
-    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ampatch-cache"
-
-
 class TestLoad:
-    def test_once_for_each_process_and_no_other_beside_it(
-        self, shared_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("AMPATCH_CACHE", str(shared_cache))
-        extension_build.build("cpu")
-
+    @pytest.mark.usefixtures("compiled")
+    def test_once_for_each_process_and_no_other_beside_it(self, tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-c", LOADING], cwd=tmp_path, capture_output=True, text=True, check=False
         )

@@ -1,0 +1,282 @@
+"""Instructions that a training step takes: what it costs where no clock can tell.
+
+Run as `python benchmarks/instructions.py`; needs Linux, valgrind with its headers, and a C compiler. On a processor
+that others use as well, a step's time differs by a tenth and more from one round to the next; the number of its
+instructions does not. Each contender trains the models of `eager_overhead.py` in a process of its own, within
+valgrind's callgrind, which runs the first steps uncounted and counts a few: instructions, and how often the next one
+was not in the processor's first cache, which is what Python code of many parts costs beside them. From run to run the
+counts differ by a few in a thousand.
+
+Printed are ratios to the reference's counts, instructions first and misses in brackets. Valgrind knows no AVX-512, so
+that the products of matrices are those of a processor with AVX2; they are the same for all, and are a large part of the
+steps in half precision that a processor without arithmetic for it emulates. `--phases` prints the parts of each step.
+The tables are Markdown, as they stand in docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from eager_cases import HALVES, MODELS, OPTIMIZERS, WORK, set_up
+from eager_overhead import PHASES, is_ours, line
+from peers import AUTOCAST, BY_HAND, CONTENDERS, nobody
+
+COUNTED = (AUTOCAST, "ampatch O1", BY_HAND, "ampatch O2")
+WARMING_STEPS = 10
+STEPS = 3
+
+#: What a process in callgrind asks of it: macros, which only C has.
+REQUESTS = """
+#include <valgrind/callgrind.h>
+void start(void) { CALLGRIND_START_INSTRUMENTATION; }
+void stop(void) { CALLGRIND_STOP_INSTRUMENTATION; }
+void zero(void) { CALLGRIND_ZERO_STATS; }
+void dump(const char *label) { CALLGRIND_DUMP_STATS_AT(label); }
+"""
+LIBRARY = "requests.so"
+
+
+class Case(NamedTuple):
+    half: str
+    model: str
+    optimizer: str
+
+
+class Counts(NamedTuple):
+    """Of one step, or of a part of it.
+
+    Attributes:
+        instructions: that were executed.
+        misses: of these, how many were not in the first instruction cache.
+    """
+
+    instructions: float
+    misses: float
+
+    def plus(self, other: Counts) -> Counts:
+        return Counts(self.instructions + other.instructions, self.misses + other.misses)
+
+
+#: What was counted, by contender, case and phase.
+Counted = dict[tuple[str, Case, str], Counts]
+
+
+# Within callgrind
+
+
+def count(contender: str, cases: Iterable[Case], directory: Path) -> None:
+    """Trains, and has callgrind write down what each phase takes."""
+    torch.set_num_threads(1)
+    valgrind = ctypes.CDLL(str(directory / LIBRARY))
+    for case in cases:
+        torch.manual_seed(0)
+        batch = MODELS[case.model].batch()
+        labels = {phase: "|".join((*case, phase)).encode() for phase in PHASES}
+        with set_up(CONTENDERS[contender].make, MODELS[case.model].make(), case.half, case.optimizer) as peer:
+
+            def done(phase: str, labels: Mapping[str, bytes] = labels) -> None:
+                valgrind.dump(labels[phase])
+
+            for _ in range(WARMING_STEPS):
+                peer.step(batch)
+            gc.collect()
+            gc.disable()  # or it comes in one contender's step, and not in another's
+            valgrind.start()
+            peer.step(batch, nobody)  # callgrind's model of the caches is empty
+            valgrind.zero()
+            for _ in range(STEPS):
+                peer.step(batch, done)
+            valgrind.stop()
+            gc.enable()
+
+
+# Around it
+
+
+def compile_requests(directory: Path) -> None:
+    """Raises `CalledProcessError` where valgrind's headers are not there."""
+    (directory / "requests.c").write_text(REQUESTS, encoding="utf-8")
+    command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-o", LIBRARY, "requests.c"]
+    subprocess.run(command, cwd=directory, check=True)
+
+
+def run(contender: str, cases: Sequence[Case], directory: Path) -> Counted:
+    """Has a contender's process counted."""
+    command = [
+        *("valgrind", "--tool=callgrind", "--instr-atstart=no", "--cache-sim=yes"),
+        *(f"--callgrind-out-file={directory}/counts", f"--log-file={directory}/log"),
+        *(sys.executable, __file__, "--within", contender, str(directory)),
+    ]
+    # Sets are walked through in the order of hashes.
+    environment = {**os.environ, **CONTENDERS[contender].environment, "PYTHONHASHSEED": "0"}
+    done = subprocess.run(command, input=json.dumps(cases), text=True, env=environment, check=False)
+    if done.returncode:
+        raise SystemExit(f"{contender} ended with {done.returncode} within valgrind: {(directory / 'log').read_text()}")
+    counted: Counted = {}
+    for file in directory.glob("counts.*"):
+        found = read(file)
+        if found is not None:
+            case, phase, counts = found
+            key = contender, case, phase
+            counted[key] = counted.get(key, Counts(0, 0)).plus(Counts(*(each / STEPS for each in counts)))
+        file.unlink()
+    return counted
+
+
+def read(file: Path) -> tuple[Case, str, Counts] | None:
+    """What is in one of callgrind's files; None if it belongs to no phase."""
+    label, events = "", []
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for text in lines:
+            key, _, value = text.partition(":")
+            if key == "desc" and "Client Request:" in value:
+                label = value.rpartition("Client Request:")[2].strip()
+            elif key == "events":
+                events = value.split()
+            elif key == "summary":
+                numbers = dict(zip(events, map(int, value.split()), strict=False))
+                *case, phase = label.split("|") if label else [""]
+                return (Case(*case), phase, Counts(numbers["Ir"], numbers["I1mr"])) if case else None
+    return None
+
+
+# Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A figure of a table.
+
+    Attributes:
+        half: the half type.
+        name: the model, the optimizer, and the phase where it is one.
+        contender: whose.
+        instructions: of a step, or a phase of it.
+        misses: of the first instruction cache.
+        reference: the contender that the ratios are to.
+        of_instructions: the ratio; None of the reference itself, and where it does no such thing.
+        of_misses: likewise.
+        aim: the most that a step's time is to be of the reference's.
+    """
+
+    half: str
+    name: str
+    contender: str
+    instructions: float
+    misses: float
+    reference: str
+    of_instructions: float | None
+    of_misses: float | None
+    aim: float | None
+
+    def cell(self) -> str:
+        if self.of_instructions is None:
+            return f"{self.instructions / 1000:.0f}k ({self.misses / 1000:.1f}k)"
+        return f"{self.of_instructions:.3f} ({self.of_misses:.2f})"
+
+
+def rows_of_steps(counted: Counted, cases: Iterable[Case], contenders: Iterable[str]) -> Iterator[Row]:
+    for case, contender in itertools.product(cases, contenders):
+        reference = CONTENDERS[contender].reference
+        own, others = (
+            (
+                sum(counts.instructions for (name, of, _), counts in counted.items() if (name, of) == (each, case)),
+                sum(counts.misses for (name, of, _), counts in counted.items() if (name, of) == (each, case)),
+            )
+            for each in (contender, reference)
+        )
+        is_compared = contender != reference
+        yield Row(
+            case.half,
+            f"{case.model}: whole step, {case.optimizer}",
+            contender,
+            *own,
+            reference,
+            own[0] / others[0] if is_compared else None,
+            own[1] / others[1] if is_compared else None,
+            WORK[f"whole step, {case.optimizer}"].aim if is_ours(contender) and reference == AUTOCAST else None,
+        )
+
+
+def rows_of_phases(counted: Counted, cases: Iterable[Case], contenders: Iterable[str]) -> Iterator[Row]:
+    for case, phase, contender in itertools.product(cases, PHASES, contenders):
+        counts = counted.get((contender, case, phase))
+        if counts is not None:
+            name = f"{case.model}, {case.optimizer}: {phase}"
+            yield Row(case.half, name, contender, *counts, CONTENDERS[contender].reference, None, None, None)
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    contenders = list(dict.fromkeys(row.contender for row in rows))
+    aims = {row.name: row.aim for row in rows if row.aim is not None}
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        cells.setdefault(row.name, {})[row.contender] = row.cell()
+    yield line(["", *contenders, *(["aim"] if aims else [])])
+    yield line(["---"] * (len(contenders) + 1 + bool(aims)))
+    for name, found in cells.items():
+        yield line([name, *(found.get(each, "") for each in contenders), *([f"{aims.get(name, '')}"] if aims else [])])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", metavar="MODEL,...", help=f"of {','.join(MODELS)} (default: all)")
+    parser.add_argument("--halves", metavar="TYPE,...", help=f"of {','.join(HALVES)} (default: all)")
+    parser.add_argument("--phases", action="store_true", help="print the parts of each step as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
+    parser.add_argument("--within", nargs=2, metavar=("CONTENDER", "DIRECTORY"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.within:
+        contender, directory = options.within
+        count(contender, [Case(*each) for each in json.load(sys.stdin)], Path(directory))
+        return 0
+    models, halves = chosen(parser, "models", options.models, MODELS), chosen(parser, "halves", options.halves, HALVES)
+    if options.json and not options.json.absolute().parent.is_dir():
+        parser.error(f"argument --json: there is no directory {options.json.parent}")
+    if shutil.which("valgrind") is None:
+        parser.error("there is no valgrind here; install it with its headers, as by `apt-get install valgrind`")
+    cases = [Case(*each) for each in itertools.product(halves, models, OPTIMIZERS)]
+    counted: Counted = {}
+    with tempfile.TemporaryDirectory() as directory:
+        compile_requests(Path(directory))
+        for contender in COUNTED:
+            counted |= run(contender, cases, Path(directory))
+    print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, one thread, {STEPS} steps each")
+    rows = []
+    for half in halves:
+        of_half = [case for case in cases if case.half == half]
+        for heading, made in (("Steps", rows_of_steps), ("Phases", rows_of_phases)):
+            found = list(made(counted, of_half, COUNTED))
+            rows += found
+            if made is rows_of_steps or options.phases:
+                print(
+                    f"\n### {heading}: instructions (and misses of the first cache), {half}\n", *table(found), sep="\n"
+                )
+    if options.json:
+        options.json.write_text(json.dumps(list(map(asdict, rows)), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def chosen(parser: argparse.ArgumentParser, name: str, given: str | None, known: Iterable[str]) -> list[str]:
+    wanted = list(known) if given is None else given.split(",")
+    if unknown := set(wanted) - set(known):
+        parser.error(f"argument --{name}: {', '.join(sorted(unknown))}; expected some of {','.join(known)}")
+    return wanted
+
+
+if __name__ == "__main__":
+    sys.exit(main())
