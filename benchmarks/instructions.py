@@ -1,4 +1,4 @@
-"""Instructions that a training step takes: what it costs where no clock can tell.
+"""Instructions that a training step and a call take: what they cost where no clock can tell.
 
 Run as `python benchmarks/instructions.py`; needs Linux, valgrind with its headers, and a C compiler. On a processor
 that others use as well, a step's time differs by a tenth and more from one round to the next; the number of its
@@ -7,7 +7,8 @@ valgrind's callgrind, which runs the first steps uncounted and counts a few: ins
 was not in the processor's first cache, which is what Python code of many parts costs beside them. From run to run the
 counts differ by a few in a thousand.
 
-Printed are ratios to the reference's counts, instructions first and misses in brackets. Valgrind knows no AVX-512, so
+Printed of steps are ratios to the reference's counts, instructions first and misses in brackets; of calls, in a loop,
+the instructions over those of the unpatched call in the same process. Valgrind knows no AVX-512, so
 that the products of matrices are those of a processor with AVX2; they are the same for all, and are a large part of the
 steps in half precision that a processor without arithmetic for it emulates. `--phases` prints the parts of each step.
 The tables are Markdown, as they stand in docs/benchmarks.md.
@@ -31,13 +32,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from eager_cases import HALVES, MODELS, OPTIMIZERS, WORK, set_up
+from eager_cases import CALLS, HALVES, MODELS, OPTIMIZERS, WORK, names_of, set_up, tried
 from eager_overhead import PHASES, is_ours, line
-from peers import AUTOCAST, BY_HAND, CONTENDERS, nobody
+from peers import AUTOCAST, BY_HAND, CONTENDERS, UNPATCHED, nobody
+from torch import nn
 
 COUNTED = (AUTOCAST, "ampatch O1", BY_HAND, "ampatch O2")
 WARMING_STEPS = 10
 STEPS = 3
+CALLS_EACH = 100
+CALLING = tuple(name for name in COUNTED if "calls" not in CONTENDERS[name].skips)
 
 #: What a process in callgrind asks of it: macros, which only C has.
 REQUESTS = """
@@ -48,12 +52,17 @@ void zero(void) { CALLGRIND_ZERO_STATS; }
 void dump(const char *label) { CALLGRIND_DUMP_STATS_AT(label); }
 """
 LIBRARY = "requests.so"
+CALL_NAMES = frozenset(call.name for call in CALLS)
 
 
 class Case(NamedTuple):
     half: str
     model: str
     optimizer: str
+
+
+#: Of calls: what stands for the model, and the phases.
+CALL, WITHOUT, WITH = "call", "without", "with"
 
 
 class Counts(NamedTuple):
@@ -71,7 +80,8 @@ class Counts(NamedTuple):
         return Counts(self.instructions + other.instructions, self.misses + other.misses)
 
 
-#: What was counted, by contender, case and phase.
+#: What was counted: of steps by contender, case and phase; calls are cases of no model and no optimizer, and have
+#: phases of their own.
 Counted = dict[tuple[str, Case, str], Counts]
 
 
@@ -79,9 +89,13 @@ Counted = dict[tuple[str, Case, str], Counts]
 
 
 def count(contender: str, cases: Iterable[Case], directory: Path) -> None:
-    """Trains, and has callgrind write down what each phase takes."""
+    """Calls and trains, and has callgrind write down what each call and each phase takes."""
     torch.set_num_threads(1)
     valgrind = ctypes.CDLL(str(directory / LIBRARY))
+    cases = list(cases)
+    if contender in CALLING:
+        for half in dict.fromkeys(case.half for case in cases):
+            count_calls(valgrind, contender, half)
     for case in cases:
         torch.manual_seed(0)
         batch = MODELS[case.model].batch()
@@ -102,6 +116,31 @@ def count(contender: str, cases: Iterable[Case], directory: Path) -> None:
                 peer.step(batch, done)
             valgrind.stop()
             gc.enable()
+
+
+def count_calls(valgrind: ctypes.CDLL, contender: str, half: str) -> None:
+    torch.manual_seed(0)
+    layer, kernel = nn.Linear(4, 4), nn.Parameter(torch.randn(1, 1, 3, 3))
+    names = names_of(layer, kernel, HALVES[half])
+
+    def count_each(phase: str, statements: Mapping[str, str]) -> None:
+        for name, statement in statements.items():
+            if tried(statement, names).dtype:
+                loop = compile(f"for _ in range({CALLS_EACH}): {statement}", name, "exec")
+                exec(loop, names)
+                gc.collect()
+                gc.disable()
+                valgrind.start()
+                exec(loop, names)
+                valgrind.zero()
+                exec(loop, names)
+                valgrind.dump("|".join((half, CALL, name, phase)).encode())
+                valgrind.stop()
+                gc.enable()
+
+    count_each(WITHOUT, {call.name: call.unpatched or call.statement for call in CALLS})
+    with set_up(CONTENDERS[contender].make, layer, half) as peer, peer.casts():
+        count_each(WITH, {call.name: call.statement for call in CALLS})
 
 
 # Around it
@@ -132,7 +171,8 @@ def run(contender: str, cases: Sequence[Case], directory: Path) -> Counted:
         if found is not None:
             case, phase, counts = found
             key = contender, case, phase
-            counted[key] = counted.get(key, Counts(0, 0)).plus(Counts(*(each / STEPS for each in counts)))
+            times = CALLS_EACH if case.model == CALL else STEPS
+            counted[key] = counted.get(key, Counts(0, 0)).plus(Counts(*(each / times for each in counts)))
         file.unlink()
     return counted
 
@@ -168,9 +208,10 @@ class Row:
         instructions: of a step, or a phase of it.
         misses: of the first instruction cache.
         reference: the contender that the ratios are to.
-        of_instructions: the ratio; None of the reference itself, and where it does no such thing.
+        of_instructions: the ratio; None of the reference itself, and of calls and phases.
         of_misses: likewise.
         aim: the most that a step's time is to be of the reference's.
+        over: of calls, the instructions over the reference's in the same process.
     """
 
     half: str
@@ -179,11 +220,14 @@ class Row:
     instructions: float
     misses: float
     reference: str
-    of_instructions: float | None
-    of_misses: float | None
-    aim: float | None
+    of_instructions: float | None = None
+    of_misses: float | None = None
+    aim: float | None = None
+    over: float | None = None
 
     def cell(self) -> str:
+        if self.name in CALL_NAMES:
+            return f"{self.instructions:.0f}" if self.over is None else f"{self.over:+.0f}"
         if self.of_instructions is None:
             return f"{self.instructions / 1000:.0f}k ({self.misses / 1000:.1f}k)"
         return f"{self.of_instructions:.3f} ({self.of_misses:.2f})"
@@ -217,7 +261,16 @@ def rows_of_phases(counted: Counted, cases: Iterable[Case], contenders: Iterable
         counts = counted.get((contender, case, phase))
         if counts is not None:
             name = f"{case.model}, {case.optimizer}: {phase}"
-            yield Row(case.half, name, contender, *counts, CONTENDERS[contender].reference, None, None, None)
+            yield Row(case.half, name, contender, *counts, CONTENDERS[contender].reference)
+
+
+def rows_of_calls(counted: Counted, half: str) -> Iterator[Row]:
+    for call, contender in itertools.product(CALLS, (UNPATCHED, *CALLING)):
+        case = Case(half, CALL, call.name)
+        counts = counted.get((CALLING[0], case, WITHOUT) if contender == UNPATCHED else (contender, case, WITH))
+        if counts is not None:
+            over = None if contender == UNPATCHED else counts.instructions - counted[contender, case, WITHOUT][0]
+            yield Row(half, call.name, contender, *counts, UNPATCHED, over=over)
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
@@ -259,6 +312,9 @@ def main() -> int:
     rows = []
     for half in halves:
         of_half = [case for case in cases if case.half == half]
+        calls = list(rows_of_calls(counted, half))
+        rows += calls
+        print(f"\n### Calls: instructions over the unpatched call, {half}\n", *table(calls), sep="\n")
         for heading, made in (("Steps", rows_of_steps), ("Phases", rows_of_phases)):
             found = list(made(counted, of_half, COUNTED))
             rows += found

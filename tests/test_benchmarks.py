@@ -146,7 +146,9 @@ class TestInstructions:
     SCRIPT = BENCHMARKS / "instructions.py"
 
     @pytest.mark.slow
-    def test_counts_every_contender_in_every_step(self, tmp_path: Path) -> None:
+    def test_counts_every_contender_in_every_step_and_call(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         if shutil.which("valgrind") is None:
             pytest.skip("valgrind is not installed")
         file = tmp_path / "counts.json"
@@ -169,7 +171,13 @@ class TestInstructions:
             assert ours["of_instructions"] == pytest.approx(ours["instructions"] / autocasts["instructions"])
             assert (ours["reference"], step["ampatch O2"]["reference"]) == ("torch.autocast", "O2 by hand")
             assert autocasts["of_instructions"] is None
+        for call in imported("eager_cases", monkeypatch).CALLS:
+            assert rows[call.name, "unpatched"]["instructions"] > 1000
+            assert rows[call.name, "ampatch O1"]["over"] < rows[call.name, "ampatch O1"]["instructions"]
+        # What is counted differs by a thousand now and then; two look-ups and a cast take five.
+        assert rows["F.linear, float32 input, weights cached", "ampatch O1"]["over"] > 2000
         assert "| MLP: whole step, SGD |" in done.stdout
+        assert "| x + y |" in done.stdout
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
