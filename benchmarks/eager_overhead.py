@@ -25,6 +25,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from eager_cases import (
@@ -295,7 +296,19 @@ HEADINGS = {
 }
 
 
-def table(rows: Sequence[Row]) -> Iterator[str]:
+class Cell(Protocol):
+    """What stands in a row of a table, under a contender."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def contender(self) -> str: ...
+    @property
+    def aim(self) -> float | None: ...
+    def cell(self) -> str: ...
+
+
+def table(rows: Sequence[Cell]) -> Iterator[str]:
     """The lines of a table: a row for each name, a column for each contender."""
     contenders = list(dict.fromkeys(row.contender for row in rows))
     aims = {row.name: row.aim for row in rows if row.aim is not None}

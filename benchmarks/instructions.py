@@ -8,16 +8,18 @@ was not in the processor's first cache, which is what Python code of many parts 
 counts differ by a few in a thousand.
 
 Printed of steps are ratios to the reference's counts, instructions first and misses in brackets; of calls, in a loop,
-the instructions over those of the unpatched call in the same process. Valgrind knows no AVX-512, so
-that the products of matrices are those of a processor with AVX2; they are the same for all, and are a large part of the
-steps in half precision that a processor without arithmetic for it emulates. `--phases` prints the parts of each step.
-The tables are Markdown, as they stand in docs/benchmarks.md.
+the instructions over those of the unpatched call in the same process. Valgrind knows no AVX-512, so that the products
+of matrices are those of a processor with AVX2; they are the same for all, and a large part of the steps in half
+precision that a processor without arithmetic for it emulates. `--phases` prints the parts of each step. The tables are
+Markdown, as they stand in docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
+import functools
 import gc
 import itertools
 import json
@@ -26,15 +28,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from eager_cases import CALLS, HALVES, MODELS, OPTIMIZERS, WORK, names_of, set_up, tried
-from eager_overhead import PHASES, is_ours, line
-from peers import AUTOCAST, BY_HAND, CONTENDERS, UNPATCHED, nobody
+from eager_overhead import PHASES, is_ours, table
+from peers import AUTOCAST, BY_HAND, CONTENDERS, UNPATCHED
 from torch import nn
 
 COUNTED = (AUTOCAST, "ampatch O1", BY_HAND, "ampatch O2")
@@ -42,6 +44,9 @@ WARMING_STEPS = 10
 STEPS = 3
 CALLS_EACH = 100
 CALLING = tuple(name for name in COUNTED if "calls" not in CONTENDERS[name].skips)
+CALL_NAMES = frozenset(call.name for call in CALLS)
+#: Of calls: what stands for the model, and the phases.
+CALL, WITHOUT, WITH = "call", "without", "with"
 
 #: What a process in callgrind asks of it: macros, which only C has.
 REQUESTS = """
@@ -52,17 +57,14 @@ void zero(void) { CALLGRIND_ZERO_STATS; }
 void dump(const char *label) { CALLGRIND_DUMP_STATS_AT(label); }
 """
 LIBRARY = "requests.so"
-CALL_NAMES = frozenset(call.name for call in CALLS)
 
 
 class Case(NamedTuple):
+    """A model's step; or a call, whose name stands where the optimizer's does."""
+
     half: str
     model: str
     optimizer: str
-
-
-#: Of calls: what stands for the model, and the phases.
-CALL, WITHOUT, WITH = "call", "without", "with"
 
 
 class Counts(NamedTuple):
@@ -80,77 +82,97 @@ class Counts(NamedTuple):
         return Counts(self.instructions + other.instructions, self.misses + other.misses)
 
 
-#: What was counted: of steps by contender, case and phase; calls are cases of no model and no optimizer, and have
-#: phases of their own.
+#: What was counted, by contender, case and phase. Calls are cases of a model that is none, with phases of their own.
 Counted = dict[tuple[str, Case, str], Counts]
 
 
 # Within callgrind
 
 
-def count(contender: str, cases: Iterable[Case], directory: Path) -> None:
-    """Calls and trains, and has callgrind write down what each call and each phase takes."""
-    torch.set_num_threads(1)
-    valgrind = ctypes.CDLL(str(directory / LIBRARY))
-    cases = list(cases)
-    if contender in CALLING:
-        for half in dict.fromkeys(case.half for case in cases):
-            count_calls(valgrind, contender, half)
-    for case in cases:
-        torch.manual_seed(0)
-        batch = MODELS[case.model].batch()
-        labels = {phase: "|".join((*case, phase)).encode() for phase in PHASES}
-        with set_up(CONTENDERS[contender].make, MODELS[case.model].make(), case.half, case.optimizer) as peer:
+class Callgrind:
+    """The one that this process runs in.
 
-            def done(phase: str, labels: Mapping[str, bytes] = labels) -> None:
-                valgrind.dump(labels[phase])
+    Args:
+        directory: where its requests lie, compiled.
+    """
 
-            for _ in range(WARMING_STEPS):
-                peer.step(batch)
-            gc.collect()
-            gc.disable()  # or it comes in one contender's step, and not in another's
-            valgrind.start()
-            peer.step(batch, nobody)  # callgrind's model of the caches is empty
-            valgrind.zero()
-            for _ in range(STEPS):
-                peer.step(batch, done)
-            valgrind.stop()
+    def __init__(self, directory: Path) -> None:
+        self._requests = ctypes.CDLL(str(directory / LIBRARY))
+
+    @contextlib.contextmanager
+    def counting(self, warm_up: Callable[[], object]) -> Iterator[None]:
+        """Counts what the block does, after something that fills the caches as callgrind models them."""
+        gc.collect()
+        gc.disable()  # or it comes in one contender's step, and not in another's
+        self._requests.start()
+        warm_up()
+        self._requests.zero()
+        try:
+            yield
+        finally:
+            self._requests.stop()
             gc.enable()
 
+    def write(self, case: Case, phase: str) -> None:
+        """Writes down what was counted since this was called last, and begins anew."""
+        self._requests.dump("|".join((*case, phase)).encode())
 
-def count_calls(valgrind: ctypes.CDLL, contender: str, half: str) -> None:
+
+def count_calls(callgrind: Callgrind, contender: str, half: str) -> None:
     torch.manual_seed(0)
     layer, kernel = nn.Linear(4, 4), nn.Parameter(torch.randn(1, 1, 3, 3))
     names = names_of(layer, kernel, HALVES[half])
 
-    def count_each(phase: str, statements: Mapping[str, str]) -> None:
+    def count(phase: str, statements: Mapping[str, str]) -> None:
         for name, statement in statements.items():
             if tried(statement, names).dtype:
                 loop = compile(f"for _ in range({CALLS_EACH}): {statement}", name, "exec")
-                exec(loop, names)
-                gc.collect()
-                gc.disable()
-                valgrind.start()
-                exec(loop, names)
-                valgrind.zero()
-                exec(loop, names)
-                valgrind.dump("|".join((half, CALL, name, phase)).encode())
-                valgrind.stop()
-                gc.enable()
+                with callgrind.counting(warm_up=functools.partial(exec, loop, names)):
+                    exec(loop, names)
+                    callgrind.write(Case(half, CALL, name), phase)
 
-    count_each(WITHOUT, {call.name: call.unpatched or call.statement for call in CALLS})
+    count(WITHOUT, {call.name: call.unpatched or call.statement for call in CALLS})
     with set_up(CONTENDERS[contender].make, layer, half) as peer, peer.casts():
-        count_each(WITH, {call.name: call.statement for call in CALLS})
+        count(WITH, {call.name: call.statement for call in CALLS})
+
+
+def count_step(callgrind: Callgrind, contender: str, case: Case) -> None:
+    torch.manual_seed(0)
+    batch = MODELS[case.model].batch()
+    with set_up(CONTENDERS[contender].make, MODELS[case.model].make(), case.half, case.optimizer) as peer:
+        for _ in range(WARMING_STEPS):
+            peer.step(batch)
+        with callgrind.counting(warm_up=functools.partial(peer.step, batch)):
+            for _ in range(STEPS):
+                peer.step(batch, functools.partial(callgrind.write, case))
+
+
+def count(contender: str, cases: Sequence[Case], callgrind: Callgrind) -> None:
+    torch.set_num_threads(1)
+    if contender in CALLING:
+        for half in dict.fromkeys(case.half for case in cases):
+            count_calls(callgrind, contender, half)
+    for case in cases:
+        count_step(callgrind, contender, case)
 
 
 # Around it
 
 
-def compile_requests(directory: Path) -> None:
-    """Raises `CalledProcessError` where valgrind's headers are not there."""
+def compile_requests(directory: Path) -> str:
+    """Compiles what a process asks callgrind with.
+
+    Returns:
+        Why that cannot be done; empty: it is done.
+    """
     (directory / "requests.c").write_text(REQUESTS, encoding="utf-8")
     command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-o", LIBRARY, "requests.c"]
-    subprocess.run(command, cwd=directory, check=True)
+    if shutil.which(command[0]) is None:
+        return f"there is no C compiler {command[0]!r} here; install one, or name it in CC"
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return f"valgrind's headers do not compile; install them, as by `apt-get install valgrind`. {done.stderr}"
+    return ""
 
 
 def run(contender: str, cases: Sequence[Case], directory: Path) -> Counted:
@@ -233,27 +255,24 @@ class Row:
         return f"{self.of_instructions:.3f} ({self.of_misses:.2f})"
 
 
+def whole_step(counted: Counted, contender: str, case: Case) -> Counts:
+    phases = (counts for (name, of, _), counts in counted.items() if (name, of) == (contender, case))
+    return functools.reduce(Counts.plus, phases)
+
+
 def rows_of_steps(counted: Counted, cases: Iterable[Case], contenders: Iterable[str]) -> Iterator[Row]:
     for case, contender in itertools.product(cases, contenders):
-        reference = CONTENDERS[contender].reference
-        own, others = (
-            (
-                sum(counts.instructions for (name, of, _), counts in counted.items() if (name, of) == (each, case)),
-                sum(counts.misses for (name, of, _), counts in counted.items() if (name, of) == (each, case)),
+        work, reference = f"whole step, {case.optimizer}", CONTENDERS[contender].reference
+        counts, others = whole_step(counted, contender, case), whole_step(counted, reference, case)
+        row = Row(case.half, f"{case.model}: {work}", contender, *counts, reference)
+        if contender != reference:
+            row = replace(
+                row,
+                of_instructions=counts.instructions / others.instructions,
+                of_misses=counts.misses / others.misses,
+                aim=WORK[work].aim if is_ours(contender) and reference == AUTOCAST else None,
             )
-            for each in (contender, reference)
-        )
-        is_compared = contender != reference
-        yield Row(
-            case.half,
-            f"{case.model}: whole step, {case.optimizer}",
-            contender,
-            *own,
-            reference,
-            own[0] / others[0] if is_compared else None,
-            own[1] / others[1] if is_compared else None,
-            WORK[f"whole step, {case.optimizer}"].aim if is_ours(contender) and reference == AUTOCAST else None,
-        )
+        yield row
 
 
 def rows_of_phases(counted: Counted, cases: Iterable[Case], contenders: Iterable[str]) -> Iterator[Row]:
@@ -273,18 +292,6 @@ def rows_of_calls(counted: Counted, half: str) -> Iterator[Row]:
             yield Row(half, call.name, contender, *counts, UNPATCHED, over=over)
 
 
-def table(rows: Sequence[Row]) -> Iterator[str]:
-    contenders = list(dict.fromkeys(row.contender for row in rows))
-    aims = {row.name: row.aim for row in rows if row.aim is not None}
-    cells: dict[str, dict[str, str]] = {}
-    for row in rows:
-        cells.setdefault(row.name, {})[row.contender] = row.cell()
-    yield line(["", *contenders, *(["aim"] if aims else [])])
-    yield line(["---"] * (len(contenders) + 1 + bool(aims)))
-    for name, found in cells.items():
-        yield line([name, *(found.get(each, "") for each in contenders), *([f"{aims.get(name, '')}"] if aims else [])])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", metavar="MODEL,...", help=f"of {','.join(MODELS)} (default: all)")
@@ -295,7 +302,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.within:
         contender, directory = options.within
-        count(contender, [Case(*each) for each in json.load(sys.stdin)], Path(directory))
+        count(contender, [Case(*each) for each in json.load(sys.stdin)], Callgrind(Path(directory)))
         return 0
     models, halves = chosen(parser, "models", options.models, MODELS), chosen(parser, "halves", options.halves, HALVES)
     if options.json and not options.json.absolute().parent.is_dir():
@@ -305,7 +312,9 @@ def main() -> int:
     cases = [Case(*each) for each in itertools.product(halves, models, OPTIMIZERS)]
     counted: Counted = {}
     with tempfile.TemporaryDirectory() as directory:
-        compile_requests(Path(directory))
+        fault = compile_requests(Path(directory))
+        if fault:
+            parser.error(fault)
         for contender in COUNTED:
             counted |= run(contender, cases, Path(directory))
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, one thread, {STEPS} steps each")
