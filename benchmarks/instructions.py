@@ -283,10 +283,10 @@ def rows_of_phases(counted: Counted, cases: Iterable[Case], contenders: Iterable
             yield Row(case.half, name, contender, *counts, CONTENDERS[contender].reference)
 
 
-def rows_of_calls(counted: Counted, half: str) -> Iterator[Row]:
-    for call, contender in itertools.product(CALLS, (UNPATCHED, *CALLING)):
+def rows_of_calls(counted: Counted, half: str, contenders: Sequence[str]) -> Iterator[Row]:
+    for call, contender in itertools.product(CALLS, (UNPATCHED, *contenders) if contenders else ()):
         case = Case(half, CALL, call.name)
-        counts = counted.get((CALLING[0], case, WITHOUT) if contender == UNPATCHED else (contender, case, WITH))
+        counts = counted.get((contenders[0], case, WITHOUT) if contender == UNPATCHED else (contender, case, WITH))
         if counts is not None:
             over = None if contender == UNPATCHED else counts.instructions - counted[contender, case, WITHOUT][0]
             yield Row(half, call.name, contender, *counts, UNPATCHED, over=over)
@@ -296,6 +296,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", metavar="MODEL,...", help=f"of {','.join(MODELS)} (default: all)")
     parser.add_argument("--halves", metavar="TYPE,...", help=f"of {','.join(HALVES)} (default: all)")
+    parser.add_argument("--contenders", metavar="NAME,...", help=f"of {','.join(COUNTED)} (default: all)")
     parser.add_argument("--phases", action="store_true", help="print the parts of each step as well")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
     parser.add_argument("--within", nargs=2, metavar=("CONTENDER", "DIRECTORY"), help=argparse.SUPPRESS)
@@ -305,6 +306,9 @@ def main() -> int:
         count(contender, [Case(*each) for each in json.load(sys.stdin)], Callgrind(Path(directory)))
         return 0
     models, halves = chosen(parser, "models", options.models, MODELS), chosen(parser, "halves", options.halves, HALVES)
+    wanted = chosen(parser, "contenders", options.contenders, COUNTED)
+    wanted += [CONTENDERS[name].reference for name in wanted]
+    contenders = [name for name in COUNTED if name in wanted]
     if options.json and not options.json.absolute().parent.is_dir():
         parser.error(f"argument --json: there is no directory {options.json.parent}")
     if shutil.which("valgrind") is None:
@@ -315,17 +319,17 @@ def main() -> int:
         fault = compile_requests(Path(directory))
         if fault:
             parser.error(fault)
-        for contender in COUNTED:
+        for contender in contenders:
             counted |= run(contender, cases, Path(directory))
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, one thread, {STEPS} steps each")
     rows = []
     for half in halves:
         of_half = [case for case in cases if case.half == half]
-        calls = list(rows_of_calls(counted, half))
+        calls = list(rows_of_calls(counted, half, [name for name in contenders if name in CALLING]))
         rows += calls
         print(f"\n### Calls: instructions over the unpatched call, {half}\n", *table(calls), sep="\n")
         for heading, made in (("Steps", rows_of_steps), ("Phases", rows_of_phases)):
-            found = list(made(counted, of_half, COUNTED))
+            found = list(made(counted, of_half, contenders))
             rows += found
             if made is rows_of_steps or options.phases:
                 print(

@@ -146,17 +146,16 @@ class TestInstructions:
     SCRIPT = BENCHMARKS / "instructions.py"
 
     @pytest.mark.slow
-    def test_counts_every_contender_in_every_step_and_call(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_counts_every_step_and_call(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if shutil.which("valgrind") is None:
             pytest.skip("valgrind is not installed")
         file = tmp_path / "counts.json"
         command = [sys.executable, str(self.SCRIPT), "--models", "MLP", "--halves", "float16", "--json", str(file)]
+        command += ["--contenders", "ampatch O1"]  # and what it is compared with: the four of them take four minutes
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         rows = {(row["name"], row["contender"]): row for row in json.loads(file.read_text(encoding="utf-8"))}
-        contenders = {"torch.autocast", "ampatch O1", "O2 by hand", "ampatch O2"}
+        contenders = {"torch.autocast", "ampatch O1"}
         for optimizer in ("SGD", "fused AdamW"):
             step = {name: rows[f"MLP: whole step, {optimizer}", name] for name in contenders}
             phases = {name: [] for name in contenders}
@@ -169,7 +168,7 @@ class TestInstructions:
                 assert sum(phases[name]) == pytest.approx(row["instructions"])
             ours, autocasts = step["ampatch O1"], step["torch.autocast"]
             assert ours["of_instructions"] == pytest.approx(ours["instructions"] / autocasts["instructions"])
-            assert (ours["reference"], step["ampatch O2"]["reference"]) == ("torch.autocast", "O2 by hand")
+            assert ours["reference"] == "torch.autocast"
             assert autocasts["of_instructions"] is None
         for call in imported("eager_cases", monkeypatch).CALLS:
             assert rows[call.name, "unpatched"]["instructions"] > 1000
@@ -183,11 +182,12 @@ class TestInstructions:
         ("arguments", "message"),
         [
             (["--models", "ResNet"], "argument --models: ResNet; expected some of transformer,convnet,MLP"),
+            (["--contenders", "Apex"], "argument --contenders: Apex; expected some of torch.autocast,ampatch O1,"),
             (["--halves", "float32"], "argument --halves: float32; expected some of float16,bfloat16"),
             (["--json", "nowhere/at/all.json"], "argument --json: there is no directory nowhere/at"),
             ([], "there is no valgrind here; install it with its headers"),
         ],
-        ids=["model", "half", "json", "valgrind"],
+        ids=["model", "contender", "half", "json", "valgrind"],
     )
     def test_says_what_it_cannot_do(
         self,
