@@ -1,13 +1,12 @@
-"""Which code runs the calls of patched functions: the wrappers' own Python, or the compiled library's C++.
+"""The compiled library of calls, where it is in use: who runs the calls of patched functions, and what else it has.
 
-Owns the choice, for the process, and the way there. What the C++ does and does not do stands in csrc/calls/calls.cpp;
-it must never be asked for more than the Python code does.
+Owns the choice between it and the Python code, for the process, and the way there. What the C++ does and does not do
+stands in csrc/calls/; it must never be asked for more than the Python code does.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -21,12 +20,38 @@ from torch import Tensor
 from ampatch import compilers, extension
 from ampatch.cast_store import Book, Store
 from ampatch.errors import KernelError
+from ampatch.selection import Chosen, Selection
 from ampatch.switch import Switch
-
-logger = logging.getLogger("ampatch")
 
 CHOICES = ("auto", "compiled", "python")
 _VARIABLE = "AMPATCH_CALLS"
+
+
+def _choose(asked: str) -> Chosen[ModuleType]:
+    python = "plain Python"
+    if asked == "python":
+        return Chosen(None, f"{python}, as {_VARIABLE}=python asks for")
+    library = extension.find(extension.CALLS)
+    if library is None:
+        missing = (
+            f"there is no compiled library for this version of ampatch, Python and torch in "
+            f"{extension.cache_directory()}"
+        )
+        if asked == "compiled":
+            raise KernelError(
+                f"{_VARIABLE}=compiled asks for calls in C++, and {missing}. Type `ampatch build`; or leave the "
+                "variable out, to go on in plain Python."
+            )
+        return Chosen(None, f"{python}, as {missing}. `ampatch build` compiles it")
+    try:
+        return Chosen(extension.load_calls(library), f"C++, the compiled library {library.path}")
+    except KernelError as error:
+        if asked == "compiled":
+            raise
+        return Chosen(None, f"{python}, as {error}")
+
+
+_selection = Selection(_VARIABLE, CHOICES, _choose, "Patched functions are called by %s.")
 
 
 #: "to": tensors are cast to a type. "via_dtype": so they are, but where the first one is half the function is told to
@@ -49,25 +74,6 @@ class PlainCast:
     positional: int = sys.maxsize
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """An implementation.
-
-    Attributes:
-        module: the compiled one; None for the Python code.
-        why: which it is and why, for people.
-    """
-
-    module: ModuleType | None
-    why: str
-
-
-class _Process:
-    """What was chosen for this process."""
-
-    choice: _Choice | None = None
-
-
 def select(choice: str | None = None) -> None:
     """Chooses what runs the calls in sessions that begin from now on.
 
@@ -79,7 +85,7 @@ def select(choice: str | None = None) -> None:
         OptionError: it is none of these.
         KernelError: the compiled library was asked for, and there is none that can be loaded.
     """
-    _Process.choice = _choose(extension.asked_for(choice, _VARIABLE, CHOICES))
+    _selection.select(choice)
     compiled.cache_clear()
 
 
@@ -90,21 +96,18 @@ def prepare() -> None:
         OptionError: AMPATCH_CALLS has no such value.
         KernelError: it asks for a library that is not there.
     """
-    if _Process.choice is None:
-        select()
-        if _current().module is None:
-            logger.info("Patched functions are called by %s.", in_use())
+    _selection.current()
 
 
 def in_use() -> str:
     """What runs the calls of patched functions here, and why, in a sentence for people."""
-    return _current().why
+    return _selection.current().why
 
 
 @functools.cache  # so that it takes no frame: it is asked several times in every step
 def compiled() -> ModuleType | None:
-    """The module in C++, for what else it has; None where Python is in use."""
-    return _current().module
+    """The module in C++, for what every step asks of parameters and gradients; None where Python is in use."""
+    return _selection.current().compiled
 
 
 def new_store() -> Store:
@@ -143,7 +146,7 @@ class Accelerator:
         device_types: Iterable[str],
     ) -> None:
         # By the book, so that no session is served by two implementations.
-        self._module = None if type(book) is Book else _current().module
+        self._module = None if type(book) is Book else _selection.current().compiled
         if self._module is not None:
             self._caster = self._module.Caster(book, switch, cast, compilers.is_capturing)
         self.serve(device_types)
@@ -173,34 +176,3 @@ class Accelerator:
         if hasattr(function, "__ampatch_python__"):  # in Python 3.11: csrc/calls/calls.cpp
             compilers.trace_instead(function)
         return function
-
-
-def _current() -> _Choice:
-    if _Process.choice is None:  # mostly it is not, and this is asked several times in every step
-        prepare()
-        assert _Process.choice is not None
-    return _Process.choice
-
-
-def _choose(asked: str) -> _Choice:
-    python = "plain Python"
-    if asked == "python":
-        return _Choice(None, f"{python}, as {_VARIABLE}=python asks for")
-    library = extension.find(extension.CALLS)
-    if library is None:
-        missing = (
-            f"there is no compiled library for this version of ampatch, Python and torch in "
-            f"{extension.cache_directory()}"
-        )
-        if asked == "compiled":
-            raise KernelError(
-                f"{_VARIABLE}=compiled asks for calls in C++, and {missing}. Type `ampatch build`; or leave the "
-                "variable out, to go on in plain Python."
-            )
-        return _Choice(None, f"{python}, as {missing}. `ampatch build` compiles it")
-    try:
-        return _Choice(extension.load_calls(library), f"C++, the compiled library {library.path}")
-    except KernelError as error:
-        if asked == "compiled":
-            raise
-        return _Choice(None, f"{python}, as {error}")

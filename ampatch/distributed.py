@@ -259,6 +259,11 @@ def replicating_wrappers() -> list[DistributedDataParallel]:
     return [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
 
 
+def is_joining(wrapper: DistributedDataParallel) -> bool:
+    """Whether it runs in its ``join()``, where processes may run out of data before the others do."""
+    return bool(wrapper._join_config.enable)
+
+
 def sent_by(wrapper: DistributedDataParallel) -> Iterator[Tensor]:
     """The weights and buffers of which the first process's have replaced the others'."""
     for name, tensor in itertools.chain(wrapper.module.named_parameters(), wrapper.module.named_buffers()):

@@ -12,7 +12,7 @@ import os
 import platform
 import sysconfig
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from importlib.machinery import ExtensionFileLoader
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ampatch.errors import KernelError, OptionError, did_you_mean
+from ampatch.errors import KernelError
 
 # The least torch that a library runs on, and what its sources are compiled for: torch's stable ABI holds from there on.
 ABI = "2.10"
@@ -71,18 +71,6 @@ CALLS = Part(
     "calls",
     ("chunks.h", "operations.h", "vectors.h"),
 )
-
-
-def asked_for(choice: str | None, variable: str, choices: Collection[str]) -> str:
-    """Which implementation is asked for: a choice, or what an environment variable says, or "auto".
-
-    Raises:
-        OptionError: it is none of the choices.
-    """
-    asked = os.environ.get(variable, "auto") if choice is None else choice
-    if asked not in choices:
-        raise OptionError(f"{variable} is {asked!r}; expected {', '.join(choices)}.{did_you_mean(asked, choices)}")
-    return asked
 
 
 def target_flag() -> str:

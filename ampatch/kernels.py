@@ -1,7 +1,8 @@
-"""Gradient work on lists of tensors, and the update of the scale: the only file that chooses an implementation.
+"""Gradient work on lists of tensors, and the update of the scale: the only file that chooses who does it.
 
-There are two of them: the compiled extension (`csrc/`, `torch.ops.ampatch`), where one is built, and torch's own
-multi-tensor kernels. Every function works on the devices the tensors are on and reads nothing back to the host.
+There are three who can: for a few elements on the CPU the compiled library of calls; the operators of the compiled
+extension (`csrc/`, `torch.ops.ampatch`), where one is built; and torch's own multi-tensor kernels. Every function works
+on the devices the tensors are on and reads nothing back to the host.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import functools
 import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ampatch import calls, extension, extension_kernels, torch_kernels
 from ampatch.errors import KernelError
 from ampatch.opt_levels import HALVES
+from ampatch.selection import Chosen, Selection
 
 logger = logging.getLogger("ampatch")
 
@@ -35,23 +36,34 @@ _DTYPE = operator.attrgetter("dtype")
 _IS_RECORDED = operator.attrgetter("requires_grad")
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """An implementation.
+def _choose(asked: str) -> Chosen[extension.Library]:
+    torchs = "torch's own multi-tensor kernels"
+    if asked == "torch":
+        return Chosen(None, f"{torchs}, as {_VARIABLE}=torch asks for")
+    library = extension.loaded() or extension.find()
+    if library is None:
+        if asked == "extension":
+            raise KernelError(
+                f"{_VARIABLE}=extension asks for the compiled extension, and there is none of this version of ampatch "
+                f"for this machine in {extension.cache_directory()}. Type `ampatch build`; or leave the variable out, "
+                "to go on with torch's own kernels."
+            )
+        return Chosen(
+            None,
+            f"{torchs}, as there is no compiled extension of this version for this machine in "
+            f"{extension.cache_directory()}: at O2 they pass over gradients three times, where the extension does so "
+            "once. `ampatch build` compiles it",
+        )
+    try:
+        extension.load(library)
+    except KernelError as error:
+        if asked == "extension":
+            raise
+        return Chosen(None, f"{torchs}, as {error}")
+    return Chosen(library, f"the compiled extension {library.path}")
 
-    Attributes:
-        library: the extension's; None: torch's own kernels do all the work.
-        why: which it is and why, for people.
-    """
 
-    library: extension.Library | None
-    why: str
-
-
-class _Process:
-    """What was chosen for this process."""
-
-    choice: _Choice | None = None
+_selection = Selection(_VARIABLE, CHOICES, _choose, "Gradients are unscaled by %s.")
 
 
 def select(choice: str | None = None) -> None:
@@ -65,7 +77,7 @@ def select(choice: str | None = None) -> None:
         OptionError: it is none of these.
         KernelError: the extension was asked for, and there is none that can be loaded.
     """
-    _Process.choice = _choose(extension.asked_for(choice, _VARIABLE, CHOICES))
+    _selection.select(choice)
     _runs_on.cache_clear()
 
 
@@ -76,54 +88,18 @@ def prepare() -> None:
         OptionError: AMPATCH_KERNELS has no such value.
         KernelError: it asks for an extension that is not there.
     """
-    if _Process.choice is None:
-        select()
-        if _current().library is None:
-            logger.info("Gradients are unscaled by %s.", in_use())
+    _selection.current()
 
 
 def in_use() -> str:
     """Which kernels do the work here, and why, in a sentence for people."""
-    return _current().why
-
-
-def _current() -> _Choice:
-    prepare()
-    assert _Process.choice is not None
-    return _Process.choice
-
-
-def _choose(asked: str) -> _Choice:
-    torchs = "torch's own multi-tensor kernels"
-    if asked == "torch":
-        return _Choice(None, f"{torchs}, as {_VARIABLE}=torch asks for")
-    library = extension.loaded() or extension.find()
-    if library is None:
-        if asked == "extension":
-            raise KernelError(
-                f"{_VARIABLE}=extension asks for the compiled extension, and there is none of this version of ampatch "
-                f"for this machine in {extension.cache_directory()}. Type `ampatch build`; or leave the variable out, "
-                "to go on with torch's own kernels."
-            )
-        return _Choice(
-            None,
-            f"{torchs}, as there is no compiled extension of this version for this machine in "
-            f"{extension.cache_directory()}: at O2 they pass over gradients three times, where the extension does so "
-            "once. `ampatch build` compiles it",
-        )
-    try:
-        extension.load(library)
-    except KernelError as error:
-        if asked == "extension":
-            raise
-        return _Choice(None, f"{torchs}, as {error}")
-    return _Choice(library, f"the compiled extension {library.path}")
+    return _selection.current().why
 
 
 @functools.cache
 def _runs_on(device: torch.device) -> bool:
     """Whether the extension is in use, and does its work on a device."""
-    library = _current().library
+    library = _selection.current().compiled
     if library is None or device.type == "cpu":
         return library is not None
     if device.type != "cuda" or not library.architectures:

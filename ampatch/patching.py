@@ -1,7 +1,9 @@
 """The ledger of what was installed on other people's objects, and how each piece is taken out again.
 
-Knows neither torch's types nor precision. Everything that ampatch changes outside itself goes through a `PatchLedger`;
-nothing else in the package may call ``setattr`` on an object it does not own.
+Knows neither torch's types nor precision. Whatever ampatch puts in another's place, to stay there until it is undone,
+goes through a `PatchLedger`. What need not be undone does not: what is written for the length of one call and taken
+back in it (``optimizer.found_inf``), what torch itself would have written there (``optimizer._opt_called``), and what
+only tells torch.compile about objects of this package.
 """
 
 from __future__ import annotations

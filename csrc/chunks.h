@@ -13,6 +13,9 @@
 
 namespace ampatch {
 
+// Fewer elements than this are not worth a second thread.
+constexpr int64_t kGrain = 32768;
+
 // So many numbers are added up in float32 before float64 takes over: the error of a norm stays below 1e-6.
 constexpr int64_t kSummed = 32;
 

@@ -16,9 +16,6 @@
 namespace ampatch {
 namespace {
 
-// Fewer elements than this are not worth a second thread.
-constexpr int64_t kGrain = 2 * kChunk;
-
 struct Outcome {
   bool finite;
   double sum;

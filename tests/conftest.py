@@ -155,18 +155,18 @@ def compiled_calls() -> ModuleType:
 @pytest.fixture
 def select_calls() -> Iterator[Callable[[str | None], None]]:
     """`calls.select`, whose choice is taken back after the test."""
-    before = calls._Process.choice
+    before = calls._selection.chosen
     yield calls.select
-    calls._Process.choice = before
+    calls._selection.chosen = before
     calls.compiled.cache_clear()
 
 
 @pytest.fixture
 def select() -> Iterator[Callable[[str | None], None]]:
     """`kernels.select`, whose choice is taken back after the test."""
-    before = kernels._Process.choice
+    before = kernels._selection.chosen
     yield kernels.select
-    kernels._Process.choice = before
+    kernels._selection.chosen = before
     kernels._runs_on.cache_clear()
 
 

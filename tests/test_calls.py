@@ -553,7 +553,7 @@ class TestFunctions:
 @pytest.fixture
 def undecided(select_calls: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has not chosen yet, with AMPATCH_CALLS not set."""
-    monkeypatch.setattr(calls._Process, "choice", None)
+    monkeypatch.setattr(calls._selection, "chosen", None)
     calls.compiled.cache_clear()
     monkeypatch.delenv("AMPATCH_CALLS", raising=False)
 

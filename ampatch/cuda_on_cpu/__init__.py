@@ -34,7 +34,7 @@ from ampatch.patching import PatchLedger
 
 __all__ = ["stand_in"]
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger("ampatch")
 
 
 class _Process:
@@ -78,7 +78,7 @@ def _install() -> PatchLedger:
     except BaseException:
         ledger.undo()
         raise
-    _log.debug("the CPU stands in for CUDA, at %d places of torch", len(ledger.patches))
+    logger.debug("the CPU stands in for CUDA, at %d places of torch", len(ledger.patches))
     return ledger
 
 

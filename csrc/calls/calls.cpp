@@ -7,7 +7,7 @@
 
 #include "casts.h"
 #include "gradients.h"
-#include "lists.h"
+#include "parameters.h"
 #include "region.h"
 #include "store.h"
 #include "tensors.h"
@@ -623,7 +623,7 @@ PyMODINIT_FUNC PyInit__calls() {
   Ref made = Ref::taken(PyModule_Create(&module_definition));
   if (!made || name_dtype == nullptr || name_out == nullptr || PyType_Ready(&call_type) < 0 ||
       PyModule_AddType(made.get(), &caster_type) < 0 || !add_store_and_book(made.get()) ||
-      !add_list_functions(made.get()) || !add_gradient_functions(made.get()) || !add_region(made.get()) ||
+      !add_parameter_functions(made.get()) || !add_gradient_functions(made.get()) || !add_region(made.get()) ||
       !prepare_casts()) {
     return nullptr;
   }

@@ -21,9 +21,6 @@ namespace ampatch {
 
 namespace {
 
-// Fewer elements than this are not worth a second thread, nor letting go of the interpreter's lock.
-constexpr int64_t kFew = 65536;
-
 template <class Signature>
 c10::TypedOperatorHandle<Signature> operator_named(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
@@ -102,12 +99,13 @@ PyObject* update_scale(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // Gradients
 
-// Whether they are a few elements, side by side, in the memory of the CPU.
+// Whether they are a few elements, side by side, in the memory of the CPU: too few for a second thread, and to let go
+// of the interpreter's lock.
 bool are_few(const std::vector<Tensor>& tensors) {
   int64_t elements = 0;
   for (const Tensor& tensor : tensors) {
     elements += tensor.numel();
-    if (!tensor.is_cpu() || !tensor.is_non_overlapping_and_dense() || elements > kFew) {
+    if (!tensor.is_cpu() || !tensor.is_non_overlapping_and_dense() || elements > kGrain) {
       return false;
     }
   }

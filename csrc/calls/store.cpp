@@ -139,8 +139,8 @@ Py_ssize_t store_length(PyObject* self) {
   return as_store(self)->size();
 }
 
-PyMethodDef store_methods[] = {{"find", reinterpret_cast<PyCFunction>(store_find), METH_FASTCALL, nullptr},
-                               {"keep", reinterpret_cast<PyCFunction>(store_keep), METH_FASTCALL, nullptr},
+PyMethodDef store_methods[] = {{"find", fast(store_find), METH_FASTCALL, nullptr},
+                               {"keep", fast(store_keep), METH_FASTCALL, nullptr},
                                {"forget", store_forget, METH_O, nullptr},
                                {"clear", store_clear, METH_NOARGS, nullptr},
                                {"entries", store_entries, METH_NOARGS, nullptr},

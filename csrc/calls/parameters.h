@@ -8,6 +8,6 @@
 namespace ampatch {
 
 // False with a Python exception set.
-bool add_list_functions(PyObject* module);
+bool add_parameter_functions(PyObject* module);
 
 }  // namespace ampatch

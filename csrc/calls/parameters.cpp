@@ -1,6 +1,6 @@
-// See lists.h.
+// See parameters.h.
 
-#include "lists.h"
+#include "parameters.h"
 
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/Device.h>
@@ -129,7 +129,7 @@ PyMethodDef functions[] = {{"gradients_of", gradients_of, METH_O, nullptr},
 
 }  // namespace
 
-bool add_list_functions(PyObject* module) {
+bool add_parameter_functions(PyObject* module) {
   name_parameters = PyUnicode_InternFromString("_parameters");
   name_modules = PyUnicode_InternFromString("_modules");
   return name_parameters != nullptr && name_modules != nullptr && PyModule_AddFunctions(module, functions) == 0;
