@@ -156,7 +156,7 @@ def initialize(
         CastListError: the cast lists have faults.
         UsageError: other settings are live, an optimizer was handed in before, or a parameter is in two optimizers
             that would each have a float32 master of it.
-        KernelError: AMPATCH_KERNELS asks for an extension that was not built.
+        KernelError: AMPATCH_KERNELS or AMPATCH_CALLS asks for what was not built.
     """
     if not _flag("enabled", enabled):
         process.disabled = process.live is None
@@ -290,7 +290,7 @@ def init(
         OptionError: an argument has a value that is not allowed.
         CastListError: the cast lists have faults.
         UsageError: amp is set up already.
-        KernelError: AMPATCH_KERNELS asks for an extension that was not built.
+        KernelError: AMPATCH_KERNELS or AMPATCH_CALLS asks for what was not built.
     """
     if not _flag("enabled", enabled):
         process.disabled = process.live is None

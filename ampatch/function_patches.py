@@ -95,7 +95,14 @@ class FunctionPatches:
             _watch(namespace, self)
 
     def rebind(self, owners: Iterable[object]) -> None:
-        """Names that ``owners`` bound to an original before it was patched are bound to its wrapper."""
+        """Names that ``owners`` bound to an original before it was patched are bound to its wrapper.
+
+        So are names that they bound to a wrapper of an earlier session, and kept since.
+        """
+        owners = list(owners)
+        kept = {id(wrapper): wrapper for wrapper in _original_of if id(wrapper) not in self._originals}
+        if kept:
+            rebind(owners, kept, {key: _original_of[wrapper] for key, wrapper in kept.items()})
         originals: dict[int, object] = {key: original for key, (original, _) in self._wrappers.items()}
         for owner, name, original in bindings(owners, originals):
             with contextlib.suppress(AttributeError, RefusedError):  # who keeps attributes elsewhere keeps the original
@@ -181,10 +188,14 @@ class FunctionPatches:
                 wrapper.__module__, wrapper.__qualname__ = getattr(owner, "__name__", wrapper.__module__), name
             wrapper = self._accelerator.accelerate(wrapper, original, adapter.plainly, reason)
             self._originals[id(wrapper)] = (wrapper, original)
+            _original_of[wrapper] = original
             if not is_class:
                 self._wrappers[id(original)] = (original, wrapper)
         self._ledger.set(owner, name, wrapper if kind is None else kind(wrapper))
 
+
+# The originals of all wrappers that anybody still has, those of earlier sessions included.
+_original_of: weakref.WeakKeyDictionary[Function, Function] = weakref.WeakKeyDictionary()
 
 # wrapt's hooks on imports cannot be removed, and are used up by the import. Here: the modules that have one now.
 _hooked: set[str] = set()

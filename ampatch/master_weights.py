@@ -261,13 +261,37 @@ class MasterWeights:
             pair.leave(_Gradient.SHOWN)
 
     def follow_clearing(self) -> None:
-        """Drops the masters' gradients where somebody has set those of the half parameters to None."""
+        """Drops the masters' gradients where somebody has set those of the half parameters to None.
+
+        Warns:
+            AmpWarning: other gradients are there now, and whether they were to be added to the masters' nobody can say.
+        """
         if self._is_clear:
             return
+        replaced = False
         for pair in self._pairs.values():
             if pair.left is not None and pair.was_cleared:
+                is_sum_dropped = pair.gradient is _Gradient.BASE and pair.master.grad is not None
+                replaced = replaced or (is_sum_dropped and pair.parameter.grad is not None)
                 pair.master.grad = None
                 pair.gradient, pair.left = _Gradient.NEW, None
+        if replaced:
+            warn(
+                "gradients of half parameters were replaced by other tensors inside of amp.scale_loss, or after it "
+                "with delay_unscale=True. What earlier blocks had left for their float32 masters is dropped, as if "
+                "they had been cleared. To add to them write p.grad += grad, in place; to clear them, "
+                "model.zero_grad()."
+            )
+
+    def drop_sums(self, module: nn.Module) -> None:
+        """Drops what masters keep of earlier blocks, for the parameters of a module that are zeros for backward now."""
+        if self._is_clear:
+            return
+        ids = set(map(id, module.parameters()))
+        for pair in self._pairs.values():
+            if pair.gradient is _Gradient.BASE and id(pair.parameter) in ids:
+                pair.master.grad = None
+                pair.leave(_Gradient.BASE)
 
     def follow_gradients(self, quietly: bool = False) -> None:
         """Takes over what became of gradients since `take_gradients`: cleared, changed, or left without a scale.
@@ -445,6 +469,23 @@ class MasterWeights:
             moved[parameter] = optimizer_state.retyped(value, key.dtype, parameter.dtype, parameter)
         state["state"] = moved
         return state
+
+
+def dropping_sums(
+    original: Callable[..., None], all_masters: Callable[[], Iterable[MasterWeights]]
+) -> Callable[..., None]:
+    """A `torch.nn.Module.zero_grad` that the masters hear of.
+
+    Inside of a block zeros cannot be told from what is zeroed once more, as with ``set_to_none=False``.
+    """
+
+    @functools.wraps(original)
+    def zero_grad(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(module, *args, **kwargs)
+        for masters in all_masters():
+            masters.drop_sums(module)
+
+    return zero_grad
 
 
 def _marks_and_tensors(pairs: Iterable[_Pair]) -> tuple[list[Mark], list[Tensor]]:

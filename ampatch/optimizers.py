@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import operator
+import sys
 import types
 import weakref
 from collections import deque
@@ -25,7 +26,7 @@ from torch.utils.weak import TensorWeakRef
 from ampatch import calls, kernels, optimizer_state
 from ampatch.compilers import is_capturing
 from ampatch.distributed import Processes
-from ampatch.errors import LossScaleError, OptionError, UsageError
+from ampatch.errors import LossScaleError, OptionError, UsageError, warn
 from ampatch.folding import Folded
 from ampatch.master_weights import MasterWeights
 from ampatch.opt_levels import HALVES
@@ -74,6 +75,21 @@ def check_optimizer(optimizer: object) -> OptimizerLike:
             "object with param_groups, step() and zero_grad(), such as torch.optim.SGD(model.parameters(), lr=0.1)."
         )
     return optimizer  # type: ignore[return-value]
+
+
+def check_not_stepping(optimizer: OptimizerLike) -> None:
+    """Raises `UsageError` where an optimizer's step is under way in this thread: no overflow could skip it any more."""
+    frame = sys._getframe().f_back
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "step" and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is optimizer:
+            kind = type(optimizer).__name__
+            raise UsageError(
+                f"the first amp.scale_loss for this {kind} stands in the closure of its step(), which has begun "
+                "already, so that an overflow could not skip it. Hand it in before that: type model, optimizer = "
+                "amp.initialize(model, optimizer) where amp.init() stands."
+            )
+        frame = frame.f_back
 
 
 class AdoptedOptimizer:
@@ -127,6 +143,7 @@ class AdoptedOptimizer:
         self._dynamic = dynamic
         self._exact_hooks = exact_hooks
         self._announce = announce
+        self._has_met_scale = not dynamic  # whether it can be that somebody has forgotten amp.scale_loss
         self._skipped_steps = 0
         self._last_was_skipped = False
         self._unsettled: deque[list[Scaling]] = deque()  # steps that the optimizer ran or skipped by itself
@@ -350,8 +367,13 @@ class AdoptedOptimizer:
         theirs = set(map(id, other.model_parameters()))
         return next((each for each in self.model_parameters() if each.grad is not None and id(each) in theirs), None)
 
+    def note_other_scale(self) -> None:
+        """Takes note that somebody else has scaled the gradients, and unscales them now."""
+        self._has_met_scale = True
+
     def remember(self, scaling: Scaling) -> None:
         """Takes note of a pass that the next step depends on."""
+        self._has_met_scale = True
         self.passes.append(scaling)
         if len(self.passes) >= self._MANY_PASSES:
             overflowed = {earlier.scaler_id: earlier for earlier in self.passes if earlier.overflowed}
@@ -373,11 +395,16 @@ class AdoptedOptimizer:
         Raises:
             UsageError: the gradients are still scaled.
             LossScaleError: they overflowed with the loss scale at its floor.
+
+        Warns:
+            AmpWarning: they never came through a block of ``amp.scale_loss``, although the scale is dynamic.
         """
         folded = self._folded
         if folded is None and self.scaled_by is not None:
             self._check_unscaled("optimizer.step() was called on gradients that are")
         self.check_shared("optimizer.step() would use")
+        if not self._has_met_scale and _closure(args, kwargs) is None:
+            self._warn_of_no_scale()
         if self._unsettled:
             self._settle(wait=False)
         if folded is not None and not (folded.are(self.gradients()) and self._divides_by_itself(args, kwargs)):
@@ -560,6 +587,19 @@ class AdoptedOptimizer:
                 self._near_floor = any(scaling.ended_at_floor for scaling in overflowed)
                 self._announce_skip(overflowed)
 
+    def _warn_of_no_scale(self) -> None:
+        """Once: who forgets it forgets it in every step."""
+        optimizer = self._optimizer()
+        is_judged = getattr(optimizer, "found_inf", None) is not None  # by a GradScaler, for a kernel that heeds it
+        self._has_met_scale = is_judged or self.has_gradients()
+        if self._has_met_scale and not is_judged:
+            warn(
+                f"this {type(optimizer).__name__} steps with gradients that no amp.scale_loss was told of: "
+                "small ones are lost in half precision, and nobody has looked whether others overflowed. Type: with "
+                "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward(), with every optimizer that "
+                "gets gradients in it; or amp.initialize(..., loss_scale=1) if none is to be scaled."
+            )
+
     def _check_unscaled(self, what: str) -> None:
         if self.scaled_by is None:
             return
@@ -591,9 +631,9 @@ class AdoptedOptimizer:
             if scaling.began_at_floor:
                 raise LossScaleError(
                     f"loss scaler {scaling.scaler_id} is at its floor of {scaling.scaler.policy.floor:g} "
-                    f"and the gradients still overflow, so no scale can help: {self._not_finite()}. Look for a loss "
-                    "that is not finite, or a learning rate that is too high; with half_dtype=torch.bfloat16 no loss "
-                    "scale is needed."
+                    f"and the gradients still overflow, so no scale can help: {self._not_finite()}. Look for inputs "
+                    "or a loss that are not finite, or a learning rate that is too high; with "
+                    "half_dtype=torch.bfloat16 no loss scale is needed."
                 )
         self._announce_skip(overflowed)
 

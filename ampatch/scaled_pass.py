@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ampatch import kernels
 from ampatch.distributed import Processes
-from ampatch.errors import UsageError
+from ampatch.errors import UsageError, warn
 from ampatch.optimizer_state import gradients_of, has_gradients
 from ampatch.optimizers import AdoptedOptimizer
 from ampatch.scaling import Scaling
@@ -29,6 +30,8 @@ class ScaledPass:
     Attributes:
         scaling: as given.
     """
+
+    _is_used = True
 
     def __init__(self, scaling: Scaling, optimizers: Sequence[AdoptedOptimizer], processes: Processes) -> None:
         self.scaling = scaling
@@ -49,6 +52,15 @@ class ScaledPass:
             optimizer.scaled_by = self.scaling
         self.scaling.is_open = True
         return True
+
+    def watch(self, scaled_loss: Tensor) -> None:
+        """Has the end of the block warn if nothing went backward through the scaled loss, and there are gradients."""
+        if scaled_loss.requires_grad and not is_functorch_wrapped_tensor(scaled_loss):
+            self._is_used = False
+            scaled_loss.register_hook(self._note_use)
+
+    def _note_use(self, _: Tensor) -> None:
+        self._is_used = True
 
     def go_on(self) -> bool:
         """Stays at the scale of a pass whose gradients are to be reduced with those of this one, if there is one."""
@@ -106,6 +118,9 @@ class ScaledPass:
     def end(self, delay_unscale: bool, delay_overflow_check: bool) -> None:
         """The block ended: unscales, looks for overflow, lets the scale react.
 
+        Warns:
+            AmpWarning: the block was watched, and what went backward was not the scaled loss.
+
         Where the reduction over processes is left to a later backward, so is all of that: pieces that are unscaled and
         such that are not would be added up.
         """
@@ -123,6 +138,12 @@ class ScaledPass:
                 optimizer.note_scaled()
         else:
             self.finish(delay_overflow_check)
+        if not self._is_used and any(optimizer.has_gradients() for optimizer in self._optimizers):
+            warn(
+                "nothing went backward through the scaled loss of this amp.scale_loss, and the gradients are divided "
+                "by the scale all the same. Type: with amp.scale_loss(loss, optimizer) as scaled_loss: "
+                "scaled_loss.backward()."
+            )
 
     def finish(self, delay_overflow_check: bool = False) -> None:
         """Unscales, looks for overflow, lets the scale react."""

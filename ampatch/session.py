@@ -38,9 +38,9 @@ from ampatch.distributed import Processes
 from ampatch.errors import OptionError, UsageError, warn
 from ampatch.function_patches import FunctionPatches, Registration
 from ampatch.loss_scaler import LossScaler, ScalePolicy
-from ampatch.master_weights import MasterWeights
+from ampatch.master_weights import MasterWeights, dropping_sums
 from ampatch.opt_levels import HALVES, Properties
-from ampatch.optimizers import AdoptedOptimizer, OptimizerLike, check_optimizer
+from ampatch.optimizers import AdoptedOptimizer, OptimizerLike, check_not_stepping, check_optimizer
 from ampatch.patching import PatchLedger
 from ampatch.scaled_pass import ScaledPass
 from ampatch.scaling import Scaling
@@ -151,6 +151,7 @@ class Session:
         self._masters = weakref.WeakKeyDictionary()  # those found in a model so far
         self.processes = Processes()
         self.conversion = Conversion()
+        self._watched: set[int] = set()  # losses of which it was seen that what is scaled goes backward
         self.loading: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
         self._adapters = Adapters(
             settings.properties.half_dtype, self.cache, self.device_types, allow_banned=settings.allow_banned
@@ -169,6 +170,8 @@ class Session:
         hooks = self._hooks
         self.ledger.set(DistributedDataParallel, "__init__", self._seeing_wrappers(DistributedDataParallel.__init__))
         self.ledger.set(GradScaler, "_unscale_grads_", self._refusing_to_unscale(GradScaler._unscale_grads_))
+        if self.has_masters:
+            self.ledger.set(nn.Module, "zero_grad", dropping_sums(nn.Module.zero_grad, self._masters_in_use()))
         if self.patches_functions:
             compilers.read_tables()
             compilers.instruct(self.ledger, self._functions.original_of, (hooks.before_forward, hooks.after_forward))
@@ -415,6 +418,15 @@ class Session:
             self._masters[model] = tuple(map(weakref.ref, found))
         return found
 
+    def _masters_in_use(self) -> Callable[[], list[MasterWeights]]:
+        active = self._while_active()
+
+        def in_use() -> list[MasterWeights]:
+            session = active()
+            return [] if session is None else [adopted.masters for adopted in list(session._optimizers.values())]
+
+        return in_use
+
     def complete_masters(self) -> None:
         """Has masters be there for all half parameters that are updated: those that were unfrozen too."""
         for adopted in list(self._optimizers.values()):
@@ -450,6 +462,8 @@ class Session:
         if self.settings.adopts_on_use:
             new = {id(each): check_optimizer(each) for each in optimizers if not self.has_adopted(each)}
             if new:
+                for each in new.values():
+                    check_not_stepping(each)
                 self.adopt([], new.values())
         adopted = list(map(self.adopted, optimizers))
         scaled_pass = ScaledPass(Scaling(scaler, loss_id), adopted, self.processes)
@@ -460,6 +474,9 @@ class Session:
         # The graph holds the casts that backward needs, and lets go of each when it has been there. Kept here as well,
         # all of them would be there still when the last gradient is made.
         self.cache.end_iteration()
+        if loss_id not in self._watched and not scaler.is_one:
+            self._watched.add(loss_id)  # who goes backward from another loss does so in every step
+            scaled_pass.watch(scaled)
         return scaled, scaled_pass
 
     def end_pass(self, scaled_pass: ScaledPass, delay_unscale: bool, delay_overflow_check: bool) -> None:
@@ -560,7 +577,7 @@ class Session:
         Raises:
             UsageError: processes that have run out of data are to go without what the others do.
         """
-        if wrapper._join_config.enable and (self.has_masters or self.settings.scale_policy.dynamic):
+        if distributed.is_joining(wrapper) and (self.has_masters or self.settings.scale_policy.dynamic):
             raise UsageError(
                 "under DistributedDataParallel.join() processes that have run out of data do without the passes that "
                 "the others still make, so that their loss scales and float32 masters would go apart. Give all of them "
@@ -582,6 +599,8 @@ class Session:
                     "and has it skip where gradients overflow. Leave the GradScaler out: with amp.scale_loss(loss, "
                     "optimizer) as scaled_loss: scaled_loss.backward(), and then optimizer.step()."
                 )
+            if adopted is not None:
+                adopted.note_other_scale()
             return original(scaler, optimizer, *args, **kwargs)
 
         return _unscale_grads_

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import io
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import HALF_DTYPES, assert_same_bits, dtype_name
+from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
 from torch import Tensor, nn
 
 import ampatch
@@ -468,6 +469,25 @@ class TestInit:
             assert not torch.equal(model.weight, before)
         assert "step" not in vars(optimizer)
 
+    @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.LBFGS], ids=["SGD", "LBFGS"])
+    def test_optimizer_cannot_be_adopted_in_the_closure_of_its_step(self, model, make):
+        optimizer = make(model.parameters(), lr=0.1)
+        before = copy.deepcopy(model.state_dict())
+
+        def closure() -> torch.Tensor:
+            loss = loss_of(model) * math.inf
+            backward(loss, optimizer)
+            return loss
+
+        with amp.init(half_dtype=torch.float16):
+            with pytest.raises(
+                amp.UsageError, match=r"closure of its step\(\).* type model, optimizer = amp.initialize"
+            ):
+                optimizer.step(closure)
+            assert "step" not in vars(optimizer)
+        assert_same_state(model.state_dict(), before)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
     def test_optimizer_of_a_loss_that_is_refused_is_not_adopted(self, model, optimizer):
         with amp.init():
             with (
@@ -547,6 +567,26 @@ class TestScaleLoss:
             scaled_loss.backward()
         with amp.scale_loss(loss_of(model), (optimizer,), loss_id=1) as scaled_loss:
             scaled_loss.backward()
+
+    @pytest.mark.parametrize("loss_scale", [128.0, "dynamic"])
+    def test_warns_where_another_loss_goes_backward(self, model, optimizer, loss_scale):
+        initialize(model, optimizer, loss_scale=loss_scale)
+        for warns in (True, False):  # who types it types it in a loop
+            loss = loss_of(model)
+            block = amp.scale_loss(loss, optimizer)
+            with pytest.warns(AmpWarning, match="as scaled_loss: ") if warns else contextlib.nullcontext(), block:
+                loss.backward()
+
+    def test_does_not_warn_where_nothing_goes_backward_or_in_another_way(self, model, optimizer):
+        initialize(model, optimizer, loss_scale="dynamic", num_losses=4)
+        with amp.scale_loss(loss_of(model), optimizer, loss_id=0):
+            pass
+        with amp.scale_loss(loss_of(model).detach(), optimizer, loss_id=1):
+            pass
+        with amp.scale_loss(loss_of(model), optimizer, loss_id=2) as scaled_loss:
+            (scaled_loss / 2).backward(retain_graph=True)
+        with amp.scale_loss(loss_of(model), optimizer, loss_id=3) as scaled_loss:
+            model.weight.grad = torch.autograd.grad(scaled_loss, model.weight)[0]
 
     def test_losses_have_scales_of_their_own(self, model, optimizer):
         initialize(model, optimizer, num_losses=3, loss_scale="dynamic")

@@ -312,6 +312,17 @@ class TestAttributesOfModels:
         assert model.activation is F.softmax
         assert model.inner.product is torch.mm
 
+    def test_of_a_model_that_kept_wrappers_of_a_session_are_those_of_the_next(self):
+        amp.initialize(nn.Module(), verbosity=0)
+        model = Activated()
+        amp.deinitialize()
+        assert model.inner.product is not torch.mm  # nobody knows of it
+        amp.initialize(model, half_dtype=torch.float16, verbosity=0)
+        assert model.inner.product is torch.mm
+        assert model.inner.product(x(), x().T).dtype is torch.float16
+        amp.deinitialize()
+        assert (model.activation, model.inner.product) == (F.softmax, torch.mm)
+
     def test_do_not_stop_a_model_from_pickling(self):
         model = amp.initialize(Activated(), verbosity=0)
         value = x()

@@ -1078,12 +1078,44 @@ class TestGradientsOnTopOfEarlierOnes:
         backward(weight.float().sum(), optimizer)
         assert ones(masters(optimizer)) == [2]
 
-    @pytest.mark.parametrize("how", ["optimizer", "model", "none"])
-    def test_are_gone_if_they_are_cleared_inside_the_block(self, weight, optimizer, how):
+    @pytest.mark.parametrize("how", ["optimizer", "model"])
+    @pytest.mark.parametrize("set_to_none", [True, False])
+    def test_are_gone_if_they_are_cleared_inside_the_block(self, weight, optimizer, how, set_to_none):
         with amp.scale_loss(weight.float().sum(), optimizer) as scaled_loss:
-            CLEARINGS[how](nn.ParameterList([weight]), optimizer)
+            cleared = optimizer if how == "optimizer" else nn.ParameterList([weight])
+            cleared.zero_grad(set_to_none=set_to_none)
             scaled_loss.backward()
         assert ones(masters(optimizer)) == [1]
+
+    @pytest.mark.parametrize("set_to_none", [True, False])
+    def test_are_gone_if_they_are_cleared_between_two_backwards_of_a_block(self, weight, optimizer, set_to_none):
+        with amp.scale_loss(weight.float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward(retain_graph=True)
+            nn.ParameterList([weight]).zero_grad(set_to_none=set_to_none)
+            scaled_loss.backward()
+        assert ones(masters(optimizer)) == [1]
+
+    def test_stay_where_another_module_is_cleared(self, weight, optimizer):
+        with amp.scale_loss(weight.float().sum(), optimizer) as scaled_loss:
+            nn.Linear(1, 1).zero_grad(set_to_none=False)
+            scaled_loss.backward()
+        assert ones(masters(optimizer)) == [2]
+
+    def test_are_gone_with_a_warning_if_they_are_replaced_inside_the_block(self, weight, optimizer):
+        has_masters = weight.dtype in HALF_DTYPES and masters(optimizer)[0] is not weight
+        block = amp.scale_loss(weight.float().sum(), optimizer)
+        with (
+            pytest.warns(amp.AmpWarning, match="add to them write p.grad") if has_masters else contextlib.nullcontext(),
+            block as s,
+        ):
+            weight.grad = None
+            s.backward()
+        assert ones(masters(optimizer)) == [1]
+
+    def test_in_place_a_gradient_of_ones_own_is_added(self, weight, optimizer):
+        with amp.scale_loss(weight.float().sum(), optimizer) as scaled_loss:
+            weight.grad += torch.autograd.grad(scaled_loss, weight)[0]
+        assert ones(masters(optimizer)) == [2]
 
     @pytest.mark.parametrize("how", ["optimizer", "model", "none"])
     def test_are_gone_if_they_are_cleared_after_a_delayed_pass(self, weight, optimizer, how):
@@ -1125,7 +1157,7 @@ class TestGradientsOnTopOfEarlierOnes:
                 if "before" in state:
                     amp.deinitialize()
                 if "cleared" in state:
-                    weight.grad = None
+                    optimizer.zero_grad()
                 scaled_loss.backward()
         with contextlib.suppress(AmpWarning):
             amp.deinitialize()

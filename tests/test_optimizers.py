@@ -6,6 +6,7 @@ every number is that of plain float32 training.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -1090,7 +1091,7 @@ class TestStep:
             model = linear(8)
             optimizer = torch.optim.Muon(model.parameters(), ns_steps=2)
             if with_amp:
-                initialize(model, optimizer, opt_level="O1", half_dtype=half_dtype)
+                initialize(model, optimizer, opt_level="O1", half_dtype=half_dtype, loss_scale=1)
             model.weight.grad = batch(0, 64)[:1].reshape(8, 8)
             optimizer.step()
             return model.weight
@@ -1118,14 +1119,36 @@ class TestStep:
 
         assert_same_bits(train(with_amp=True), train(with_amp=False))
 
-    def test_without_any_block_is_a_plain_step(self):
+    def test_without_any_block_is_a_plain_step_and_warns_once(self):
         model, reference = linear(), linear()
         optimizer, plain = MOMENTUM(model.parameters()), MOMENTUM(reference.parameters())
         initialize(model, optimizer)
-        for module, stepping in [(model, optimizer), (reference, plain)]:
-            loss_of(module, 0).backward()
-            stepping.step()
-        assert_same_bits(model.weight, reference.weight)
+        optimizer.step()  # on no gradients
+        for index in range(2):
+            for module in (model, reference):
+                loss_of(module, index).backward()
+            with (
+                contextlib.nullcontext() if index else pytest.warns(AmpWarning, match="SGD steps .* Type: with amp.sc")
+            ):
+                optimizer.step()
+            plain.step()
+            assert_same_bits(model.weight, reference.weight)
+
+    def test_without_any_block_does_not_warn_where_the_scale_is_static(self):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, loss_scale=8)
+        loss_of(model, 0).backward()
+        optimizer.step()
+
+    def test_warns_of_an_optimizer_that_the_block_was_not_told_of(self):
+        models = [linear(), linear()]
+        optimizers = [SGD(model.parameters()) for model in models]
+        initialize(models, optimizers)
+        backward(loss_of(models[0], 0) + loss_of(models[1], 0), optimizers[0])
+        optimizers[0].step()
+        with pytest.warns(AmpWarning, match="with every optimizer that gets gradients"):
+            optimizers[1].step()
 
     def test_is_the_users_again_after_deinitialize(self):
         model = linear()
