@@ -86,6 +86,10 @@ logger = logging.getLogger("ampatch")
 _F = TypeVar("_F")
 
 
+def __dir__() -> list[str]:
+    return __all__  # what is imported for it is nothing to complete names with
+
+
 def initialize(
     models: Any,
     optimizers: Any = None,

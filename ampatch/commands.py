@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,9 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    _print(list_reports.policy(shipped().overlaid(arguments.cast_lists), arguments.half_dtype or list_reports.BOTH))
+    with _searching_here():
+        lists = shipped().overlaid(arguments.cast_lists)
+    _print(list_reports.policy(lists, arguments.half_dtype or list_reports.BOTH))
     return 0
 
 
@@ -86,8 +88,8 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 def _check(arguments: argparse.Namespace) -> int:
     try:
-        # Read once only: it may be a pipe.
-        changed = shipped().overlaid(arguments.file)
+        with _searching_here():
+            changed = shipped().overlaid(arguments.file)  # read once only: it may be a pipe
     except CastListError as error:
         _print(list_reports.faults(error))
         return _FAULT
@@ -134,9 +136,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _import(modules: Iterable[str]) -> None:
-    # The current folder is searched, as by `python -m`, whichever way the command was started.
-    sys.path.insert(0, "")
-    try:
+    with _searching_here():
         for module in modules:
             try:
                 importlib.import_module(module)
@@ -145,6 +145,14 @@ def _import(modules: Iterable[str]) -> None:
                     f"the module {module!r} cannot be imported ({type(error).__name__}: {error}). Type the name that "
                     "stands after `import`, such as package.module."
                 ) from error
+
+
+@contextmanager
+def _searching_here() -> Iterator[None]:
+    """Has the user's modules found in the current folder, as by `python -m`, whichever way the command was started."""
+    sys.path.insert(0, "")
+    try:
+        yield
     finally:
         with suppress(ValueError):
             sys.path.remove("")

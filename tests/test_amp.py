@@ -869,6 +869,9 @@ class TestDecorators:
 
 
 class TestRest:
+    def test_names_that_complete_are_those_to_use(self):
+        assert dir(amp) == sorted(amp.__all__)
+
     def test_master_params_are_those_that_the_optimizer_updates(self, model):
         optimizer = torch.optim.SGD([{"params": [model.bias]}, {"params": [model.weight], "lr": 1.0}], lr=0.1)
         initialize(model, optimizer)

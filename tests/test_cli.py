@@ -396,6 +396,18 @@ class TestDoctor:
         assert done.stdout.startswith("imported\nVersions\n")
 
 
+class TestListsOfOnesOwnModules:
+    @pytest.mark.parametrize("command", [["check"], ["show", "--cast-lists"]], ids=["check", "show"])
+    def test_the_current_folder_is_searched_however_it_is_started(self, tmp_path: Path, command: list[str]) -> None:
+        (tmp_path / "mine.py").write_text("def product(a, b): return a @ b\n")
+        (tmp_path / "casts.yaml").write_text("whitelist: {mine: [product]}\n")
+        program = f"import os, sys; os.chdir({str(tmp_path)!r}); from ampatch.cli import main; sys.exit(main())"
+
+        done = python("-P", "-c", program, "lists", *command, "casts.yaml")
+
+        assert (done.returncode, done.stderr) == (0, "")
+
+
 class TestBuild:
     @pytest.fixture(autouse=True)
     def sources(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

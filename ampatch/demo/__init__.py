@@ -108,6 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         _say(str(interruption) or "Interrupted: nothing was saved.")
         raise
     print(report.table(results))
+    _say("The times are this processor's. Few have arithmetic for float16, so that it is slow here; GPUs have.")
     if start.json is not None:
         try:
             Path(start.json).write_text(report.as_json(results), encoding="utf-8")
