@@ -229,6 +229,8 @@ def _like_sequence(value: list[object] | tuple[object, ...], items: list[object]
 def _like_dict(value: dict[Any, object], values: dict[Any, object]) -> object:
     if type(value) is dict:
         return values
+    if type(value) is collections.OrderedDict and torch.compiler.is_compiling():
+        return collections.OrderedDict(values)  # from torch 2.14 on no compiler can say what attributes it has
     attributes = _attributes(value)
     for name, held in attributes.items():
         if name in values and _same(value[name], held):  # many a class has its items as attributes too

@@ -56,6 +56,12 @@ class Entry:
         """All that two paths of one function must have in common."""
         return self.list_name, self.dtypes, tuple(self.when.items()), self.since, self.until, self.via_dtype
 
+    @property
+    def is_in_force(self) -> bool:
+        """Whether it counts for this torch."""
+        here = torch.__version__
+        return not (self.since and here < self.since) and not (self.until and here >= self.until)
+
 
 def flatten(names: object) -> Iterator[dict]:
     """The entries of a namespace as mappings, lists inside the list flattened."""

@@ -543,7 +543,8 @@ class TestFunctions:
         before = len(VariableBuilder._id_dispatch())
         amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
         reference = weakref.ref(F.linear)
-        assert len(VariableBuilder._id_dispatch()) > before
+        # From Python 3.12 on it is a function like any other, of which torch.compile has to be told nothing.
+        assert (len(VariableBuilder._id_dispatch()) > before) is (sys.version_info < (3, 12))
         amp.deinitialize()
         gc.collect()
         assert reference() is None

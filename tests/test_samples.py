@@ -25,7 +25,7 @@ from samples import (
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in TORCH_WARNINGS]
 
-ENTRIES = [entry for name in LIST_NAMES for entry in entries(name)]
+ENTRIES = [entry for name in LIST_NAMES for entry in entries(name) if entry.is_in_force]
 HERE = [entry for entry in ENTRIES if not lacks(entry.path)]
 BY_PATH = collections.defaultdict(list)
 for _entry in ENTRIES:
