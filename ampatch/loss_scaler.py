@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -142,11 +142,13 @@ class LossScaler:
         dynamic: whether overflows are looked for.
         is_one: whether it is static and 1, so that scaling changes nothing and costs nothing.
         age: how often the scale was set or may have moved, known without asking the device.
+        uses_by_hand: of the class: how often anybody has unscaled gradients with `unscale_`, by whichever scaler.
 
     Raises:
         OptionError: a value out of range.
     """
 
+    uses_by_hand: ClassVar[int] = 0
     policy: ScalePolicy
     dynamic: bool
     is_one: bool
@@ -233,6 +235,7 @@ class LossScaler:
             OptionError: there is something else among them, such as a parameter; nothing was changed.
         """
         there = _checked_gradients(grads)
+        LossScaler.uses_by_hand += 1
         if not self.dynamic:
             if not self.is_one:
                 kernels.multiply_(there, self._scale.reciprocal())

@@ -28,6 +28,7 @@ from ampatch.compilers import is_capturing
 from ampatch.distributed import Processes
 from ampatch.errors import LossScaleError, OptionError, UsageError, warn
 from ampatch.folding import Folded
+from ampatch.loss_scaler import LossScaler
 from ampatch.master_weights import MasterWeights
 from ampatch.opt_levels import HALVES
 from ampatch.optimizer_state import Snapshot
@@ -143,7 +144,8 @@ class AdoptedOptimizer:
         self._dynamic = dynamic
         self._exact_hooks = exact_hooks
         self._announce = announce
-        self._has_met_scale = not dynamic  # whether it can be that somebody has forgotten amp.scale_loss
+        self._has_met_scale = not dynamic  # where not, it may be that somebody has forgotten amp.scale_loss
+        self._uses_by_hand = LossScaler.uses_by_hand
         self._skipped_steps = 0
         self._last_was_skipped = False
         self._unsettled: deque[list[Scaling]] = deque()  # steps that the optimizer ran or skipped by itself
@@ -590,7 +592,8 @@ class AdoptedOptimizer:
     def _warn_of_no_scale(self) -> None:
         """Once: who forgets it forgets it in every step."""
         optimizer = self._optimizer()
-        is_judged = getattr(optimizer, "found_inf", None) is not None  # by a GradScaler, for a kernel that heeds it
+        # By a GradScaler, for a kernel that heeds it; or by a scaler of amp's, which is not told of optimizers.
+        is_judged = getattr(optimizer, "found_inf", None) is not None or LossScaler.uses_by_hand > self._uses_by_hand
         self._has_met_scale = is_judged or self.has_gradients()
         if self._has_met_scale and not is_judged:
             warn(

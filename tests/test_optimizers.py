@@ -1141,6 +1141,15 @@ class TestStep:
         loss_of(model, 0).backward()
         optimizer.step()
 
+    def test_without_any_block_does_not_warn_where_a_scaler_is_used_by_hand(self):
+        model = linear()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        scaler = amp.LossScaler()
+        scaler.scale(loss_of(model, 0)).backward()
+        scaler.unscale_([model.weight.grad])
+        optimizer.step()
+
     def test_warns_of_an_optimizer_that_the_block_was_not_told_of(self):
         models = [linear(), linear()]
         optimizers = [SGD(model.parameters()) for model in models]
