@@ -151,7 +151,7 @@ class Session:
         self._masters = weakref.WeakKeyDictionary()  # those found in a model so far
         self.processes = Processes()
         self.conversion = Conversion()
-        self._watched: set[int] = set()  # losses of which it was seen that what is scaled goes backward
+        self._watched: set[int] = set()  # ids of losses whose first block was looked at
         self.loading: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
         self._adapters = Adapters(
             settings.properties.half_dtype, self.cache, self.device_types, allow_banned=settings.allow_banned
@@ -418,12 +418,12 @@ class Session:
             self._masters[model] = tuple(map(weakref.ref, found))
         return found
 
-    def _masters_in_use(self) -> Callable[[], list[MasterWeights]]:
+    def _masters_in_use(self) -> Callable[[], set[MasterWeights]]:
         active = self._while_active()
 
-        def in_use() -> list[MasterWeights]:
+        def in_use() -> set[MasterWeights]:
             session = active()
-            return [] if session is None else [adopted.masters for adopted in list(session._optimizers.values())]
+            return set() if session is None else session._masters_of(None)
 
         return in_use
 

@@ -664,7 +664,6 @@ class TestChoice:
 import torch
 from ampatch import amp
 from ampatch.errors import KernelError
-from ampatch.selection import Chosen
 before = torch.mm
 try:
     amp.initialize(torch.nn.Linear(2, 2), opt_level="O1", half_dtype=torch.bfloat16, verbosity=0)
@@ -788,8 +787,8 @@ LISTS: dict[str, Callable[[], list[Tensor]]] = {
     "empty ones": lambda: [torch.empty(0), torch.empty(2, 0, dtype=torch.float16)],
     "one": lambda: [torch.tensor(3.0)],
     "around vectors": lambda: [normal(count, dtype=dtype) for count in (1, 7, 8, 9, 17) for dtype in DTYPES[:3]],
-    "as many as are few": lambda: sizes(65000, 500, 36),
-    "one more": lambda: sizes(65000, 500, 37),
+    "as many as are few": lambda: sizes(32000, 732, 36),
+    "one more": lambda: sizes(32000, 732, 37),
     "many": lambda: sizes(70000, 3, 40000),
     "many in one": lambda: [normal(32769)],
     "dense, in any order": lambda: [
