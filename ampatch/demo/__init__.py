@@ -12,23 +12,25 @@ import argparse
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
-from ampatch.demo import checkpoints, digits, interrupts, report, training
+from ampatch.demo import checkpoints, digits, interrupts, progress, report, training
 from ampatch.demo.checkpoints import Checkpoint
-from ampatch.demo.plan import OPT_LEVELS, Plan
+from ampatch.demo.digits import Digits
+from ampatch.demo.plan import CHOICES, OPT_LEVELS, SETTINGS, Plan, Run
 from ampatch.demo.training import Result, State
 from ampatch.errors import OptionError
 from ampatch.opt_levels import HALF_DTYPES
 
 DEFAULTS = Plan()
+# What every default level reaches with the default number of epochs.
+GOAL = 0.97
 DEFAULT_CHECKPOINT = Path("ampatch-demo.pt")
 # The arguments that a plan is made of, by its fields.
 _PLAN_ARGUMENTS = {
@@ -43,27 +45,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `ampatch demo` to ``parser``, for `run`. None stands for those that were not given."""
     parser.add_argument(
         "--opt-levels",
-        type=_one_or_more(OPT_LEVELS),
+        type=_one_or_more(CHOICES, f"{', '.join(SETTINGS)}, or a level alone for all of its half types", "O0,O1"),
         metavar="LEVELS",
-        help=f"opt levels to train at, separated by commas (default: {_listed(DEFAULTS.opt_levels)})",
+        help=f"opt levels to train at, separated by commas, with or without a half type (default: "
+        f"{_listed(DEFAULTS.opt_levels)}). A level alone stands for all half types that it has, so that "
+        f"{','.join(OPT_LEVELS)} is all there is",
     )
     parser.add_argument(
         "--half-dtype",
         dest="half_dtypes",
-        type=_one_or_more(HALF_DTYPES),
+        type=_one_or_more(HALF_DTYPES, ", ".join(HALF_DTYPES), "bfloat16"),
         metavar="DTYPES",
-        help=f"half types to train in, separated by commas (default: {_listed(DEFAULTS.half_dtypes)}); O0 uses none, "
-        "and O4 and O5 bfloat16 whatever stands here",
+        help="half types to train in, separated by commas, at levels given without one (default: "
+        f"{_listed(DEFAULTS.half_dtypes)}); O0 uses none, and O4 and O5 bfloat16 whatever stands here",
     )
     parser.add_argument(
         "--epochs",
-        type=_integer(1, 1000),
+        type=_integer(1, 1000, DEFAULTS.epochs),
         metavar="N",
         help=f"how often each run sees every digit (default: {DEFAULTS.epochs})",
     )
     parser.add_argument(
         "--seed",
-        type=_integer(0, 2**32 - 1),
+        type=_integer(0, 2**32 - 1, DEFAULTS.seed),
         metavar="N",
         help=f"decides the first weights and the order of the digits (default: {DEFAULTS.seed})",
     )
@@ -108,6 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
         _say(str(interruption) or "Interrupted: nothing was saved.")
         raise
     print(report.table(results))
+    if (note := _still_learning(start.plan, results)) is not None:
+        _say(note)
     _say("The times are this processor's. Few have arithmetic for float16, so that it is slow here; GPUs have.")
     if start.json is not None:
         try:
@@ -123,6 +129,9 @@ def _start(arguments: argparse.Namespace) -> Checkpoint:
     given = {name: getattr(arguments, name) for name in _PLAN_ARGUMENTS if getattr(arguments, name) is not None}
     json = None if arguments.json is None else str(arguments.json.absolute())
     if arguments.resume is None:
+        if "half_dtypes" in given and "opt_levels" not in given:
+            # The default levels, in these half types rather than in those of the default settings.
+            given["opt_levels"] = list(dict.fromkeys(name.partition(":")[0] for name in DEFAULTS.opt_levels))
         return Checkpoint(replace(DEFAULTS, **given), json, finished=[], running=None)
     saved = checkpoints.load(arguments.resume)
     for name, value in given.items():
@@ -147,20 +156,17 @@ def _start(arguments: argparse.Namespace) -> Checkpoint:
 def _train(start: Checkpoint, keeper: _Keeper) -> list[Result]:
     train, test = digits.split(digits.load())
     plan, results, state = start.plan, list(start.finished), start.running
-    _say(f"Training on {len(train)} digits, testing on {len(test)}, on the CPU, {plan.epochs} epochs a run.")
+    _say(f"Training on {len(train)} digits, testing on {len(test)}, on the CPU, {_epochs(plan.epochs)} a run.")
     runs = plan.runs()
     if results or state is not None:
         _say(f"Going on after {len(results)} of {len(runs)} runs{'' if state is None else ' and a part of the next'}.")
-    for planned in runs[len(results) :]:
-        # tqdm draws the bar on a terminal only; elsewhere the plain line below stands for it.
-        bar = tqdm(
-            desc=str(planned),
-            total=plan.epochs * training.steps_per_epoch(train),
-            initial=0 if state is None else training.steps_done(state),
-            unit="step",
-            disable=None,
-        )
-        with bar:
+    times = _seconds_per_step(runs, train, plan.seed)
+    steps, steps_done = (
+        plan.epochs * training.steps_per_epoch(train),
+        0 if state is None else training.steps_done(state),
+    )
+    with progress.shown(times, steps, finished=len(results), steps_done=steps_done) as shown:
+        for planned in runs[len(results) :]:
             result = training.run(
                 train,
                 test,
@@ -168,19 +174,30 @@ def _train(start: Checkpoint, keeper: _Keeper) -> list[Result]:
                 planned.dtype,
                 epochs=plan.epochs,
                 seed=plan.seed,
-                on_step=partial(_after_step, bar, keeper, results),
+                on_step=partial(_after_step, partial(shown.step, planned), keeper, results),
                 resume_from=state,
             )
-        if bar.disable:
-            _say(f"{planned}: {result.test_accuracy:.2%} of the test digits recognised.")
-        results, state = [*results, result], None
-        keeper.stop_if_asked(results, None)
+            shown.say(f"{planned}: {result.test_accuracy:.2%} of the test digits recognised.")
+            results, state = [*results, result], None
+            keeper.stop_if_asked(results, None)
     return results
 
 
-def _after_step(bar: tqdm, keeper: _Keeper, finished: list[Result], loss: float, state: Callable[[], State]) -> None:
-    bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-    bar.update()
+def _seconds_per_step(runs: list[Run], train: Digits, seed: int) -> dict[Run, float]:
+    """Returns the time of a step of each run; all are 1 if no progress bar is drawn."""
+    if not progress.is_drawn():
+        return dict.fromkeys(runs, 1.0)
+    return {run: training.seconds_per_step(train, run.opt_level, run.dtype, seed=seed) for run in runs}
+
+
+def _after_step(
+    show: Callable[[float], None],
+    keeper: _Keeper,
+    finished: list[Result],
+    loss: float,
+    state: Callable[[], State],
+) -> None:
+    show(loss)
     keeper.stop_if_asked(finished, state)
 
 
@@ -245,6 +262,20 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+def _still_learning(plan: Plan, results: Sequence[Result]) -> str | None:
+    """Returns a sentence on accuracies that only look like a fault of mixed precision; None if there are none."""
+    if plan.epochs >= DEFAULTS.epochs or all(result.test_accuracy >= GOAL for result in results):
+        return None
+    return (
+        f"After {_epochs(plan.epochs)} the network is still learning, in float32 (O0) as in mixed precision. The "
+        f"default of {DEFAULTS.epochs} epochs reaches {GOAL:.0%}: type --epochs {DEFAULTS.epochs} or more."
+    )
+
+
+def _epochs(count: int) -> str:
+    return "1 epoch" if count == 1 else f"{count} epochs"
+
+
 def _say(line: str) -> None:
     """Progress and trouble go to standard error, so that standard output is the table alone."""
     print(line, file=sys.stderr, flush=True)
@@ -255,27 +286,29 @@ def _listed(value: list[str] | int) -> str:
     return ",".join(value) if isinstance(value, list) else str(value)
 
 
-def _one_or_more(known: Collection[str]) -> Callable[[str], list[str]]:
+def _one_or_more(known: Collection[str], expected: str, example: str) -> Callable[[str], list[str]]:
     """Reads names separated by commas; a name that comes twice counts once."""
 
     def read(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",")]
         for name in names:
             if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {expected}. Type for example {example}")
         return list(dict.fromkeys(names))
 
     return read
 
 
-def _integer(minimum: int, maximum: int) -> Callable[[str], int]:
+def _integer(minimum: int, maximum: int, example: int) -> Callable[[str], int]:
     def read(text: str) -> int:
         try:
             number = int(text)
         except ValueError:
             number = minimum - 1
         if not minimum <= number <= maximum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum} to {maximum}")
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a whole number from {minimum} to {maximum}. Type for example {example}"
+            )
         return number
 
     return read

@@ -17,14 +17,14 @@ from zipfile import ZipFile
 import torch
 
 from ampatch.demo import training
-from ampatch.demo.plan import OPT_LEVELS, Plan
+from ampatch.demo.plan import CHOICES, Plan
 from ampatch.demo.training import Result, State
 from ampatch.errors import AmpError
 from ampatch.opt_levels import HALF_DTYPES
 
 _FORMAT = "ampatch demo"
 # To be counted up with every change of what is saved, and of the network or the optimizer that it is for.
-_VERSION = 1
+_VERSION = 2
 _DAMAGED = "is no whole checkpoint: it was cut short, damaged, or is something else"
 
 
@@ -148,7 +148,7 @@ def _checkpoint(content: dict[str, Any]) -> Checkpoint:
     done = [(run.opt_level, run.half_dtype) for run in runs[: len(finished)]]
     sound = (
         (json is None or isinstance(json, str))
-        and set(plan.opt_levels) <= OPT_LEVELS.keys()
+        and set(plan.opt_levels) <= set(CHOICES)
         and set(plan.half_dtypes) <= HALF_DTYPES.keys()
         and isinstance(plan.epochs, int)
         and isinstance(plan.seed, int)

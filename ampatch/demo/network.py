@@ -32,10 +32,11 @@ class DigitsNetwork(nn.Module):
             nn.Conv2d(1, WIDTH, kernel_size=3, padding=1),
             nn.BatchNorm2d(WIDTH),
             nn.GELU(),
+            # Before the second convolution: on a CPU without float16 arithmetic its backward takes nearly all the time.
+            nn.MaxPool2d(2),
             nn.Conv2d(WIDTH, WIDTH, kernel_size=3, padding=1),
             nn.BatchNorm2d(WIDTH),
             nn.GELU(),
-            nn.MaxPool2d(2),
         )
         self.position = nn.Parameter(torch.zeros(_TOKENS, WIDTH))
         self.attention_norm = nn.LayerNorm(WIDTH)

@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import json
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
@@ -19,10 +18,16 @@ import torch
 from ampatch import demo
 from ampatch.demo import digits, report, training
 from ampatch.demo.network import DigitsNetwork
-from ampatch.demo.plan import OPT_LEVELS, Plan, Run
+from ampatch.demo.plan import OPT_LEVELS, SETTINGS, Plan, Run
 from ampatch.demo.training import Result, State
 from ampatch.opt_levels import LEVELS
 
+pytest_plugins = ["demo_digits"]
+
+EXPECTED = (
+    "is not one of O0, O1:float16, O1:bfloat16, O2:float16, O2:bfloat16, O3:float16, O3:bfloat16, O4:bfloat16, "
+    "O5:bfloat16, or a level alone for all of its half types. Type for example O0,O1"
+)
 KEYS = [
     "opt_level",
     "half_dtype",
@@ -161,8 +166,17 @@ class TestReport:
 
 
 class TestArguments:
-    def test_by_default_every_level_runs_in_each_half_type_that_it_has(self) -> None:
+    def test_by_default_five_runs_show_what_the_levels_are_for(self) -> None:
         assert [str(planned) for planned in Plan().runs()] == [
+            "O0",
+            "O1 float16",
+            "O1 bfloat16",
+            "O2 float16",
+            "O5 bfloat16",
+        ]
+
+    def test_a_level_alone_runs_in_each_half_type_that_it_has(self) -> None:
+        assert [str(planned) for planned in Plan(list(OPT_LEVELS)).runs()] == [
             "O0",
             "O1 float16",
             "O1 bfloat16",
@@ -178,11 +192,25 @@ class TestArguments:
         fixed = {name: level.half_dtype for name, level in LEVELS.items()}
 
         assert list(OPT_LEVELS) == list(LEVELS)
-        for planned in Plan().runs():
+        for planned in SETTINGS.values():
             assert fixed[planned.opt_level] in (None, planned.dtype)
 
     def test_what_is_not_given_is_none(self) -> None:
         assert set(vars(parsed()).values()) == {None}
+
+    @pytest.mark.parametrize("name", SETTINGS)
+    def test_a_setting_is_one_run_whatever_half_types_are_for_the_others(self, name: str) -> None:
+        (planned,) = Plan(parsed("--opt-levels", name).opt_levels, ["bfloat16"]).runs()
+
+        assert str(planned) == name.replace(":", " ")
+
+    def test_a_half_type_alone_is_that_of_the_default_levels(self) -> None:
+        start = demo._start(parsed("--half-dtype", "bfloat16"))
+
+        assert [str(planned) for planned in start.plan.runs()] == ["O0", "O1 bfloat16", "O2 bfloat16", "O5 bfloat16"]
+
+    def test_a_run_that_is_named_in_two_ways_comes_once(self) -> None:
+        assert Plan(["O2:bfloat16", "O2"]).runs() == [Run("O2", "bfloat16"), Run("O2", "float16")]
 
     def test_a_name_that_comes_twice_counts_once(self) -> None:
         assert parsed("--opt-levels", "O1, O0,O1").opt_levels == ["O1", "O0"]
@@ -190,10 +218,14 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--opt-levels", "O1,00"], "argument --opt-levels: '00' is not one of O0, O1, O2, O3, O4, O5"),
-            (["--opt-levels", ""], "argument --opt-levels: '' is not one of O0, O1, O2, O3, O4, O5"),
-            (["--half-dtype", "float32"], "argument --half-dtype: 'float32' is not one of float16, bfloat16"),
-            (["--epochs", "0"], "argument --epochs: '0' is not a whole number from 1 to 1000"),
+            (["--opt-levels", "O1,00"], f"argument --opt-levels: '00' {EXPECTED}"),
+            (["--opt-levels", "O5:float16"], f"argument --opt-levels: 'O5:float16' {EXPECTED}"),
+            (["--opt-levels", "O0,"], f"argument --opt-levels: '' {EXPECTED}"),
+            (
+                ["--half-dtype", "float32"],
+                "argument --half-dtype: 'float32' is not one of float16, bfloat16. Type for example bfloat16",
+            ),
+            (["--epochs", "0"], "argument --epochs: '0' is not a whole number from 1 to 1000. Type for example"),
             (["--epochs", "many"], "argument --epochs: 'many' is not a whole number from 1 to 1000"),
             (["--seed", "-1"], "argument --seed: '-1' is not a whole number from 0 to 4294967295"),
             (["--json", "no/such/folder/out.json"], "argument --json: cannot write 'no/such/folder/out.json'"),
@@ -221,7 +253,7 @@ class TestRun:
         target = tmp_path / "results.json"
 
         status = demo.run(
-            parsed("--opt-levels", "O0,O1", "--half-dtype", "bfloat16", "--epochs", "2", "--json", str(target))
+            parsed("--opt-levels", "O0,O1", "--half-dtype", "bfloat16", "--epochs", "1", "--json", str(target))
         )
 
         assert status == 0
@@ -235,8 +267,10 @@ class TestRun:
         assert (mixed.opt_level, mixed.half_dtype) == ("O1", "bfloat16")
         assert mixed.casts_per_step > 0
         assert mixed.cache_hits_per_step > 0, "the network uses a block twice"
-        assert min(result.test_accuracy for result in results) > 0.5
+        # By chance it is 0.1, as it was where one epoch was too short for batch norm's running statistics.
+        assert min(result.test_accuracy for result in results) > 0.7
 
+    @pytest.mark.usefixtures("few_digits")
     def test_a_level_that_names_its_half_type_has_that_one(self, tmp_path: Path) -> None:
         target = tmp_path / "results.json"
         chosen = ("--opt-levels", "O4,O0", "--half-dtype", "float16")
@@ -246,15 +280,7 @@ class TestRun:
         found = [(entry["opt_level"], entry["half_dtype"]) for entry in json.loads(target.read_text())]
         assert found == [("O4", "bfloat16"), ("O0", None)]
 
-    def test_on_a_terminal_it_draws_a_progress_bar(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-
-        demo.run(parsed("--opt-levels", "O0", "--epochs", "1"))
-
-        assert "O0: 100%" in capsys.readouterr().err
-
+    @pytest.mark.usefixtures("few_digits")
     def test_a_report_that_cannot_be_written_after_all_does_not_lose_the_table(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -270,7 +296,7 @@ class TestRun:
 class TestTraining:
     def test_the_same_seed_gives_the_same_run(self) -> None:
         train, test = digits.split(digits.load())
-        few = train[torch.arange(256)]
+        few = train[torch.arange(128)]
         losses: list[float] = []
         for _ in range(2):
             torch.manual_seed(len(losses))  # the caller's random numbers have no part in it
@@ -292,28 +318,49 @@ class TestTraining:
         assert torch.nn.functional.linear is untouched
 
 
+class TestFewEpochs:
+    @pytest.mark.usefixtures("few_digits")
+    def test_a_sentence_says_why_the_accuracies_are_low(self, capsys: pytest.CaptureFixture[str]) -> None:
+        demo.run(parsed("--opt-levels", "O0", "--epochs", "1"))
+
+        lines = capsys.readouterr().err.splitlines()
+        (note,) = (line for line in lines if "still learning" in line)
+        assert note.startswith("After 1 epoch the network is still learning, in float32 (O0) as in mixed precision.")
+        assert note.endswith(f"type --epochs {Plan().epochs} or more.")
+
+    @pytest.mark.parametrize(
+        ("epochs", "accuracies"),
+        [(1, [0.97, 0.98]), (Plan().epochs, [0.98, 0.1])],
+        ids=["where_they_are_not_low", "where_epochs_are_not_the_reason"],
+    )
+    def test_and_none_does(self, epochs: int, accuracies: list[float]) -> None:
+        results = [replace(MIXED, test_accuracy=accuracy) for accuracy in accuracies]
+
+        assert demo._still_learning(Plan(epochs=epochs), results) is None
+
+
 @pytest.fixture(scope="module")
 def accuracies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """The test accuracy of every run of `ampatch demo` at its own defaults."""
+    """The test accuracy of every run that `ampatch demo` offers, with its own number of epochs."""
     target = tmp_path_factory.mktemp("claims") / "results.json"
-    demo.run(parsed("--json", str(target)))
+    demo.run(parsed("--opt-levels", ",".join(OPT_LEVELS), "--json", str(target)))
     results = [Result(**entry) for entry in json.loads(target.read_text())]
     return {str(Run(result.opt_level, result.half_dtype)): result.test_accuracy for result in results}
 
 
 @pytest.mark.slow
 class TestClaims:
-    """What the documentation says of `ampatch demo`, at its own defaults."""
+    """What the documentation says of `ampatch demo`, of the runs that it has by default and of all others."""
 
     def test_it_covers_every_run(self, accuracies: dict[str, float]) -> None:
-        assert list(accuracies) == [str(planned) for planned in Plan().runs()]
+        assert list(accuracies) == [str(planned) for planned in SETTINGS.values()]
 
     # O3 has neither masters nor a loss scale: nothing is claimed of it.
     @pytest.mark.parametrize(
-        "run", [str(planned) for planned in Plan().runs() if planned.opt_level not in ("O0", "O3")]
+        "run", [str(planned) for planned in SETTINGS.values() if planned.opt_level not in ("O0", "O3")]
     )
     def test_mixed_precision_recognises_97_percent_and_within_a_point_of_float32(
         self, run: str, accuracies: dict[str, float]
     ) -> None:
-        assert accuracies[run] >= 0.97
+        assert accuracies[run] >= demo.GOAL == 0.97
         assert abs(accuracies[run] - accuracies["O0"]) <= 0.01

@@ -48,7 +48,7 @@ class TestSave:
         checkpoints.save(CHECKPOINT, tmp_path / "demo.pt")
         content = contents(tmp_path / "demo.pt")
 
-        assert (content["format"], content["version"]) == ("ampatch demo", 1)
+        assert (content["format"], content["version"]) == ("ampatch demo", 2)
         assert content["arguments"] == {
             "opt_levels": ["O0", "O4"],
             "half_dtypes": ["bfloat16"],
@@ -170,8 +170,8 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "a_compiled_script": (a_compiled_script, "is no whole checkpoint"),
     "somebody_elses": (somebody_elses, "was not written by `ampatch demo`"),
     "a_tensor": (a_tensor, "was not written by `ampatch demo`"),
-    "an_older_format": (changed(version=0), "the format of another version of ampatch: found 0, expected 1"),
-    "a_newer_format": (changed(version=2), "the format of another version of ampatch: found 2, expected 1"),
+    "an_older_format": (changed(version=1), "the format of another version of ampatch: found 1, expected 2"),
+    "a_newer_format": (changed(version=3), "the format of another version of ampatch: found 3, expected 2"),
     "without_arguments": (changed(arguments=None), "has been changed since"),
     "an_unknown_argument": (changed(arguments={**ARGUMENTS, "width": 3}), "has been changed since"),
     "an_unknown_level": (changed(arguments={**ARGUMENTS, "opt_levels": ["O7"]}), "has been changed since"),

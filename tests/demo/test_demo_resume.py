@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import demo_digits
 import pytest
 import torch
 from torch import Tensor
@@ -23,11 +24,11 @@ from torch.utils._pytree import tree_flatten
 from ampatch import cli, demo
 from ampatch.demo import checkpoints, digits, report, training
 from ampatch.demo.checkpoints import Checkpoint
-from ampatch.demo.plan import Plan, Run
+from ampatch.demo.plan import SETTINGS, Plan, Run
 from ampatch.demo.training import Result, State
 
 CHOSEN = ("--opt-levels", "O0,O4", "--epochs", "2", "--seed", "1")
-STEPS_OF_A_RUN = 46
+STEPS_OF_A_RUN = 10
 DEFAULT = "ampatch-demo.pt"
 
 
@@ -39,6 +40,13 @@ def at_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_digits() -> Iterator[None]:
+    """Runs all tests of the module inside `demo_digits.few`, and its fixtures, too."""
+    with demo_digits.few():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +101,7 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> str:
 class TestInterrupting:
     @pytest.mark.parametrize(
         "steps",
-        [1, STEPS_OF_A_RUN, STEPS_OF_A_RUN + 9],
+        [1, pytest.param(STEPS_OF_A_RUN, marks=pytest.mark.slow), STEPS_OF_A_RUN + 3],
         ids=["at_once", "at_the_end_of_a_run", "within_the_second_run"],
     )
     def test_the_results_are_the_same_bit_for_bit(
@@ -116,12 +124,12 @@ class TestInterrupting:
         assert capsys.readouterr().out == report.table(results) + "\n"
 
     def test_again_and_again(self, uninterrupted: list[dict[str, Any]], ctrl_c_after: Callable[[int], None]) -> None:
-        ctrl_c_after(30)
+        ctrl_c_after(6)
         assert cli.main(["demo", *CHOSEN, "--save", "mine.pt"]) == 130
         for _ in range(2):
-            ctrl_c_after(30)
+            ctrl_c_after(6)
             assert cli.main(["demo", "--resume", "mine.pt"]) == 130
-        ctrl_c_after(30)
+        ctrl_c_after(6)
         assert cli.main(["demo", "--resume", "mine.pt", "--json", "results.json"]) == 0
 
         assert without_times(Path("results.json")) == uninterrupted
@@ -201,16 +209,25 @@ class TestInterrupting:
         assert cli.main(["demo", "--opt-levels", "O0"]) == 130
         assert last_line(capsys) == "Interrupted: nothing was saved."
 
+    @pytest.mark.slow
     def test_a_real_one_from_outside(
         self, uninterrupted: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
     ) -> None:
         # A process that is started in the background may have it ignored.
-        program = (
-            "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
-            "from ampatch.cli import main; sys.exit(main())"
-        )
+        program = """
+import signal, sys
+import demo_digits
+from ampatch.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with demo_digits.few():
+    sys.exit(main())
+"""
         with subprocess.Popen(
-            [sys.executable, "-c", program, "demo", *CHOSEN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", program, "demo", *CHOSEN],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(demo_digits.__file__).parent)},
         ) as running:
             assert running.stderr is not None
             assert running.stderr.readline().startswith("Training on ")
@@ -316,7 +333,7 @@ def test_the_command_to_go_on_is_the_one_that_was_typed(
 class TestStates:
     """A run that goes on from a state, saved and loaded, is the run that it was."""
 
-    train, test = (part[torch.arange(200)] for part in digits.split(digits.load()))
+    train, test = (part[torch.arange(100)] for part in digits.split(digits.load()))
     EPOCHS = 2
     STEPS = 8
 
@@ -366,7 +383,7 @@ class TestStates:
         assert len(whole) == self.STEPS
         assert same(last[0], last[-1])
 
-    @pytest.mark.parametrize("planned", Plan().runs(), ids=str)
+    @pytest.mark.parametrize("planned", SETTINGS.values(), ids=str)
     def test_at_every_level(self, planned: Run, tmp_path: Path) -> None:
         self.resumes_exactly(planned, 3, tmp_path / "demo.pt")
 
