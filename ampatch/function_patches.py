@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
 import types
 import warnings
@@ -66,7 +65,7 @@ class FunctionPatches:
         self._accelerator = accelerator
         self._switch = switch
         # The one wrapper of each function that stands in modules, by the original's id, under whatever names it stands.
-        self._wrappers: dict[int, tuple[Function, Function]] = {}
+        self._wrappers: dict[int, Function] = {}
         # The original of every wrapper, those of methods included, by the wrapper's id.
         self._originals: dict[int, tuple[Function, Function]] = {}
         # Rules of modules that are not imported yet.
@@ -84,8 +83,9 @@ class FunctionPatches:
             adapter = functools.partial(self._adapters.for_registration, known.path, known.treatment, known.dtype)
             reason = _reason(known.path, f"registered for the {known.treatment.value}")
             self._patch(known.owner, known.name, adapter, reason)
+        owner_of = functools.cache(find_owner)
         for rule in rules:
-            owner = find_owner(rule.path.namespace)
+            owner = owner_of(rule.path.namespace)
             if owner is None:
                 self._later.setdefault(rule.path.namespace, []).append(rule)
             else:
@@ -99,20 +99,38 @@ class FunctionPatches:
 
         So are names that they bound to a wrapper of an earlier session, and kept since.
         """
-        owners = list(owners)
-        kept = {id(wrapper): wrapper for wrapper in _original_of if id(wrapper) not in self._originals}
-        if kept:
-            rebind(owners, kept, {key: _original_of[wrapper] for key, wrapper in kept.items()})
-        originals: dict[int, object] = {key: original for key, (original, _) in self._wrappers.items()}
-        for owner, name, original in bindings(owners, originals):
-            with contextlib.suppress(AttributeError, RefusedError):  # who keeps attributes elsewhere keeps the original
-                self._ledger.set(owner, name, self._wrappers[id(original)][1])
+        kept: dict[int, Function] = {
+            id(wrapper): wrapper for wrapper in list(_original_of) if id(wrapper) not in self._originals
+        }
+        wanted = {key: self._originals[id(wrapper)][1] for key, wrapper in self._wrappers.items()}
+        for owner, name, found in bindings(owners, {**wanted, **kept}):
+            original = found
+            if id(found) in kept:
+                original = _original_of[kept[id(found)]]
+                setattr(owner, name, original)
+            wrapper = self._wrappers.get(id(original))
+            if wrapper is not None:
+                # An owner that keeps its attributes elsewhere keeps the original.
+                with contextlib.suppress(AttributeError, RefusedError):
+                    self._ledger.set(owner, name, wrapper)
 
     def release(self, owners: Iterable[object]) -> None:
-        """After the ledger was undone: ``owners`` and modules that took a wrapper from its place get the original."""
-        wrappers: dict[int, object] = {key: wrapper for key, (wrapper, _) in self._originals.items()}
-        originals: dict[int, object] = {key: original for key, (_, original) in self._originals.items()}
-        rebind([*loaded_modules("ampatch"), *owners], wrappers, originals)
+        """After the ledger was undone: ``owners`` and modules that took a wrapper from its place get the original.
+
+        The session lets go of its wrappers first. If none of them is alive then, no module holds one, and the search
+        is left out.
+        """
+        released = [(weakref.ref(wrapper), original) for wrapper, original in self._originals.values()]
+        self._wrappers.clear()
+        self._originals.clear()
+        for reference, original in released:
+            wrapper = reference()
+            if wrapper is not None:
+                self._originals[id(wrapper)] = (wrapper, original)
+        if self._originals:
+            wrappers: dict[int, object] = {key: wrapper for key, (wrapper, _) in self._originals.items()}
+            originals: dict[int, object] = {key: original for key, (_, original) in self._originals.items()}
+            rebind([*loaded_modules("ampatch"), *owners], wrappers, originals)
 
     def original_of(self, function: object) -> object:
         """The original of a wrapper; anything else as it is."""
@@ -177,7 +195,7 @@ class FunctionPatches:
         if found is not original and name in vars(owner):
             return  # patched already: registered, or under another name of its owner
         is_class = isinstance(owner, type)
-        _, wrapper = (None, None) if is_class else self._wrappers.get(id(original), (None, None))
+        wrapper = None if is_class else self._wrappers.get(id(original))
         if wrapper is None:
             adapter = make_adapter(original)
             wrapper = wrap(original, adapter, self._switch, reason)
@@ -190,7 +208,7 @@ class FunctionPatches:
             self._originals[id(wrapper)] = (wrapper, original)
             _original_of[wrapper] = original
             if not is_class:
-                self._wrappers[id(original)] = (original, wrapper)
+                self._wrappers[id(original)] = wrapper
         self._ledger.set(owner, name, wrapper if kind is None else kind(wrapper))
 
 
@@ -231,8 +249,11 @@ def _is_being_imported(namespace: str, but: object) -> bool:
 
 def _own_attribute(owner: object, name: str) -> object:
     """What an owner holds under a name, without binding: a staticmethod stays one."""
-    held = vars(owner).get(name, MISSING)
-    return inspect.getattr_static(owner, name, MISSING) if held is MISSING and isinstance(owner, type) else held
+    for holder in owner.__mro__ if isinstance(owner, type) else (owner,):
+        held: object = vars(holder).get(name, MISSING)
+        if held is not MISSING:
+            return held
+    return MISSING
 
 
 def _reason(path: Path, listed: str) -> str:

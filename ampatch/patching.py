@@ -130,9 +130,15 @@ class PatchLedger:
             Owner and name of the attributes that somebody else replaced meanwhile, which were left as they are.
         """
         foreign: list[tuple[object, str]] = []
-        with contextlib.ExitStack() as newest_first:
-            for number in [number for number in list(self._steps) if number >= since]:
-                newest_first.callback(self._take_out, number, foreign)
+        numbers = [number for number in list(self._steps) if number >= since]
+        try:
+            while numbers:
+                self._take_out(numbers[-1], foreign)
+                numbers.pop()  # not before, so that Ctrl-C between the two leaves none out
+        finally:
+            with contextlib.ExitStack() as newest_first:  # where one raised: the rest, before the error goes on
+                for number in numbers:
+                    newest_first.callback(self._take_out, number, foreign)
         return foreign
 
     def _take_out(self, number: int, foreign: list[tuple[object, str]]) -> None:
@@ -141,8 +147,23 @@ class PatchLedger:
             foreign.append((step.owner(), step.name))
 
     def _reference(self, owner: object, number: int) -> weakref.ref[object]:
-        steps = self._steps
-        return weakref.ref(owner, lambda _: steps.pop(number, None))
+        reference = _OwnerReference(owner, _forget)
+        reference.steps, reference.number = self._steps, number
+        return reference
+
+
+class _OwnerReference(weakref.ref[object]):
+    """A weak reference that knows a step of its owner: one object, where a callback with a closure would be five."""
+
+    __slots__ = ("number", "steps")
+
+    number: int
+    steps: dict[int, Patch | _Callback]
+
+
+def _forget(reference: _OwnerReference) -> None:
+    """Takes the step of an owner that has died out of its ledger."""
+    reference.steps.pop(reference.number, None)
 
 
 def bindings(owners: Iterable[object], wanted: Mapping[int, object]) -> list[tuple[object, str, object]]:
@@ -158,9 +179,14 @@ def bindings(owners: Iterable[object], wanted: Mapping[int, object]) -> list[tup
         Triples of owner, attribute name and the object found.
     """
     found = []
+    ids = frozenset(wanted)
     for owner in owners:
         attributes = object.__getattribute__(owner, "__dict__")
-        for name, value in list(attributes.items()):
+        # Most owners hold none of them, which one call tells without a step of Python for each value. The values are
+        # copied: another thread may add some.
+        if ids.isdisjoint(map(id, list(attributes.values()))):
+            continue
+        for name, value in attributes.copy().items():
             if id(value) in wanted and wanted[id(value)] is value:
                 found.append((owner, name, value))
     return found

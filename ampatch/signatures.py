@@ -7,7 +7,9 @@ other places than the function (``topk``, ``polygamma``, ``convolution``). Pure:
 
 from __future__ import annotations
 
+import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -53,6 +55,11 @@ def argument_reader(function: Callable[..., object], name: str) -> ArgumentReade
     return _readers(function).get(name)
 
 
+def first_argument_reader(function: Callable[..., object]) -> ArgumentReader | None:
+    """Returns what reads the first argument of a call of ``function``; None if nothing tells where it stands."""
+    return next(iter(_readers(function).values()), None)
+
+
 @dataclass(frozen=True, slots=True)
 class _Parameter:
     name: str
@@ -65,8 +72,31 @@ class _Parameter:
 _NUMPY_NAMES = {"input": ("x", "a", "x1"), "other": ("x2",), "dim": ("axis",), "keepdim": ("keepdims",)}
 
 
-def _readers(function: Callable[..., object]) -> dict[str, ArgumentReader]:
-    overloads = _overloads(function)
+def _readers(function: Callable[..., object]) -> Mapping[str, ArgumentReader]:
+    # Of these inspect.signature could tell nothing, and takes its time to raise.
+    if type(function) in _BUILTINS and not getattr(function, "__text_signature__", None):
+        return _readers_of_operator(function.__name__)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return _readers_of_operator(getattr(function, "__name__", ""))
+    return _readers_of([_parameters(signature)])
+
+
+_BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType)
+
+
+def _readers_of_operator(name: str) -> Mapping[str, ArgumentReader]:
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    return _cached_readers(name, tuple(map(str, schemas)))
+
+
+@functools.cache  # by the schemas too: a library may add overloads, and define one anew
+def _cached_readers(name: str, _: tuple[str, ...]) -> Mapping[str, ArgumentReader]:
+    return types.MappingProxyType(_readers_of(_overloads_of_operator(name)))
+
+
+def _readers_of(overloads: list[list[_Parameter]]) -> dict[str, ArgumentReader]:
     places = [[parameter.name for parameter in overload if parameter.positional] for overload in overloads]
     readers: dict[str, ArgumentReader] = {}
     for parameter in (parameter for overload in overloads for parameter in overload):
@@ -83,19 +113,13 @@ def _readers(function: Callable[..., object]) -> dict[str, ArgumentReader]:
     return dict(sorted(readers.items(), key=lambda item: last if item[1].position is None else item[1].position))
 
 
-def _overloads(function: Callable[..., object]) -> list[list[_Parameter]]:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return _overloads_of_operator(getattr(function, "__name__", ""))
+def _parameters(signature: inspect.Signature) -> list[_Parameter]:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [
-        [
-            _Parameter(p.name, p.kind in positional, None if p.default is p.empty else p.default)
-            for p in signature.parameters.values()
-            if p.kind not in variadic
-        ]
+        _Parameter(p.name, p.kind in positional, None if p.default is p.empty else p.default)
+        for p in signature.parameters.values()
+        if p.kind not in variadic
     ]
 
 

@@ -28,7 +28,7 @@ from ampatch.compilers import give_own_code, is_below_operators
 from ampatch.errors import BannedFunctionError, CastListError, Fault
 from ampatch.opt_levels import HALF_DTYPES
 from ampatch.paths import Path
-from ampatch.signatures import ArgumentReader, argument_reader, parameter_names
+from ampatch.signatures import ArgumentReader, argument_reader, first_argument_reader
 from ampatch.switch import Switch
 from ampatch.weight_cache import WeightCache
 
@@ -87,6 +87,12 @@ class Adapters:
         self._allow_banned = allow_banned
         # float64 is nothing to cast from, but what promotion can lead to.
         self._casts = {dtype: self._tensor_cast(dtype) for dtype in (*CASTABLE, torch.float64)}
+        # Made once, and shared by all functions under the same treatment.
+        self._to = {dtype: _casting(cast) for dtype, cast in self._casts.items()}
+        self._to_half = self._make_to_half()
+        self._to_widest = self._make_to_widest()
+        self._via_dtype = self._make_via_dtype()
+        self._obeying_keywords: dict[Adapt, Adapter] = {}
 
     def for_rule(self, rule: Rule, original: Function) -> Adapter:
         """The adapter of one function under its rule.
@@ -121,7 +127,7 @@ class Adapters:
         """The adapter of a registered function; ``dtype`` is cast to instead of the session's half type."""
         if dtype is None or is_in_place(path.name):
             return self.for_treatment(treatment, path, original)
-        return self._obeying(self._to(dtype), original, "to", dtype)
+        return self._obeying(self._to[dtype], original, "to", dtype)
 
     def for_treatment(
         self,
@@ -137,12 +143,12 @@ class Adapters:
         if is_in_place(path.name):
             return Adapter(self._in_place(path, original, refuse_half=treatment is Treatment.BLACKLIST))
         if treatment is Treatment.WHITELIST:
-            return self._obeying(self._to_half(), original, "to", self.half_dtype)
+            return self._obeying(self._to_half, original, "to", self.half_dtype)
         if treatment is Treatment.PROMOTE:
-            return self._obeying(self._to_widest(), original, "promote")
+            return self._obeying(self._to_widest, original, "promote")
         if via_dtype:
-            return self._obeying(self._via_dtype(), original, "via_dtype", torch.float32)
-        return self._obeying(self._to(torch.float32), original, "to", torch.float32)
+            return self._obeying(self._via_dtype, original, "via_dtype", torch.float32)
+        return self._obeying(self._to[torch.float32], original, "to", torch.float32)
 
     def by_kind(self) -> dict[str, Adapt]:
         """What decorated functions do, by the name of their list, or of the half type that they ask for."""
@@ -150,12 +156,12 @@ class Adapters:
         adapters = {
             kind.value: self.for_treatment(kind, decorated) for kind in Treatment if kind is not Treatment.BANNED
         }
-        adapters |= {name: self._obeying(self._to(dtype), None, "to", dtype) for name, dtype in HALF_DTYPES.items()}
+        adapters |= {name: self._obeying(self._to[dtype], None, "to", dtype) for name, dtype in HALF_DTYPES.items()}
         return {name: adapter.adapt for name, adapter in adapters.items()}
 
-    def _to_half(self) -> Adapt:
+    def _make_to_half(self) -> Adapt:
         """In a region of ``torch.autocast`` its type is the half type, which would otherwise be cast to once more."""
-        outside, inside = self._to(self.half_dtype), _casting(self._cast_as_autocast)
+        outside, inside = self._to[self.half_dtype], _casting(self._cast_as_autocast)
 
         def to_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             return inside(args, kwargs) if _is_any_autocast_enabled() else outside(args, kwargs)
@@ -169,11 +175,8 @@ class Adapters:
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.half_dtype
         return self._casts[dtype](tensor)
 
-    def _to(self, dtype: torch.dtype) -> Adapt:
-        return _casting(self._casts[dtype])
-
-    def _to_widest(self) -> Adapt:
-        casts = {dtype: self._to(dtype) for dtype in self._casts}
+    def _make_to_widest(self) -> Adapt:
+        casts = self._to
 
         def to_widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             values = (*args, *kwargs.values()) if kwargs else args
@@ -187,9 +190,9 @@ class Adapters:
 
         return to_widest
 
-    def _via_dtype(self) -> Adapt:
+    def _make_via_dtype(self) -> Adapt:
         """A half first argument is not cast: the kernel reads it as it is and computes in float32."""
-        cast = self._to(torch.float32)
+        cast = self._to[torch.float32]
 
         def via_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             tensor = args[0] if args else kwargs.get("input")
@@ -215,7 +218,30 @@ class Adapters:
             kind: what ``adapt`` comes to for plain arguments.
             dtype: the type that it casts to; None where types are promoted.
         """
+        # Builtins take both by keyword only (softmax excepted, see `_via_dtype`); some functions in Python do not.
+        names: tuple[str, ...] = ()
+        positions: list[int] = []
+        if isinstance(original, types.FunctionType):
+            code = original.__code__
+            names = code.co_varnames[: code.co_argcount]
+            positions = [names.index(name) for name in ("dtype", "out") if name in names[code.co_posonlyargcount :]]
+        by_keyword = self._obeying_keywords.get(adapt)
+        if by_keyword is None:
+            by_keyword = Adapter(self._obeying_by_keyword(adapt), PlainCast(kind, dtype))
+            self._obeying_keywords[adapt] = by_keyword
+        if not positions:
+            return by_keyword
+        first, obeying = min(positions), by_keyword.adapt
 
+        def obeying_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            if first < len(args) <= len(names):
+                args, named = args[:first], zip(names[first:], args[first:], strict=False)
+                kwargs = {**dict(named), **kwargs}
+            return obeying(args, kwargs)
+
+        return Adapter(obeying_by_name, PlainCast(kind, dtype, first))
+
+    def _obeying_by_keyword(self, adapt: Adapt) -> Adapt:
         def obeying(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             if kwargs:
                 if kwargs.get("dtype") is not None:
@@ -226,24 +252,7 @@ class Adapters:
                     return self._as_written(written, args, kwargs)
             return adapt(args, kwargs)
 
-        # Builtins take both by keyword only (softmax excepted, see `_via_dtype`); some functions in Python do not.
-        names: tuple[str, ...] = ()
-        positions: list[int] = []
-        if isinstance(original, types.FunctionType):
-            code = original.__code__
-            names = code.co_varnames[: code.co_argcount]
-            positions = [names.index(name) for name in ("dtype", "out") if name in names[code.co_posonlyargcount :]]
-        if not positions:
-            return Adapter(obeying, PlainCast(kind, dtype))
-        first = min(positions)
-
-        def obeying_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            if first < len(args) <= len(names):
-                args, named = args[:first], zip(names[first:], args[first:], strict=False)
-                kwargs = {**dict(named), **kwargs}
-            return obeying(args, kwargs)
-
-        return Adapter(obeying_by_name, PlainCast(kind, dtype, first))
+        return obeying
 
     def _as_written(self, written: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         cast = self._casts.get(written.dtype)
@@ -255,8 +264,7 @@ class Adapters:
         return args, kwargs
 
     def _in_place(self, path: Path, original: Function | None, refuse_half: bool) -> Adapt:
-        names = parameter_names(original)[:1] if original is not None else ()
-        first = argument_reader(original, names[0]) if original is not None and names else None
+        first = first_argument_reader(original) if original is not None else None
         form = path.name.removeprefix("__i").removesuffix("__") if path.name in _IN_PLACE_OPERATORS else path.name[:-1]
         advice = "Call it on tensor.float()."
         if path.name != "__setitem__":

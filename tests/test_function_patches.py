@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.functional import linear as dense
 
-from ampatch import amp, cast_lists
+from ampatch import amp, cast_lists, function_patches
 from ampatch.errors import AmpWarning
 from ampatch.paths import find_owner
 from ampatch.process import process
@@ -101,6 +101,7 @@ class TestNamespaces:
             pytest.param(lambda a: torch.Tensor.matmul(a, a.t()), id="unbound-method"),
         ],
     )
+    @pytest.mark.covering(1)
     def test_whitelisted_function_runs_in_half_wherever_it_stands(self, call, half):
         with casts_on(half):
             assert call(x()).dtype is half
@@ -214,6 +215,57 @@ class TestNamesBoundEarlier:
         with pytest.warns(AmpWarning, match=r"replaced by somebody else since, .*: neighbour\.product\."):
             amp.deinitialize()
         assert neighbour.product is theirs
+
+
+class TestSearches:
+    """How often all loaded modules are looked through: what most of the time would go to."""
+
+    @pytest.fixture
+    def searches(self, monkeypatch):
+        """Each search through the loaded modules, as it begins."""
+        begun = []
+        loaded_modules = function_patches.loaded_modules
+
+        def counting(*internal):
+            begun.append(internal)
+            return loaded_modules(*internal)
+
+        monkeypatch.setattr(function_patches, "loaded_modules", counting)
+        return begun
+
+    def test_initialize_makes_one_and_deinitialize_none(self, searches):
+        amp.initialize(nn.Linear(4, 4), opt_level="O1", verbosity=0)
+        assert len(searches) == 1
+        amp.deinitialize()
+        assert len(searches) == 1
+
+    def test_initialize_makes_one_where_wrappers_of_a_session_are_left(self, searches):
+        amp.init()
+        kept = F.linear
+        amp.deinitialize()
+        searches.clear()
+        amp.initialize(nn.Linear(4, 4), opt_level="O1", verbosity=0)
+        assert wrapped(kept)
+        assert len(searches) == 1
+
+    def test_deinitialize_makes_one_where_a_wrapper_was_kept(self, searches, neighbour):
+        amp.init()
+        neighbour.mine = F.linear
+        searches.clear()
+        amp.deinitialize()
+        assert len(searches) == 1
+        assert neighbour.mine is F.linear
+
+    def test_one_gives_a_module_the_wrapper_for_that_of_an_earlier_session(self, neighbour):
+        original = F.linear
+        amp.init()
+        kept = F.linear
+        amp.deinitialize()
+        neighbour.mine = kept  # as a module does that had the function in a container meanwhile
+        amp.init()
+        assert neighbour.mine is F.linear is not kept
+        amp.deinitialize()
+        assert neighbour.mine is original
 
 
 class TestPatchesOfOthers:

@@ -266,6 +266,18 @@ class TestBindings:
         rebind([module], {id(len): len}, {id(len): repr})
         assert module.function is repr
 
+    def test_are_found_beside_equal_values_and_values_without_a_hash(self):
+        wanted = {"a": 1}
+        module = types.ModuleType("user")
+        module.equal, module.unhashable, module.wanted = {"a": 1}, [], wanted
+        assert bindings([module], {id(wanted): wanted}) == [(module, "wanted", wanted)]
+
+    def test_are_found_again_where_a_module_has_changed(self):
+        module = types.ModuleType("user")
+        assert bindings([module], {id(len): len}) == []
+        module.function = len
+        assert bindings([module], {id(len): len}) == [(module, "function", len)]
+
     def test_search_runs_no_property(self):
         class Model:
             @property
