@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -86,6 +87,9 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     _add_run(commands.add_parser("run", help=_RUN, description=_RUN, usage=_RUN_USAGE, allow_abbrev=False))
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     if command != "run":
+        if command != "doctor":  # which shows what is wrong here, and imports modules of the user's
+            # Without numpy, torch warns on import. None of these commands uses it.
+            warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
         from ampatch import commands as others
 
         others.add_to(commands, command)

@@ -1,6 +1,7 @@
-"""The subcommands of `ampatch` that need torch: their arguments, whom they call, and what they print.
+"""Defines all subcommands of `ampatch` except `run`: their arguments, what they call and what they print.
 
-They must never work anything out by themselves, nor catch what `cli` turns into an exit status.
+They must never work anything out by themselves, nor catch what `cli` turns into an exit status. Each imports what it
+needs itself: `ampatch --help` must not wait for torch, nor the cast lists for what patches it.
 """
 
 from __future__ import annotations
@@ -11,20 +12,17 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ampatch import amp, doctor, extension, extension_build, list_reports
-from ampatch.cast_lists import PEERS, peer, shipped
 from ampatch.errors import CastListError, KernelError, OptionError
-from ampatch.opt_levels import HALF_DTYPES
-from ampatch.process import process
+
+if TYPE_CHECKING:
+    import torch
 
 _FAULT = 1  # a fault in what the command read
 
 # The half types of a peer that does not have both.
-_PEER_HALF_DTYPES = {"apex": (torch.float16,)}
+_PEER_HALF_DTYPES = {"apex": ["float16"]}
 
 _DEMO = "Trains a small network in float32 and in mixed precision, and compares the two."
 _LISTS = "Shows, checks and compares the cast lists."
@@ -40,25 +38,27 @@ def add_to(commands: Any, command: str | None) -> None:
 
     Args:
         commands: what ``add_subparsers`` gave.
-        command: the one that is asked for, if any.
+        command: the one that is asked for, if any. Only that one gets its arguments, whose names and defaults come
+            from modules that no other command should wait for.
     """
-    _add_demo(commands.add_parser("demo", help=_DEMO, description=_DEMO), asked_for=command == "demo")
-    lists = commands.add_parser("lists", help=_LISTS, description=_LISTS)
-    reports = lists.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, (sentence, add_arguments) in _COMMANDS.items():
+        parser = commands.add_parser(name, help=sentence, description=sentence)
+        if name == command:
+            add_arguments(parser)
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    from ampatch import demo
+
+    demo.add_arguments(parser)
+    parser.set_defaults(run=demo.run)
+
+
+def _add_lists(parser: argparse.ArgumentParser) -> None:
+    reports = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_show(reports.add_parser("show", help=_SHOW, description=_SHOW))
     _add_check(reports.add_parser("check", help=_CHECK, description=_CHECK))
     _add_diff(reports.add_parser("diff", help=_DIFF, description=_DIFF))
-    _add_doctor(commands.add_parser("doctor", help=_DOCTOR, description=_DOCTOR))
-    _add_build(commands.add_parser("build", help=_BUILD, description=_BUILD))
-
-
-def _add_demo(parser: argparse.ArgumentParser, asked_for: bool) -> None:
-    # The demo brings its data and a progress bar, for which no other command should wait.
-    if asked_for:
-        from ampatch import demo
-
-        demo.add_arguments(parser)
-        parser.set_defaults(run=demo.run)
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
@@ -75,6 +75,9 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> int:
+    from ampatch import list_reports
+    from ampatch.cast_lists import shipped
+
     with _searching_here():
         lists = shipped().overlaid(arguments.cast_lists)
     _print(list_reports.policy(lists, arguments.half_dtype or list_reports.BOTH))
@@ -87,6 +90,9 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    from ampatch import list_reports
+    from ampatch.cast_lists import shipped
+
     try:
         with _searching_here():
             changed = shipped().overlaid(arguments.file)  # read once only: it may be a pipe
@@ -98,13 +104,20 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:
+    from ampatch.cast_lists import PEERS
+
     parser.add_argument("peer", choices=PEERS, help="the system to compare with")
     _add_half_dtype(parser, "the half type to compare in (default: those that the other system has)")
     parser.set_defaults(run=_diff)
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    half_dtypes = arguments.half_dtype or _PEER_HALF_DTYPES.get(arguments.peer, list_reports.BOTH)
+    from ampatch import list_reports
+    from ampatch.cast_lists import peer, shipped
+    from ampatch.opt_levels import HALF_DTYPES
+
+    of_peer = tuple(HALF_DTYPES[name] for name in _PEER_HALF_DTYPES.get(arguments.peer, HALF_DTYPES))
+    half_dtypes = arguments.half_dtype or of_peer
     _print(list_reports.difference(peer(arguments.peer), shipped(), arguments.peer, half_dtypes))
     return 0
 
@@ -120,6 +133,9 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    from ampatch import amp, doctor
+    from ampatch.process import process
+
     _import(arguments.modules)
     if process.live is not None:  # by one of the modules
         _print(doctor.report())
@@ -159,6 +175,8 @@ def _searching_here() -> Iterator[None]:
 
 
 def _add_build(parser: argparse.ArgumentParser) -> None:
+    from ampatch import extension_build
+
     parser.add_argument(
         "--device",
         choices=extension_build.DEVICES,
@@ -185,6 +203,8 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
 
 
 def _build(arguments: argparse.Namespace) -> int:
+    from ampatch import extension, extension_build
+
     output = None if arguments.output is None else Path(arguments.output)
     plan = extension_build.plan(arguments.device, arguments.arch, output)
     if plan.note:
@@ -213,6 +233,8 @@ def _build(arguments: argparse.Namespace) -> int:
 
 def _build_calls(force: bool) -> None:
     """The part that is for this Python and this torch alone, which no package can bring along."""
+    from ampatch import extension, extension_build
+
     try:
         plan = extension_build.plan_calls()
     except KernelError as error:
@@ -229,12 +251,16 @@ def _list(text: str) -> list[str]:
 
 
 def _add_half_dtype(parser: argparse.ArgumentParser, help_text: str) -> None:
+    from ampatch.opt_levels import HALF_DTYPES
+
     parser.add_argument(
         "--half-dtype", type=_half_dtype, default=None, metavar=f"{{{','.join(HALF_DTYPES)}}}", help=help_text
     )
 
 
 def _half_dtype(text: str) -> tuple[torch.dtype]:
+    from ampatch.opt_levels import HALF_DTYPES
+
     if text not in HALF_DTYPES:
         raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(HALF_DTYPES)}")
     return (HALF_DTYPES[text],)
@@ -252,3 +278,12 @@ def _print(lines: Iterable[str]) -> None:
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     for line in lines:
         print(line.encode(encoding, "backslashreplace").decode(encoding))
+
+
+# What each command is for, and how it gets its arguments.
+_COMMANDS = {
+    "demo": (_DEMO, _add_demo),
+    "lists": (_LISTS, _add_lists),
+    "doctor": (_DOCTOR, _add_doctor),
+    "build": (_BUILD, _add_build),
+}

@@ -114,6 +114,66 @@ class TestCommandLine:
         assert printed.err.splitlines()[-1].startswith(message)
 
 
+@pytest.mark.parametrize(
+    "command", ["demo", *(pytest.param(each, marks=pytest.mark.slow) for each in ("lists", "build"))]
+)
+def test_that_numpy_is_missing_is_not_said(command: str) -> None:
+    program = f"import sys; sys.modules['numpy'] = None; from ampatch.cli import main;main(['{command}', '--help'])"
+
+    done = python("-c", program)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: ampatch {command}")
+
+
+#: Runs a command, then prints which modules beginning so are there; those that torch itself has imported excepted.
+WHAT_IT_IMPORTS = """
+import contextlib, io, sys
+if {torch_first}:
+    import torch
+before = set(sys.modules)
+from ampatch.cli import main
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    main({arguments})
+print(*sorted(name for name in set(sys.modules) - before if name.partition(".")[0] in ("torch", "ampatch")))
+"""
+
+
+def imported_by(arguments: list[str], torch_first: bool) -> set[str]:
+    """What a command imports of torch, or beside it where that was there ``first``, and of this package."""
+    done = python("-c", WHAT_IT_IMPORTS.format(arguments=arguments, torch_first=torch_first))
+    assert done.stderr == ""
+    return set(done.stdout.split())
+
+
+class TestImports:
+    """What a command waits for before it says anything."""
+
+    @pytest.mark.parametrize("arguments", [["--help"], ["--version"]], ids=" ".join)
+    def test_help_does_not_wait_for_torch(self, arguments: list[str]) -> None:
+        found = imported_by(arguments, torch_first=False)
+        assert "ampatch.commands" in found
+        assert not any(name.startswith("torch") for name in found)
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["lists", "show"],
+            pytest.param(["lists", "diff", "apex"], marks=pytest.mark.slow),
+            pytest.param(["lists", "check", os.devnull], marks=pytest.mark.slow),
+        ],
+        ids=" ".join,
+    )
+    def test_cast_lists_wait_for_torch_alone_and_for_nothing_that_patches_it(self, arguments: list[str]) -> None:
+        found = imported_by(arguments, torch_first=True)
+        assert {name for name in found if name.startswith("ampatch.")} == {
+            *("ampatch.cli", "ampatch.commands", "ampatch.run", "ampatch.errors"),
+            *("ampatch.list_reports", "ampatch.cast_lists", "ampatch.lists"),
+            *("ampatch.signatures", "ampatch.paths", "ampatch.opt_levels"),
+        }
+        assert not any(name.startswith("torch") for name in found)  # neither torch._dynamo nor torch.distributed
+
+
 class TestDemo:
     def test_its_arguments_and_its_status_are_passed_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = []
@@ -386,6 +446,7 @@ class TestDoctor:
         assert cli.main(["doctor"]) == 130
         assert process.live is None
 
+    @pytest.mark.slow
     def test_the_current_folder_is_searched_however_it_is_started(self, tmp_path: Path) -> None:
         (tmp_path / "mine.py").write_text("print('imported')\n")
         program = f"import os, sys; os.chdir({str(tmp_path)!r}); from ampatch.cli import main; sys.exit(main())"
@@ -397,7 +458,13 @@ class TestDoctor:
 
 
 class TestListsOfOnesOwnModules:
-    @pytest.mark.parametrize("command", [["check"], ["show", "--cast-lists"]], ids=["check", "show"])
+    @pytest.mark.parametrize(
+        "command",
+        [
+            pytest.param(["check"], id="check", marks=pytest.mark.slow),
+            pytest.param(["show", "--cast-lists"], id="show"),
+        ],
+    )
     def test_the_current_folder_is_searched_however_it_is_started(self, tmp_path: Path, command: list[str]) -> None:
         (tmp_path / "mine.py").write_text("def product(a, b): return a @ b\n")
         (tmp_path / "casts.yaml").write_text("whitelist: {mine: [product]}\n")
@@ -417,8 +484,6 @@ class TestBuild:
         (directory / "operators.cpp").write_text("")
         (directory / "calls").mkdir()
         (directory / "calls" / "calls.cpp").write_text("")
-        for name in extension.CALLS.shared:
-            (directory / name).write_text("")
         compiler = tmp_path / "compiler"
         compiler.write_text(
             '#!/bin/sh\ncase "$*" in *--version*) echo "mine 1.0"; exit 0;; esac\n'
@@ -554,7 +619,9 @@ class TestEnds:
         assert cli.main(["demo"]) == 1
         assert capsys.readouterr() == ("", "ampatch: error: out of order: do this first.\n")
 
-    @pytest.mark.parametrize("arguments", [["lists", "show"], ["--help"]], ids=" ".join)
+    @pytest.mark.parametrize(
+        "arguments", [["lists", "show"], pytest.param(["--help"], marks=pytest.mark.slow)], ids=" ".join
+    )
     def test_a_reader_that_has_stopped_reading_is_status_141(self, arguments: list[str]) -> None:
         reading, writing = os.pipe()
         os.close(reading)
@@ -566,7 +633,9 @@ class TestEnds:
         assert (done.returncode, done.stderr) == (141, "")
 
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-    @pytest.mark.parametrize("arguments", [["lists", "show"], ["--help"]], ids=" ".join)
+    @pytest.mark.parametrize(
+        "arguments", [["lists", "show"], pytest.param(["--help"], marks=pytest.mark.slow)], ids=" ".join
+    )
     def test_a_full_disk_is_status_1_and_a_line(self, arguments: list[str]) -> None:
         with Path("/dev/full").open("w") as full:
             done = python("-m", "ampatch", *arguments, stdout=full.fileno())
