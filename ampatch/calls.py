@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, Literal
@@ -120,12 +119,6 @@ def new_book() -> Book:
     """An empty book of the implementation in use."""
     module = compiled()
     return Book() if module is None else module.Book()
-
-
-def suspended(switch: Switch) -> AbstractContextManager[None]:
-    """`Switch.suspended`, by the implementation in use."""
-    module = compiled()
-    return switch.suspended() if module is None else module.Region(switch.thread)
 
 
 class Accelerator:

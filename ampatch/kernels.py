@@ -1,8 +1,8 @@
 """Gradient work on lists of tensors, and the update of the scale: the only file that chooses who does it.
 
-There are three who can: for a few elements on the CPU the compiled library of calls; the operators of the compiled
-extension (`csrc/`, `torch.ops.ampatch`), where one is built; and torch's own multi-tensor kernels. Every function works
-on the devices the tensors are on and reads nothing back to the host.
+There are two who can: the operators of the compiled extension (`csrc/`, `torch.ops.ampatch`), where one is built; and
+torch's own multi-tensor kernels. Every function works on the devices the tensors are on and reads nothing back to the
+host.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def unscale_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
     grads = list(grads)
     if not grads:  # where all are masters'
         return
-    device = _ordinary_device(grads)
-    if device is not None and not any(map(_IS_RECORDED, grads)):
+    device = _ordinary_device(grads, may_be_recorded=False)
+    if device is not None:
         _unscale(_operators_on(device), device, grads, inv_scale, found_inf)
         return
     plain: list[Tensor] = []
@@ -195,13 +195,15 @@ def unscale_by_(grads: list[Tensor], scale: Tensor) -> Tensor:
     Returns:
         The verdict: 0-dimensional float32 beside the scale, 1 if any element was not finite, else 0.
     """
-    compiled = _compiled_on(scale.device)
-    if compiled:
-        verdict = compiled.unscale_by(grads, scale)
-        if verdict is not None:
-            return verdict  # type: ignore[no-any-return]
     found_inf = torch.zeros_like(scale)
-    unscale_(grads, scale.reciprocal(), found_inf)
+    if not grads:  # where all are masters'
+        return found_inf
+    inv_scale = scale.reciprocal()
+    device = _ordinary_device(grads, may_be_recorded=False)
+    if device == scale.device:  # as in nearly every step, which does without the frames of what follows
+        _operators_on(device).unscale_(grads, inv_scale, found_inf)
+    else:
+        unscale_(grads, inv_scale, found_inf)
     return found_inf
 
 
@@ -217,20 +219,9 @@ def unscale_copy(
         found_inf: 0-dimensional float32.
         write_back: whether ``grads`` then become the master gradients, rounded.
     """
-    compiled = _compiled_on(inv_scale.device)
-    if compiled and compiled.unscale_into(grads, master_grads, inv_scale, found_inf, write_back, False):
-        return
     for operators, device, (narrow, wide) in _by_implementation(grads, master_grads):
         with _On(device, found_inf, torch.maximum) as flag:
             operators.unscale_copy(narrow, wide, _moved(inv_scale, device), flag, write_back)
-
-
-def float32_like(tensors: list[Tensor]) -> list[Tensor]:
-    """New tensors of float32, shaped and laid out as these; what they hold does not count."""
-    compiled = calls.compiled()
-    if compiled is not None:
-        return compiled.float32_like(tensors)  # type: ignore[no-any-return]
-    return [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
 
 
 def unscale_add(
@@ -240,9 +231,6 @@ def unscale_add(
 
     Only ``grads`` are looked at: ``found_inf`` is the verdict on what is added, and not on what was there before.
     """
-    compiled = _compiled_on(inv_scale.device)
-    if compiled and compiled.unscale_into(grads, master_grads, inv_scale, found_inf, write_back, True):
-        return
     for operators, device, (narrow, wide) in _by_implementation(grads, master_grads):
         with _On(device, found_inf, torch.maximum) as flag:
             operators.unscale_add(narrow, wide, _moved(inv_scale, device), flag, write_back)
@@ -289,20 +277,11 @@ def copy_to_half(masters: list[Tensor], halves: list[Tensor]) -> None:
         masters: dense tensors of float32.
         halves: as many of float16 or bfloat16, of the same shapes and devices.
     """
-    compiled = _compiled_on(masters[0].device) if masters else None
-    if compiled and compiled.copy_to_half(masters, halves):
-        return
     for operators, _, (narrow, wide) in _by_implementation(halves, masters):
         operators.copy_to_half(wide, narrow)
 
 
 # The scale
-
-
-def copy_of(number: Tensor) -> Tensor:
-    """A copy of a number, 0-dimensional float32, on its device."""
-    compiled = calls.compiled()
-    return number.clone() if compiled is None else compiled.copy_of(number)
 
 
 def update_scale(
@@ -330,12 +309,9 @@ def update_scale(
         floor: the least scale.
         ceiling: the greatest.
     """
-    arguments = scale, unskipped, hysteresis_left, found_inf, factor, window, hysteresis, floor, ceiling
-    compiled = _compiled_on(scale.device)
-    if compiled:
-        compiled.update_scale(*arguments)
-    else:
-        _operators_on(scale.device).update_scale(*arguments)
+    _operators_on(scale.device).update_scale(
+        scale, unskipped, hysteresis_left, found_inf, factor, window, hysteresis, floor, ceiling
+    )
 
 
 # What the lists are made of
@@ -362,15 +338,19 @@ def values_of(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _ordinary_device(tensors: list[Tensor]) -> torch.device | None:
+def _ordinary_device(tensors: list[Tensor], *, may_be_recorded: bool = True) -> torch.device | None:
     """The device of tensors that are what nearly all lists are: dense, of usual types, on one device; otherwise None.
 
     Those are their own `values_of`, and one implementation does for all of them.
+
+    Args:
+        tensors: of any kind.
+        may_be_recorded: whether they may require gradients.
     """
     compiled = calls.compiled()
     if compiled is not None:
-        return compiled.ordinary_device(tensors)  # type: ignore[no-any-return]
-    if not _TYPES.issuperset(map(type, tensors)):
+        return compiled.ordinary_device(tensors, may_be_recorded)  # type: ignore[no-any-return]
+    if not _TYPES.issuperset(map(type, tensors)) or (not may_be_recorded and any(map(_IS_RECORDED, tensors))):
         return None
     kinds = set(map(_KIND, tensors))
     devices = {device for _, device, _ in kinds}
@@ -415,12 +395,6 @@ def _implementation(kind: type, dtype: torch.dtype, device: torch.device, is_neg
     """What has the operators for tensors of a class, and so on."""
     is_ordinary = kind in _TYPES and dtype in _DTYPES and not is_negated
     return _operators_on(device) if is_ordinary else torch_kernels
-
-
-def _compiled_on(device: torch.device) -> ModuleType | None:
-    """The calls in C++, where these and the extension are in use: they spare a few tensors the way to its operators."""
-    compiled = calls.compiled()
-    return compiled if compiled is not None and _runs_on(device) else None
 
 
 def _operators_on(device: torch.device) -> ModuleType:

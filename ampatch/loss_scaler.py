@@ -300,7 +300,7 @@ class LossScaler:
     def snapshot(self) -> Tensor:
         """The scale as it is now, on the device: 0-dimensional float32, not to be written to."""
         if self.dynamic or is_capturing():
-            return kernels.copy_of(self._scale)
+            return self._scale.clone()
         if self._kept is None:
             with torch.inference_mode(False):  # others will use it, too
                 self._kept = self._scale.clone()

@@ -222,7 +222,7 @@ class MasterWeights:
                 later.append(grad)
                 later_full.append(full)
         if first:
-            full_grads = kernels.float32_like(first)
+            full_grads = [torch.empty_like(grad, dtype=torch.float32) for grad in first]
             kernels.unscale_copy(first, full_grads, factor, found_inf, write_back=True)
             for master, full in zip(without, full_grads, strict=True):
                 master.grad = full

@@ -23,7 +23,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from ampatch import calls, kernels, optimizer_state
+from ampatch import kernels, optimizer_state
 from ampatch.compilers import is_capturing
 from ampatch.distributed import Processes
 from ampatch.errors import LossScaleError, OptionError, UsageError, warn
@@ -458,9 +458,9 @@ class AdoptedOptimizer:
         before = Snapshot(self._optimizer()) if may_go_back else None
         try:
             if not (self.masters.wanted and self.masters):
-                with calls.suspended(self._switch):
+                with self._switch.suspended():
                     return original(*args, **kwargs)
-            with self._writing(), calls.suspended(self._switch):
+            with self._writing(), self._switch.suspended():
                 return original(*args, **kwargs)
         except _ClosureOverflowedError as error:
             if before is not None:
@@ -537,7 +537,7 @@ class AdoptedOptimizer:
         optimizer.grad_scale = None if self._folded is None else self._folded.divisor
         optimizer.found_inf = torch.stack(verdicts).amax() if verdicts else None
         try:
-            with self._writing(), calls.suspended(self._switch):
+            with self._writing(), self._switch.suspended():
                 result = original()
             if self.is_folded:
                 self.leave_scale()

@@ -175,20 +175,36 @@ def compile_requests(directory: Path) -> str:
     return ""
 
 
-def run(contender: str, cases: Sequence[Case], directory: Path) -> Counted:
-    """Has a contender's process counted."""
+def require_valgrind(parser: argparse.ArgumentParser) -> None:
+    if shutil.which("valgrind") is None:
+        parser.error("there is no valgrind here; install it with its headers, as by `apt-get install valgrind`")
+
+
+def run_within(
+    script: str, contender: str, cases: Sequence[Case], directory: Path, options: Iterable[str]
+) -> list[Path]:
+    """Runs a script's contender within callgrind.
+
+    Returns:
+        The files that callgrind wrote.
+    """
     command = [
-        *("valgrind", "--tool=callgrind", "--instr-atstart=no", "--cache-sim=yes"),
+        *("valgrind", "--tool=callgrind", "--instr-atstart=no", *options),
         *(f"--callgrind-out-file={directory}/counts", f"--log-file={directory}/log"),
-        *(sys.executable, __file__, "--within", contender, str(directory)),
+        *(sys.executable, script, "--within", contender, str(directory)),
     ]
     # Sets are walked through in the order of hashes.
     environment = {**os.environ, **CONTENDERS[contender].environment, "PYTHONHASHSEED": "0"}
     done = subprocess.run(command, input=json.dumps(cases), text=True, env=environment, check=False)
     if done.returncode:
         raise SystemExit(f"{contender} ended with {done.returncode} within valgrind: {(directory / 'log').read_text()}")
+    return list(directory.glob("counts.*"))
+
+
+def run(contender: str, cases: Sequence[Case], directory: Path) -> Counted:
+    """Has a contender's process counted."""
     counted: Counted = {}
-    for file in directory.glob("counts.*"):
+    for file in run_within(__file__, contender, cases, directory, ["--cache-sim=yes"]):
         found = read(file)
         if found is not None:
             case, phase, counts = found
@@ -311,8 +327,7 @@ def main() -> int:
     contenders = [name for name in COUNTED if name in wanted]
     if options.json and not options.json.absolute().parent.is_dir():
         parser.error(f"argument --json: there is no directory {options.json.parent}")
-    if shutil.which("valgrind") is None:
-        parser.error("there is no valgrind here; install it with its headers, as by `apt-get install valgrind`")
+    require_valgrind(parser)
     cases = [Case(*each) for each in itertools.product(halves, models, OPTIMIZERS)]
     counted: Counted = {}
     with tempfile.TemporaryDirectory() as directory:

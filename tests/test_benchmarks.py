@@ -9,6 +9,7 @@ import math
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -213,3 +214,44 @@ class TestInstructions:
         assert instructions.read(file) == (("float16", "MLP", "fused AdamW"), "zero_grad", (900, 7))
         file.write_text("desc: Trigger: Program termination\nevents: Ir\nsummary: 5\n", encoding="utf-8")
         assert instructions.read(file) is None
+
+
+class TestHost:
+    """`benchmarks/host.py`."""
+
+    @pytest.mark.slow
+    def test_counts_every_phase_of_a_step(self, tmp_path: Path) -> None:
+        if shutil.which("valgrind") is None:
+            pytest.skip("valgrind is not installed")
+        file = tmp_path / "host.json"
+        command = [sys.executable, str(BENCHMARKS / "host.py"), "--optimizers", "fused AdamW", "--json", str(file)]
+        command += ["--contenders", "ampatch O1"]  # and what it is compared with
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows = {(row["contender"], row["phase"]): row for row in json.loads(file.read_text(encoding="utf-8"))}
+        phases = {
+            "torch.autocast": {"zero_grad", "forward", "scale", "backward", "step", "update"},
+            "ampatch O1": {"zero_grad", "forward", "scale", "backward", "unscale", "step"},
+        }
+        assert rows.keys() == {(contender, phase) for contender, those in phases.items() for phase in those}
+        for contender in phases:
+            forward = rows[contender, "forward"]
+            assert forward["device"] > forward["host"] > 100_000  # products of matrices; calls
+            assert rows[contender, "scale"]["host"] > rows[contender, "scale"]["device"]  # one number
+        assert "| **fused AdamW: whole step** |" in done.stdout
+
+    def test_what_runs_more_often_in_the_larger_model_is_the_devices(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        host = imported("host", monkeypatch)
+        smaller, larger = {1: 100, 2: 100, 3: 100, 4: 7}, {1: 100, 2: 110, 3: 140}
+        found = host.told_apart(Counter(smaller), Counter(larger))
+        assert found == (200 / host.STEPS, 107 / host.STEPS)
+
+    def test_reads_how_often_each_instruction_ran(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        file = tmp_path / "counts.1"
+        body = "fn=(1) main\n0x10 3\n0x14 2\ncalls=1 0x20\n0x14 900\n0x18 1\nfn=(2) other\n0x10 4\n"
+        file.write_text(
+            f"desc: Trigger: Client Request: float16|smaller|SGD|step\nevents: Ir\n{body}", encoding="utf-8"
+        )
+        label, places = imported("host", monkeypatch).read(file)
+        assert label == "float16|smaller|SGD|step"
+        assert places == {0x10: 7, 0x14: 2, 0x18: 1}

@@ -19,8 +19,9 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 from helpers import HALF_DTYPES, dtype_name, together
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -43,6 +44,8 @@ KINDS = {
     "via dtype": (Treatment.BLACKLIST, True),
     "promote": (Treatment.PROMOTE, False),
 }
+# What torch does forward-mode derivatives with.
+TORCHS_OWN_SCRIPTS = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 both_halves = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -151,10 +154,12 @@ class TestArguments:
     @pytest.mark.parametrize("original", [seen, seen_with_names])
     @every_kind
     @both_halves
+    @pytest.mark.covering(2)
     def test_whatever_they_are_both_hand_over_the_same_and_count_the_same(self, implementations, kind, half, original):
         python, compiled = implementations(kind, half, original)
         cast = set()
 
+        @settings(max_examples=200)  # many have nothing to cast
         @given(arguments)
         def holds(call):
             args, kwargs = call
@@ -408,6 +413,102 @@ class TestWeights:
                 del weight
                 assert reference() is None
                 each.cache.exit_forward(each)
+
+
+class Operators(TorchDispatchMode):
+    """Notes the names of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def cube(tensor: Tensor) -> Tensor:
+    return tensor * tensor * tensor
+
+
+class TestCasts:
+    """Autograd, and all that watches operators, sees the cast that torch makes."""
+
+    def test_a_weight_is_cast_in_inference_mode_and_out_of_it(self, implementations):
+        for each in implementations("whitelist", torch.float16, torch.mm):
+            weight = nn.Parameter(torch.ones(2, 2))
+            with torch.inference_mode():
+                tensor = torch.full((2, 2), 2.0)
+                found = [each.function(tensor, weight)]
+            found.append(each.function(torch.full((2, 2), 2.0), weight))
+            found[1].sum().backward()
+            with torch.inference_mode():
+                found.append(each.function(tensor, weight))
+            assert [result.is_inference() for result in found] == [True, False, True]
+            assert all(result.dtype == torch.float16 and (result == 4).all() for result in found)
+            assert torch.equal(weight.grad, torch.full((2, 2), 4.0))
+
+    def test_a_tensor_of_inference_mode_gives_a_usual_one_outside(self, implementations):
+        for each in implementations("whitelist", torch.float16, seen):
+            with torch.inference_mode():
+                tensor = torch.ones(3)
+            ((result,), _) = each.function(tensor)
+            assert not result.is_inference()
+            assert result.add_(1).tolist() == [2] * 3
+
+    def test_modes_and_profilers_see_it(self, implementations):
+        for each in implementations("whitelist", torch.float16, seen):
+            for tensor in (torch.ones(2), torch.ones(2, requires_grad=True), nn.Parameter(torch.ones(2))):
+                each.cache.end_iteration()
+                with Operators() as operators:
+                    each.function(tensor)
+                each.cache.end_iteration()
+                with torch.autograd.profiler.profile() as profile:
+                    each.function(tensor)
+                assert operators.names == ["aten._to_copy.default"]
+                assert [event.name for event in profile.function_events].count("aten::_to_copy") == 1
+
+    def test_hooks_for_saved_tensors_get_it(self, implementations):
+        for each in implementations("whitelist", torch.float16, torch.mm):
+            saved = []
+            tensor, weight = torch.ones(2, 2, requires_grad=True), nn.Parameter(torch.ones(2, 2))
+            with torch.autograd.graph.saved_tensors_hooks(lambda kept, saved=saved: saved.append(kept) or kept, same):
+                loss = each.function(tensor, weight).sum()
+            loss.backward()
+            assert [kept.dtype for kept in saved] == [torch.float16] * 2
+            assert [grad.dtype for grad in (tensor.grad, weight.grad)] == [torch.float32] * 2
+
+    @TORCHS_OWN_SCRIPTS
+    def test_it_has_second_derivatives_tangents_and_batches(self, implementations):
+        for each in implementations("whitelist", torch.float16, cube):
+            tensor = torch.tensor([1.0, 2.0], requires_grad=True)
+            (grad,) = torch.autograd.grad(each.function(tensor).sum(), tensor, create_graph=True)
+            (second,) = torch.autograd.grad(grad.sum(), tensor)
+            with fwAD.dual_level():
+                tangent = fwAD.unpack_dual(each.function(fwAD.make_dual(tensor, torch.full((2,), 2.0)))).tangent
+            rows = torch.func.vmap(each.function)(torch.ones(3, 2))
+            assert [found.dtype for found in (grad, second, tangent, rows)] == [torch.float32] * 2 + [torch.float16] * 2
+            assert (grad.tolist(), second.tolist(), tangent.tolist()) == ([3, 12], [6, 12], [6, 24])
+            assert rows.tolist() == [[1, 1]] * 3
+
+    def test_threads_cast_one_tensor_at_once(self, implementations):
+        _, compiled = implementations("whitelist", torch.float16, seen)
+        shared, expected = torch.ones(3, requires_grad=True), torch.ones(3).half()
+
+        def run() -> None:
+            for _ in range(200):
+                own = shared.detach().clone().requires_grad_()
+                ((result,), _), ((other,), _) = compiled.function(own), compiled.function(shared)
+                result.backward(expected)
+                assert torch.equal(result, expected)
+                assert torch.equal(other, expected)
+                assert own.grad.tolist() == [1] * 3
+
+        together([run] * 4)
 
 
 class TestErrors:

@@ -22,7 +22,7 @@ from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
 from test_optimizers import MOMENTUM, OPTIMIZERS, SGD, Larc
 from torch import Tensor, nn
 
-from ampatch import amp, calls, extension_kernels, torch_kernels
+from ampatch import amp, extension_kernels, torch_kernels
 from ampatch.errors import AmpWarning, OptionError, UsageError
 
 SCALE = 2.0**8
@@ -148,6 +148,7 @@ def half_dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 class TestTraining:
     @pytest.mark.parametrize("make", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+    @pytest.mark.covering(1)
     def test_is_what_it_is_by_hand_with_every_optimizer_and_a_skipped_step_is_as_if_it_had_not_been(
         self, make, half_dtype
     ):
@@ -293,7 +294,7 @@ class TestTraining:
         initialize(model, optimizer, half_dtype=half_dtype)
         backward(loss_of(model, 0), optimizer)
         written: list[int] = []
-        for operators in filter(None, (torch_kernels, extension_kernels, calls.compiled())):
+        for operators in filter(None, (torch_kernels, extension_kernels)):
 
             def copy_to_half(masters, halves, original=operators.copy_to_half):
                 written.append(len(masters))
@@ -847,6 +848,7 @@ class TestClosure:
     @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
     @pytest.mark.parametrize("overflow_at", [0, 1, 3])
     @pytest.mark.parametrize("name", ["LBFGS", "SGD", "Adam-fused"])
+    @pytest.mark.covering(2)
     def test_that_overflows_skips_the_step_and_everything_is_as_before(self, name, overflow_at, level):
         make: Any = {"LBFGS": functools.partial(torch.optim.LBFGS, max_iter=6), **OPTIMIZERS}[name]
         model = network()
@@ -872,6 +874,7 @@ class TestClosure:
 
     @pytest.mark.parametrize("started", [False, True], ids=["first-step", "later-step"])
     @pytest.mark.parametrize("make", [*IMPLEMENTATIONS.values(), OwnWay], ids=[*IMPLEMENTATIONS, "own-way"])
+    @pytest.mark.covering(1)
     def test_that_overflows_changes_nothing_with_every_optimizer(self, make, started):
         model = network()
         optimizer = make(model.parameters())

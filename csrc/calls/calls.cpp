@@ -5,25 +5,49 @@
 // regions without casts, containers in containers, an explicit dtype) goes to the wrapper in Python, which is the
 // reference and knows every case. Nothing in here may decide otherwise than that would.
 
-#include "casts.h"
-#include "gradients.h"
 #include "parameters.h"
-#include "region.h"
 #include "store.h"
 #include "tensors.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_to_copy.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 #include <structmember.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 
+#include <optional>
 #include <string_view>
 
 namespace ampatch {
+
+bool is_tensor(PyObject* object) {
+  return THPVariable_CheckExact(object);
+}
+
+bool is_any_tensor(PyObject* object) {
+  return THPVariable_Check(object);
+}
+
+const Tensor& tensor_of(PyObject* object) {
+  return THPVariable_Unpack(object);
+}
+
+PyObject* wrapped(const Tensor& tensor) {
+  return THPVariable_Wrap(tensor);
+}
+
+PyObject* raised() {
+  HANDLE_TH_ERRORS
+  throw;
+  END_HANDLE_TH_ERRORS
+}
 
 namespace {
 
@@ -61,9 +85,19 @@ struct Caster {
   Ref cast_by_cache(PyObject* parameter, ScalarType type);
 };
 
+// As Tensor.to gives it, of a tensor in another type. Throws what that does.
+Tensor converted(const Tensor& tensor, ScalarType type) {
+  const pybind11::gil_scoped_release released;
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+  if (tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr) {  // autograd has never met it, and would do nothing
+    below.emplace();
+  }
+  return at::_to_copy(tensor, type, std::nullopt, std::nullopt, std::nullopt, false, at::MemoryFormat::Preserve);
+}
+
 Ref Caster::cast_anew(const Tensor& tensor, ScalarType type) {
   ++book->casts;
-  return Ref::taken(THPVariable_Wrap(converted(tensor, type)));
+  return Ref::taken(wrapped(converted(tensor, type)));
 }
 
 // What WeightCache.cast does, but for the rare cases, which it does itself.
@@ -235,7 +269,9 @@ bool is_named(PyObject* name, PyObject* text) {
 // Whether this thread is in none of those regions, of modes, tracers, transforms, autocast or without casts, that only
 // the Python code knows.
 bool is_ordinary_here() {
-  return has_usual_keys() && !at::impl::torch_function_mode_enabled();
+  const auto here = c10::impl::tls_local_dispatch_key_set();
+  return (here.included_ - c10::default_included_set).empty() && (c10::default_excluded_set - here.excluded_).empty() &&
+         !at::impl::torch_function_mode_enabled();
 }
 
 // Whether somebody is asked about every frame before it runs, as torch.compile has it where it may compile one.
@@ -623,8 +659,7 @@ PyMODINIT_FUNC PyInit__calls() {
   Ref made = Ref::taken(PyModule_Create(&module_definition));
   if (!made || name_dtype == nullptr || name_out == nullptr || PyType_Ready(&call_type) < 0 ||
       PyModule_AddType(made.get(), &caster_type) < 0 || !add_store_and_book(made.get()) ||
-      !add_parameter_functions(made.get()) || !add_gradient_functions(made.get()) || !add_region(made.get()) ||
-      !prepare_casts()) {
+      !add_parameter_functions(made.get())) {
     return nullptr;
   }
   return made.release();

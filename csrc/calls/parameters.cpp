@@ -4,7 +4,6 @@
 
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/Device.h>
-#include <torch/csrc/Exceptions.h>
 
 namespace ampatch {
 
@@ -19,78 +18,82 @@ Ref gradient_of(PyObject* parameter) {
     return Ref::taken(PyObject_GetAttrString(parameter, "grad"));
   }
   const Tensor& gradient = tensor_of(parameter).grad();
-  return gradient.defined() ? Ref::taken(THPVariable_Wrap(gradient)) : Ref::shared(Py_None);
+  return gradient.defined() ? Ref::taken(wrapped(gradient)) : Ref::shared(Py_None);
 }
 
 // gradients_of(parameters): a list of the gradients that are there, each once.
 PyObject* gradients_of(PyObject*, PyObject* parameters) {
-  HANDLE_TH_ERRORS
-  const Ref sequence = Ref::taken(PySequence_Fast(parameters, "expected gradients_of(parameters)"));
-  Ref found = Ref::taken(PyList_New(0));
-  if (!sequence || !found) {
-    return nullptr;
-  }
-  ska::flat_hash_set<PyObject*> seen;
-  seen.reserve(PySequence_Fast_GET_SIZE(sequence.get()));
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.get()); ++i) {
-    const Ref gradient = gradient_of(PySequence_Fast_GET_ITEM(sequence.get(), i));
-    if (!gradient) {
+  return guarded([&]() -> PyObject* {
+    const Ref sequence = Ref::taken(PySequence_Fast(parameters, "expected gradients_of(parameters)"));
+    Ref found = Ref::taken(PyList_New(0));
+    if (!sequence || !found) {
       return nullptr;
     }
-    if (gradient.get() != Py_None && seen.insert(gradient.get()).second &&
-        PyList_Append(found.get(), gradient.get()) < 0) {
-      return nullptr;
+    ska::flat_hash_set<PyObject*> seen;
+    seen.reserve(PySequence_Fast_GET_SIZE(sequence.get()));
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.get()); ++i) {
+      const Ref gradient = gradient_of(PySequence_Fast_GET_ITEM(sequence.get(), i));
+      if (!gradient) {
+        return nullptr;
+      }
+      if (gradient.get() != Py_None && seen.insert(gradient.get()).second &&
+          PyList_Append(found.get(), gradient.get()) < 0) {
+        return nullptr;
+      }
     }
-  }
-  return found.release();
-  END_HANDLE_TH_ERRORS
+    return found.release();
+  });
 }
 
-// ordinary_device(tensors): the device of dense tensors, of no subclass, of float32, float16 or bfloat16, on one device
-// and not negated lazily; None if they are not all of that, or none.
-PyObject* ordinary_device(PyObject*, PyObject* tensors) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(PyList_CheckExact(tensors), "expected ordinary_device(list)");
-  const Py_ssize_t count = PyList_GET_SIZE(tensors);
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* object = PyList_GET_ITEM(tensors, i);
-    if (!is_tensor(object)) {
+// ordinary_device(tensors, may_be_recorded): the device of dense tensors, of no subclass, of float32, float16 or
+// bfloat16, on one device and not negated lazily; None if they are not all of that, or none, or one requires a gradient
+// and may not.
+PyObject* ordinary_device(PyObject*, PyObject* const* args, Py_ssize_t argument_count) {
+  return guarded([&]() -> PyObject* {
+    TORCH_CHECK_TYPE(argument_count == 2 && PyList_CheckExact(args[0]), "expected ordinary_device(list, bool)");
+    PyObject* tensors = args[0];
+    const bool may_be_recorded = args[1] == Py_True;
+    const Py_ssize_t count = PyList_GET_SIZE(tensors);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      PyObject* object = PyList_GET_ITEM(tensors, i);
+      if (!is_tensor(object)) {
+        Py_RETURN_NONE;
+      }
+      const Tensor& tensor = tensor_of(object);
+      if (!is_ordinary(tensor) || tensor.device() != tensor_of(PyList_GET_ITEM(tensors, 0)).device() ||
+          (!may_be_recorded && tensor.requires_grad())) {
+        Py_RETURN_NONE;
+      }
+    }
+    if (count == 0) {
       Py_RETURN_NONE;
     }
-    const Tensor& tensor = tensor_of(object);
-    if (!is_ordinary(tensor) || tensor.device() != tensor_of(PyList_GET_ITEM(tensors, 0)).device()) {
-      Py_RETURN_NONE;
-    }
-  }
-  if (count == 0) {
-    Py_RETURN_NONE;
-  }
-  return THPDevice_New(tensor_of(PyList_GET_ITEM(tensors, 0)).device());
-  END_HANDLE_TH_ERRORS
+    return THPDevice_New(tensor_of(PyList_GET_ITEM(tensors, 0)).device());
+  });
 }
 
 // are_bare(parameters, may_be_half): whether there is no gradient, and nothing half if that may not be.
 PyObject* are_bare(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 2, "expected are_bare(parameters, may_be_half)");
-  const Ref sequence = Ref::taken(PySequence_Fast(args[0], "expected are_bare(parameters, may_be_half)"));
-  if (!sequence) {
-    return nullptr;
-  }
-  const bool may_be_half = args[1] == Py_True;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.get()); ++i) {
-    PyObject* parameter = PySequence_Fast_GET_ITEM(sequence.get(), i);
-    const Ref gradient = gradient_of(parameter);
-    if (!gradient) {
+  return guarded([&]() -> PyObject* {
+    TORCH_CHECK_TYPE(count == 2, "expected are_bare(parameters, may_be_half)");
+    const Ref sequence = Ref::taken(PySequence_Fast(args[0], "expected are_bare(parameters, may_be_half)"));
+    if (!sequence) {
       return nullptr;
     }
-    const bool is_wrong = !may_be_half && THPVariable_Check(parameter) && is_half(tensor_of(parameter).scalar_type());
-    if (gradient.get() != Py_None || is_wrong) {
-      Py_RETURN_FALSE;
+    const bool may_be_half = args[1] == Py_True;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.get()); ++i) {
+      PyObject* parameter = PySequence_Fast_GET_ITEM(sequence.get(), i);
+      const Ref gradient = gradient_of(parameter);
+      if (!gradient) {
+        return nullptr;
+      }
+      const bool is_wrong = !may_be_half && is_any_tensor(parameter) && is_half(tensor_of(parameter).scalar_type());
+      if (gradient.get() != Py_None || is_wrong) {
+        Py_RETURN_FALSE;
+      }
     }
-  }
-  Py_RETURN_TRUE;
-  END_HANDLE_TH_ERRORS
+    Py_RETURN_TRUE;
+  });
 }
 
 // The first parameter of a module, in the order of `parameters()`, or None; empty with a Python exception set.
@@ -122,7 +125,7 @@ PyObject* first_parameter(PyObject*, PyObject* module) {
 }
 
 PyMethodDef functions[] = {{"gradients_of", gradients_of, METH_O, nullptr},
-                           {"ordinary_device", ordinary_device, METH_O, nullptr},
+                           {"ordinary_device", fast(ordinary_device), METH_FASTCALL, nullptr},
                            {"are_bare", fast(are_bare), METH_FASTCALL, nullptr},
                            {"first_parameter", first_parameter, METH_O, nullptr},
                            {nullptr, nullptr, 0, nullptr}};

@@ -4,7 +4,6 @@
 
 #include <structmember.h>
 #include <torch/csrc/Dtype.h>
-#include <torch/csrc/Exceptions.h>
 
 #include <vector>
 
@@ -64,24 +63,24 @@ void store_dealloc(PyObject* self) {
 }
 
 PyObject* store_find(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 2 && is_tensor(args[0]) && THPDtype_Check(args[1]), "expected find(parameter, dtype)");
-  const int index = index_of(reinterpret_cast<THPDtype*>(args[1])->scalar_type);
-  PyObject* cast = index < 0 ? nullptr : as_store(self)->find(args[0], tensor_of(args[0]), index);
-  return Py_NewRef(cast == nullptr ? Py_None : cast);
-  END_HANDLE_TH_ERRORS
+  return guarded([&]() -> PyObject* {
+    TORCH_CHECK_TYPE(count == 2 && is_tensor(args[0]) && THPDtype_Check(args[1]), "expected find(parameter, dtype)");
+    const int index = index_of(reinterpret_cast<THPDtype*>(args[1])->scalar_type);
+    PyObject* cast = index < 0 ? nullptr : as_store(self)->find(args[0], tensor_of(args[0]), index);
+    return Py_NewRef(cast == nullptr ? Py_None : cast);
+  });
 }
 
 PyObject* store_keep(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 2 && is_tensor(args[0]) && is_tensor(args[1]), "expected keep(parameter, cast)");
-  const int index = index_of(tensor_of(args[1]).scalar_type());
-  TORCH_CHECK_TYPE(index >= 0, "expected a cast of a type that is cast to");
-  if (!as_store(self)->keep(args[0], tensor_of(args[0]), args[1], index)) {
-    return nullptr;
-  }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
+  return guarded([&]() -> PyObject* {
+    TORCH_CHECK_TYPE(count == 2 && is_tensor(args[0]) && is_tensor(args[1]), "expected keep(parameter, cast)");
+    const int index = index_of(tensor_of(args[1]).scalar_type());
+    TORCH_CHECK_TYPE(index >= 0, "expected a cast of a type that is cast to");
+    if (!as_store(self)->keep(args[0], tensor_of(args[0]), args[1], index)) {
+      return nullptr;
+    }
+    Py_RETURN_NONE;
+  });
 }
 
 PyObject* store_forget(PyObject* self, PyObject* ids) {

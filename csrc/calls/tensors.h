@@ -1,12 +1,14 @@
-// References to Python objects, the tensors behind them, and the types of numbers that casts know. Must not change
-// anything.
+// References to Python objects, the tensors behind them, and the types of numbers that casts know. Changes nothing.
+//
+// calls.cpp defines what needs torch's header of Python tensors: that alone takes most of the time to compile a file.
 
 #pragma once
 
+#include <torch/csrc/python_headers.h>
+#include <torch/csrc/utils/pythoncapi_compat.h>
+
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <utility>
 
@@ -58,12 +60,28 @@ inline PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ss
 }
 
 // Whether an object is a tensor or a parameter, and of no subclass, which could mean anything.
-inline bool is_tensor(PyObject* object) {
-  return THPVariable_CheckExact(object);
-}
+bool is_tensor(PyObject* object);
 
-inline const Tensor& tensor_of(PyObject* object) {
-  return THPVariable_Unpack(object);
+// True if an object is a tensor, subclasses included.
+bool is_any_tensor(PyObject* object);
+
+// The tensor of an object for which is_any_tensor is true.
+const Tensor& tensor_of(PyObject* object);
+
+// A new reference to the object in Python; null with a Python exception set.
+PyObject* wrapped(const Tensor& tensor);
+
+// To be called where a C++ exception is handled: sets the Python exception that torch has for it, and returns null.
+PyObject* raised();
+
+// Runs a function that returns an object or null; a C++ exception out of it becomes a Python exception.
+template <class Function>
+PyObject* guarded(const Function& function) {
+  try {
+    return function();
+  } catch (...) {
+    return raised();
+  }
 }
 
 inline uint32_t version_of(const Tensor& tensor) {
@@ -94,24 +112,6 @@ inline bool is_half(ScalarType type) {
 
 inline bool is_castable(ScalarType type) {
   return type == ScalarType::Float || is_half(type);
-}
-
-// Calls a function with a null pointer to a number of a castable type.
-template <class Function>
-inline void with_type(ScalarType type, const Function& function) {
-  if (type == ScalarType::Half) {
-    function(static_cast<c10::Half*>(nullptr));
-  } else if (type == ScalarType::BFloat16) {
-    function(static_cast<c10::BFloat16*>(nullptr));
-  } else {
-    function(static_cast<float*>(nullptr));
-  }
-}
-
-// Whether this thread is in none of the regions that torch's dispatcher knows: modes, tracers, transforms, autocast.
-inline bool has_usual_keys() {
-  const auto here = c10::impl::tls_local_dispatch_key_set();
-  return (here.included_ - c10::default_included_set).empty() && (c10::default_excluded_set - here.excluded_).empty();
 }
 
 // Whether the operators take a tensor as it is.

@@ -1,0 +1,214 @@
+"""Instructions of the host in a training step: what mixed precision costs a user whose arithmetic runs on a GPU.
+
+Run as `python benchmarks/host.py`; needs Linux, valgrind with its headers, and a C compiler. Each contender trains a
+transformer in a process of its own, within valgrind's callgrind, which counts how often each instruction of the program
+runs. It trains the same model in two sizes: as many layers, calls and tensors, but more elements in each. An
+instruction that runs more often in the larger model belongs to a loop over elements: that is the device's work, and is
+left out. All others are the host's, and are summed up by phase of the step.
+
+Ratios are to torch.autocast with GradScaler, at O2 too. From run to run the sums differ by a few in a thousand. The
+tables are Markdown, as they stand in docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from eager_cases import HALVES, OPTIMIZERS, set_up
+from instructions import Callgrind, Case, chosen, compile_requests, require_valgrind, run_within
+from peers import AUTOCAST, CONTENDERS, Batch
+from torch import nn
+
+COMPARED = (AUTOCAST, "ampatch O1", "ampatch O2")
+PHASES = ("zero_grad", "forward", "scale", "backward", "unscale", "step", "update")
+LAYERS = 2
+WARMING_STEPS = 5
+STEPS = 2
+#: Loops over elements run at least 1.4 times as often in the larger model; what Python does differs by less.
+GROWS = 1.2
+
+
+class Size(NamedTuple):
+    """Of a model and its batch.
+
+    Attributes:
+        width: features of a token; also the number of classes.
+        length: tokens of a sequence, of which a batch has four.
+    """
+
+    width: int
+    length: int
+
+    def model(self) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(self.width, 4, 2 * self.width, dropout=0.0, batch_first=True, bias=False)
+        encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+        return nn.Sequential(encoder, nn.Flatten(0, 1), nn.Linear(self.width, self.width, bias=False))
+
+    def batch(self) -> Batch:
+        return Batch(torch.randn(4, self.length, self.width), torch.randint(self.width, (4 * self.length,)))
+
+
+SMALLER, LARGER = "smaller", "larger"
+SIZES = {SMALLER: Size(68, 17), LARGER: Size(96, 24)}
+
+#: How often the instruction at each address ran.
+Places = Counter[int]
+
+
+class Counts(NamedTuple):
+    """Instructions of a step, or of a phase of it.
+
+    Attributes:
+        host: those that do not depend on the size of tensors.
+        device: the others, in the smaller model.
+    """
+
+    host: float = 0.0
+    device: float = 0.0
+
+    def plus(self, other: Counts) -> Counts:
+        return Counts(self.host + other.host, self.device + other.device)
+
+
+#: By contender, half type, optimizer and phase.
+Counted = dict[tuple[str, str, str, str], Counts]
+
+
+# Within callgrind
+
+
+def count(contender: str, cases: Sequence[Case], callgrind: Callgrind) -> None:
+    torch.set_num_threads(1)
+    for case in cases:
+        torch.manual_seed(0)
+        batch = SIZES[case.model].batch()
+        with set_up(CONTENDERS[contender].make, SIZES[case.model].model(), case.half, case.optimizer) as peer:
+            for _ in range(WARMING_STEPS):
+                peer.step(batch)
+            with callgrind.counting(warm_up=functools.partial(peer.step, batch)):
+                for _ in range(STEPS):
+                    peer.step(batch, functools.partial(callgrind.write, case))
+
+
+# Around it
+
+
+def run(contender: str, cases: Sequence[Case], directory: Path) -> Counted:
+    """Has a contender's process counted."""
+    options = ["--dump-instr=yes", "--dump-line=no", "--compress-pos=no"]
+    places: dict[str, Places] = {}
+    for file in run_within(__file__, contender, cases, directory, options):
+        label, found = read(file)
+        places.setdefault(label, Counter()).update(found)
+        file.unlink()
+    counted: Counted = {}
+    for case, phase in itertools.product(cases, PHASES):
+        if case.model == SMALLER and (label := "|".join((*case, phase))) in places:
+            larger = places["|".join((*case._replace(model=LARGER), phase))]
+            counted[contender, case.half, case.optimizer, phase] = told_apart(places[label], larger)
+    return counted
+
+
+def read(file: Path) -> tuple[str, Places]:
+    """What one of callgrind's files counted, and of which phase; the name is empty if it is of none."""
+    label, is_of_call = "", False
+    places: Places = Counter()
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.startswith("0x"):
+                if not is_of_call:  # the line after a call's has what the called function took, which stands there too
+                    address, _, cost = line.partition(" ")
+                    places[int(address, 16)] += int(cost)
+                is_of_call = False
+            elif line.startswith("calls="):
+                is_of_call = True
+            elif line.startswith("desc:") and "Client Request:" in line:
+                label = line.rpartition("Client Request:")[2].strip()
+    return label, places
+
+
+def told_apart(smaller: Places, larger: Places) -> Counts:
+    """Sums up a phase of a step; what runs in one of the two models only is the device's."""
+    host = device = 0
+    for address, times in smaller.items():
+        if max(times, larger[address]) > GROWS * min(times, larger[address]):
+            device += times
+        else:
+            host += times
+    return Counts(host / STEPS, device / STEPS)
+
+
+# Tables
+
+
+def table(counted: Counted, half: str, optimizers: Iterable[str], contenders: Sequence[str]) -> Iterator[str]:
+    yield f"| thousands of instructions, {half} | " + " | ".join(contenders) + " |"
+    yield "|---" * (len(contenders) + 1) + "|"
+    for optimizer in optimizers:
+        for phase in PHASES:
+            found = [counted.get((contender, half, optimizer, phase)) for contender in contenders]
+            if any(found):
+                yield row(f"{optimizer}: {phase}", (f"{each.host / 1000:.0f}" if each else "" for each in found))
+        wholes = [whole_step(counted, contender, half, optimizer) for contender in contenders]
+        ratios = [f" ({each.host / wholes[0].host:.3f})" for each in wholes[1:]]
+        cells = (f"{each.host / 1000:.0f}{ratio}" for each, ratio in zip(wholes, ["", *ratios], strict=True))
+        yield row(f"**{optimizer}: whole step**", cells)
+        yield row(f"{optimizer}: left out, the device's", (f"{each.device / 1000:.0f}" for each in wholes))
+
+
+def row(name: str, cells: Iterable[str]) -> str:
+    return " | ".join((f"| {name}", *cells)) + " |"
+
+
+def whole_step(counted: Counted, contender: str, half: str, optimizer: str) -> Counts:
+    phases = (counted.get((contender, half, optimizer, phase), Counts()) for phase in PHASES)
+    return functools.reduce(Counts.plus, phases)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--halves", metavar="TYPE,...", default="float16", help=f"of {','.join(HALVES)} (float16)")
+    parser.add_argument("--optimizers", metavar="NAME,...", help=f"of {','.join(OPTIMIZERS)} (default: all)")
+    parser.add_argument("--contenders", metavar="NAME,...", help=f"of {','.join(COMPARED)} (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
+    parser.add_argument("--within", nargs=2, metavar=("CONTENDER", "DIRECTORY"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.within:
+        contender, directory = options.within
+        count(contender, [Case(*each) for each in json.load(sys.stdin)], Callgrind(Path(directory)))
+        return 0
+    halves = chosen(parser, "halves", options.halves, HALVES)
+    optimizers = chosen(parser, "optimizers", options.optimizers, OPTIMIZERS)
+    wanted = {AUTOCAST, *chosen(parser, "contenders", options.contenders, COMPARED)}
+    contenders = [name for name in COMPARED if name in wanted]
+    require_valgrind(parser)
+    cases = [Case(*each) for each in itertools.product(halves, (SMALLER, LARGER), optimizers)]
+    counted: Counted = {}
+    with tempfile.TemporaryDirectory() as directory:
+        fault = compile_requests(Path(directory))
+        if fault:
+            parser.error(fault)
+        for contender in contenders:
+            counted |= run(contender, cases, Path(directory))
+    print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, one thread, {STEPS} steps each")
+    for half in halves:
+        print("", *table(counted, half, optimizers, contenders), sep="\n")
+    if options.json:
+        keys = ("contender", "half", "optimizer", "phase")
+        rows = [{**dict(zip(keys, key, strict=True)), **counts._asdict()} for key, counts in counted.items()]
+        options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
