@@ -34,7 +34,8 @@ ABI = "2.10"
 HOST_FLAGS = ("-fPIC", "-ffp-contract=off", "-fvisibility=hidden")
 # Of kinds of processors that the compiler is to be told of: on these torch uses vector instructions too.
 PROCESSOR_FLAGS = {"x86_64_avx2": ("-mavx2", "-mfma", "-mf16c")}
-COMMON_FLAGS = ("-O3", "-shared")
+COMMON_FLAGS = ("-O3",)
+LINK_FLAGS = ("-shared",)
 CUDA_FLAGS = ("--fmad=false", "-DUSE_CUDA")
 
 LIBRARY = "libampatch.so"
@@ -49,7 +50,6 @@ class Part:
 
     Attributes:
         folder: where its sources are, in the directory of all.
-        shared: headers beside those, in the directory of all.
         abi: what a library runs on, beside the kind of processor.
         flags: what its sources are compiled with, beside the flags above.
         name: of a library for no GPU, in the cache.
@@ -59,7 +59,6 @@ class Part:
     abi: str
     flags: tuple[str, ...]
     name: str
-    shared: tuple[str, ...] = ()
 
 
 OPERATORS = Part("", ABI, ("-std=c++17",), "cpu")
@@ -69,7 +68,6 @@ CALLS = Part(
     f"{torch.__version__}-{sysconfig.get_config_var('SOABI')}",
     ("-std=c++20",),
     "calls",
-    ("chunks.h", "operations.h", "vectors.h"),
 )
 
 
@@ -111,8 +109,7 @@ def sources(part: Part = OPERATORS) -> list[Path]:
         KernelError: there are none.
     """
     directory = source_directory() / part.folder
-    shared = (source_directory() / name for name in part.shared)
-    found = sorted([*shared, *(path for each in _SOURCES for path in directory.glob(each))], key=lambda path: path.name)
+    found = sorted((path for each in _SOURCES for path in directory.glob(each)), key=lambda path: path.name)
     if not any(path.suffix == ".cpp" for path in found):
         raise KernelError(
             f"{directory} holds no C++ sources, which the compiled extension is built of. Install ampatch again: "
@@ -127,7 +124,7 @@ def source_hash(part: Part = OPERATORS) -> str:
     Raises:
         KernelError: there are no sources, or they cannot be read.
     """
-    flags = (*HOST_FLAGS, *part.flags, *COMMON_FLAGS, *CUDA_FLAGS, *PROCESSOR_FLAGS.get(processor(), ()))
+    flags = (*HOST_FLAGS, *part.flags, *COMMON_FLAGS, *LINK_FLAGS, *CUDA_FLAGS, *PROCESSOR_FLAGS.get(processor(), ()))
     digest = hashlib.sha256(" ".join(flags).encode())
     for path in sources(part):
         try:

@@ -1,11 +1,13 @@
 """Compiling the extension: which compiler, for what, into which directory, and what is said where that fails.
 
-Owns the command line of the compilers, and that a library is there whole or not at all, built once however many
-processes ask for it. Only the command `ampatch build` and tests import it: nothing may ever be compiled on import.
+Owns the command line of the compilers, the object files that the next build takes over, and that a library is there
+whole or not at all, built once however many processes ask for it. Only the command `ampatch build` and tests import it:
+nothing may ever be compiled on import.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -21,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 from filelock import FileLock
@@ -34,7 +37,16 @@ DEVICES = ("auto", "cpu", "cuda")
 # Those of the two data centre generations that mixed precision runs on mostly, A100 and H100.
 DEFAULT_ARCHITECTURES = ("80", "90")
 
+# In the cache: the object files of earlier builds.
+OBJECTS = "objects"
+
 _LOG = "build.log"
+_FAILURE = "compiling the extension failed"
+_TORCH = Path(torch.__file__).parent
+_INCLUDED = re.compile(rb'^[ \t]*#[ \t]*include[ \t]+"([^"\n]+)"', re.MULTILINE)
+# What compilers read beside their command line.
+_VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH", "NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+_CCBIN = re.compile(r"""(?:^|\s)(?:-ccbin|--compiler-bindir)(?:=|\s+)["']?([^\s"']+)""")
 _QUOTED_LINES = 6
 _TELLING = re.compile(r"\b(?:[Ee]rror|cannot|undefined|No space left)\b")
 
@@ -108,7 +120,7 @@ def build(
         architectures: of the GPUs to build for, as "90", "sm_90" or "9.0"; None for those of this machine's GPUs and,
             if it has none, `DEFAULT_ARCHITECTURES`.
         output: the directory to put library and description in; None for the cache, where `extension.find` looks.
-        force: build it again even if it is there.
+        force: build it again even if it is there, and compile every file of it.
 
     Raises:
         OptionError: an argument has a value that is not allowed, or contradicts another.
@@ -198,7 +210,7 @@ def carry_out(plan: Plan, force: bool = False) -> Built:
 
     Args:
         plan: as `plan` gives it.
-        force: build it again even if it is there.
+        force: as for `build`.
 
     Raises:
         KernelError: it cannot be built.
@@ -219,7 +231,7 @@ def carry_out(plan: Plan, force: bool = False) -> Built:
             )
             if library is None or not was_there or force:
                 with tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True) as scratch:
-                    library = _compiled(plan, Path(scratch))
+                    library = _built(plan, Path(scratch), force)
                 was_there = False
     return Built(library, was_there, time.monotonic() - began)
 
@@ -291,6 +303,17 @@ def _version(command: Sequence[str], pattern: str) -> str:
     return f"nvcc {version}" if version.startswith("release") else version
 
 
+def _host_compiler() -> str:
+    """Returns the version line of the C++ compiler that nvcc runs; empty if there is none."""
+    flags = " ".join(os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"))
+    chosen = _CCBIN.findall(flags) or [os.environ.get("NVCC_CCBIN") or "gcc"]
+    named = chosen[-1]  # a program, or a directory with one
+    path = shutil.which("gcc", path=named) if Path(named).is_dir() else shutil.which(named)
+    with suppress(KernelError):  # nvcc itself reports a host compiler that does not work
+        return _version((path,), r"\S.*") if path else ""
+    return ""
+
+
 def _architecture(text: str) -> str:
     found = re.fullmatch(r"(?:sm_|compute_)?(\d+)\.?(\d)", text.strip(), re.ASCII)
     if found is None:
@@ -332,56 +355,46 @@ def _supported(compiler: Compiler, architectures: tuple[str, ...]) -> tuple[str,
 # Compiling
 
 
-def _command(plan: Plan, library: Path) -> list[str]:
-    root = Path(torch.__file__).parent
-    # Declarations alone: what they declare is looked up in the torch that loads the library.
-    torch_flags = [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+def _compiling(plan: Plan) -> list[str]:
+    """Returns the command that compiles a file; the caller appends the file and its object file."""
+    flags = [*plan.part.flags, *extension.COMMON_FLAGS, *_for_targets(plan)]
     if plan.part is extension.OPERATORS:
-        torch_flags.append(extension.target_flag())
+        flags.append(extension.target_flag())
     else:
-        torch_flags += [f"-I{sysconfig.get_path('include')}", "-ltorch_python"]
+        flags.append(f"-I{sysconfig.get_path('include')}")
+    return [*plan.compiler.command, *flags, f"-I{_TORCH / 'include'}", "-c"]
+
+
+def _linking(plan: Plan, objects: Sequence[Path], library: Path) -> list[str]:
+    """Returns the command that links object files to the library."""
+    # Declarations alone are compiled: what they declare is looked up in the torch that loads the library.
+    libraries = [f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
+    if plan.part is extension.CALLS:
+        libraries.append("-ltorch_python")
+    flags = [*extension.COMMON_FLAGS, *extension.LINK_FLAGS, *_for_targets(plan)]
+    return [*plan.compiler.command, *flags, *map(str, objects), "-o", str(library), *libraries]
+
+
+def _for_targets(plan: Plan) -> list[str]:
+    """Returns the flags for the kind of processor, and for GPUs."""
     host = [*extension.HOST_FLAGS, *extension.PROCESSOR_FLAGS.get(extension.processor(), ())]
-    for_gpus: list[str] = []
-    if plan.compiler.is_nvcc:
-        host = ["-Xcompiler", ",".join(host)]
-        # Not in parallel, by --threads: nvcc 13.0 then takes a path with a space in it for two.
-        for_gpus = [*extension.CUDA_FLAGS]
-        for architecture in plan.architectures:
-            for_gpus += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
-        highest = plan.architectures[-1]
-        for_gpus += ["-gencode", f"arch=compute_{highest},code=compute_{highest}"]
-    files = [str(path) for path in plan.sources]
-    return [
-        *plan.compiler.command,
-        *plan.part.flags,
-        *extension.COMMON_FLAGS,
-        *host,
-        *for_gpus,
-        *files,
-        "-o",
-        str(library),
-        *torch_flags,
-    ]
+    if not plan.compiler.is_nvcc:
+        return host
+    # Not in parallel, by --threads: nvcc 13.0 then takes a path with a space in it for two.
+    flags = ["-Xcompiler", ",".join(host), *extension.CUDA_FLAGS]
+    for architecture in plan.architectures:
+        flags += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
+    highest = plan.architectures[-1]
+    return [*flags, "-gencode", f"arch=compute_{highest},code=compute_{highest}"]
 
 
-def _compiled(plan: Plan, scratch: Path) -> Library:
+def _built(plan: Plan, scratch: Path, force: bool) -> Library:
     """The library, compiled, tried out and in its place."""
     fresh = scratch / "fresh"  # with the usual permissions, unlike the directory around it
     fresh.mkdir()
     log = fresh / _LOG
     try:
-        _run(_command(plan, fresh / extension.LIBRARY), log, scratch, "compiling the extension failed")
-        library = Library(
-            path=fresh / extension.LIBRARY,
-            size=(fresh / extension.LIBRARY).stat().st_size,
-            architectures=plan.architectures,
-            sources=plan.source_hash,
-            abi=plan.part.abi,
-            machine=extension.processor(),
-            compiler=plan.compiler.version,
-            torch=torch.__version__,
-        )
-        _try_out(library, plan.part, log, scratch)
+        library = _made(plan, fresh / extension.LIBRARY, log, scratch, force)
     except _FailedError as failed:
         kept = _kept_log(plan)
         shutil.move(log, kept)
@@ -401,6 +414,214 @@ def _compiled(plan: Plan, scratch: Path) -> Library:
     if there is None:
         raise KernelError(f"{plan.directory} was removed or changed by another program meanwhile. Build once more.")
     return there
+
+
+def _made(plan: Plan, path: Path, log: Path, scratch: Path, force: bool) -> Library:
+    """Compiles what the cache does not keep, links, and tries the library out.
+
+    Raises:
+        _FailedError: a file does not compile, or the library cannot be linked or does not run.
+    """
+    steps = _steps(plan, scratch)
+    _compile(plan, [step for step in steps if force or not _take_over(step)], log, scratch)
+    try:
+        return _linked(plan, steps, path, log, scratch)
+    except _FailedError:
+        for step in steps:  # one of them may be at fault
+            _drop(step)
+        raise
+
+
+def _linked(plan: Plan, steps: Sequence[_Step], path: Path, log: Path, scratch: Path) -> Library:
+    """Links the object files, and tries the library out.
+
+    Raises:
+        _FailedError: it cannot be linked, or does not run.
+    """
+    _run(_linking(plan, [step.object for step in steps], path), log, scratch, _FAILURE)
+    library = Library(
+        path=path,
+        size=path.stat().st_size,
+        architectures=plan.architectures,
+        sources=plan.source_hash,
+        abi=plan.part.abi,
+        machine=extension.processor(),
+        compiler=plan.compiler.version,
+        torch=torch.__version__,
+    )
+    _try_out(library, plan.part, log, scratch)
+    return library
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A file to compile.
+
+    Attributes:
+        command: compiles it.
+        object: the object file.
+        said: the file for all that the compiler prints.
+        status: the file for the compiler's exit status, as a shell has it.
+        kept: where the cache keeps the object file for later builds, behind its checksum; None outside of the cache.
+    """
+
+    command: tuple[str, ...]
+    object: Path
+    said: Path
+    status: Path
+    kept: Path | None
+
+    def line(self) -> str:
+        """Returns the line for a shell: it runs the command, and writes down its output and exit status."""
+        done = f"{shlex.join(self.command)} >{shlex.quote(str(self.said))} 2>&1; status=$?"
+        return f"{done}; echo $status >{shlex.quote(str(self.status))}; exit $status"
+
+
+def _steps(plan: Plan, scratch: Path) -> list[_Step]:
+    compiling = _compiling(plan)
+    settings = [*compiling, plan.compiler.version, torch.__version__, str(torch.version.git_version)]
+    settings += [os.environ.get(name, "") for name in _VARIABLES]
+    if plan.compiler.is_nvcc:
+        settings.append(_host_compiler())
+    flags = hashlib.sha256("\0".join(settings).encode()).hexdigest()
+    steps = []
+    for source in plan.sources:
+        made, kept = scratch / f"{source.name}.o", None
+        if plan.is_cached:
+            kept = plan.directory.parent / OBJECTS / f"{flags[:16]}-{source.name}-{_content_hash(source)[:32]}.o"
+        command = (*compiling, str(source), "-o", str(made))
+        steps.append(_Step(command, made, made.with_suffix(".said"), made.with_suffix(".status"), kept))
+    return steps
+
+
+def _content_hash(source: Path) -> str:
+    """Returns the SHA-256 of a source and of all files that it includes in quotes, also through other files."""
+    found = {source.resolve(): source.read_bytes()}
+    to_look_at = list(found)
+    while to_look_at:
+        path = to_look_at.pop()
+        for name in _INCLUDED.findall(found[path]):
+            included = (path.parent / os.fsdecode(name)).resolve()
+            if included not in found and included.is_file():
+                found[included] = included.read_bytes()
+                to_look_at.append(included)
+    digest = hashlib.sha256()
+    for path, content in sorted(found.items()):
+        digest.update(f"\n{path.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def _compile(plan: Plan, missing: Sequence[_Step], log: Path, scratch: Path) -> None:
+    """Compiles files, and keeps their object files.
+
+    Raises:
+        _FailedError: a file does not compile.
+    """
+    if missing:
+        if ninja := shutil.which("ninja"):
+            _run_by_ninja(ninja, missing, scratch)
+        if not any(map(_status, missing)):  # all are left where there is no ninja, or one that does not work
+            _run_side_by_side([step for step in missing if _status(step) is None], scratch)
+    unchanged = extension.source_hash(plan.part) == plan.source_hash
+    failed = None
+    with log.open("ab") as written:
+        for step in missing:
+            status, said = _status(step), step.said.read_bytes() if step.said.exists() else b""
+            if status is not None:
+                written.write(f"$ {shlex.join(step.command)}\n".encode() + said)
+            if status == 0 and unchanged:
+                _keep(step)
+            elif status and failed is None:
+                words = _last_words(said.decode("utf-8", "replace"))
+                failed = _FailedError(f"{_FAILURE}: `{step.command[0]}` {_how_it_ended(status)}{words}")
+    if failed is None and any(_status(step) is None for step in missing):
+        failed = _FailedError(f"{_FAILURE}: another program ended the compiler")
+    if failed is not None:
+        raise failed
+
+
+# Kept object files only save time. Where the cache does not let them be read or written, the build goes on without:
+# `objects` may be another user's.
+
+
+def _take_over(step: _Step) -> bool:
+    """Copies the object file that the cache keeps, and returns whether there was one, undamaged."""
+    if step.kept is None:
+        return False
+    with suppress(OSError):
+        checksum, content = _split(step.kept.read_bytes())
+        if checksum == hashlib.sha256(content).digest():
+            step.object.write_bytes(content)
+            return True
+    return False
+
+
+def _keep(step: _Step) -> None:
+    """Puts an object file in the cache, whole or not at all, in the place of those of earlier contents."""
+    if step.kept is not None:
+        with suppress(OSError):
+            step.kept.parent.mkdir(exist_ok=True)
+            content, copied = step.object.read_bytes(), step.object.with_suffix(".kept")
+            copied.write_bytes(hashlib.sha256(content).digest() + content)
+            for earlier in step.kept.parent.glob(f"{step.kept.name.rpartition('-')[0]}-*.o"):
+                earlier.unlink(missing_ok=True)
+            copied.replace(step.kept)
+
+
+def _split(kept: bytes) -> tuple[bytes, bytes]:
+    """Returns the checksum with which a kept file begins, and the rest."""
+    size = hashlib.sha256().digest_size
+    return kept[:size], kept[size:]
+
+
+def _drop(step: _Step) -> None:
+    """Removes the object file that the cache keeps."""
+    if step.kept is not None:
+        with suppress(OSError):
+            step.kept.unlink(missing_ok=True)
+
+
+def _status(step: _Step) -> int | None:
+    """Returns the exit status, negative after a signal, as `subprocess` has it; None if the step did not end."""
+    try:
+        status = int(step.status.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    # A shell adds 128 to the number of a signal; a compiler may exit with any other status up to 255.
+    return 128 - status if 128 < status < 128 + signal.NSIG else status
+
+
+def _jobs() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _run_by_ninja(ninja: str, steps: Sequence[_Step], scratch: Path) -> None:
+    """Runs steps side by side by ninja; what it does not run to its end has no status."""
+    lines = [f"builddir = {str(scratch).replace('$', '$$')}", "rule run", "  command = $line"]
+    for index, step in enumerate(steps):
+        lines += [f"build step{index}: run", f"  line = {step.line().replace('$', '$$')}"]
+    file = scratch / "build.ninja"
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with suppress(_FailedError):  # what a step printed, and how it ended, lies beside it
+        _run([ninja, "-f", str(file), "-j", str(_jobs())], scratch / "ninja.log", scratch, "ninja failed")
+
+
+def _run_side_by_side(steps: Sequence[_Step], scratch: Path) -> None:
+    """Runs steps, as many at a time as there are processors; after one that fails no other begins."""
+    waiting, running = list(steps), dict[subprocess.Popen[bytes], _Step]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < _jobs():
+                step = waiting.pop(0)
+                running[_start(["sh", "-c", step.line()], scratch, subprocess.DEVNULL)] = step
+            for process in [process for process in running if process.poll() is not None]:
+                if _status(running.pop(process)) != 0:
+                    waiting.clear()
+            time.sleep(0.02)
+    except BaseException:  # Ctrl-C among them
+        for process in running:
+            _end(process)
+        raise
 
 
 def _kept_log(plan: Plan) -> Path:
@@ -490,30 +711,41 @@ def _run(command: Sequence[str], log: Path, scratch: Path, failure: str) -> None
         written.flush()
         began = written.tell()
         try:
-            # A group of its own, so that no part of a compiler outlives it; and its temporary files go where they are
-            # cleared away whatever happens.
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=written,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "TMPDIR": str(scratch)},
-                start_new_session=True,
-            )
+            process = _start(command, scratch, written)
         except OSError as error:
             raise _FailedError(f"{failure}: {_cannot_be_started(command[:1], error)}") from error
         try:
             status = process.wait()
         except BaseException:  # Ctrl-C among them
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _end(process)
             raise
     if status != 0:
         with log.open("rb") as read:
             read.seek(began)
             said = read.read().decode("utf-8", "replace")
         raise _FailedError(f"{failure}: `{command[0]}` {_how_it_ended(status)}{_last_words(said)}")
+
+
+def _start(command: Sequence[str], scratch: Path, output: IO[str] | int) -> subprocess.Popen[bytes]:
+    # A group of its own, so that no part of a compiler outlives it; and its temporary files go where they are cleared
+    # away whatever happens.
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "TMPDIR": str(scratch)},
+        start_new_session=True,
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a program and all that it started: ninja has groups of its own, and ends them if it is asked to end."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=5)
 
 
 def _how_it_ended(status: int) -> str:

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -22,10 +23,11 @@ import torch
 
 from ampatch import extension, extension_build
 from ampatch.errors import AmpError, KernelError, OptionError
-from ampatch.extension_build import Plan, build, carry_out, plan
+from ampatch.extension_build import OBJECTS, build, carry_out, plan
 
 ROOT = Path(__file__).parent.parent
 CXX = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+NINJA = shutil.which("ninja")
 NVCC = shutil.which("nvcc", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
 needs_cxx = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler here")
 needs_nvcc = pytest.mark.skipif(NVCC is None or CXX is None, reason="there is no nvcc here")
@@ -78,14 +80,24 @@ def program(tmp_path: Path) -> Callable[..., Path]:
     return program
 
 
+@pytest.fixture(params=["ninja", "no ninja", "a broken ninja"])
+def ninja(request: pytest.FixtureRequest, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs the compilers side by side."""
+    if request.param == "ninja" and NINJA is None:
+        pytest.skip("there is no ninja here")
+    found = {"ninja": NINJA, "no ninja": None, "a broken ninja": str(program("exit 1", "ninja"))}[request.param]
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name, **options: found if name == "ninja" else which(name, **options))
+
+
 @pytest.fixture
 def no_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension_build, "_nvcc_places", lambda: ["/nowhere"])
 
 
 def left_in(cache: Path) -> list[str]:
-    """All that lies in a cache, but for the locks."""
-    return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock")
+    """All that lies in a cache, but for the locks and the object files."""
+    return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock" and path.name != OBJECTS)
 
 
 class TestPlan:
@@ -264,25 +276,26 @@ class TestTheCxxCompiler:
 class TestTheCommand:
     """What is on the command line of a compiler."""
 
-    @staticmethod
-    def words(planned: Plan) -> list[str]:
-        return extension_build._command(planned, Path("to.so"))
-
     @needs_cxx
     def test_of_the_cxx_compiler(self, sources: Path) -> None:
-        words = self.words(plan("cpu"))
+        planned = plan("cpu")
+        compiling = extension_build._compiling(planned)
+        linking = extension_build._linking(planned, [Path("from.o")], Path("to.so"))
 
-        assert {"-std=c++17", "-O3", "-shared", "-fPIC", "-ffp-contract=off"} <= set(words)
-        assert "-DTORCH_TARGET_VERSION=0x020a000000000000" in words
-        assert "-DUSE_CUDA" not in words
-        assert {"-ltorch_cpu", "-lc10"} <= set(words[words.index("to.so") :])
-        assert words[words.index("to.so") - 1] == "-o"
+        assert {"-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-c"} <= set(compiling)
+        assert "-DTORCH_TARGET_VERSION=0x020a000000000000" in compiling
+        assert "-DUSE_CUDA" not in compiling
+        assert {"-shared", "-fPIC", "from.o"} <= set(linking)
+        assert {"-ltorch_cpu", "-lc10"} <= set(linking[linking.index("to.so") :])
+        assert linking[linking.index("to.so") - 1] == "-o"
 
     @needs_nvcc
     def test_of_nvcc(self, sources: Path) -> None:
-        words = self.words(plan("cuda", ["80", "90", "120"]))
+        planned = plan("cuda", ["80", "90", "120"])
+        words = extension_build._compiling(planned)
 
-        assert {"-std=c++17", "-O3", "-shared", "--fmad=false", "-DUSE_CUDA"} <= set(words)
+        assert {"-std=c++17", "-O3", "--fmad=false", "-DUSE_CUDA", "-c"} <= set(words)
+        assert "-shared" in extension_build._linking(planned, [Path("from.o")], Path("to.so"))
         host = words[words.index("-Xcompiler") + 1].split(",")
         assert host[:3] == ["-fPIC", "-ffp-contract=off", "-fvisibility=hidden"]
         assert ("-mavx2" in host) == (extension.processor() == "x86_64_avx2")
@@ -324,7 +337,7 @@ class TestBuild:
 
     def test_a_second_time_it_is_there(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         library = build("cpu").library
-        monkeypatch.setattr(extension_build, "_compiled", None)
+        monkeypatch.setattr(extension_build, "_built", None)
 
         again = build("cpu")
 
@@ -425,9 +438,244 @@ class TestBuild:
         for child in children:
             child.join()
 
-        assert len(calls.read_text().splitlines()) == 1
+        assert len(calls.read_text().splitlines()) == 2  # to compile, and to link
         assert sorted(was_there for was_there, _ in got) == [False, True, True, True]
         assert {path for _, path in got} == {str(plan("cpu").directory / extension.LIBRARY)}
+
+
+ALL = ["alone.cpp", "cpu.cpp", "operators.cpp"]
+
+
+class TestObjectFiles:
+    """Each file is compiled by itself, side by side, and only if the last build had another."""
+
+    @pytest.fixture
+    def compiled(
+        self, sources: Path, ninja: None, program: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Callable[..., list[str]]:
+        """Builds by a compiler that takes any file without the word `error` in it, and says which it compiled."""
+        for name, content in {
+            "operators.cpp": '#include "direct.h"\n#include <vector>\n',
+            "cpu.cpp": '  #  include  "through.h"\n',
+            "alone.cpp": '// no #include "direct.h"\n#include "nowhere.h"\n',
+            "through.h": '#include "direct.h"\n',
+            "direct.h": '#include "direct.h"\n',
+        }.items():
+            (sources / name).write_text(content)
+        log = tmp_path / "log"
+        script = f"""
+            for word in "$@"; do case "$word" in
+                *.cpp) echo "$word" >> {log}; if grep -q error "$word"; then echo an error; exit 1; fi;;
+            esac; done
+            while [ "$1" != -o ]; do shift; done; echo made > "$2"
+        """
+        monkeypatch.setenv("CXX", str(program(script)))
+
+        def compiled(**options: bool) -> list[str]:
+            log.write_text("")
+            build("cpu", **options)
+            return sorted(Path(line).name for line in log.read_text().splitlines())
+
+        return compiled
+
+    @pytest.mark.parametrize(
+        ("changed", "expected"),
+        [
+            ("alone.cpp", ["alone.cpp"]),
+            ("through.h", ["cpu.cpp"]),
+            ("direct.h", ["cpu.cpp", "operators.cpp"]),
+        ],
+    )
+    def test_only_what_depends_on_a_changed_file_is_compiled_again(
+        self, changed: str, expected: list[str], sources: Path, compiled: Callable[..., list[str]]
+    ) -> None:
+        assert compiled() == ALL
+        before = (sources / changed).stat()
+        (sources / changed).write_text((sources / changed).read_text() + "// more\n")
+        os.utime(sources / changed, ns=(before.st_atime_ns, before.st_mtime_ns))  # by content, and not by time
+
+        assert compiled() == expected
+
+    def test_all_of_it_where_it_is_forced(self, compiled: Callable[..., list[str]]) -> None:
+        assert [compiled(), compiled(), compiled(force=True)] == [ALL, [], ALL]
+
+    def test_and_with_other_flags(self, compiled: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+        compiled()
+        monkeypatch.setattr(extension, "COMMON_FLAGS", ("-O1",))
+
+        assert compiled() == ALL
+
+    def test_the_cache_keeps_one_of_each_file(
+        self, sources: Path, cache: Path, compiled: Callable[..., list[str]]
+    ) -> None:
+        compiled()
+        (sources / "alone.cpp").write_text("")
+        compiled()
+
+        names = [path.name.split("-")[1] for path in (cache / OBJECTS).iterdir()]
+        assert sorted(names) == ALL
+
+    def test_what_compiled_before_another_failed_is_taken_over(
+        self, sources: Path, cache: Path, compiled: Callable[..., list[str]]
+    ) -> None:
+        (sources / "operators.cpp").write_text("an error")
+        with pytest.raises(KernelError, match=r"`.*c\+\+` ended with status 1:\nan error\."):
+            compiled()
+        kept = {path.name.split("-")[1] for path in (cache / OBJECTS).iterdir()}
+        (sources / "operators.cpp").write_text("")
+
+        assert compiled() == sorted({*ALL} - kept)
+
+    def test_of_what_does_not_run_none_is_kept(
+        self, cache: Path, compiled: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def try_out(*_arguments: object) -> None:
+            raise extension_build._FailedError("it does not run")
+
+        monkeypatch.setattr(extension_build, "_try_out", try_out)
+        with pytest.raises(KernelError, match="it does not run"):
+            compiled()
+
+        assert list((cache / OBJECTS).iterdir()) == []
+
+    @pytest.mark.parametrize("damage", [lambda kept: b"", lambda kept: kept[:-2], lambda kept: kept[:-2] + b"x\n"])
+    def test_a_damaged_one_is_compiled_anew_by_the_same_build(
+        self, damage: Callable[[bytes], bytes], sources: Path, cache: Path, compiled: Callable[..., list[str]]
+    ) -> None:
+        compiled()
+        kept = next(path for path in (cache / OBJECTS).iterdir() if "alone" in path.name)
+        kept.write_bytes(damage(kept.read_bytes()))
+        (sources / "cpu.cpp").write_text("")
+
+        assert compiled() == ["alone.cpp", "cpu.cpp"]
+        (sources / "cpu.cpp").write_text("// once more")
+        assert compiled() == ["cpu.cpp"]
+
+    def test_where_the_cache_keeps_none_everything_is_compiled(
+        self, cache: Path, compiled: Callable[..., list[str]]
+    ) -> None:
+        cache.mkdir()
+        (cache / OBJECTS).write_text("a file in their place")
+
+        assert compiled() == ALL
+        assert compiled(force=True) == ALL
+        assert (cache / OBJECTS).read_text() == "a file in their place"
+
+    def test_nor_does_one_that_cannot_be_read_written_or_removed_stop_a_build(
+        self, sources: Path, cache: Path, compiled: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        compiled()
+        (sources / "alone.cpp").write_text("")
+        kept = sorted((cache / OBJECTS).iterdir())
+
+        # As in a folder of another user; root, as whom tests may run, is refused nothing.
+        def refused(there: Callable[..., Path]) -> Callable[..., Path]:
+            def call(*paths: Path, **options: bool) -> Path:
+                if any(cache / OBJECTS in (path, path.parent) for path in paths):
+                    raise PermissionError(13, "Permission denied")
+                return there(*paths, **options)
+
+            return call
+
+        for name in ("read_bytes", "mkdir", "unlink", "replace"):
+            monkeypatch.setattr(Path, name, refused(getattr(Path, name)))
+        assert compiled() == ALL
+        (sources / "alone.cpp").write_text("an error")
+        with pytest.raises(KernelError, match=r"ended with status 1:\nan error"):
+            compiled()
+        assert sorted((cache / OBJECTS).iterdir()) == kept
+
+    @pytest.mark.parametrize(
+        ("variable", "value"),
+        [
+            ("PATH", "{folder}"),
+            ("NVCC_CCBIN", "{folder}"),
+            ("NVCC_CCBIN", "{folder}/gcc"),
+            ("NVCC_PREPEND_FLAGS", "-O2 -ccbin {folder}"),
+            ("NVCC_APPEND_FLAGS", "--compiler-bindir='{folder}/gcc' -O2"),
+        ],
+        ids=["PATH", "directory", "program", "prepended", "appended"],
+    )
+    def test_those_of_nvcc_are_for_one_version_of_its_host_compiler(
+        self,
+        variable: str,
+        value: str,
+        sources: Path,
+        program: Callable[..., Path],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        for name in ("NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(extension_build, "_nvcc_places", lambda: [str(program("exit 0", "nvcc").parent)])
+        other = program("exit 0", "gcc")
+        host = tmp_path / "host" / "gcc"
+        host.parent.mkdir()
+        host.write_text(other.read_text())
+        host.chmod(0o755)
+        monkeypatch.setenv("PATH", str(other.parent), prepend=":")
+        monkeypatch.setenv(variable, value.format(folder=host.parent), prepend=":" if variable == "PATH" else None)
+
+        def kept() -> list[Path | None]:
+            return [step.kept for step in extension_build._steps(plan("cuda", ["90"]), tmp_path)]
+
+        before = kept()
+        assert kept() == before
+        host.write_text(host.read_text().replace("fake 1.0", "fake 1.1"))
+        assert not {*before} & {*kept()}
+        host.write_text("#!/no/such/shell")
+        assert not {*before} & {*kept()}
+
+    def test_a_directory_that_is_named_gets_none(
+        self, tmp_path: Path, cache: Path, compiled: Callable[..., list[str]]
+    ) -> None:
+        build("cpu", output=tmp_path / "out")
+
+        assert left_in(tmp_path / "out") == ["build.log", extension.LIBRARY, extension.SIDECAR]
+        assert not cache.exists()
+
+    def test_the_log_has_all_commands_and_what_they_printed(
+        self, compiled: Callable[..., list[str]], cache: Path
+    ) -> None:
+        compiled()
+
+        log = (plan("cpu").directory / "build.log").read_text()
+        assert [line.split()[-3].rpartition("/")[2] for line in log.splitlines() if " -c " in line] == ALL
+        assert log.count("$ ") == 4  # with the one that links
+
+    def test_a_build_that_is_killed_leaves_nothing_that_the_next_one_would_take(
+        self,
+        cache: Path,
+        compiled: Callable[..., list[str]],
+        program: Callable[..., Path],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        began, cxx = tmp_path / "began", os.environ["CXX"]
+        slow = 'while [ "$1" != -o ]; do shift; done; echo half > "$2"'
+        monkeypatch.setenv("CXX", str(program(f"{slow}; touch {began}; sleep 1", "slow")))
+        process = multiprocessing.get_context("fork").Process(target=build, args=("cpu",), daemon=True)
+        process.start()
+        while not began.exists():
+            time.sleep(0.01)
+        process.kill()
+        process.join()
+        while any_program_names(cache):  # what it started outlives it, and goes on writing
+            time.sleep(0.05)
+        monkeypatch.setenv("CXX", cxx)
+
+        assert compiled() == ALL
+        assert left_in(cache) == [plan("cpu").directory.name]
+        assert {path.read_bytes()[-5:] for path in (cache / OBJECTS).iterdir()} == {b"made\n"}
+
+
+def any_program_names(path: Path) -> bool:
+    """Returns whether the command line of a process has the path in it."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended meanwhile
+            if str(path) in os.fsdecode(file.read_bytes()):
+                return True
+    return False
 
 
 @needs_cxx
@@ -455,7 +703,7 @@ class TestFailure:
         assert "error" in log
 
     def test_what_cannot_be_linked(self, sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(extension, "COMMON_FLAGS", (*extension.COMMON_FLAGS, "-lno_such_library"))
+        monkeypatch.setattr(extension, "LINK_FLAGS", (*extension.LINK_FLAGS, "-lno_such_library"))
 
         self.fails(cache, "cannot find -lno_such_library")
 
@@ -463,11 +711,13 @@ class TestFailure:
         ("script", "message"),
         [
             ("for i in 1 2 3 4 5 6 7 8 9; do echo line $i; done; exit 7", r"status 7:\nline 4\n(.*\n)*line 9\. The"),
-            ("kill -SEGV $$", "was ended by SIGSEGV, without a word"),
+            ("kill -SEGV $$", "was ended by SIGSEGV"),
             ("kill -KILL $$", "was ended by SIGKILL"),
             (r"printf '\377 error: in Latin 1\n'; exit 1", "error: in Latin 1"),
+            ("exit 255", "ended with status 255, without a word"),  # no number of a signal and 128
+            ("exit 193", "ended with status 193, without a word"),
         ],
-        ids=["status", "SIGSEGV", "SIGKILL", "not UTF-8"],
+        ids=["status", "SIGSEGV", "SIGKILL", "not UTF-8", "255", "193"],
     )
     def test_a_compiler_that_ends_otherwise(
         self,
@@ -475,6 +725,7 @@ class TestFailure:
         message: str,
         sources: Path,
         cache: Path,
+        ninja: None,
         program: Callable[..., Path],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
@@ -527,13 +778,19 @@ class TestFailure:
         assert left_in(cache) == [library.path.parent.name]
 
     def test_interrupted_it_leaves_nothing_and_nothing_running(
-        self, sources: Path, cache: Path, program: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        sources: Path,
+        cache: Path,
+        ninja: None,
+        program: Callable[..., Path],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         part, elsewhere = tmp_path / "part", tmp_path / "temporary"
         elsewhere.mkdir()
         monkeypatch.setenv("TMPDIR", str(elsewhere))
         # A compiler in two parts, which has begun to write. It waits until whoever started it is waiting too.
-        script = f'touch "$TMPDIR/temporary"; sleep 60 & echo $! > {part}; sleep 0.5; kill -ALRM $PPID; wait'
+        script = f'touch "$TMPDIR/temporary"; sleep 60 & echo $! > {part}; sleep 0.5; kill -ALRM {os.getpid()}; wait'
         monkeypatch.setenv("CXX", str(program(script)))
 
         def interrupt(_signal: int, _frame: object) -> None:
@@ -610,8 +867,11 @@ class TestTrial:
         ("source", "message"),
         [
             ("int answer();\nint question = answer();\n", "undefined symbol"),
-            ("#include <cstdlib>\nint question = (abort(), 0);\n", "was ended by SIGABRT"),
-            ("int answer;\n", "no attribute 'unscale_'"),
+            # Each starts a Python that imports torch: one of them does for every day.
+            pytest.param(
+                "#include <cstdlib>\nint question = (abort(), 0);\n", "was ended by SIGABRT", marks=pytest.mark.slow
+            ),
+            pytest.param("int answer;\n", "no attribute 'unscale_'", marks=pytest.mark.slow),
         ],
         ids=["a symbol that nobody has", "a crash", "no operators"],
     )
@@ -640,6 +900,16 @@ def test_on_a_machine_with_a_gpu_it_is_built_for_that_and_tried_there(
     assert extension.find() == library
 
 
+def test_modules_of_the_command_alone_import_it() -> None:
+    importing = re.compile(
+        r"^\s*(?:from ampatch import .*\bextension_build\b|from ampatch\.extension_build )", re.MULTILINE
+    )
+    files = (ROOT / "ampatch").rglob("*.py")
+
+    assert [file.name for file in files if importing.search(file.read_text())] == ["commands.py"]
+
+
+@pytest.mark.slow
 def test_nothing_of_it_is_imported_with_the_package() -> None:
     program = "import sys, ampatch.amp; print('ampatch.extension_build' in sys.modules)"
 
