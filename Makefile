@@ -4,22 +4,31 @@ VENV := .venv
 RUN := $(VENV)/bin/python -m
 # Where tests and demo find the compiled extension, apart from the user's own.
 export AMPATCH_CACHE := $(CURDIR)/build/extension
+# --no-compile: Python compiles the modules that it imports; pip would compile all of torch's.
+INSTALL := $(RUN) pip install --quiet --no-compile --constraint constraints.txt
+# The package with what it needs at run time: enough for the demo.
+INSTALLED := $(VENV)/.installed
+# And with what tests, linters and benchmarks need.
 READY := $(VENV)/.ready
+THOROUGHLY := $(RUN) pytest -n 2 --hypothesis-profile thorough
 
-.PHONY: demo test slow lint types clean
+.PHONY: demo libraries test slow lint types clean
 
-demo: $(READY)
+demo: $(INSTALLED)
 	$(VENV)/bin/ampatch demo
 
-# With the extension, where there is a compiler for it.
-test: $(READY)
-	-$(VENV)/bin/ampatch build  # without a compiler torch's own kernels are tested, and calls in Python
-	AMPATCH_KERNELS=auto AMPATCH_CALLS=auto $(RUN) pytest -n 2 -m "not slow"
+# Without a compiler torch's own kernels are tested, and calls in Python.
+libraries: $(READY)
+	-$(VENV)/bin/ampatch build
 
-# Once more with torch's own kernels and calls in Python, and what takes long.
-slow: $(READY)
-	AMPATCH_KERNELS=torch AMPATCH_CALLS=python $(RUN) pytest -n 2 -m "not slow"
-	AMPATCH_CALLS=auto $(RUN) pytest -m slow
+test: libraries
+	AMPATCH_KERNELS=auto AMPATCH_CALLS=auto $(RUN) pytest -n 2 -m "not slow" --processor-limit 10
+
+# The suite without the libraries, the cases that `make test` left out with them, and then what takes long.
+slow: libraries
+	AMPATCH_KERNELS=torch AMPATCH_CALLS=python $(THOROUGHLY) -m "not slow or either_way"
+	AMPATCH_KERNELS=auto AMPATCH_CALLS=auto $(THOROUGHLY) -m "slow and either_way"
+	AMPATCH_KERNELS=torch AMPATCH_CALLS=auto $(THOROUGHLY) -m "slow and not either_way"
 
 lint: $(READY)
 	$(RUN) ruff check .
@@ -30,10 +39,14 @@ types: $(READY)
 	$(RUN) mypy
 
 # setuptools is installed first so that the build uses the pinned one, and not whichever is newest.
-$(READY): setup.cfg pyproject.toml constraints.txt
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) pip install --quiet --constraint constraints.txt setuptools
-	$(RUN) pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[test,dev,bench]"
+	$(INSTALL) setuptools
+	$(INSTALL) --no-build-isolation --editable .
+	touch $@
+
+$(READY): $(INSTALLED)
+	$(INSTALL) --no-build-isolation --editable ".[test,dev,bench]"
 	touch $@
 
 clean:

@@ -37,6 +37,25 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def check_rows(subtests: pytest.Subtests, rows: Iterable[tuple[Any, ...]], check: Callable[..., None]) -> None:
+    """Checks each row of a table, and names every row that fails.
+
+    Args:
+        subtests: pytest's fixture.
+        rows: the name of each, and the arguments of the check.
+        check: raises AssertionError.
+
+    Raises:
+        AssertionError: there are no rows.
+    """
+    found = 0
+    for name, *arguments in rows:
+        found += 1
+        with subtests.test(name):
+            check(*arguments)
+    assert found, "there are no rows"
+
+
 @contextlib.contextmanager
 def casts_on(half_dtype: torch.dtype = torch.bfloat16, **options: Any) -> Iterator[None]:
     """Functions cast by the shipped lists (and what ``options`` lay over them) inside the block."""

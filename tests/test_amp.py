@@ -240,6 +240,7 @@ class TestHalfDtype:
 
     @pytest.mark.parametrize("name", ["half_dtype", "patch_type"])
     @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
+    @pytest.mark.covering(1)
     def test_of_init(self, half_dtype, name):
         with amp.init(**{name: half_dtype}):
             assert product().dtype is half_dtype
@@ -311,6 +312,7 @@ class TestLevels:
     @pytest.mark.parametrize(
         ("loss_scale", "expected"), [("dynamic", 2.0**16), (128, 128), ("128.0", 128), (1.0, 1), (0.5, 0.5)]
     )
+    @pytest.mark.covering(1)
     def test_loss_scale_may_be_overridden(self, model, level, loss_scale, expected):
         initialize(model, opt_level=level, loss_scale=loss_scale)
         assert amp.get_loss_scale() == expected

@@ -99,6 +99,13 @@ class TestShipped:
     def test_they_are_read_once(self) -> None:
         assert shipped() is shipped()
 
+    @pytest.mark.skipif(not yaml.__with_libyaml__, reason="this PyYAML is without libyaml")
+    def test_they_are_the_same_without_libyaml(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(yaml, "CSafeLoader")
+        slowly = shipped.__wrapped__()
+        assert slowly == shipped()
+        assert [found.source for found in slowly.rules.values()] == [found.source for found in shipped().rules.values()]
+
     def test_they_cannot_be_changed(self) -> None:
         lists = shipped()
         with pytest.raises(TypeError):

@@ -202,7 +202,14 @@ FAST = ("AdamW-fused", DYNAMIC)
 SLOW = [("AdamW", DYNAMIC), ("SGD", DYNAMIC), ("SGD", {})]
 
 
-@pytest.fixture(scope="module", params=[FAST, *(pytest.param(way, marks=pytest.mark.slow) for way in SLOW)], ids=id_of)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(FAST, marks=[pytest.mark.slow, pytest.mark.either_way]),
+        *(pytest.param(way, marks=pytest.mark.slow) for way in SLOW),
+    ],
+    ids=id_of,
+)
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, dict[str, Any]]]:
@@ -379,6 +386,7 @@ def duplicate_through_a_file(pair: Any) -> Any:
 class TestWhole:
     """A model and its optimizer in one piece, rather than their state dicts."""
 
+    @pytest.mark.covering(1)
     def test_is_an_ordinary_pair_that_computes_the_same(self, level, duplicate):
         run = Run(level)
         run.train(range(3))
@@ -400,6 +408,7 @@ class TestWhole:
         torch.set_rng_state(before["rng"])  # dropout has moved it on
         assert_same_state(run.everything(), before)
 
+    @pytest.mark.covering(1)
     def test_goes_on_under_amp(self, level, duplicate):
         run = Run(level)
         run.train(range(3))
@@ -626,6 +635,7 @@ def checkpointed(level: str) -> bytes:
 @pytest.mark.parametrize("level", ["O1-bfloat16", "O2-float16", "O3-bfloat16"])
 class TestDamage:
     @pytest.mark.parametrize("part", [0.0, 0.001, 0.1, 0.5, 0.9, 0.999])
+    @pytest.mark.covering(1)
     def test_of_a_file_that_was_cut_short_is_torchs_error(self, level, part, checkpointed, tmp_path):
         resumable, file = Resumable(level), tmp_path / "cut"
         file.write_bytes(checkpointed[: int(part * len(checkpointed))])
@@ -644,6 +654,7 @@ class TestDamage:
         ],
         ids=["text", "zeros", "python", "pickled-class", "pickled-dict"],
     )
+    @pytest.mark.covering(1)
     def test_of_a_file_of_another_kind_is_an_error(self, level, content, tmp_path):
         resumable, file = Resumable(level), tmp_path / "other"
         file.write_bytes(content)
@@ -666,6 +677,7 @@ class TestDamage:
         resumable.assert_nothing_was_loaded()
 
     @pytest.mark.parametrize("saved", [None, 3, "scale", {"loss_scale": 1.0}, {"loss_scaler0": {"loss_scale": "big"}}])
+    @pytest.mark.covering(1)
     def test_of_the_scales_is_an_error(self, level, saved):
         resumable = Resumable(level)
         with pytest.raises(OptionError, match="expected"):
@@ -762,6 +774,7 @@ class TestLoading:
         self.assert_goes_on_as_usual(run, saved, level)
 
     @pytest.mark.parametrize("first", ["model", "optimizer", "amp"])
+    @pytest.mark.covering(1)
     def test_has_no_order(self, level, first):
         saved = checkpoint_at(level)
         run = Run(level, OPTIMIZERS["AdamW"], seed=1)
@@ -776,6 +789,7 @@ class TestLoading:
         self.assert_goes_on_as_usual(run, saved, level)
 
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+    @pytest.mark.covering(1)
     def test_in_any_mode_of_autograd_is_the_same(self, level, mode):
         saved = checkpoint_at(level)
         run = Run(level, OPTIMIZERS["AdamW"], seed=1)

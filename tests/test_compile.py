@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,8 @@ from helpers import HALF_DTYPES, casts_on, dtype_name
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ampatch import amp
+import ampatch
+from ampatch import amp, compilers
 
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
@@ -82,6 +84,7 @@ CALLS = {
 class TestCompiledCode:
     @HALVES
     @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+    @pytest.mark.covering(1)
     def test_casts_as_eager_code_does_and_has_its_gradients(self, call, half):
         weights, x = Weights(), torch.linspace(-1, 1, 24).view(3, 8)
 
@@ -106,6 +109,12 @@ class TestCompiledCode:
         for half in HALF_DTYPES:  # the second session would meet the wrappers of the first in them
             with casts_on(half):
                 assert compiled(call)(Weights(), x).dtype is half
+
+    def test_traces_the_modules_that_models_call_and_no_others(self):
+        for module in pkgutil.iter_modules(ampatch.__path__, "ampatch."):
+            origin = module.module_finder.find_spec(module.name).origin
+            skipped = torch._dynamo.trace_rules.check_file(origin).skipped
+            assert skipped == (module.name not in compilers._TRACED), module.name
 
     @BACKENDS
     def test_of_an_adopted_model_casts(self, backend):
@@ -159,6 +168,7 @@ class TestOnAndOff:
         fast = compiled(KINDS[kind], backend)
         return lambda: fast(weights, x).dtype
 
+    @pytest.mark.covering(1)
     def test_before_amp_with_it_and_after_it(self, kind, backend):
         run = self.run(kind, backend)
         for _ in range(2):
@@ -167,6 +177,7 @@ class TestOnAndOff:
                 assert run() is dtype_when_cast(kind)
         assert run() is dtype_when_not(kind)
 
+    @pytest.mark.covering(1)
     def test_disabled_and_enabled_again(self, kind, backend):
         run = self.run(kind, backend)
         with casts_on():
@@ -176,6 +187,7 @@ class TestOnAndOff:
                     assert run() is dtype_when_not(kind)
             assert run() is dtype_when_cast(kind)
 
+    @pytest.mark.covering(1)
     def test_disabled_first(self, kind, backend):
         run = self.run(kind, backend)
         with casts_on():
@@ -183,6 +195,7 @@ class TestOnAndOff:
                 assert run() is dtype_when_not(kind)
             assert run() is dtype_when_cast(kind)
 
+    @pytest.mark.covering(1)
     def test_in_two_threads_at_once(self, kind, backend):
         run, results = self.run(kind, backend), []
         with casts_on():
@@ -195,6 +208,7 @@ class TestOnAndOff:
                 assert run() is dtype_when_not(kind)
         assert results == [dtype_when_cast(kind)]
 
+    @pytest.mark.covering(1)
     def test_inside_of_what_is_compiled(self, kind, backend):
         weights, x = Weights(), torch.ones(3, 8)
         call = KINDS[kind]
@@ -245,6 +259,8 @@ def in_a_fresh_process(script: str, **environment: str) -> str:
 
 
 class TestFreshProcess:
+    @pytest.mark.slow
+    @pytest.mark.either_way
     def test_amp_first_and_the_compiler_afterwards(self):
         printed = in_a_fresh_process("""
             import sys
@@ -277,6 +293,8 @@ class TestFreshProcess:
         """)
         assert printed == "done"
 
+    @pytest.mark.slow
+    @pytest.mark.either_way
     def test_nothing_of_torch_holds_a_wrapper_afterwards(self):
         """Torch builds its tables of functions lazily, and keeps them for good."""
         printed = in_a_fresh_process("""

@@ -441,6 +441,7 @@ class TestCastsAroundForward:
         assert model(torch.ones(1, 4)).dtype is torch.float32
 
     @pytest.mark.parametrize("fullgraph", [True, False])
+    @pytest.mark.covering(1)
     def test_hold_under_torch_compile(self, half_dtype, fullgraph):
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
         initialize(model, half_dtype=half_dtype, keep_fp32="2")

@@ -538,6 +538,7 @@ def train(
 class TestTraining:
     @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
     @pytest.mark.parametrize("implementation", ["fused", "foreach"])
+    @pytest.mark.covering(1)
     def test_optimizers_made_for_gpus_step(
         self, model: nn.Module, kind: type[torch.optim.Optimizer], implementation: str
     ) -> None:

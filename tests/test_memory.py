@@ -112,6 +112,7 @@ class TestFunctionsThatCast:
 
     @every_optimizer
     @every_network
+    @pytest.mark.covering(1)
     def test_a_training_step_peaks_where_it_does_under_autocast(
         self, make: Make, make_optimizer: Callable, half: str, device: str
     ) -> None:
@@ -129,6 +130,7 @@ class TestFunctionsThatCast:
         assert peaks[0] == pytest.approx(peaks[1], rel=TOLERANCE)
 
     @every_network
+    @pytest.mark.covering(1)
     def test_between_two_steps_there_is_no_cast(self, make: Make, half: str, device: str) -> None:
         adam = EVERY_OPTIMIZER["Adam-fused"]
         ours, bare = (functools.partial(start, way, half, make, adam, device) for way in ("O1", "float32"))
@@ -156,6 +158,7 @@ class TestFunctionsThatCast:
         torch.backends.mha.set_fastpath_enabled(before)
 
     @pytest.mark.parametrize("make", [mlp, convolutions])
+    @pytest.mark.covering(1)
     def test_a_forward_without_gradients_peaks_where_it_does_under_autocast(
         self, make: Make, peak_of_inference: Callable
     ) -> None:
@@ -169,6 +172,7 @@ class TestFunctionsThatCast:
 
     @pytest.mark.usefixtures("_attention_that_can_be_cast")
     @every_network
+    @pytest.mark.covering(1)
     def test_inference_mode_takes_no_more_than_no_grad(self, make: Make, peak_of_inference: Callable) -> None:
         # Autocast keeps no casts there, and casts a weight as often as it is used.
         modes = [peak_of_inference("O1", make, mode) for mode in (torch.inference_mode, torch.no_grad)]
@@ -192,6 +196,7 @@ class TestHalfWeightsWithMasters:
 
     @every_fused
     @pytest.mark.parametrize("phase", memory.PHASES_AND_REST)
+    @pytest.mark.covering(1)
     def test_every_phase_takes_the_least(self, phase: str, optimizer: str, half: str, device: str) -> None:
         begin = functools.partial(start, "O2", half, mlp, memory.OPTIMIZERS[optimizer], device)
         least = memory.MASTERS.least(phase, memory.STATE[optimizer]) * parameters_of(mlp)
@@ -201,6 +206,7 @@ class TestHalfWeightsWithMasters:
         assert least <= memory.peak_of(device, phase, begin) <= least + room
 
     @every_fused
+    @pytest.mark.covering(1)
     def test_so_do_the_conversion_and_the_first_step(self, optimizer: str, half: str, device: str) -> None:
         def prepare() -> Callable[[], object]:
             torch.manual_seed(0)

@@ -280,6 +280,7 @@ class TestReads:
             assert "scaling.py, overflowed" in found[0]
 
     @every_fused_at_every_level
+    @pytest.mark.covering(1)
     def test_are_none_in_a_step_that_skips_by_itself(self, make, options, reads, log):
         model = network()
         optimizer = make(model.parameters())
@@ -376,6 +377,7 @@ class TestReads:
 class TestSkippedStep:
     @pytest.mark.parametrize("at", [0, 2], ids=["first-step", "third-step"])
     @every_fused_at_every_level
+    @pytest.mark.covering(2)
     def test_leaves_everything_bit_for_bit_and_the_next_step_is_as_if_it_had_not_been(self, make, options, at):
         def run(skipping: bool) -> Any:
             model = network()

@@ -136,7 +136,10 @@ ENDS = [
     ]
 ]
 
-draws = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+draws = settings(
+    max_examples=settings().max_examples * 3 // 2,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 
 
 def values_of(each: Drawn, seed: int, dtype: torch.dtype) -> Tensor:

@@ -157,6 +157,7 @@ class TestSkippedStep:
 
     @pytest.mark.parametrize("at", [0, 2], ids=["first-step", "third-step"])
     @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+    @pytest.mark.covering(1)
     def test_leaves_everything_bit_for_bit_and_the_next_step_is_as_if_it_had_not_been(self, make, at):
         def train(skipping: bool) -> Any:
             model = linear()
@@ -475,6 +476,7 @@ class TestLearningRateScheduler:
     @pytest.mark.parametrize("skipped_first", [False, True], ids=["steps", "first-step-skipped"])
     @pytest.mark.parametrize("made", ["before", "after"])
     @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+    @pytest.mark.covering(2)
     def test_made_before_or_after_initialize_goes_its_way(self, make, made, skipped_first, level):
         def rates(model: nn.Module, with_amp: bool) -> list[float]:
             optimizer = MOMENTUM(model.parameters())
@@ -1378,6 +1380,7 @@ class TestLifetime:
 
     @pytest.mark.parametrize("level", ["O0", "O1"])
     @pytest.mark.parametrize("scheduled", [False, True], ids=["plain", "with-scheduler"])
+    @pytest.mark.covering(1)
     def test_optimizer_and_model_that_are_dropped_are_collected(self, scheduled, level):
         keeper = linear()
         initialize(keeper, SGD(keeper.parameters()), opt_level=level)

@@ -86,7 +86,9 @@ def built(checkout: Path) -> dict[str, Path]:
     return {"sdist": sdist, "wheel": wheel}
 
 
-@pytest.fixture(scope="module", params=["wheel", "sdist", "editable"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(kind, marks=pytest.mark.slow) for kind in ("wheel", "sdist", "editable")]
+)
 def installed(
     request: pytest.FixtureRequest, checkout: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:

@@ -95,7 +95,8 @@ class TestAsUnderPlainPython:
 
     def test_ctrl_c_reaches_the_script(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").write_text(
-            "import time\n"
+            "import signal, time\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which is ignored in a shell's background
             "try:\n"
             "    print('there', flush=True)\n"
             "    time.sleep(60)\n"
@@ -155,7 +156,11 @@ class TestApexIsThere:
 
     @pytest.mark.parametrize(
         "question",
-        ["importlib.util.find_spec('apex')", "importlib.metadata.version('apex')", "importlib.util.find_spec('amp_C')"],
+        [
+            "importlib.util.find_spec('apex')",
+            pytest.param("importlib.metadata.version('apex')", marks=pytest.mark.slow),
+            pytest.param("importlib.util.find_spec('amp_C')", marks=pytest.mark.slow),
+        ],
     )
     def test_who_only_asks_may_import_it_later(self, question: str, tmp_path: Path) -> None:
         (tmp_path / "train.py").write_text(
@@ -199,7 +204,7 @@ class TestApexIsThere:
         found = ampatch_run(["train.py"], tmp_path)
         assert (found.stdout, found.stderr) == ("yaml\n", "")
 
-    @pytest.mark.parametrize("launched", ["by the command", "by the script"])
+    @pytest.mark.parametrize("launched", ["by the command", pytest.param("by the script", marks=pytest.mark.slow)])
     def test_its_launcher_names_torchrun(self, launched: str, tmp_path: Path) -> None:
         (tmp_path / "start.py").write_text(
             "import subprocess, sys\n"
@@ -291,7 +296,9 @@ class TestTheCommandItself:
         program = "import ampatch.cli, sys; assert 'torch' not in sys.modules; from ampatch import amp; amp.initialize"
         assert python(["-c", program], tmp_path).returncode == 0
 
-    @pytest.mark.parametrize("option", ["-E", "-I", "-S"])
+    @pytest.mark.parametrize(
+        "option", ["-E", *(pytest.param(option, marks=pytest.mark.slow) for option in ("-I", "-S"))]
+    )
     def test_a_python_that_would_not_heed_the_environment(self, option: str, tmp_path: Path) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)} if option == "-S" else None
         found = python([option, "-m", "ampatch", "run", "train.py"], tmp_path, env=environment)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import inspect
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
+from helpers import check_rows
 from samples import (
     HALF_DTYPES,
     LIST_NAMES,
@@ -48,10 +50,6 @@ IN_PLACE_LEFT_OUT = {
 }
 
 
-def by_path(entry: Entry) -> str:
-    return f"{entry.list_name}-{entry.path}"
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -60,21 +58,18 @@ def widened(value: object) -> object:
     return value.float() if isinstance(value, torch.Tensor) else value
 
 
-def sample_cases(chosen: list[Entry]) -> list:
-    return [
-        pytest.param(path, sample, id=f"{path}-{number}")
-        for path in dict.fromkeys(entry.path for entry in chosen)
-        for number, sample in enumerate(SAMPLES.get(path, ()))
-    ]
+def samples(chosen: list[Entry]) -> Iterator[tuple[str, str, Sample]]:
+    """The name, the path and the sample of each call."""
+    for path in dict.fromkeys(entry.path for entry in chosen):
+        for number, sample in enumerate(SAMPLES.get(path, ())):
+            yield f"{path}-{number}", path, sample
 
 
-def half_cases(chosen: list[Entry]) -> list:
-    return [
-        pytest.param(entry, half, id=f"{entry.path}-{dtype_name(half)}")
-        for entry in chosen
-        for half in HALF_DTYPES
-        if half in entry.dtypes
-    ]
+def with_each_half(chosen: Iterable[Entry]) -> Iterator[tuple[Entry, torch.dtype]]:
+    for entry in chosen:
+        for half in HALF_DTYPES:
+            if half in entry.dtypes:
+                yield entry, half
 
 
 def mixes(half: torch.dtype) -> list[list[torch.dtype]]:
@@ -97,16 +92,15 @@ class TestListsAndTorch:
     def test_every_listed_function_has_a_sample_and_every_sample_is_listed(self):
         assert set(SAMPLES) == {entry.path for entry in ENTRIES}
 
-    @pytest.mark.parametrize("entry", ENTRIES, ids=by_path)
-    def test_listed_function_exists(self, entry):
-        assert entry.optional or not lacks(entry.path)
+    def test_listed_function_exists(self):
+        assert [entry.path for entry in ENTRIES if not entry.optional and lacks(entry.path)] == []
 
     def test_a_path_stands_in_two_lists_for_disjoint_dtypes_only(self):
         for path, found in BY_PATH.items():
             taken = [dtype for entry in found for dtype in entry.dtypes]
             assert len(taken) == len(set(taken)), path
 
-    def test_paths_of_one_object_are_listed_alike(self):
+    def test_paths_of_one_object_are_listed_alike(self, subtests):
         # torch._VF has every builtin of torch; only its recurrent functions are looked up there by torch's own modules.
         paths = collections.defaultdict(set)
         for namespace in NAMESPACES:
@@ -115,71 +109,83 @@ class TestListsAndTorch:
                 path = f"{namespace}.{name}"
                 if callable(getattr(owner, name, None)) and (namespace != "torch._VF" or path in BY_PATH):
                     paths[id(getattr(owner, name))].add(path)
-        for entry in HERE:
-            for alias in paths[id(resolve(entry.path))]:
-                assert [found.terms for found in BY_PATH[alias]] == [found.terms for found in BY_PATH[entry.path]], (
-                    alias
-                )
 
-    @pytest.mark.parametrize("entry", HERE, ids=by_path)
-    def test_in_place_form_stands_in_the_same_list(self, entry):
-        in_place = f"{entry.path}_"
-        if entry.path.endswith("_") or lacks(in_place) or in_place in IN_PLACE_LEFT_OUT:
-            return
-        assert [(found.list_name, found.dtypes) for found in BY_PATH[in_place]] == [(entry.list_name, entry.dtypes)]
+        def check(alias, entry):
+            assert [found.terms for found in BY_PATH[alias]] == [found.terms for found in BY_PATH[entry.path]]
 
-    @pytest.mark.parametrize("entry", [entry for entry in HERE if entry.when], ids=by_path)
-    def test_condition_names_parameters(self, entry):
-        assert set(entry.when) <= set(inspect.signature(resolve(entry.path)).parameters)
+        rows = (
+            (f"{alias} as {entry.path}", alias, entry) for entry in HERE for alias in paths[id(resolve(entry.path))]
+        )
+        check_rows(subtests, rows, check)
 
-    @pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.list_name == "banned"], ids=by_path)
-    def test_banned_entry_says_what_to_do_instead(self, entry):
-        assert entry.instead
+    def test_in_place_form_stands_in_the_same_list(self, subtests):
+        def check(entry):
+            found = [(found.list_name, found.dtypes) for found in BY_PATH[f"{entry.path}_"]]
+            assert found == [(entry.list_name, entry.dtypes)]
+
+        chosen = (entry for entry in HERE if not entry.path.endswith("_") and not lacks(f"{entry.path}_"))
+        rows = ((entry.path, entry) for entry in chosen if f"{entry.path}_" not in IN_PLACE_LEFT_OUT)
+        check_rows(subtests, rows, check)
+
+    def test_condition_names_parameters(self, subtests):
+        def check(entry):
+            assert set(entry.when) <= set(inspect.signature(resolve(entry.path)).parameters)
+
+        check_rows(subtests, ((entry.path, entry) for entry in HERE if entry.when), check)
+
+    def test_banned_entry_says_what_to_do_instead(self):
+        assert [entry.path for entry in ENTRIES if entry.list_name == "banned" and not entry.instead] == []
 
 
 class TestSamples:
-    @pytest.mark.parametrize(("path", "sample"), sample_cases(HERE))
-    def test_runs_in_float32_and_its_forms_agree(self, path, sample):
-        results = []
-        for form in sample.forms():
-            torch.manual_seed(0)
-            maker = Maker([torch.float32], requires_grad=sample.grad)
-            results.append(tensors(call(path, sample, maker, form)))
-            assert maker.made
-        for result in results:
-            for found, expected in zip(result, results[0], strict=True):
-                # Up to alignment: some kernels of LAPACK depend on it in the last bit.
-                torch.testing.assert_close(found, expected, equal_nan=True)
-                assert torch.isfinite(found).all()
+    def test_runs_in_float32_and_its_forms_agree(self, subtests):
+        def check(path, sample):
+            results = []
+            for form in sample.forms():
+                torch.manual_seed(0)
+                maker = Maker([torch.float32], requires_grad=sample.grad)
+                results.append(tensors(call(path, sample, maker, form)))
+                assert maker.made
+            for result in results:
+                for found, expected in zip(result, results[0], strict=True):
+                    # Up to alignment: some kernels of LAPACK depend on it in the last bit.
+                    torch.testing.assert_close(found, expected, equal_nan=True)
+                    assert torch.isfinite(found).all()
 
-    @pytest.mark.parametrize(("path", "sample"), [case for case in sample_cases(HERE) if case.values[1].grad])
-    def test_gradient_reaches_what_was_made_with_one(self, path, sample):
-        torch.manual_seed(0)
-        maker = Maker([torch.float32], requires_grad=True)
-        outputs = [tensor for tensor in tensors(call(path, sample, maker)) if tensor.requires_grad]
-        parts = [torch.view_as_real(out.resolve_conj()) if out.is_complex() else out for out in outputs]
-        leaves = [tensor for tensor in maker.made if tensor.requires_grad]
-        # Not all ones: a sum hands its operand an expanded gradient, which grouped_mm refuses.
-        gradients = torch.autograd.grad(parts, leaves, [torch.full_like(part, 0.5) for part in parts])
-        assert all(gradient.dtype == leaf.dtype for gradient, leaf in zip(gradients, leaves, strict=True))
+        check_rows(subtests, samples(HERE), check)
+
+    def test_gradient_reaches_what_was_made_with_one(self, subtests):
+        def check(path, sample):
+            torch.manual_seed(0)
+            maker = Maker([torch.float32], requires_grad=True)
+            outputs = [tensor for tensor in tensors(call(path, sample, maker)) if tensor.requires_grad]
+            parts = [torch.view_as_real(out.resolve_conj()) if out.is_complex() else out for out in outputs]
+            leaves = [tensor for tensor in maker.made if tensor.requires_grad]
+            # Not all ones: a sum hands its operand an expanded gradient, which grouped_mm refuses.
+            gradients = torch.autograd.grad(parts, leaves, [torch.full_like(part, 0.5) for part in parts])
+            assert all(gradient.dtype == leaf.dtype for gradient, leaf in zip(gradients, leaves, strict=True))
+
+        check_rows(subtests, (row for row in samples(HERE) if row[-1].grad), check)
 
 
 class TestPromoteList:
-    @pytest.mark.parametrize(("entry", "half"), half_cases([entry for entry in HERE if entry.list_name == "promote"]))
-    def test_torch_refuses_the_mix(self, entry, half):
-        refused = 0
-        for sample, mix in mixed_calls(entry.path, half):
-            try:
-                call(entry.path, sample, Maker(mix))
-            except RuntimeError:
-                refused += 1
-        assert refused
+    def test_torch_refuses_the_mix(self, subtests):
+        def check(entry, half):
+            refused = 0
+            for sample, mix in mixed_calls(entry.path, half):
+                try:
+                    call(entry.path, sample, Maker(mix))
+                except RuntimeError:
+                    refused += 1
+            assert refused
+
+        chosen = with_each_half(entry for entry in HERE if entry.list_name == "promote")
+        check_rows(subtests, ((f"{entry.path}-{dtype_name(half)}", entry, half) for entry, half in chosen), check)
 
 
 class TestBlacklist:
-    @pytest.mark.parametrize(("entry", "half"), half_cases([entry for entry in HERE if entry.via_dtype]))
-    def test_dtype_argument_does_the_cast(self, entry, half):
-        for sample in SAMPLES[entry.path]:
+    def test_dtype_argument_does_the_cast(self, subtests):
+        def check(entry, sample, half):
             maker = Maker([half], requires_grad=True)
             args, kwargs = sample.arguments(maker, method=is_method(entry.path))
             result = resolve(entry.path)(*args, **kwargs, dtype=torch.float32)
@@ -189,10 +195,20 @@ class TestBlacklist:
             reference = resolve(entry.path)(*(widened(arg) for arg in args), **kwargs)
             torch.testing.assert_close(result, reference)
 
-    @pytest.mark.parametrize(
-        "entry", [entry for entry in HERE if entry.list_name == "blacklist" and len(entry.dtypes) == 1], ids=by_path
-    )
-    def test_the_other_half_type_needs_no_entry(self, entry):
-        (other,) = set(HALF_DTYPES) - set(entry.dtypes)
-        for sample, mix in [(sample, [other]) for sample in SAMPLES[entry.path]] + mixed_calls(entry.path, other):
-            call(entry.path, sample, Maker(mix))
+        chosen = with_each_half(entry for entry in HERE if entry.via_dtype)
+        rows = (
+            (f"{entry.path}-{number}-{dtype_name(half)}", entry, sample, half)
+            for entry, half in chosen
+            for number, sample in enumerate(SAMPLES[entry.path])
+        )
+        check_rows(subtests, rows, check)
+
+    def test_the_other_half_type_needs_no_entry(self, subtests):
+        def check(entry):
+            (other,) = set(HALF_DTYPES) - set(entry.dtypes)
+            plain = [(sample, [other]) for sample in SAMPLES[entry.path]]
+            for sample, mix in plain + mixed_calls(entry.path, other):
+                call(entry.path, sample, Maker(mix))
+
+        chosen = (entry for entry in HERE if entry.list_name == "blacklist" and len(entry.dtypes) == 1)
+        check_rows(subtests, ((entry.path, entry) for entry in chosen), check)

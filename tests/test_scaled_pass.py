@@ -267,6 +267,7 @@ def ended(scenario: Callable[[Training], None], level: str, **options: Any) -> l
     ("scenario", "options", "at_o1", "at_o2"),
     [pytest.param(*each, id="-".join([each[0].__name__, *map(str, each[1].values())])) for each in SCENARIOS],
 )
+@pytest.mark.covering(1)
 def test_a_pass_begins_at_rest_where_that_makes_no_difference(
     scenario, options, at_o1, at_o2, level, began, monkeypatch
 ):

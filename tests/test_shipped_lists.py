@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import casts_on, dtype_name
+from helpers import casts_on, check_rows, dtype_name
 from samples import (
     HALF_DTYPES,
     LIST_NAMES,
@@ -158,12 +158,13 @@ def refused(entry: Entry, call: Call) -> bool:
     return entry.list_name == "blacklist" and writes_in_place(entry) and call.mix[0] in HALF_DTYPES
 
 
-def cases(chosen: Iterable[Entry]) -> list:
-    return [
-        pytest.param(entry, half, id=f"{entry.list_name}-{entry.path}-{dtype_name(half)}")
-        for entry in chosen
-        for half in entry.dtypes
-    ]
+def rows(
+    chosen: Iterable[Entry], half: torch.dtype, list_name: str | None = None
+) -> Iterator[tuple[str, Entry, torch.dtype]]:
+    """Those entries that name a half type and stand in a list, each with its name before it."""
+    for entry in chosen:
+        if half in entry.dtypes and list_name in (None, entry.list_name):
+            yield f"{entry.list_name}-{entry.path}", entry, half
 
 
 @functools.cache
@@ -191,66 +192,80 @@ class TestPatches:
 
 
 class TestEveryEntry:
-    @pytest.mark.parametrize(("entry", "half"), cases(ENTRIES))
-    def test_computes_as_if_its_arguments_were_cast_by_hand(self, entry, half):
-        compared = 0
-        for call, actual in outcomes(entry, half):
-            if refused(entry, call):
-                continue
-            target = target_of(entry, call, half)
-            hands_off = Maker(call.mix, requires_grad=call.sample.grad)
-            by_hand = CastByHand(call.mix, target, requires_grad=call.sample.grad)
-            expected = prepared(call, by_hand if call.sample.applies else hands_off)()
-            if expected.error is not None:  # torch has no such kernel, amp or not
-                assert type(actual.error) is type(expected.error), call
-                continue
-            assert actual.error is None, f"{call}: {actual.error}"
-            room = TOLERANCE[half] if entry.path in COMPOSITIONS else None
-            for got, wanted in zip(tensors(actual.result), tensors(expected.result), strict=True):
-                assert got.dtype == wanted.dtype, call
-                if call.sample.applies and (got.is_floating_point() or got.is_complex()):
-                    assert got.dtype in (target, COMPLEX.get(target)), call
-                assert_close(got, wanted, room)
-            for leaf, got, wanted in zip(
-                [leaf for leaf in actual.made if leaf.requires_grad], actual.gradients, expected.gradients, strict=True
-            ):
-                assert got.dtype == leaf.dtype, call
-                assert_close(got, wanted.to(leaf.dtype), room)
-            assert tensors(expected.result) or actual.result == expected.result
-            compared += 1
-        assert compared or all(refused(entry, call) for call, _ in outcomes(entry, half))
+    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+    @pytest.mark.parametrize("list_name", LIST_NAMES)
+    def test_computes_as_if_its_arguments_were_cast_by_hand(self, list_name, half, subtests):
+        def check(entry, half):
+            compared = 0
+            for call, actual in outcomes(entry, half):
+                if refused(entry, call):
+                    continue
+                target = target_of(entry, call, half)
+                hands_off = Maker(call.mix, requires_grad=call.sample.grad)
+                by_hand = CastByHand(call.mix, target, requires_grad=call.sample.grad)
+                expected = prepared(call, by_hand if call.sample.applies else hands_off)()
+                if expected.error is not None:  # torch has no such kernel, amp or not
+                    assert type(actual.error) is type(expected.error), call
+                    continue
+                assert actual.error is None, f"{call}: {actual.error}"
+                room = TOLERANCE[half] if entry.path in COMPOSITIONS else None
+                for got, wanted in zip(tensors(actual.result), tensors(expected.result), strict=True):
+                    assert got.dtype == wanted.dtype, call
+                    if call.sample.applies and (got.is_floating_point() or got.is_complex()):
+                        assert got.dtype in (target, COMPLEX.get(target)), call
+                    assert_close(got, wanted, room)
+                for leaf, got, wanted in zip(
+                    [leaf for leaf in actual.made if leaf.requires_grad],
+                    actual.gradients,
+                    expected.gradients,
+                    strict=True,
+                ):
+                    assert got.dtype == leaf.dtype, call
+                    assert_close(got, wanted.to(leaf.dtype), room)
+                assert tensors(expected.result) or actual.result == expected.result
+                compared += 1
+            assert compared or all(refused(entry, call) for call, _ in outcomes(entry, half))
 
-    @pytest.mark.parametrize(("entry", "half"), cases(ENTRIES))
-    def test_result_is_close_to_the_one_in_float32(self, entry, half):
-        for call, actual in outcomes(entry, half):
-            if actual.error is None and not call.sample.random:
-                reference = prepared(call, Maker([torch.float32]))()
-                for got, wanted in zip(tensors(actual.result), tensors(reference.result), strict=True):
-                    assert_close(got, wanted, call.sample.tolerance * TOLERANCE[half])
+        check_rows(subtests, rows(ENTRIES, half, list_name), check)
+
+    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+    @pytest.mark.parametrize("list_name", LIST_NAMES)
+    def test_result_is_close_to_the_one_in_float32(self, list_name, half, subtests):
+        def check(entry, half):
+            for call, actual in outcomes(entry, half):
+                if actual.error is None and not call.sample.random:
+                    reference = prepared(call, Maker([torch.float32]))()
+                    for got, wanted in zip(tensors(actual.result), tensors(reference.result), strict=True):
+                        assert_close(got, wanted, call.sample.tolerance * TOLERANCE[half])
+
+        check_rows(subtests, rows(ENTRIES, half, list_name), check)
 
 
 class TestInPlace:
-    @pytest.mark.parametrize(("entry", "half"), cases(filter(writes_in_place, ENTRIES)))
-    def test_tensor_written_to_stays_what_it_was_and_keeps_its_type(self, entry, half):
-        for call, actual in outcomes(entry, half):
-            if not refused(entry, call) and actual.error is None:
-                assert actual.result is actual.made[0], call
-                assert actual.made[0].dtype == call.mix[0], call
+    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+    def test_tensor_written_to_stays_what_it_was_and_keeps_its_type(self, half, subtests):
+        def check(entry, half):
+            for call, actual in outcomes(entry, half):
+                if not refused(entry, call) and actual.error is None:
+                    assert actual.result is actual.made[0], call
+                    assert actual.made[0].dtype == call.mix[0], call
 
-    @pytest.mark.parametrize(
-        ("entry", "half"),
-        cases(entry for entry in ENTRIES if writes_in_place(entry) and entry.list_name == "blacklist"),
-    )
-    def test_blacklisted_form_on_a_half_tensor_is_an_error_and_leaves_it_alone(self, entry, half):
-        errors = 0
-        for call, actual in outcomes(entry, half):
-            if refused(entry, call):
-                untouched = Maker(call.mix)
-                call.sample.build(untouched)
-                assert isinstance(actual.error, BannedFunctionError), call
-                assert torch.equal(actual.made[0], untouched.made[0]), call
-                errors += 1
-        assert errors
+        check_rows(subtests, rows(filter(writes_in_place, ENTRIES), half), check)
+
+    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+    def test_blacklisted_form_on_a_half_tensor_is_an_error_and_leaves_it_alone(self, half, subtests):
+        def check(entry, half):
+            errors = 0
+            for call, actual in outcomes(entry, half):
+                if refused(entry, call):
+                    untouched = Maker(call.mix)
+                    call.sample.build(untouched)
+                    assert isinstance(actual.error, BannedFunctionError), call
+                    assert torch.equal(actual.made[0], untouched.made[0]), call
+                    errors += 1
+            assert errors
+
+        check_rows(subtests, rows(filter(writes_in_place, ENTRIES), half, "blacklist"), check)
 
     @pytest.mark.parametrize(
         ("path", "advice"),
@@ -264,11 +279,14 @@ class TestInPlace:
 
 
 class TestBanned:
-    @pytest.mark.parametrize(("entry", "half"), cases(entry for entry in ENTRIES if entry.list_name == "banned"))
-    def test_half_argument_in_any_place_is_an_error_that_says_what_to_do_instead(self, entry, half):
-        refusals = [actual for call, actual in outcomes(entry, half) if refused(entry, call)]
-        assert refusals
-        for actual in refusals:
-            assert isinstance(actual.error, BannedFunctionError)
-            assert entry.path in str(actual.error)
-            assert entry.instead[1:] in str(actual.error)  # the sentence begins with a capital letter there
+    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+    def test_half_argument_in_any_place_is_an_error_that_says_what_to_do_instead(self, half, subtests):
+        def check(entry, half):
+            refusals = [actual for call, actual in outcomes(entry, half) if refused(entry, call)]
+            assert refusals
+            for actual in refusals:
+                assert isinstance(actual.error, BannedFunctionError)
+                assert entry.path in str(actual.error)
+                assert entry.instead[1:] in str(actual.error)  # the sentence begins with a capital letter there
+
+        check_rows(subtests, rows(ENTRIES, half, "banned"), check)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import check_rows
 from samples import SAMPLES, TORCH_WARNINGS, Maker, is_method, lacks, resolve
 
-from ampatch.signatures import ArgumentReader, argument_reader, parameter_names
+from ampatch import signatures
+from ampatch.signatures import ArgumentReader, argument_reader, first_argument_reader, parameter_names
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in TORCH_WARNINGS]
 
@@ -126,23 +129,81 @@ class TestABuiltin:
         assert "generator" in parameter_names(torch.Tensor.random_)
 
 
+class TestReadings:
+    """What is read once in a process, and what is not."""
+
+    def test_the_schemas_of_an_operator_are_read_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        names = parameter_names(torch.addmv)
+
+        def refuse(name: str) -> None:
+            raise AssertionError(f"{name} was read again")
+
+        monkeypatch.setattr(signatures, "_overloads_of_operator", refuse)
+
+        assert parameter_names(torch.addmv) == names
+        assert argument_reader(torch.addmv, "beta") is not None
+
+    def test_an_overload_that_a_library_adds_is_seen(self) -> None:
+        library = torch.library.Library("aten", "FRAGMENT")
+        try:
+            library.define("ampatch_probe(Tensor self, int first) -> Tensor")
+            assert list(signatures._readers_of_operator("ampatch_probe")) == ["input", "first"]
+            library.define("ampatch_probe.other(Tensor self, float second) -> Tensor")
+            assert list(signatures._readers_of_operator("ampatch_probe")) == ["input"]
+        finally:
+            library._destroy()
+
+    def test_an_overload_that_a_library_defines_anew_is_read_anew(self) -> None:
+        for arguments, names in (("Tensor self, int first", ["input", "first"]), ("Tensor self", ["input"])):
+            library = torch.library.Library("aten", "FRAGMENT")
+            try:
+                library.define(f"ampatch_probe({arguments}) -> Tensor")
+                assert list(signatures._readers_of_operator("ampatch_probe")) == names
+            finally:
+                library._destroy()
+
+    def test_a_function_of_the_user_s_is_not_kept_alive(self) -> None:
+        def function(x: object, mode: str = "a") -> None: ...
+
+        assert parameter_names(function) == ("x", "mode")
+        died = weakref.ref(function)
+        del function
+        assert died() is None
+
+    def test_what_a_function_of_the_user_s_has_changed_is_seen(self) -> None:
+        def function(x: object, mode: str = "a") -> None: ...
+
+        assert read(function, "mode", "x") == "a"
+        function.__defaults__ = ("b",)
+        assert read(function, "mode", "x") == "b"
+
+    @pytest.mark.parametrize("function", [torch.exp, torch.Tensor.add_, F.interpolate], ids=lambda each: each.__name__)
+    def test_the_first_argument_is_the_first_of_the_names(self, function: Callable[..., object]) -> None:
+        assert first_argument_reader(function) == argument_reader(function, parameter_names(function)[0])
+
+    def test_there_is_no_first_argument_where_nothing_tells_one(self) -> None:
+        assert first_argument_reader(lambda *args: None) is None
+
+
 class TestListedFunctions:
-    @pytest.mark.parametrize("path", [path for path in SAMPLES if not lacks(path)])
-    def test_a_call_by_position_and_one_by_keyword_are_read_alike(self, path: str) -> None:
-        function = resolve(path)
-        names = parameter_names(function)
-        assert bool(names) == (path not in UNKNOWN)
-        for sample in [sample for sample in SAMPLES[path] if sample.keywords]:  # operators have no names for theirs
-            for form in sample.forms():
-                args, kwargs = sample.arguments(Maker([torch.float32]), method=is_method(path), form=form)
-                # Made again with the same seed: the same values under their names.
-                named = sample.build(Maker([torch.float32]))
-                for name, value in named.items():
-                    reader = argument_reader(function, name)
-                    if reader is not None:
-                        assert repr(reader(args, kwargs)) == repr(value), (name, form)
-                for name in names:
-                    if name not in named and name not in ("self", "input"):
+    def test_a_call_by_position_and_one_by_keyword_are_read_alike(self, subtests: pytest.Subtests) -> None:
+        def check(path: str) -> None:
+            function = resolve(path)
+            names = parameter_names(function)
+            assert bool(names) == (path not in UNKNOWN)
+            for sample in [sample for sample in SAMPLES[path] if sample.keywords]:  # operators have no names for theirs
+                for form in sample.forms():
+                    args, kwargs = sample.arguments(Maker([torch.float32]), method=is_method(path), form=form)
+                    # Made again with the same seed: the same values under their names.
+                    named = sample.build(Maker([torch.float32]))
+                    for name, value in named.items():
                         reader = argument_reader(function, name)
-                        assert reader is not None
-                        assert reader(args, kwargs) == reader.default, (name, form)
+                        if reader is not None:
+                            assert repr(reader(args, kwargs)) == repr(value), (name, form)
+                    for name in names:
+                        if name not in named and name not in ("self", "input"):
+                            reader = argument_reader(function, name)
+                            assert reader is not None
+                            assert reader(args, kwargs) == reader.default, (name, form)
+
+        check_rows(subtests, ((path, path) for path in SAMPLES if not lacks(path)), check)

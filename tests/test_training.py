@@ -135,6 +135,7 @@ class Run:
 class TestLearning:
     @pytest.mark.parametrize("options", LEVELS.values(), ids=LEVELS)
     @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
+    @pytest.mark.covering(1)
     def test_ends_at_the_loss_of_float32(self, network, options):
         data = batches(40)
         plain = Run(network, None)
@@ -202,6 +203,7 @@ class TestOverflow:
 
     @pytest.mark.parametrize("options", [O1_FLOAT16, O1_BFLOAT16_DYNAMIC], ids=["float16", "bfloat16"])
     @pytest.mark.parametrize("network", [mlp, cnn])
+    @pytest.mark.covering(1)
     def test_is_got_over_at_o1(self, network, options):
         data = batches(40)
         expected = Run(network, None).train(data)

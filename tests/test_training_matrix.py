@@ -497,6 +497,7 @@ def expected_of(case: Case) -> list[Moment]:
 
 @every_level
 @pytest.mark.parametrize(("losses", "scalers"), LOSSES.values(), ids=LOSSES)
+@pytest.mark.covering(1)
 def test_every_step_is_that_of_float32_whichever_pass_overflows(losses, scalers, level):
     for case in cases(losses, scalers):
         with noting(case=case):
@@ -548,6 +549,7 @@ def test_losses_of_two_scales_add_up_whether_or_not_one_is_delayed(level):
 
 @every_level
 @pytest.mark.parametrize("scalers", [1, 2])
+@pytest.mark.covering(1)
 def test_losses_that_share_a_graph(scalers, level):
     def keep(number: int) -> Do:
         return Do(lambda world: world.kept.update(outputs=outputs(world, batch(number)[0])))
@@ -685,6 +687,7 @@ def loss_of_generator(number: int) -> Callable[[World], Tensor]:
 
 @every_level
 @pytest.mark.parametrize("scalers", [1, 2])
+@pytest.mark.covering(1)
 def test_critic_steps_twice_for_each_step_of_the_generator_whose_loss_leaves_it_gradients_to_clear(scalers, level):
     generator, critic = 0, 1
     clear_critic = [clear(critic), Do(lambda world: world.models[critic].zero_grad())]
@@ -841,6 +844,7 @@ def test_wrong_scale_or_a_missing_penalty_is_beyond_the_tolerances_below():
 
 @every_level
 @pytest.mark.parametrize("adopted", [False, True], ids=["model", "model-and-optimizer"])
+@pytest.mark.covering(1)
 def test_gradient_penalty_with_a_scaler_by_hand_trains_as_in_float32(adopted, level):
     make = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.5)
     reference = critic()

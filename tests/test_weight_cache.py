@@ -328,6 +328,7 @@ CHANGES = (
 
 class TestNeverStale:
     @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+    @pytest.mark.covering(1)
     def test_after_a_weight_was_changed_between_two_forwards(self, model, half, change):
         model(x())
         change(model)
@@ -528,6 +529,7 @@ class TestFrozenStore:
         assert cast.grad_fn is None
 
     @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+    @pytest.mark.covering(2)
     def test_is_never_stale_after_a_weight_was_changed_between_two_forwards(self, frozen, model, half, change):
         with frozen(model):
             model(x())
@@ -574,6 +576,7 @@ class TestFrozenStore:
             optimizer.step()
             assert torch.equal(model(x()), reference(model.weight, x(), half))
 
+    @pytest.mark.covering(1)
     def test_survives_the_steps_of_another_model(self, frozen, model, half):
         """As where a network learns from another one that stays as it is."""
         student = Thrice()
@@ -658,6 +661,7 @@ class TestFrozenStore:
         assert len(cache()) == 0
         assert torch.equal(results[0], reference(model.weight, x(), half))
 
+    @pytest.mark.covering(1)
     def test_keeps_the_casts_of_more_weights_than_are_worth_sweeping(self, frozen, half):
         model = adopt(nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(WeightCache._SWEEP_FROM + 50)]), half)
         value = x().to(half)

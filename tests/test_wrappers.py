@@ -93,6 +93,7 @@ def expected_dtypes(kind: str, found: list[Tensor], half: torch.dtype) -> list[t
 class TestArguments:
     @pytest.mark.parametrize("kind", DECORATED)
     @both_halves
+    @pytest.mark.covering(1)
     def test_every_tensor_in_every_argument_is_cast_by_the_rule_and_nothing_else_changes(self, kind, half):
         function = DECORATED[kind]
 
@@ -111,6 +112,7 @@ class TestArguments:
 
     @pytest.mark.parametrize("kind", DECORATED)
     @pytest.mark.parametrize("dtype", UNTOUCHED, ids=dtype_name)
+    @pytest.mark.covering(1)
     def test_type_that_is_not_cast_is_handed_on_as_the_same_object(self, kind, dtype):
         tensor = ones(2, dtype=dtype)
         with casts_on():
@@ -129,6 +131,7 @@ class TestArguments:
     @pytest.mark.parametrize(
         "call", [lambda x: torch.mm(x, x), lambda x: x.half().softmax(0), lambda x: x.half().log()]
     )
+    @pytest.mark.covering(1)
     def test_tensor_on_another_type_of_device_is_not_touched(self, half, call):
         with torch.device("meta"):
             x = torch.ones(2, 2)
@@ -182,6 +185,7 @@ class TestExplicitDtype:
         ],
     )
     @pytest.mark.parametrize("dtype", [None, "half", torch.float32, torch.float64], ids=str)
+    @pytest.mark.covering(1)
     def test_is_obeyed_wherever_it_stands(self, half, call, dtype):
         asked = half if dtype == "half" else dtype
         with casts_on(half):
@@ -201,6 +205,7 @@ class TestExplicitDtype:
         ],
         ids=["position", "input", "numpy's name", "None as dim", "x", "None behind", "function in Python"],
     )
+    @pytest.mark.covering(1)
     def test_float32_is_asked_for_whatever_the_tensor_is_called(self, half, call):
         x = torch.full((3,), 0.7, dtype=half, requires_grad=True)
         expected = call(x.detach().float())
@@ -298,6 +303,7 @@ class TestInPlace:
 
     @both_halves
     @pytest.mark.parametrize("index", [torch.tensor([0, 2]), torch.tensor([True, False, True])], ids=["places", "mask"])
+    @pytest.mark.covering(1)
     def test_item_assignment_can_be_promoted_by_a_users_list(self, half, index):
         value = nn.Parameter(torch.tensor([1.5, 2.5]))
         written, wide = torch.zeros(3, dtype=half), torch.zeros(3)
@@ -406,6 +412,7 @@ class TestSubclasses:
     @both_halves
     @pytest.mark.parametrize("kind", OVERRIDDEN)
     @pytest.mark.parametrize(("given", "comes_out"), [(Traced, Traced), (Image, Tensor)], ids=["stays-one", "does-not"])
+    @pytest.mark.covering(2)
     def test_subclass_is_cast_and_its_result_is_what_it_says(self, given, comes_out, kind, half):
         _, call = OVERRIDDEN[kind]
         with casts_on(half):
@@ -469,6 +476,7 @@ class TestReach:
         ],
     )
     @pytest.mark.parametrize("swap", [False, True], ids=["half first", "float first"])
+    @pytest.mark.covering(2)
     def test_mixed_operands_meet_in_half_however_it_is_called(self, half, call, swap):
         operands = [torch.full((2, 2), 0.5, dtype=half), nn.Parameter(ones(2, 2))]
         with casts_on(half):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -23,6 +24,15 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "ampatch"])
 
 _PATIENCE = 120.0  # seconds until a collective that some rank never joins is given up
+
+
+# Processor time of every worker so far, by its process's id.
+_times: dict[int, float] = {}
+
+
+def processor_time() -> float:
+    """Returns the seconds of processor time that all workers of this process have taken."""
+    return sum(_times.values())
 
 
 class Workers:
@@ -53,10 +63,12 @@ class Workers:
         for pipe in self._pipes:
             pipe.send((function, args))
         outcomes: list[tuple[Any, str | None]] = []
-        for rank, pipe in enumerate(self._pipes):
+        for rank, (process, pipe) in enumerate(zip(self._processes, self._pipes, strict=True)):
             try:
                 ready = pipe.poll(_PATIENCE)
-                outcomes.append(pipe.recv() if ready else (None, f"rank {rank} did not answer"))
+                *outcome, taken = pipe.recv() if ready else (None, f"rank {rank} did not answer", 0.0)
+                outcomes.append(tuple(outcome))
+                _times[process.pid] = max(taken, _times.get(process.pid, 0.0))
             except EOFError:
                 outcomes.append((None, f"rank {rank} died"))
         faults = [fault for _, fault in outcomes if fault is not None]
@@ -107,14 +119,15 @@ def _serve(pipe: Connection, rank: int, count: int, store: str) -> None:
 
 
 def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """What a call gave, or why it did not, pickled."""
+    """Returns what a call gave, or why it did not, and the process's time so far, pickled."""
     from ampatch import amp
 
     torch.manual_seed(0)
     try:
-        return bytes(ForkingPickler.dumps((function(*args), None)))
+        return bytes(ForkingPickler.dumps((function(*args), None, sum(os.times()[:2]))))
     except BaseException:  # noqa: BLE001 - it is handed on, whatever it is
-        return bytes(ForkingPickler.dumps((None, f"rank {dist.get_rank()}: {traceback.format_exc()}")))
+        fault = f"rank {dist.get_rank()}: {traceback.format_exc()}"
+        return bytes(ForkingPickler.dumps((None, fault, sum(os.times()[:2]))))
     finally:
         amp.deinitialize()
         torch._dynamo.reset()

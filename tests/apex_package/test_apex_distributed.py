@@ -203,6 +203,7 @@ def trained(level: str, passes: int = 1) -> Any:
 class TestWithAmp:
     @LEVELS
     @pytest.mark.parametrize("passes", [1, 2])
+    @pytest.mark.covering(1)
     def test_all_processes_skip_the_same_steps(self, two, level, passes):
         first, second = two.run(trained, level, passes)
         assert first[:2] == ([False, True, False], 2.0**9)

@@ -114,6 +114,7 @@ class TestLayers:
         assert_is(norm(large), published(large, norm), half)
 
     @EACH_HALF
+    @pytest.mark.covering(1)
     def test_under_o1_give_float32(self, norm_class, half):
         norm = drawn(norm_class(4))
         with casts_on(half):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import DEVICES, HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -236,7 +236,6 @@ OPTIONS: dict[type[torch.optim.Optimizer], st.SearchStrategy[dict[str, Any]]] = 
 @EACH
 class TestTheAlgorithm:
     def test_is_the_published_one_over_all_options(self, optimizer_class):
-        @settings(max_examples=40)
         @given(OPTIONS[optimizer_class])
         def is_the_published_one(options: dict[str, Any]) -> None:
             start = values(0)
@@ -746,6 +745,7 @@ class TestUnderAmp:
         assert not amp.step_was_skipped(optimizer)
         assert all(torch.isfinite(each).all() for each in model.parameters())
 
+    @pytest.mark.covering(1)
     def test_an_overflow_later_leaves_everything_as_it_was(self, optimizer_class, opt_level, trained):
         model, optimizer = trained(optimizer_class, opt_level)
         for step in range(3):
@@ -757,6 +757,7 @@ class TestUnderAmp:
         assert_same_state(snapshot(optimizer), before)
         assert_same_state([each.detach() for each in model.parameters()], weights)
 
+    @pytest.mark.covering(1)
     def test_training_comes_close_to_that_in_float32(self, optimizer_class, opt_level, trained):
         losses = []
         for level in ("O0", opt_level):
@@ -777,6 +778,7 @@ class TestUnderAmp:
             assert_same_bits(parameter, master.to(parameter.dtype))
         assert {each for each in optimizer.state if optimizer.state[each]} == set(masters)
 
+    @pytest.mark.covering(1)
     def test_interrupted_and_resumed_it_ends_in_the_same_bits(self, optimizer_class, opt_level, trained):
         model, optimizer = trained(optimizer_class, opt_level)
         for step in range(3):

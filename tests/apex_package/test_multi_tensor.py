@@ -83,6 +83,7 @@ class Copies(TorchDispatchMode):
 class TestScale:
     @DTYPES_OF_OUTS
     @pytest.mark.parametrize("device", DEVICES)
+    @pytest.mark.covering(1)
     def test_multiplies_in_float32_and_rounds_once(self, out_dtypes, device):
         ins, outs, overflow = drawn(0, device=device), empty(out_dtypes, device), flag(device)
         expected = [

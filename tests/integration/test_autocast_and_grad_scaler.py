@@ -65,6 +65,7 @@ class TestRegionUnderCasts:
     """A region of `torch.autocast` decides the half type in it, and the lists decide what runs in it."""
 
     @pytest.mark.parametrize("name", WHITELISTED)
+    @pytest.mark.covering(2)
     def test_whitelisted_functions_run_in_its_type_and_each_operand_is_cast_once(self, name, half, region, device):
         call, (x, w) = WHITELISTED[name], operands(device)
         with casts_on(region), Casts() as alone:
@@ -77,6 +78,7 @@ class TestRegionUnderCasts:
         assert casts.seen == alone.seen != []
 
     @pytest.mark.parametrize("name", BLACKLISTED)
+    @pytest.mark.covering(2)
     def test_blacklisted_functions_run_in_float32_and_their_operand_is_cast_once(self, name, half, region, device):
         x = operands(device)[0].to(region)
         with casts_on(half), torch.autocast(device, region), Casts() as casts:
@@ -137,6 +139,7 @@ class TestRegionUnderCasts:
             out.float().sum().backward()
         assert seen == [region, region]
 
+    @pytest.mark.covering(1)
     def test_is_followed_by_compiled_code(self, half, region, device):
         x, w = operands(device)
         with casts_on(half):
@@ -272,6 +275,7 @@ class TestGradScaler:
             return run(GradScaler(device, init_scale=64.0), model, optimizer, x, clips)
 
     @pytest.mark.parametrize("clips", [False, True], ids=["", "clips"])
+    @pytest.mark.covering(2)
     def test_steps_and_skips_with_an_optimizer_that_amp_has(self, half, device, fused, clips):
         expected = self.expected(half, device, fused, clips)
         model, optimizer, x = problem(device, fused)
@@ -318,6 +322,7 @@ class TestGradScaler:
         for parameter, value in zip(amp.master_params(optimizer), before, strict=True):
             assert_same_bits(parameter.detach(), value)
 
+    @pytest.mark.covering(1)
     def test_is_refused_where_amp_has_scaled_the_gradients(self, half, device, fused):
         model, optimizer, x = problem(device, fused)
         amp.initialize(model, optimizer, half_dtype=half, loss_scale="dynamic", init_scale=8.0, verbosity=0)

@@ -189,6 +189,7 @@ class TestEachKindOfRule:
     @ON_DEVICES
     @HALVES
     @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.covering(1)
     def test_is_one_graph_with_the_results_and_gradients_of_eager_code(self, kind, half, device):
         weights, x = Weights().to(device), torch.linspace(-1, 1, 24, device=device).view(3, 8)
 
@@ -210,6 +211,7 @@ class TestEachKindOfRule:
     @ON_DEVICES
     @pytest.mark.parametrize(("half", "backend"), [(torch.bfloat16, "eager"), (torch.float16, "aot_eager")])
     @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.covering(1)
     def test_has_the_type_of_every_intermediate(self, kind, half, backend, device):
         weights, x = Weights().to(device), torch.linspace(-1, 1, 24, device=device).view(3, 8)
         eager, compiled = Recorder(), Recorder()
@@ -280,6 +282,7 @@ class TestRegionsWithoutCasts:
 
     @BACKENDS
     @pytest.mark.parametrize("region", REGIONS)
+    @pytest.mark.covering(1)
     def test_are_part_of_the_graph(self, region, backend):
         x, w = torch.ones(3, 8), nn.Parameter(torch.ones(8, 8))
         with casts_on():
@@ -435,6 +438,7 @@ def compiled_in_place(training: Training, **how: Any) -> Any:
 class TestTraining:
     @ON_DEVICES
     @pytest.mark.parametrize("make", [compiled_before, compiled_after, handed_in_compiled, compiled_in_place])
+    @pytest.mark.covering(1)
     def test_goes_as_in_eager_code_and_compiles_once(self, make, level, half, device):
         expected = eager_losses(level, half, device)
         training, counter = Training(level, half, device), CompileCounterWithBackend("aot_eager")
@@ -550,6 +554,7 @@ class TestAroundGraphBreaks:
     @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")  # what Dynamo imports, of torch
     @pytest.mark.parametrize("fused", [False, True])
     @LEVELS
+    @pytest.mark.covering(1)
     def test_a_whole_step_trains_as_in_eager_code(self, level, fused):
         half = torch.float16
 
@@ -586,6 +591,7 @@ class TestAroundGraphBreaks:
 class TestAdoptedModels:
     @pytest.mark.parametrize("fullgraph", [False, True])
     @pytest.mark.parametrize("make", [Net, lambda: nn.Sequential(nn.Linear(8, 8))], ids=["own-class", "torch-class"])
+    @pytest.mark.covering(1)
     def test_are_refused_on_another_device_when_compiled_too(self, make, fullgraph):
         model, x = amp.initialize(make(), half_dtype=torch.bfloat16, verbosity=0), torch.ones(2, 8)
         fast = torch.compile(model, backend="eager", fullgraph=fullgraph)
@@ -598,6 +604,7 @@ class TestAdoptedModels:
 
     @pytest.mark.parametrize("dynamic", [None, True])
     @HALVES
+    @pytest.mark.covering(1)
     def test_compile_for_shapes_that_change(self, half, dynamic):
         model = amp.initialize(Net(), half_dtype=half, verbosity=0)
         fast = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)

@@ -115,6 +115,7 @@ class TestForkedWorkers:
     @pytest.mark.parametrize("device", DEVICES)
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("level", ["O1", "O2"])
+    @pytest.mark.covering(1)
     def test_cast_as_their_parent_does(self, device, half, level):
         data = Products()
         adopt(device, half, level)
@@ -165,6 +166,8 @@ class TestForkedWorkers:
         assert all(tensor.is_pinned() for batch in load(data, "fork", pin_memory=True) for tensor in batch.values())
 
 
+@pytest.mark.slow
+@pytest.mark.either_way
 class TestSpawnedWorkers:
     def test_do_not_cast(self):
         data = Products()

@@ -132,21 +132,27 @@ class TestOneStep:
 
     @pytest.mark.parametrize("as_view", [False, True])
     @pytest.mark.parametrize("postpone", ["", "no_sync", "no_sync around the forward", "attribute"])
+    @pytest.mark.covering(1)
     def test_of_two_processes(self, two, level, half, device, postpone, as_view):
         assert_as_one(two, level, half, device, postpone=postpone, gradient_as_bucket_view=as_view)
 
     @pytest.mark.parametrize("as_view", [False, True])
+    @pytest.mark.slow
+    @pytest.mark.either_way
     def test_of_four_processes_that_reduce_once(self, four, level, half, device, as_view):
         assert_as_one(four, level, half, device, postpone="no_sync", gradient_as_bucket_view=as_view)
 
+    @pytest.mark.covering(1)
     def test_with_a_static_graph(self, two, level, half, device):
         assert_as_one(two, level, half, device, static_graph=True)
 
     @pytest.mark.parametrize("postpone", ["", "no_sync"])
+    @pytest.mark.covering(1)
     def test_with_unused_parameters(self, two, level, half, device, postpone):
         assert_as_one(two, level, half, device, postpone=postpone, find_unused_parameters=True)
 
     @pytest.mark.parametrize("hook", [through_float16, through_bfloat16])
+    @pytest.mark.covering(1)
     def test_with_gradients_that_travel_in_half(self, two, level, half, device, hook):
         assert_as_one(two, level, half, device, postpone="no_sync", hook=hook)
 
@@ -198,9 +204,12 @@ class TestFiftySteps:
     """Overflows in one process skip the step in all, and all stay bit for bit the same."""
 
     @pytest.mark.parametrize(("accumulate", "fused"), [(False, False), (True, False), (False, True)])
+    @pytest.mark.covering(1)
     def test_of_two_processes(self, two, level, half, device, accumulate, fused):
         self.check(two, level, half, device, accumulate, fused)
 
+    @pytest.mark.slow
+    @pytest.mark.either_way
     def test_of_four_processes(self, four, level, half, device):
         self.check(four, level, half, device, True, False)
 
@@ -275,6 +284,7 @@ class TestAPassUnderNoSync:
 
     @LEVELS
     @pytest.mark.parametrize("what", ["raised afterwards", "cleared"])
+    @pytest.mark.covering(1)
     def test_is_forgotten_with_its_gradients(self, two, level, what):
         for before in two.run(only_postponed, level, what):
             assert before["grads"] == [None] * 6
@@ -357,6 +367,8 @@ def clipped(level: str, device: str) -> tuple[float, Any]:
 
 class TestBesides:
     @HALVES
+    @pytest.mark.slow
+    @pytest.mark.either_way
     def test_compiled_replicas_accumulate(self, two, half):
         for (one, _), several in zip(
             two.run(run_both, "O1", half, "cpu", {}), two.run(compiled_accumulation, half), strict=True
@@ -513,6 +525,7 @@ def set_down_inside(level: str) -> Any:
 class TestAccumulation:
     @HALVES
     @LEVELS
+    @pytest.mark.covering(1)
     def test_stays_at_its_scale(self, two, level, half):
         for (one, _), (grads, scale) in zip(
             two.run(run_both, level, half, "cpu", {}), two.run(with_a_scale_that_moves, level, half), strict=True

@@ -133,6 +133,7 @@ class TestOneStep:
 
     @KINDS
     @pytest.mark.parametrize("postpone", [False, True])
+    @pytest.mark.covering(1)
     def test_of_two_processes(self, two, kind, half, device, postpone):
         self.check(two, kind, half, device, postpone)
 
@@ -140,6 +141,8 @@ class TestOneStep:
         self.check(two, "gathered in half", half, device, False)
 
     @pytest.mark.parametrize("kind", ["fully_shard", "mesh 2 2"])
+    @pytest.mark.slow
+    @pytest.mark.either_way
     def test_of_four_processes(self, four, kind, half, device):
         self.check(four, kind, half, device, True)
 
@@ -178,6 +181,7 @@ class TestAnOverflowInOnePiece:
     @KINDS
     @pytest.mark.parametrize("how", ["plain", "fused", "clipped"])
     @pytest.mark.parametrize("half", [*HALF_DTYPES, None], ids=["float16", "bfloat16", "O4"])
+    @pytest.mark.covering(1)
     def test_skips_the_step_in_all(self, two, kind, half, device, how):
         for weights, skipped, scales in two.run(overflow_in_one_piece, kind, half, device, how):
             assert skipped == [False, True, False]
@@ -186,6 +190,8 @@ class TestAnOverflowInOnePiece:
                 assert_same_state(weights[1], weights[2])
                 assert not torch.equal(weights[2]["0.weight"], weights[3]["0.weight"])
 
+    @pytest.mark.slow
+    @pytest.mark.either_way
     def test_skips_it_in_all_replicas_too(self, four, device):
         for _, skipped, _ in four.run(overflow_in_one_piece, "mesh 2 2", torch.float16, device, "plain"):
             assert skipped == [False, True, False]
@@ -213,6 +219,7 @@ def clipped(kind: str, device: str, how: str) -> Any:
 class TestClipping:
     @pytest.mark.parametrize("how", ["unscaled", "delayed", "off"])
     @KINDS
+    @pytest.mark.covering(1)
     def test_is_by_the_norm_of_all_pieces(self, two, kind, device, how):
         self.check(two, kind, device, how)
 

@@ -89,6 +89,7 @@ class TestACall:
             with amp.frozen_weights(model):
                 assert casts(lambda: model(batch(device)), times=100) == WEIGHTS + 100 * inputs
 
+    @pytest.mark.covering(1)
     def test_gives_the_same_bits(self, device, half, without_grad):
         model = adopt(device, half)
         with without_grad():
@@ -105,6 +106,7 @@ class TestACall:
             with amp.frozen_weights(model):
                 assert casts(lambda: model.predict(batch(device)), times=3) == WEIGHTS + 3 * inputs
 
+    @pytest.mark.covering(1)
     def test_after_a_checkpoint_was_loaded_uses_it(self, device, half, without_grad):
         model = adopt(device, half)
         other = {name: tensor + 0.5 for name, tensor in model.state_dict().items()}

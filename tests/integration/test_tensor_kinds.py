@@ -235,6 +235,7 @@ MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 class TestModes:
     @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.covering(2)
     def test_change_nothing_for_what_is_set_up_and_trained_in_them(self, mode, level, half, device):
         model, x = Network().to(device), inputs(device)
         expected = trained(Network().to(device), x, level, half)
@@ -281,6 +282,7 @@ def dense(value: Tensor) -> Tensor:
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 class TestNestedTensors:
     @LEVELS
+    @pytest.mark.covering(1)
     def test_train(self, layout, level, half, device):
         def model() -> nn.Module:
             torch.manual_seed(0)
@@ -334,6 +336,7 @@ class TestSparseTensors:
         ],
     )
     @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed"])
+    @pytest.mark.covering(2)
     def test_multiply_as_torch_does_and_meet_half_ones(self, product, in_half, mixed, half, device):
         matrix = torch.tensor([[0.0, 2.0], [1.0, 0.0]], device=device)
         x = torch.tensor([[1.0, 0.5], [0.25, -1.0]], device=device, requires_grad=True)
@@ -381,6 +384,7 @@ class TestSparseTensors:
         [Tensor.to_sparse, Tensor.to_sparse_csr, lambda t: torch.nested.nested_tensor([t])],
         ids=["coo", "csr", "nested"],
     )
+    @pytest.mark.covering(1)
     def test_buffers_are_left_alone_at_o1_and_refused_at_o2_before_anything_changes(self, make, half, device):
         model = nn.Linear(2, 2).to(device)
         with warnings.catch_warnings():
@@ -498,6 +502,7 @@ PARAMETRIZED: dict[str, Callable[[nn.Linear], Any]] = {
 @ON_DEVICES
 class TestModules:
     @pytest.mark.parametrize("kind", PARAMETRIZED)
+    @pytest.mark.covering(2)
     def test_that_compute_their_weights_train(self, kind, level, half, device):
         if kind == "orthogonal" and level == "O2":
             pytest.skip("torch 2.13: the gradient of a matrix exponential is nan in half on the CPU")

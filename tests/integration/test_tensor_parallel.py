@@ -111,10 +111,12 @@ def both(plan: str, half: torch.dtype, device: str, clip: bool) -> tuple[dict[st
 class TestTensorParallelism:
     @pytest.mark.parametrize("clip", [False, True])
     @pytest.mark.parametrize("plan", ["columns and rows", "sequence"])
+    @pytest.mark.covering(1)
     def test_trains_as_one_process(self, two, plan, half, device, clip):
         self.check(two, plan, half, device, clip)
 
     @pytest.mark.parametrize("clip", [False, True])
+    @pytest.mark.covering(1)
     def test_trains_as_one_process_under_fsdp_too(self, four, half, device, clip):
         self.check(four, "with FSDP", half, device, clip)
 
@@ -129,6 +131,7 @@ class TestTensorParallelism:
             assert not several["skipped"]
 
     @pytest.mark.parametrize("clip", [False, True])
+    @pytest.mark.covering(1)
     def test_skips_in_all_what_overflowed_in_one(self, two, half, device, clip):
         first, second = two.run(trained, "columns and rows", half, device, clip, True)
         assert first["skipped"]

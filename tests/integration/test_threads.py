@@ -116,6 +116,7 @@ def on_every_device(test: Callable[..., None]) -> Callable[..., None]:
 
 class TestThreads:
     @on_every_device
+    @pytest.mark.covering(1)
     def test_that_train_side_by_side_do_as_each_does_alone(self, device, half, level):
         train_side_by_side(device, 1.0, half_dtype=half, opt_level=level)
 

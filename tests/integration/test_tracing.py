@@ -104,6 +104,7 @@ class TestGraphs:
     @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11 warns of its own load
     @pytest.mark.parametrize("tracer", TRACERS)
     @pytest.mark.parametrize("made_of", [Mixed, pytest.param(Recurrent, marks=pytest.mark.slow)])
+    @pytest.mark.covering(1)
     def test_run_after_amp_as_the_model_ran_under_it(self, made_of, tracer, half, device):
         if made_of is Recurrent and tracer in ("export-decomposed", "export-any-length"):
             pytest.skip("torch 2.13 decomposes an LSTM into others' arithmetic, and bakes its length in")
@@ -121,6 +122,7 @@ class TestGraphs:
             assert_same(under_amp, expected)
 
     @pytest.mark.parametrize("tracer", ["export", "export-strict", "jit-trace"])
+    @pytest.mark.covering(1)
     def test_have_the_models_weights_and_no_cast_of_before(self, tracer, half, device):
         """A cast from the cache would be a constant in the graph."""
         model = amp.initialize(nn.Linear(6, 6).to(device), half_dtype=half, verbosity=0)
@@ -144,6 +146,7 @@ class TestGraphs:
             assert float((gradient - parameter.grad).abs().max()) <= room
 
     @pytest.mark.parametrize("tracer", ["export", "export-strict", "jit-trace", "make-fx"])
+    @pytest.mark.covering(1)
     def test_leave_out_casts_where_they_are_disabled(self, tracer, half, device):
         class Partly(nn.Module):
             def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,6 +227,7 @@ class TestTorchScript:
             pytest.param(CallsScripted, rf"has compiled {__name__}.doubled:", id="global"),
         ],
     )
+    @pytest.mark.covering(1)
     def test_parts_of_a_model_are_named_in_one_warning(self, make, named, half):
         model = make()
         with pytest.warns(AmpWarning, match=named) as caught:

@@ -154,6 +154,7 @@ def assert_close(actual: list[Tensor], expected: list[Tensor], half: torch.dtype
 @ON_DEVICES
 @pytest.mark.parametrize("case", CASES)
 class TestTransforms:
+    @pytest.mark.covering(1)
     def test_cast_and_come_close_to_float32(self, case, half, device):
         x = torch.linspace(-1, 1, 24, device=device).view(4, 6)
         plain = Network(device)
@@ -163,6 +164,7 @@ class TestTransforms:
         assert set(model.products) == {half}
         assert_close(found, expected, half)
 
+    @pytest.mark.covering(1)
     def test_neither_use_nor_leave_what_is_not_theirs(self, case, half, device):
         """Whether its weights were cast before changes no bit, and what a transform has cast serves nobody after it."""
         x = torch.linspace(-1, 1, 24, device=device).view(4, 6)

@@ -1,0 +1,89 @@
+"""What a run of the tests says of itself: the slowest, those that took too long, and those that were left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+TESTS = """
+    import time
+    import pytest
+
+    def test_quick(): ...
+
+    def test_busy():
+        until = time.process_time() + 0.2
+        while time.process_time() < until: ...
+
+    @pytest.mark.slow
+    def test_busy_and_slow():
+        test_busy()
+
+    @pytest.mark.gpu
+    def test_on_a_gpu(): ...
+
+    def test_rows(subtests):
+        for row in range(2):
+            with subtests.test(str(row)):
+                test_busy()
+"""
+OPTIONS = "-p", "accounting", "-p", "no:cacheprovider", "-o", "markers=slow\ngpu"
+
+
+@pytest.fixture
+def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("accounting._slowness", lambda: 1.0)
+    pytester.makepyfile(TESTS)
+    return pytester
+
+
+def test_a_test_that_takes_too_long_fails_the_run_and_is_named(suite: pytest.Pytester) -> None:
+    ended = suite.runpytest_inprocess(*OPTIONS, "--processor-limit", "0.1", "-k", "not rows")
+    ended.assert_outcomes(passed=3, errors=1, deselected=1)
+    assert ended.ret == pytest.ExitCode.TESTS_FAILED
+    ended.stdout.re_match_lines([r"it took 0\.\d s of processor time, and 0\.1 are allowed here\. .*mark it slow\."])
+    ended.stdout.re_match_lines([r"ERROR \S+::test_busy( .*)?"])
+
+
+def test_the_phases_and_the_rows_of_a_test_are_added_up(suite: pytest.Pytester) -> None:
+    ended = suite.runpytest_inprocess(*OPTIONS, "--processor-limit", "0.35", "-k", "test_busy or test_rows")
+    ended.assert_outcomes(passed=3, errors=1, deselected=2)
+    ended.stdout.re_match_lines([r"it took 0\.[4-9] s .*"])
+
+
+def test_a_slow_machine_is_allowed_more(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accounting._slowness", lambda: 10.0)
+    ended = suite.runpytest_inprocess(*OPTIONS, "--processor-limit", "0.1", "-k", "not test_rows")
+    assert ended.ret == pytest.ExitCode.OK
+
+
+def test_the_slowest_are_printed_and_without_a_limit_none_fails(suite: pytest.Pytester) -> None:
+    ended = suite.runpytest_inprocess(*OPTIONS)
+    assert ended.ret == pytest.ExitCode.OK
+    ended.stdout.re_match_lines(
+        [r" +0\.[4-9] s +\S+::test_rows", r" +0\.[2-9] s +\S+::test_busy", r" +\d\.\d s  all 4 tests, .*"]
+    )
+
+
+LEFT_OUT = [r"Not run: 1 tests that need a GPU.*", r"Not run: 1 tests that are slow\. `make slow`.*"]
+
+
+def test_what_was_left_out_is_counted_with_how_to_run_it(suite: pytest.Pytester) -> None:
+    ended = suite.runpytest_inprocess(*OPTIONS, "-m", "not slow")
+    ended.assert_outcomes(passed=3, deselected=1)
+    ended.stdout.re_match_lines(LEFT_OUT)
+
+
+@pytest.mark.slow
+def test_two_processes_that_leave_out_the_same_count_it_once(
+    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    ended = suite.runpytest_subprocess(*OPTIONS, "-m", "not slow", "-n", "2")
+    ended.assert_outcomes(passed=3)
+    ended.stdout.re_match_lines(LEFT_OUT)
