@@ -140,6 +140,20 @@ class TestOneCastPerIteration:
         assert len(cache()) == 0
         assert casts_of_weights(lambda: model(value)) == 1
 
+    def test_none_is_left_of_a_block_that_raised(self):
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters())
+        amp.initialize(model, optimizer, half_dtype=torch.float16, verbosity=0)
+
+        def forward_that_fails() -> None:
+            with amp.scale_loss(model(x().half()).sum(), optimizer):
+                model(x().half())
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            forward_that_fails()
+        assert casts_of_weights(lambda: model(x().half())) == 2  # weight and bias, anew
+
 
 class TestGradients:
     def expected(self, model: Thrice, value: Tensor, half: torch.dtype) -> Tensor:

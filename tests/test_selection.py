@@ -1,0 +1,29 @@
+"""Which implementation a process uses, and that a choice nobody made is told once."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from ampatch.selection import Chosen, Selection
+
+
+def selection(compiled: str | None) -> Selection[str]:
+    return Selection("AMPATCH_PROBE", ("auto",), lambda _: Chosen(compiled, "it suits"), "Probes are read by %s.")
+
+
+def test_that_nothing_compiled_is_there_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ampatch")
+    probes = selection(None)
+    assert probes.current() is probes.current()
+    assert caplog.messages == ["Probes are read by it suits."]
+
+
+def test_what_is_compiled_or_was_asked_for_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ampatch")
+    selection("a library").current()
+    asked_for = selection(None)
+    asked_for.select("auto")
+    asked_for.current()
+    assert caplog.messages == []
