@@ -1,7 +1,8 @@
 """What a run of the tests has cost, and what it left out: a plugin for pytest, loaded by `conftest.py`.
 
 Counts processor time and not the clock's, since the machines that run this are shared: that of the process, of those
-that it started and waited for, and of the `workers`. Must never decide whether a test passes on its own.
+that it started and waited for, and of the `workers`. Must never change what a test does, and fails one only where a
+limit was given.
 """
 
 from __future__ import annotations
