@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 from eager_cases import HALVES, OPTIMIZERS, set_up
-from instructions import Callgrind, Case, chosen, compile_requests, require_valgrind, run_within
+from instructions import Callgrind, Case, chosen, compile_requests, require_valgrind, run_within, within
 from peers import AUTOCAST, CONTENDERS, Batch
 from torch import nn
 
@@ -93,28 +93,24 @@ def count(contender: str, cases: Sequence[Case], callgrind: Callgrind) -> None:
         torch.manual_seed(0)
         batch = SIZES[case.model].batch()
         with set_up(CONTENDERS[contender].make, SIZES[case.model].model(), case.half, case.optimizer) as peer:
-            for _ in range(WARMING_STEPS):
-                peer.step(batch)
-            with callgrind.counting(warm_up=functools.partial(peer.step, batch)):
-                for _ in range(STEPS):
-                    peer.step(batch, functools.partial(callgrind.write, case))
+            callgrind.count_steps(peer, case, batch, WARMING_STEPS, STEPS)
 
 
 # Around it
 
 
-def run(contender: str, cases: Sequence[Case], directory: Path) -> Counted:
-    """Has a contender's process counted."""
+def run(contenders: Sequence[str], cases: Sequence[Case], directory: Path) -> Counted:
+    """Has the contenders counted."""
     options = ["--dump-instr=yes", "--dump-line=no", "--compress-pos=no"]
     places: dict[str, Places] = {}
-    for file in run_within(__file__, contender, cases, directory, options):
+    for file in run_within(__file__, contenders, cases, directory, options):
         label, found = read(file)
         places.setdefault(label, Counter()).update(found)
-        file.unlink()
     counted: Counted = {}
-    for case, phase in itertools.product(cases, PHASES):
-        if case.model == SMALLER and (label := "|".join((*case, phase))) in places:
-            larger = places["|".join((*case._replace(model=LARGER), phase))]
+    for contender, case, phase in itertools.product(contenders, cases, PHASES):
+        label = "|".join((contender, *case, phase))
+        if case.model == SMALLER and label in places:
+            larger = places["|".join((contender, *case._replace(model=LARGER), phase))]
             counted[contender, case.half, case.optimizer, phase] = told_apart(places[label], larger)
     return counted
 
@@ -181,11 +177,10 @@ def main() -> int:
     parser.add_argument("--optimizers", metavar="NAME,...", help=f"of {','.join(OPTIMIZERS)} (default: all)")
     parser.add_argument("--contenders", metavar="NAME,...", help=f"of {','.join(COMPARED)} (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
-    parser.add_argument("--within", nargs=2, metavar=("CONTENDER", "DIRECTORY"), help=argparse.SUPPRESS)
+    parser.add_argument("--within", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.within:
-        contender, directory = options.within
-        count(contender, [Case(*each) for each in json.load(sys.stdin)], Callgrind(Path(directory)))
+        within(options.within, count)
         return 0
     halves = chosen(parser, "halves", options.halves, HALVES)
     optimizers = chosen(parser, "optimizers", options.optimizers, OPTIMIZERS)
@@ -193,13 +188,11 @@ def main() -> int:
     contenders = [name for name in COMPARED if name in wanted]
     require_valgrind(parser)
     cases = [Case(*each) for each in itertools.product(halves, (SMALLER, LARGER), optimizers)]
-    counted: Counted = {}
     with tempfile.TemporaryDirectory() as directory:
         fault = compile_requests(Path(directory))
         if fault:
             parser.error(fault)
-        for contender in contenders:
-            counted |= run(contender, cases, Path(directory))
+        counted = run(contenders, cases, Path(directory))
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, one thread, {STEPS} steps each")
     for half in halves:
         print("", *table(counted, half, optimizers, contenders), sep="\n")

@@ -2,10 +2,10 @@
 
 Run as `python benchmarks/instructions.py`; needs Linux, valgrind with its headers, and a C compiler. On a processor
 that others use as well, a step's time differs by a tenth and more from one round to the next; the number of its
-instructions does not. Each contender trains the models of `eager_overhead.py` in a process of its own, within
-valgrind's callgrind, which runs the first steps uncounted and counts a few: instructions, and how often the next one
-was not in the processor's first cache, which is what Python code of many parts costs beside them. From run to run the
-counts differ by a few in a thousand.
+instructions does not. Each contender trains the models of `eager_overhead.py` in a process of its own, forked once
+torch is there, within callgrind, which runs the first steps uncounted and counts a few: instructions, and how often the
+next one was not in the processor's first cache, which is what Python code of many parts costs beside them. From run to
+run the counts differ by a few in a thousand.
 
 Printed of steps are ratios to the reference's counts, instructions first and misses in brackets; of calls, in a loop,
 the instructions over those of the unpatched call in the same process. Valgrind knows no AVX-512, so that the products
@@ -23,6 +23,7 @@ import functools
 import gc
 import itertools
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -36,7 +37,7 @@ from typing import NamedTuple
 import torch
 from eager_cases import CALLS, HALVES, MODELS, OPTIMIZERS, WORK, names_of, set_up, tried
 from eager_overhead import PHASES, is_ours, table
-from peers import AUTOCAST, BY_HAND, CONTENDERS, UNPATCHED
+from peers import AUTOCAST, BY_HAND, CONTENDERS, UNPATCHED, Batch, Peer
 from torch import nn
 
 COUNTED = (AUTOCAST, "ampatch O1", BY_HAND, "ampatch O2")
@@ -94,10 +95,12 @@ class Callgrind:
 
     Args:
         directory: where its requests lie, compiled.
+        contender: who is counted.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, contender: str) -> None:
         self._requests = ctypes.CDLL(str(directory / LIBRARY))
+        self._contender = contender
 
     @contextlib.contextmanager
     def counting(self, warm_up: Callable[[], object]) -> Iterator[None]:
@@ -113,9 +116,37 @@ class Callgrind:
             self._requests.stop()
             gc.enable()
 
+    def count_steps(self, peer: Peer, case: Case, batch: Batch, warming: int, steps: int) -> None:
+        """Counts steps of training by phase, after some that are not counted."""
+        for _ in range(warming):
+            peer.step(batch)
+        with self.counting(warm_up=functools.partial(peer.step, batch)):
+            for _ in range(steps):
+                peer.step(batch, functools.partial(self.write, case))
+
     def write(self, case: Case, phase: str) -> None:
         """Writes down what was counted since this was called last, and begins anew."""
-        self._requests.dump("|".join((*case, phase)).encode())
+        self._requests.dump("|".join((self._contender, *case, phase)).encode())
+
+
+def within(directory: Path, count: Callable[[str, Sequence[Case], Callgrind], None]) -> None:
+    """What `run_within` runs: counts each contender in a process that is forked, since to import torch takes longest.
+
+    Args:
+        directory: where the requests lie, compiled.
+        count: counts the cases of a contender.
+    """
+    contenders, cases = json.load(sys.stdin)
+    for contender in contenders:
+        os.environ.update(CONTENDERS[contender].environment)
+        arguments = contender, [Case(*each) for each in cases], Callgrind(directory, contender)
+        process = multiprocessing.get_context("fork").Process(target=count, args=arguments)
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise SystemExit(f"{contender} ended with {process.exitcode}")
+        for name in CONTENDERS[contender].environment:
+            del os.environ[name]
 
 
 def count_calls(callgrind: Callgrind, contender: str, half: str) -> None:
@@ -140,11 +171,7 @@ def count_step(callgrind: Callgrind, contender: str, case: Case) -> None:
     torch.manual_seed(0)
     batch = MODELS[case.model].batch()
     with set_up(CONTENDERS[contender].make, MODELS[case.model].make(), case.half, case.optimizer) as peer:
-        for _ in range(WARMING_STEPS):
-            peer.step(batch)
-        with callgrind.counting(warm_up=functools.partial(peer.step, batch)):
-            for _ in range(STEPS):
-                peer.step(batch, functools.partial(callgrind.write, case))
+        callgrind.count_steps(peer, case, batch, WARMING_STEPS, STEPS)
 
 
 def count(contender: str, cases: Sequence[Case], callgrind: Callgrind) -> None:
@@ -181,42 +208,42 @@ def require_valgrind(parser: argparse.ArgumentParser) -> None:
 
 
 def run_within(
-    script: str, contender: str, cases: Sequence[Case], directory: Path, options: Iterable[str]
+    script: str, contenders: Sequence[str], cases: Sequence[Case], directory: Path, options: Iterable[str]
 ) -> list[Path]:
-    """Runs a script's contender within callgrind.
+    """Runs a script's contenders within callgrind.
 
     Returns:
         The files that callgrind wrote.
     """
     command = [
         *("valgrind", "--tool=callgrind", "--instr-atstart=no", *options),
-        *(f"--callgrind-out-file={directory}/counts", f"--log-file={directory}/log"),
-        *(sys.executable, script, "--within", contender, str(directory)),
+        *(f"--callgrind-out-file={directory}/counts.%p", f"--log-file={directory}/log.%p"),
+        *(sys.executable, script, "--within", str(directory)),
     ]
     # Sets are walked through in the order of hashes.
-    environment = {**os.environ, **CONTENDERS[contender].environment, "PYTHONHASHSEED": "0"}
-    done = subprocess.run(command, input=json.dumps(cases), text=True, env=environment, check=False)
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    done = subprocess.run(command, input=json.dumps([contenders, cases]), text=True, env=environment, check=False)
     if done.returncode:
-        raise SystemExit(f"{contender} ended with {done.returncode} within valgrind: {(directory / 'log').read_text()}")
+        logs = "".join(log.read_text(encoding="utf-8", errors="replace") for log in sorted(directory.glob("log.*")))
+        raise SystemExit(f"{script} ended with {done.returncode} within valgrind: {logs}")
     return list(directory.glob("counts.*"))
 
 
-def run(contender: str, cases: Sequence[Case], directory: Path) -> Counted:
-    """Has a contender's process counted."""
+def run(contenders: Sequence[str], cases: Sequence[Case], directory: Path) -> Counted:
+    """Has the contenders counted."""
     counted: Counted = {}
-    for file in run_within(__file__, contender, cases, directory, ["--cache-sim=yes"]):
+    for file in run_within(__file__, contenders, cases, directory, ["--cache-sim=yes"]):
         found = read(file)
         if found is not None:
-            case, phase, counts = found
+            contender, case, phase, counts = found
             key = contender, case, phase
             times = CALLS_EACH if case.model == CALL else STEPS
             counted[key] = counted.get(key, Counts(0, 0)).plus(Counts(*(each / times for each in counts)))
-        file.unlink()
     return counted
 
 
-def read(file: Path) -> tuple[Case, str, Counts] | None:
-    """What is in one of callgrind's files; None if it belongs to no phase."""
+def read(file: Path) -> tuple[str, Case, str, Counts] | None:
+    """What is in one of callgrind's files: whose counts, of what, in which phase; None if it belongs to no phase."""
     label, events = "", []
     with file.open(encoding="utf-8", errors="replace") as lines:
         for text in lines:
@@ -227,8 +254,8 @@ def read(file: Path) -> tuple[Case, str, Counts] | None:
                 events = value.split()
             elif key == "summary":
                 numbers = dict(zip(events, map(int, value.split()), strict=False))
-                *case, phase = label.split("|") if label else [""]
-                return (Case(*case), phase, Counts(numbers["Ir"], numbers["I1mr"])) if case else None
+                contender, *case, phase = label.split("|") if label else ["", ""]
+                return (contender, Case(*case), phase, Counts(numbers["Ir"], numbers["I1mr"])) if case else None
     return None
 
 
@@ -315,11 +342,10 @@ def main() -> int:
     parser.add_argument("--contenders", metavar="NAME,...", help=f"of {','.join(COUNTED)} (default: all)")
     parser.add_argument("--phases", action="store_true", help="print the parts of each step as well")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
-    parser.add_argument("--within", nargs=2, metavar=("CONTENDER", "DIRECTORY"), help=argparse.SUPPRESS)
+    parser.add_argument("--within", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.within:
-        contender, directory = options.within
-        count(contender, [Case(*each) for each in json.load(sys.stdin)], Callgrind(Path(directory)))
+        within(options.within, count)
         return 0
     models, halves = chosen(parser, "models", options.models, MODELS), chosen(parser, "halves", options.halves, HALVES)
     wanted = chosen(parser, "contenders", options.contenders, COUNTED)
@@ -329,13 +355,11 @@ def main() -> int:
         parser.error(f"argument --json: there is no directory {options.json.parent}")
     require_valgrind(parser)
     cases = [Case(*each) for each in itertools.product(halves, models, OPTIMIZERS)]
-    counted: Counted = {}
     with tempfile.TemporaryDirectory() as directory:
         fault = compile_requests(Path(directory))
         if fault:
             parser.error(fault)
-        for contender in contenders:
-            counted |= run(contender, cases, Path(directory))
+        counted = run(contenders, cases, Path(directory))
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, one thread, {STEPS} steps each")
     rows = []
     for half in halves:

@@ -208,10 +208,15 @@ class TestInstructions:
 
     def test_reads_what_callgrind_wrote_of_a_phase(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         file = tmp_path / "counts.1"
-        header = "desc: Trigger: Client Request: float16|MLP|fused AdamW|zero_grad\n\nevents: Ir Dr Dw I1mr\n"
+        header = "desc: Trigger: Client Request: ampatch O1|float16|MLP|SGD|zero_grad\n\nevents: Ir Dr Dw I1mr\n"
         file.write_text(f"version: 1\n{header}summary: 900 3 2 7\nfn=(1) main\n0 900 3 2 7\n", encoding="utf-8")
         instructions = imported("instructions", monkeypatch)
-        assert instructions.read(file) == (("float16", "MLP", "fused AdamW"), "zero_grad", (900, 7))
+        assert instructions.read(file) == (
+            "ampatch O1",
+            ("float16", "MLP", "SGD"),
+            "zero_grad",
+            (900, 7),
+        )
         file.write_text("desc: Trigger: Program termination\nevents: Ir\nsummary: 5\n", encoding="utf-8")
         assert instructions.read(file) is None
 
