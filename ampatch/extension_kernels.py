@@ -46,6 +46,24 @@ def copy_to_half(masters: list[Tensor], halves: list[Tensor]) -> None:
         increment_version(halves)
 
 
+def show(master_grads: list[Tensor], grads: list[Tensor]) -> None:
+    """As `ampatch.torch_kernels.show`."""
+    if grads:
+        torch.ops.ampatch.show(master_grads, grads)
+        increment_version(grads)
+
+
+def fingerprint(grads: list[Tensor], fingerprints: Tensor) -> None:
+    """As `ampatch.torch_kernels.fingerprint`; the numbers are other ones."""
+    torch.ops.ampatch.fingerprint(grads, fingerprints)
+
+
+def follow(grads: list[Tensor], master_grads: list[Tensor], before: Tensor, now: Tensor) -> None:
+    """As `ampatch.torch_kernels.follow`; what may be written counts as written."""
+    torch.ops.ampatch.follow(grads, master_grads, before, now)
+    increment_version(master_grads)
+
+
 def update_scale(
     scale: Tensor,
     unskipped: Tensor,

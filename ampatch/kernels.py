@@ -236,6 +236,40 @@ def unscale_add(
             operators.unscale_add(narrow, wide, _moved(inv_scale, device), flag, write_back)
 
 
+def show(master_grads: list[Tensor], grads: list[Tensor]) -> None:
+    """``grads = master_grads``, rounded, but that nothing becomes zero which is not zero.
+
+    Args:
+        master_grads: dense tensors of float32.
+        grads: as many of float16, bfloat16 or float32, of the same shapes and devices.
+    """
+    for operators, _, (narrow, wide) in _by_implementation(grads, master_grads):
+        operators.show(wide, narrow)
+
+
+def fingerprints(grads: list[Tensor]) -> Tensor:
+    """A number for each gradient which is another one as soon as any element of that is: float64, where they are.
+
+    Args:
+        grads: dense tensors of float16 or bfloat16, of one device; one or more, none of them empty.
+    """
+    found = torch.empty(len(grads), dtype=torch.float64, device=grads[0].device)
+    _implementation_of_all(grads).fingerprint(grads, found)
+    return found
+
+
+def follow(grads: list[Tensor], master_grads: list[Tensor], before: Tensor, now: Tensor) -> None:
+    """``master_grads = grads`` in the elements in which these are not as `show` would have them, of some gradients.
+
+    Args:
+        grads: as of `fingerprints`.
+        master_grads: as many of float32, of the same shapes and device.
+        before: of each, what `fingerprints` gave when it was shown.
+        now: what it gives now; a gradient for which the two are the same is left alone.
+    """
+    _implementation_of_all(grads).follow(grads, master_grads, before, now)
+
+
 def found_inf_norm(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor, sum_of_squares: Tensor) -> None:
     """``sum_of_squares += sum((grads * inv_scale) ** 2)``, and ``found_inf`` as in `unscale_`; reads once.
 
@@ -395,6 +429,12 @@ def _implementation(kind: type, dtype: torch.dtype, device: torch.device, is_neg
     """What has the operators for tensors of a class, and so on."""
     is_ordinary = kind in _TYPES and dtype in _DTYPES and not is_negated
     return _operators_on(device) if is_ordinary else torch_kernels
+
+
+def _implementation_of_all(tensors: list[Tensor]) -> ModuleType:
+    """What has the operators for tensors that are handed over in one list, being of one device."""
+    device = _ordinary_device(tensors)
+    return torch_kernels if device is None else _operators_on(device)
 
 
 def _operators_on(device: torch.device) -> ModuleType:

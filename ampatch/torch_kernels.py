@@ -6,12 +6,24 @@ device, of float16, bfloat16, float32 or float64, and of any strides. Must not c
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+
+# The least number above zero that a type has.
+_LEAST = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
+
+# The least number of elements that are worked on at once where that takes temporary tensors.
+_PIECE = 2**12
+
+# As in csrc/operations.h, as an int32.
+_WEIGHT = 0x9E3779B1 - 2**32
 
 
 def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -24,24 +36,78 @@ def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
 def unscale_copy(
     grads: list[Tensor], master_grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, write_back: bool
 ) -> None:
-    """``master_grads = grads * inv_scale`` in float32; with ``write_back`` then ``grads = master_grads``, rounded."""
+    """``master_grads = grads * inv_scale`` in float32; with ``write_back`` then `show`."""
     for narrow, wide in _by_dtype(grads, master_grads):
         torch._foreach_copy_(wide, narrow)
         torch._amp_foreach_non_finite_check_and_unscale_(wide, found_inf, inv_scale)
         if write_back:
-            torch._foreach_copy_(narrow, wide)
+            show(wide, narrow)
 
 
 def unscale_add(
     grads: list[Tensor], master_grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, write_back: bool
 ) -> None:
-    """``master_grads += grads * inv_scale`` in float32; with ``write_back`` then ``grads = master_grads``, rounded."""
+    """``master_grads += grads * inv_scale`` in float32; with ``write_back`` then `show`."""
     for narrow, wide in _by_dtype(grads, master_grads):
-        unscaled = [torch.empty_like(grad, dtype=torch.float32) for grad in narrow]
-        unscale_copy(narrow, unscaled, inv_scale, found_inf, False)
-        torch._foreach_add_(wide, unscaled)
+        for batch in _batches(narrow, wide):
+            unscaled = [torch.empty_like(piece, dtype=torch.float32) for piece in batch.columns[0]]
+            unscale_copy(batch.columns[0], unscaled, inv_scale, found_inf, False)
+            torch._foreach_add_(batch.columns[1], unscaled)
         if write_back:
+            show(wide, narrow)
+
+
+def show(master_grads: list[Tensor], grads: list[Tensor]) -> None:
+    """``grads = master_grads``, rounded, but that nothing becomes zero which is not zero."""
+    for narrow, wide in _by_dtype(grads, master_grads):
+        if narrow[0].dtype not in _LEAST:
             torch._foreach_copy_(narrow, wide)
+            continue
+        for batch in _batches(narrow, wide):
+            flat = _flat(batch.columns[1])
+            torch._foreach_copy_(batch.columns[0], _shaped_as(batch.columns[0], _shown(flat, narrow[0].dtype)))
+
+
+def fingerprint(grads: list[Tensor], fingerprints: Tensor) -> None:
+    """Sets a number for each gradient which is another one as soon as any element of that is.
+
+    Args:
+        grads: of float16 or bfloat16; none is empty.
+        fingerprints: float64, as many as there are gradients.
+    """
+    sums: list[list[Tensor]] = [[] for _ in grads]
+    for batch in _batches(grads):
+        words = torch.cat([piece.resolve_neg().reshape(-1).view(torch.int16) for piece in batch.columns[0]])
+        lengths = [piece.numel() for piece in batch.columns[0]]
+        table = _weights(1 << max(lengths).bit_length(), words.device)
+        totals = torch.cat([table[:length] for length in lengths]).mul_(words).cumsum_(0)
+        start: Tensor | int = 0
+        for index, end in zip(batch.indices, itertools.accumulate(lengths), strict=True):
+            # Each piece of a tensor counts differently.
+            sums[index].append((totals[end - 1] - start) * (2 * len(sums[index]) + 1))
+            start = totals[end - 1]
+    if sums:
+        fingerprints.copy_(torch.stack([torch.stack(pieces).sum(dtype=torch.int32) for pieces in sums]))
+
+
+def follow(grads: list[Tensor], master_grads: list[Tensor], before: Tensor, now: Tensor) -> None:
+    """``master_grads = grads`` in the elements in which these are not as `show` would have them, of some gradients.
+
+    Args:
+        grads: of float16 or bfloat16; none is empty.
+        master_grads: as many of float32, of the same shapes.
+        before: what `fingerprint` once found, or other numbers: float64, as many as there are gradients.
+        now: what it finds at present. The gradients for which the two are the same are left alone.
+    """
+    changes = list((before != now).unbind())
+    for narrow, wide, changed in _by_dtype(grads, master_grads, changes):
+        for batch in _batches(narrow, wide):
+            shown, full = map(_flat, batch.columns)
+            is_other = shown != _shown(full, shown.dtype).to(shown.dtype)
+            pieces = zip(batch.indices, batch.columns[0], strict=True)
+            is_other &= torch.cat([changed[index].expand(piece.numel()) for index, piece in pieces])
+            values = torch.where(is_other, shown, full)  # in float32, which holds both
+            torch._foreach_copy_(batch.columns[1], _shaped_as(batch.columns[1], values))
 
 
 def found_inf_norm(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, sum_of_squares: Tensor) -> None:
@@ -82,6 +148,65 @@ def update_scale(
     hysteresis_left.masked_fill_(grows, hysteresis)
     changed = torch.where(backs_off, scale / factor, torch.where(grows, scale * factor, scale))
     scale.copy_(changed.clamp_(floor, ceiling))
+
+
+class _Batch(NamedTuple):
+    """Pieces of some tensors that are worked on together.
+
+    Attributes:
+        indices: of the tensors in their list.
+        columns: the pieces, of each list.
+    """
+
+    indices: list[int]
+    columns: Sequence[list[Tensor]]
+
+
+def _batches(*lists: list[Tensor]) -> Iterator[_Batch]:
+    """Pieces that share memory with the tensors of lists, in batches that are small beside all of them.
+
+    So are temporary tensors of a batch. How a tensor is cut does not depend on what else is in its list.
+    """
+    room = max(_PIECE, sum(tensor.numel() for tensor in lists[0]) // 128)
+    batch, elements = _Batch([], [[] for _ in lists]), 0
+    for index, tensors in enumerate(zip(*lists, strict=True)):
+        length = max(_PIECE, -(-tensors[0].numel() // 64))
+        is_cut = length < tensors[0].numel() and all(tensor.is_contiguous() for tensor in tensors)
+        rows = zip(*(tensor.view(-1).split(length) for tensor in tensors), strict=True) if is_cut else [tensors]
+        for row in rows:
+            if batch.indices and elements + row[0].numel() > room:
+                yield batch
+                batch, elements = _Batch([], [[] for _ in lists]), 0
+            batch.indices.append(index)
+            for column, piece in zip(batch.columns, row, strict=True):
+                column.append(piece)
+            elements += row[0].numel()
+    if batch.indices:
+        yield batch
+
+
+def _flat(pieces: list[Tensor]) -> Tensor:
+    return torch.cat([piece.reshape(-1) for piece in pieces])
+
+
+def _shaped_as(tensors: list[Tensor], flat: Tensor) -> list[Tensor]:
+    """Pieces of a flat tensor, with the shapes of tensors that have as many elements in all."""
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+
+def _shown(full: Tensor, dtype: torch.dtype) -> Tensor:
+    """What rounds to what is shown of gradients in a half type."""
+    size = full.abs()
+    vanishes = (size < _LEAST[dtype]).logical_and_(size != 0)
+    return torch.where(vanishes, size.fill_(_LEAST[dtype]).copysign_(full), full)
+
+
+@functools.cache
+def _weights(length: int, device: torch.device) -> Tensor:
+    """What the bits of each element count for in a fingerprint: int32."""
+    weights = torch.arange(length, dtype=torch.int32, device=device).mul_(_WEIGHT)
+    return weights.bitwise_xor_(weights >> 15).bitwise_or_(1)
 
 
 def _by_dtype(*lists: list[Tensor]) -> Iterator[Sequence[list[Tensor]]]:

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstring>
 #include <numeric>
+#include <type_traits>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
@@ -49,7 +50,7 @@ bool visit_chunk(Narrow* narrow, float* wide, int64_t count, const Operation ope
       }
       finite &= operation(narrows, wides, sums);
       if (operation.writes_narrow()) {
-        store(narrows, narrow + index);
+        store(Operation::kShows ? shown(narrows, kLeast<Narrow>) : narrows, narrow + index);
       }
       if (Operation::kWritesWide) {
         store(wides, wide + index);
@@ -67,7 +68,7 @@ bool visit_chunk(Narrow* narrow, float* wide, int64_t count, const Operation ope
     all &= operation(one, other, square);
     sum += square;
     if (operation.writes_narrow()) {
-      narrow[index] = static_cast<Narrow>(one);
+      narrow[index] = static_cast<Narrow>(Operation::kShows ? shown<Narrow>(one) : one);
     }
     if (Operation::kWritesWide) {
       wide[index] = other;
@@ -81,43 +82,71 @@ struct Outcome {
   double sum;
 };
 
+// The chunks of some tensors.
+class Chunks {
+ public:
+  explicit Chunks(const std::vector<Piece>& pieces) : pieces_(pieces) {
+    first_.reserve(pieces.size());
+    for (const Piece& piece : pieces) {
+      first_.push_back(count_);
+      count_ += piece.chunks();
+      elements_ += piece.count;
+    }
+  }
+
+  int64_t count() const {
+    return count_;
+  }
+
+  // That of a piece.
+  int64_t first(size_t piece) const {
+    return first_[piece];
+  }
+
+  // Calls `visit(chunk, piece, narrow, wide, start, count)` for each, shared out among threads; `narrow` and `wide` lie
+  // at the chunk's start in the piece.
+  template <class Visit>
+  void visit(const Visit& visit) const {
+    if (count_ == 0) {
+      return;
+    }
+    const int64_t grain = std::max<int64_t>(1, kGrain * count_ / elements_);
+    torch::stable::parallel_for(0, count_, grain, [&](int64_t begin, int64_t end) {
+      size_t index = std::upper_bound(first_.begin(), first_.end(), begin) - first_.begin() - 1;
+      for (int64_t chunk = begin; chunk < end; ++chunk) {
+        if (index + 1 < pieces_.size() && first_[index + 1] == chunk) {
+          ++index;
+        }
+        const Piece& piece = pieces_[index];
+        const int64_t start = (chunk - first_[index]) * kChunk;
+        const int64_t count = std::min(kChunk, piece.count - start);
+        with_type(piece.type, [&](auto* type) {
+          auto* narrow = static_cast<decltype(type)>(piece.narrow) + start;
+          visit(chunk, index, narrow, piece.wide == nullptr ? nullptr : piece.wide + start, start, count);
+        });
+      }
+    });
+  }
+
+ private:
+  const std::vector<Piece>& pieces_;
+  std::vector<int64_t> first_;
+  int64_t count_ = 0, elements_ = 0;
+};
+
 // Applies an operation to every element.
 template <class Operation>
 Outcome visit(const std::vector<Piece>& pieces, const Operation& operation) {
-  std::vector<int64_t> first_chunks;
-  first_chunks.reserve(pieces.size());
-  int64_t chunks = 0, elements = 0;
-  for (const Piece& piece : pieces) {
-    first_chunks.push_back(chunks);
-    chunks += piece.chunks();
-    elements += piece.count;
-  }
-  if (chunks == 0) {
-    return {true, 0};
-  }
+  const Chunks chunks(pieces);
   std::atomic<bool> finite{true};
-  std::vector<double> sums(Operation::kSums ? chunks : 0);
-  const int64_t grain = std::max<int64_t>(1, kGrain * chunks / elements);
-  torch::stable::parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) {
-    size_t index = std::upper_bound(first_chunks.begin(), first_chunks.end(), begin) - first_chunks.begin() - 1;
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-      if (index + 1 < pieces.size() && first_chunks[index + 1] == chunk) {
-        ++index;
-      }
-      const Piece& piece = pieces[index];
-      const int64_t start = (chunk - first_chunks[index]) * kChunk;
-      const int64_t count = std::min(kChunk, piece.count - start);
-      with_type(piece.type, [&](auto* type) {
-        auto* narrow = static_cast<decltype(type)>(piece.narrow) + start;
-        float* wide = Operation::kHasWide ? piece.wide + start : nullptr;
-        double sum;
-        if (!visit_chunk(narrow, wide, count, operation, sum)) {
-          finite = false;
-        }
-        if (Operation::kSums) {
-          sums[chunk] = sum;
-        }
-      });
+  std::vector<double> sums(Operation::kSums ? chunks.count() : 0);
+  chunks.visit([&](int64_t chunk, size_t, auto* narrow, float* wide, int64_t, int64_t count) {
+    double sum;
+    if (!visit_chunk(narrow, wide, count, operation, sum)) {
+      finite = false;
+    }
+    if (Operation::kSums) {
+      sums[chunk] = sum;
     }
   });
   return {finite, std::accumulate(sums.begin(), sums.end(), 0.0)};
@@ -173,13 +202,61 @@ void found_inf_norm(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_in
   *total += outcome.sum;
 }
 
-void copy_to_half(std::vector<Tensor> masters, std::vector<Tensor> halves) {
+template <class Operation>
+void copy(const char* name, const std::vector<Tensor>& masters, const std::vector<Tensor>& halves) {
   if (masters.empty() && halves.empty()) {
     return;
   }
   const Tensor& beside = masters.empty() ? halves.front() : masters.front();
-  Lists lists("ampatch::copy_to_half", beside, halves, true, masters, false);
-  visit(lists.pieces(), CopyToHalf{});
+  Lists lists(name, beside, halves, true, masters, false);
+  visit(lists.pieces(), Operation{});
+  lists.finish();
+}
+
+void copy_to_half(std::vector<Tensor> masters, std::vector<Tensor> halves) {
+  copy<CopyToHalf<false>>("ampatch::copy_to_half", masters, halves);
+}
+
+void show(std::vector<Tensor> master_grads, std::vector<Tensor> grads) {
+  copy<CopyToHalf<true>>("ampatch::show", master_grads, grads);
+}
+
+template <class Narrow>
+uint32_t fingerprint_of(const Narrow* elements, int64_t first, int64_t count) {
+  using Bits = std::conditional_t<sizeof(Narrow) == 2, uint16_t, uint32_t>;
+  const Bits* bits = reinterpret_cast<const Bits*>(elements);
+  uint32_t sum = 0;
+  for (int64_t index = 0; index < count; ++index) {
+    sum += weighted(bits[index], static_cast<uint32_t>(first + index));
+  }
+  return sum;
+}
+
+void fingerprint(std::vector<Tensor> grads, Tensor fingerprints) {
+  const char* name = "ampatch::fingerprint";
+  Lists lists(name, fingerprints, grads, false);
+  const Chunks chunks(lists.pieces());
+  double* found = one_for_each(name, "fingerprints", fingerprints, fingerprints, lists.pieces());
+  std::vector<uint32_t> sums(chunks.count());
+  chunks.visit([&](int64_t chunk, size_t, auto* narrow, float*, int64_t start, int64_t count) {
+    sums[chunk] = fingerprint_of(narrow, start, count);
+  });
+  for (size_t index = 0; index < lists.pieces().size(); ++index) {
+    const auto first = sums.begin() + chunks.first(index);
+    found[index] = std::accumulate(first, first + lists.pieces()[index].chunks(), uint32_t{0});
+  }
+}
+
+void follow(std::vector<Tensor> grads, std::vector<Tensor> master_grads, Tensor before, Tensor now) {
+  const char* name = "ampatch::follow";
+  Lists lists(name, before, grads, false, master_grads, true);
+  const double* then = one_for_each(name, "before", before, before, lists.pieces());
+  const double* found = one_for_each(name, "now", now, before, lists.pieces());
+  Chunks(lists.pieces()).visit([&](int64_t, size_t piece, auto* narrow, float* wide, int64_t, int64_t count) {
+    for (int64_t index = 0; then[piece] != found[piece] && index < count; ++index) {
+      follow_element(narrow[index], wide[index]);
+    }
+  });
   lists.finish();
 }
 
@@ -210,5 +287,8 @@ STABLE_TORCH_LIBRARY_IMPL(ampatch, CPU, m) {
   m.impl("unscale_add", TORCH_BOX(&ampatch::unscale_add));
   m.impl("found_inf_norm", TORCH_BOX(&ampatch::found_inf_norm));
   m.impl("copy_to_half", TORCH_BOX(&ampatch::copy_to_half));
+  m.impl("show", TORCH_BOX(&ampatch::show));
+  m.impl("fingerprint", TORCH_BOX(&ampatch::fingerprint));
+  m.impl("follow", TORCH_BOX(&ampatch::follow));
   m.impl("update_scale", TORCH_BOX(&ampatch::update_scale));
 }

@@ -90,7 +90,7 @@ struct Slice {
       float& other = wide[index / kWideLength].elements[index % kWideLength];
       finite &= operation(one, other, sums.of[(sum + index) % kRunningSums]);
       if (operation.writes_narrow()) {
-        narrow.elements[index] = static_cast<Narrow>(one);
+        narrow.elements[index] = static_cast<Narrow>(Operation::kShows ? shown<Narrow>(one) : one);
       }
     }
     return finite;
@@ -173,9 +173,14 @@ __device__ double block_sum(double value) {
   return value;
 }
 
-// The chunk that this block is there for.
-template <class Operation>
-__device__ void visit(const Batch& batch, const Operation& operation, float* found_inf, double* chunk_sums) {
+// Where the chunk that this block is there for lies.
+struct Place {
+  int tensor;     // of the batch
+  int64_t start;  // in the tensor
+  int count;      // of elements
+};
+
+__device__ Place place_of_block(const Batch& batch) {
   const int32_t chunk = blockIdx.x;
   int low = 0, high = batch.tensors;  // the last tensor that begins at this chunk or before
   while (high - low > 1) {
@@ -183,12 +188,19 @@ __device__ void visit(const Batch& batch, const Operation& operation, float* fou
     (batch.first_chunk[middle] <= chunk ? low : high) = middle;
   }
   const int64_t start = (chunk - batch.first_chunk[low]) * kChunk;
-  const int count = static_cast<int>(min(kChunk, batch.count[low] - start));
+  return {low, start, static_cast<int>(min(kChunk, batch.count[low] - start))};
+}
+
+// The chunk that this block is there for.
+template <class Operation>
+__device__ void visit(const Batch& batch, const Operation& operation, float* found_inf, double* chunk_sums) {
+  const Place place = place_of_block(batch);
   Sums sums;
   bool finite = true;
-  with_type(static_cast<ScalarType>(batch.type[low]), [&](auto* type) {
-    auto* narrow = static_cast<decltype(type)>(batch.narrow[low]) + start;
-    finite = visit_chunk(narrow, Operation::kHasWide ? batch.wide[low] + start : nullptr, count, operation, sums);
+  with_type(static_cast<ScalarType>(batch.type[place.tensor]), [&](auto* type) {
+    auto* narrow = static_cast<decltype(type)>(batch.narrow[place.tensor]) + place.start;
+    float* wide = Operation::kHasWide ? batch.wide[place.tensor] + place.start : nullptr;
+    finite = visit_chunk(narrow, wide, place.count, operation, sums);
   });
   if (__syncthreads_or(!finite) && threadIdx.x == 0) {
     *found_inf = 1;
@@ -201,7 +213,7 @@ __device__ void visit(const Batch& batch, const Operation& operation, float* fou
     }
     sum = block_sum<kThreads>(sum);
     if (threadIdx.x == 0) {
-      chunk_sums[chunk] = sum;
+      chunk_sums[blockIdx.x] = sum;
     }
   }
 }
@@ -243,8 +255,58 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
+template <bool kOfGradients>
 __global__ void __launch_bounds__(kThreads) copy_to_half_kernel(const __grid_constant__ Batch batch) {
-  visit(batch, CopyToHalf{}, nullptr, nullptr);
+  visit(batch, CopyToHalf<kOfGradients>{}, nullptr, nullptr);
+}
+
+// What the threads of a block have is below 2**40 in all: float64 holds it exactly.
+__global__ void __launch_bounds__(kThreads)
+    fingerprint_kernel(const __grid_constant__ Batch batch, double* chunk_sums) {
+  const Place place = place_of_block(batch);
+  uint32_t sum = 0;
+  with_type(static_cast<ScalarType>(batch.type[place.tensor]), [&](auto* type) {
+    using Bits = std::conditional_t<sizeof(*type) == 2, uint16_t, uint32_t>;
+    const Bits* bits = static_cast<const Bits*>(batch.narrow[place.tensor]) + place.start;
+    for (int index = threadIdx.x; index < place.count; index += kThreads) {
+      sum += weighted(bits[index], static_cast<uint32_t>(place.start + index));
+    }
+  });
+  const double total = block_sum<kThreads>(sum);
+  if (threadIdx.x == 0) {
+    chunk_sums[blockIdx.x] = total;
+  }
+}
+
+// A block for each tensor.
+__global__ void __launch_bounds__(kThreads)
+    fingerprint_sum_kernel(const __grid_constant__ Batch batch, const double* chunk_sums, double* fingerprints) {
+  const int tensor = blockIdx.x;
+  const int end = tensor + 1 < batch.tensors ? batch.first_chunk[tensor + 1] : batch.chunks;
+  uint32_t sum = 0;
+  for (int chunk = batch.first_chunk[tensor] + threadIdx.x; chunk < end; chunk += kThreads) {
+    sum += static_cast<uint32_t>(static_cast<int64_t>(chunk_sums[chunk]));
+  }
+  const double total = block_sum<kThreads>(sum);
+  if (threadIdx.x == 0) {
+    fingerprints[tensor] = static_cast<double>(static_cast<uint32_t>(static_cast<int64_t>(total)));
+  }
+}
+
+// Most blocks leave at once: theirs is a tensor that nobody has written to.
+__global__ void __launch_bounds__(kThreads)
+    follow_kernel(const __grid_constant__ Batch batch, const double* before, const double* now) {
+  const Place place = place_of_block(batch);
+  if (before[place.tensor] == now[place.tensor]) {
+    return;
+  }
+  with_type(static_cast<ScalarType>(batch.type[place.tensor]), [&](auto* type) {
+    const auto* narrow = static_cast<decltype(type)>(batch.narrow[place.tensor]) + place.start;
+    float* wide = batch.wide[place.tensor] + place.start;
+    for (int index = threadIdx.x; index < place.count; index += kThreads) {
+      follow_element(narrow[index], wide[index]);
+    }
+  });
 }
 
 __global__ void update_scale_kernel(
@@ -344,16 +406,58 @@ void found_inf_norm(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_in
   check(cudaGetLastError(), "a kernel could not be launched");
 }
 
-void copy_to_half(std::vector<Tensor> masters, std::vector<Tensor> halves) {
-  const char* name = "ampatch::copy_to_half";
+template <class Kernel>
+void copy(const char* name, Kernel kernel, const std::vector<Tensor>& masters, const std::vector<Tensor>& halves) {
   if (masters.empty() && halves.empty()) {
     return;
   }
   const Tensor& beside = masters.empty() ? halves.front() : masters.front();
   const OnDevice device(name, beside);
   Lists lists(name, beside, halves, true, masters, false);
+  in_batches(lists.pieces(),
+             [&](const Batch& batch, int64_t) { kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(batch); });
+  lists.finish();
+}
+
+void copy_to_half(std::vector<Tensor> masters, std::vector<Tensor> halves) {
+  copy("ampatch::copy_to_half", copy_to_half_kernel<false>, masters, halves);
+}
+
+void show(std::vector<Tensor> master_grads, std::vector<Tensor> grads) {
+  copy("ampatch::show", copy_to_half_kernel<true>, master_grads, grads);
+}
+
+void fingerprint(std::vector<Tensor> grads, Tensor fingerprints) {
+  const char* name = "ampatch::fingerprint";
+  const OnDevice device(name, fingerprints);
+  Lists lists(name, fingerprints, grads, false);
+  double* found = one_for_each(name, "fingerprints", fingerprints, fingerprints, lists.pieces());
+  int64_t chunks = 0;
+  for (const Piece& piece : lists.pieces()) {
+    chunks += piece.chunks();
+  }
+  if (chunks == 0) {
+    return;
+  }
+  const Tensor sums = torch::stable::new_empty(fingerprints, {chunks});
+  double* chunk_sums = static_cast<double*>(sums.data_ptr());
+  in_batches(lists.pieces(), [&](const Batch& batch, int64_t first_chunk) {
+    fingerprint_kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(batch, chunk_sums + first_chunk);
+    fingerprint_sum_kernel<<<batch.tensors, kThreads, 0, device.stream()>>>(batch, chunk_sums + first_chunk, found);
+    found += batch.tensors;
+  });
+}
+
+void follow(std::vector<Tensor> grads, std::vector<Tensor> master_grads, Tensor before, Tensor now) {
+  const char* name = "ampatch::follow";
+  const OnDevice device(name, before);
+  Lists lists(name, before, grads, false, master_grads, true);
+  const double* then = one_for_each(name, "before", before, before, lists.pieces());
+  const double* found = one_for_each(name, "now", now, before, lists.pieces());
   in_batches(lists.pieces(), [&](const Batch& batch, int64_t) {
-    copy_to_half_kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(batch);
+    follow_kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(batch, then, found);
+    then += batch.tensors;
+    found += batch.tensors;
   });
   lists.finish();
 }
@@ -387,5 +491,8 @@ STABLE_TORCH_LIBRARY_IMPL(ampatch, CUDA, m) {
   m.impl("unscale_add", TORCH_BOX(&ampatch::unscale_add));
   m.impl("found_inf_norm", TORCH_BOX(&ampatch::found_inf_norm));
   m.impl("copy_to_half", TORCH_BOX(&ampatch::copy_to_half));
+  m.impl("show", TORCH_BOX(&ampatch::show));
+  m.impl("fingerprint", TORCH_BOX(&ampatch::fingerprint));
+  m.impl("follow", TORCH_BOX(&ampatch::follow));
   m.impl("update_scale", TORCH_BOX(&ampatch::update_scale));
 }

@@ -186,4 +186,16 @@ inline Value* scalar(const char* name, const char* argument, const Tensor& tenso
   return static_cast<Value*>(tensor.data_ptr());
 }
 
+// As many numbers as there are tensors, none of which is empty; checked.
+inline double* one_for_each(
+    const char* name, const char* argument, const Tensor& tensor, const Tensor& beside, const std::vector<Piece>& of) {
+  STD_TORCH_CHECK(tensor.numel() == static_cast<int64_t>(of.size()) && tensor.scalar_type() == ScalarType::Double &&
+                      tensor.is_contiguous() && tensor.device() == beside.device(),
+                  name,
+                  ": expected ",
+                  argument,
+                  " to be float64 and as many as there are tensors, none of them empty, on the device of the others");
+  return static_cast<double*>(tensor.data_ptr());
+}
+
 }  // namespace ampatch

@@ -12,6 +12,8 @@
 #include <cstdint>
 
 #include <torch/headeronly/macros/Macros.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
 
 namespace ampatch {
 
@@ -21,9 +23,41 @@ C10_HOST_DEVICE inline auto is_finite(const Value& value) {
   return value * 0.0f == 0.0f;
 }
 
+// The least number above zero that a narrow type has, and 0 of float32.
+template <class Narrow>
+constexpr float kLeast = 0;
+template <>
+constexpr float kLeast<c10::Half> = 0x1p-24f;
+template <>
+constexpr float kLeast<c10::BFloat16> = 0x1p-133f;
+
+// A master's gradient as its half parameter shows it, but for the rounding: what is not zero does not become zero, so
+// that a gradient which somebody has zeroed is told from one that underflowed.
+template <class Narrow>
+C10_HOST_DEVICE inline float shown(float value) {
+  return value != 0 && fabsf(value) < kLeast<Narrow> ? copysignf(kLeast<Narrow>, value) : value;
+}
+
+// The user's value is the master's where it is another than the one that is shown; NaN is always another.
+template <class Narrow>
+C10_HOST_DEVICE inline void follow_element(Narrow grad, float& master_grad) {
+  const float value = static_cast<float>(grad);
+  if (static_cast<float>(static_cast<Narrow>(shown<Narrow>(master_grad))) != value) {
+    master_grad = value;
+  }
+}
+
+// What an element counts for in the fingerprint of its tensor: a change of any one element changes the sum.
+C10_HOST_DEVICE inline uint32_t weighted(uint32_t bits, uint32_t index) {
+  uint32_t weight = index * 0x9e3779b1u;
+  weight ^= weight >> 15;
+  return bits * (weight | 1);
+}
+
 // grads *= inv_scale
 struct Unscale {
   static constexpr bool kReadsNarrow = true, kHasWide = false, kReadsWide = false, kWritesWide = false, kSums = false;
+  static constexpr bool kShows = false;
   float inv_scale;
 
   C10_HOST_DEVICE bool writes_narrow() const {
@@ -38,10 +72,11 @@ struct Unscale {
   }
 };
 
-// master_grads = grads * inv_scale, or += where it adds; with write_back, grads are then the master gradients, rounded.
+// master_grads = grads * inv_scale, or += where it adds; with write_back, grads then show the master gradients.
 template <bool kAdds>
 struct UnscaleInto {
   static constexpr bool kReadsNarrow = true, kHasWide = true, kReadsWide = kAdds, kWritesWide = true, kSums = false;
+  static constexpr bool kShows = true;
   float inv_scale;
   bool write_back;
 
@@ -68,6 +103,7 @@ using UnscaleAdd = UnscaleInto<true>;
 // Reads only: sum += (grads * inv_scale) ** 2
 struct FoundInfNorm {
   static constexpr bool kReadsNarrow = true, kHasWide = false, kReadsWide = false, kWritesWide = false, kSums = true;
+  static constexpr bool kShows = false;
   float inv_scale;
 
   C10_HOST_DEVICE bool writes_narrow() const {
@@ -82,9 +118,11 @@ struct FoundInfNorm {
   }
 };
 
-// halves = masters, rounded
+// halves = masters, rounded; of gradients, as they are shown
+template <bool kOfGradients>
 struct CopyToHalf {
   static constexpr bool kReadsNarrow = false, kHasWide = true, kReadsWide = true, kWritesWide = false, kSums = false;
+  static constexpr bool kShows = kOfGradients;
 
   C10_HOST_DEVICE bool writes_narrow() const {
     return true;

@@ -16,6 +16,9 @@ STABLE_TORCH_LIBRARY(ampatch, m) {
       "bool write_back) -> ()");
   m.def("found_inf_norm(Tensor[] grads, Tensor inv_scale, Tensor(a!) found_inf, Tensor(b!) sum_of_squares) -> ()");
   m.def("copy_to_half(Tensor[] masters, Tensor(a!)[] halves) -> ()");
+  m.def("show(Tensor[] master_grads, Tensor(a!)[] grads) -> ()");
+  m.def("fingerprint(Tensor[] grads, Tensor(a!) fingerprints) -> ()");
+  m.def("follow(Tensor[] grads, Tensor(a!)[] master_grads, Tensor before, Tensor now) -> ()");
   m.def(
       "update_scale(Tensor(a!) scale, Tensor(b!) unskipped, Tensor(c!) hysteresis_left, Tensor found_inf, "
       "float factor, int window, int hysteresis, float floor, float ceiling) -> ()");

@@ -55,6 +55,16 @@ inline void store(const Floats& from, c10::BFloat16* to) {
   std::memcpy(to, &rounded, sizeof(rounded));
 }
 
+// `shown` of operations.h for a vector.
+inline Floats shown(const Floats& values, float least) {
+  const Words bits = (Words)values;
+  const Floats size = (Floats)(bits & 0x7fffffffu);
+  const Words vanishes = (Words)(size < least) & (Words)(size != 0.0f);
+  uint32_t smallest;
+  std::memcpy(&smallest, &least, sizeof(smallest));
+  return (Floats)((vanishes & ((bits & 0x80000000u) | smallest)) | (~vanishes & bits));
+}
+
 #if defined(__F16C__)  // and so AVX: eight lanes
 inline void load(const c10::Half* from, Floats& to) {
   to = (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));

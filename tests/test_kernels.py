@@ -320,7 +320,7 @@ class TestUnscaleInto:
         grads, master_grads = [torch.tensor([subnormal, 3 * subnormal], dtype=half_dtype)], [torch.zeros(2)]
         self.unscale(adds, grads, master_grads, scalar(0.5), scalar(0.0), write_back)
         assert master_grads[0].tolist() == [subnormal / 2, 3 * subnormal / 2]
-        assert grads[0].tolist() == ([0, 2 * subnormal] if write_back else [subnormal, 3 * subnormal])
+        assert grads[0].tolist() == ([subnormal, 2 * subnormal] if write_back else [subnormal, 3 * subnormal])
 
     @pytest.mark.gpu
     def test_tensors_of_several_devices_in_one_call(self, half_dtype, write_back, adds):

@@ -351,7 +351,7 @@ class TestUnscaleInto:
         for each in wide:
             each.assert_only_it_was_written()
         if write_back:
-            assert_all_same(grads, [full.to(grad.dtype) for full, grad in zip(expected, grads, strict=True)])
+            assert_all_same(grads, [shown(full, grad.dtype) for full, grad in zip(expected, grads, strict=True)])
         theirs = scalar(flag, device)
         getattr(torch_kernels, operator)(*map(tensors, others), inv_scale, theirs, write_back)
         for ours, other in zip((narrow, wide), others, strict=True):
@@ -491,6 +491,89 @@ class threads:  # noqa: N801 - it is used as a function
 
     def __exit__(self, *_exception: object) -> None:
         torch.set_num_threads(self._before)
+
+
+def shown(full: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a half parameter shows of a master's gradient: nothing becomes zero that is not zero."""
+    rounded = full.to(dtype)
+    if dtype is torch.float32:
+        return rounded
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    return torch.where((rounded == 0) & (full != 0), torch.full_like(full, least).copysign(full).to(dtype), rounded)
+
+
+class TestShow:
+    @on_each_device
+    @draws
+    @given(list_=drawn().filter(bool), masters=st.sampled_from(CONTENTS), seed=SEEDS)
+    @example(list_=ENDS, masters="subnormal", seed=1)
+    def test_rounds_but_keeps_what_is_not_zero_from_becoming_zero(self, device, list_, masters, seed):
+        narrow, wide = lay_out(list_, seed, device, wide_from=masters)
+        wide[0].tensor.mul_(2.0**-30)
+        grads = tensors(narrow)
+        theirs = [torch.empty_like(grad) for grad in grads]
+
+        extension_kernels.show(tensors(wide), grads)
+
+        assert_all_same(grads, [shown(each.tensor, grad.dtype) for each, grad in zip(wide, grads, strict=True)])
+        torch_kernels.show(tensors(wide), theirs)
+        assert_all_same(grads, theirs)
+
+
+class TestFollow:
+    """Elements that a half gradient does not show as it would show the master's are taken over; others keep bits."""
+
+    @on_each_device
+    @draws
+    @given(list_=drawn().filter(bool), masters=st.sampled_from(CONTENTS), seed=SEEDS)
+    @example(list_=ENDS, masters="ordinary", seed=1)
+    def test_what_was_written_is_taken_and_nothing_else(self, device, list_, masters, seed):
+        list_ = [each for each in list_ if math.prod(each.shape) and each.dtype is not torch.float32]
+        if not list_:
+            return
+        narrow, wide = lay_out(list_, seed, device, wide_from=masters)
+        grads, fulls = tensors(narrow), tensors(wide)
+        for operators in (extension_kernels, torch_kernels):
+            operators.show(fulls, grads)
+            before = torch.empty(len(grads), dtype=torch.float64, device=device)
+            operators.fingerprint(grads, before)
+            torch.manual_seed(seed)
+            for index, grad in enumerate(grads):
+                if index % 2 == 0:
+                    place = tuple(int(torch.randint(size, ())) for size in grad.shape)
+                    grad.data[place] = 3.0 if grad[place] != 3 else 0.0
+            now = torch.empty_like(before)
+            operators.fingerprint(grads, now)
+            assert [bool(changed) for changed in before != now] == [index % 2 == 0 for index in range(len(grads))]
+            expected = [
+                torch.where(shown(full, grad.dtype) == grad, full, grad.float()) if index % 2 == 0 else full.clone()
+                for index, (grad, full) in enumerate(zip(grads, fulls, strict=True))
+            ]
+            operators.follow(grads, fulls, before, now)
+            assert_all_same(fulls, expected)
+
+    @on_each_device
+    @pytest.mark.parametrize("operators", [extension_kernels, torch_kernels], ids=["extension", "torch"])
+    def test_fingerprints_tell_every_change(self, device, operators):
+        size = 2 * CHUNK + 7
+        original = torch.randn(size, device=device).half()
+
+        def fingerprint(grad: Tensor) -> float:
+            found = torch.empty(1, dtype=torch.float64, device=device)
+            operators.fingerprint([grad], found)
+            return found.item()
+
+        wanted = fingerprint(original)
+        assert fingerprint(original.clone()) == wanted
+        changes = [original * 0, -original, original.flip(0), original.roll(1), original * 0.5, original.clamp(-1, 1)]
+        for place in (0, 1, CHUNK - 1, CHUNK, size - 1):
+            changes.append(original.clone())
+            changes[-1][place] += 1
+        swapped = original.clone()
+        swapped[[0, CHUNK]] = original[[CHUNK, 0]]
+        assert wanted not in {fingerprint(each) for each in (*changes, swapped)}
+        constant = torch.ones(size, device=device).half()
+        assert fingerprint(constant) != fingerprint(constant * 0)
 
 
 class TestCopyToHalf:
