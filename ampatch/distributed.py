@@ -88,16 +88,37 @@ class Processes:
     def note_forward(self, wrapper: DistributedDataParallel) -> None:
         """A wrapper runs forward: now it decides whether the next backward reduces gradients.
 
-        Once it is to reduce them, forwards that are not to do not change that.
+        Once it is to reduce them, forwards that are not to do not change that until there was a backward.
         """
         if torch.is_grad_enabled() and self._replicating.get(wrapper) is not _Next.REDUCES:
             self.add(wrapper)
             self._replicating[wrapper] = _Next.REDUCES if wrapper.require_backward_grad_sync else _Next.POSTPONES
 
-    def note_backward(self) -> None:
-        """A backward has ended: what was to be reduced is reduced."""
+    def watch_backward(self, wrapper: DistributedDataParallel, outputs: object) -> None:
+        """Has the backward of a wrapper's forward tell that it reduces what was to be reduced, wherever it runs."""
+        if self._replicating.get(wrapper) is not _Next.REDUCES:
+            return
+        replicating, reference = weakref.ref(self), weakref.ref(wrapper)
+
+        def begun(_: Tensor) -> None:
+            processes, ran = replicating(), reference()
+            if processes is not None and ran is not None and processes._replicating.get(ran) is _Next.REDUCES:
+                processes._replicating[ran] = _Next.IS_REDUCED
+
+        for tensor in torch.utils._pytree.tree_leaves(outputs):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(begun)
+
+    def begin_block(self) -> None:
+        """A block begins: what was to be reduced by a backward until then is reduced."""
         for wrapper, next_backward in list(self._replicating.items()):
-            if next_backward is _Next.REDUCES:
+            if next_backward is _Next.IS_REDUCED:
+                self._replicating[wrapper] = _Next.AS_IT_IS_TOLD
+
+    def end_block(self) -> None:
+        """A block has ended: what was to be reduced is reduced."""
+        for wrapper, next_backward in list(self._replicating.items()):
+            if next_backward in (_Next.REDUCES, _Next.IS_REDUCED):
                 self._replicating[wrapper] = _Next.AS_IT_IS_TOLD
 
     @property
@@ -202,6 +223,7 @@ class _Next(enum.Enum):
     """What the next backward through a wrapper does with gradients."""
 
     REDUCES = "it reduces them, as it was told at a forward that none has followed yet"
+    IS_REDUCED = "there was one, which has reduced them"
     POSTPONES = "it leaves them, as it was told at the last forward"
     AS_IT_IS_TOLD = "what the wrapper's flag says: there was no forward yet, or a backward has followed it"
 

@@ -127,18 +127,22 @@ def before_forward(model: nn.Module, _: object) -> None:
 
 
 @compilers.traced_within_others
-def after_forward(model: nn.Module, _: object, __: object) -> None:
+def after_forward(model: nn.Module, _: object, outputs: object) -> None:
     """Runs after it, whether it returned or raised."""
     session = process.live
     if session is not None and not torch.compiler.is_compiling():
         session.cache.exit_forward(model)
+        wrapper = DistributedDataParallel._active_ddp_module
+        if wrapper is not None:
+            session.processes.watch_backward(wrapper, outputs)
 
 
-def after_replicated_forward(wrapper: Any, _: object, __: object) -> None:
+def after_replicated_forward(wrapper: Any, _: object, outputs: object) -> None:
     """Runs after every forward of a wrapper for several processes."""
     session = process.live
     if session is not None:
         session.note_replicated_forward(wrapper)
+        session.processes.watch_backward(wrapper, outputs)
 
 
 def after_state_dict(module: nn.Module, saved: dict[str, Any], prefix: str, _: object) -> None:

@@ -540,3 +540,93 @@ class TestAccumulation:
     @LEVELS
     def test_ends_with_amp(self, two, level):
         assert all(largest <= 16 for largest in two.run(set_down_inside, level))  # it would be at the scale else
+
+
+def after_a_backward_outside(level: str, half: torch.dtype, what: str) -> Any:
+    """Steps whose passes accumulate under no_sync, each after a backward that no block knows of."""
+    model = Exact()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    amp.initialize(model, optimizer, opt_level=level, half_dtype=half, **SCALE)
+    replica = DistributedDataParallel(model)
+    scales = []
+    for step in range(3):
+        first, second, *_ = data("cpu", dist.get_rank())
+        if what == "adversarial input":
+            probe = first.clone().requires_grad_()
+            replica(probe).float().sum().backward()
+            assert probe.grad is not None
+        else:
+            with contextlib.nullcontext() if what == "norm" else replica.no_sync():
+                loss_of(replica, first).backward()
+            nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+        with replica.no_sync():
+            loss = loss_of(replica, first)
+            backward(loss * float("inf") if step == 1 == dist.get_rank() else loss, optimizer)
+        backward(loss_of(replica, second), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        scales.append(amp.get_loss_scale())
+    return scales, list(model.state_dict().values()), [p.detach() for p in amp.master_params(optimizer)]
+
+
+def in_float32_alone() -> list[Tensor]:
+    """What `after_a_backward_outside` comes to."""
+    model = Exact()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    for step in range(3):
+        passes = [batch for rank in range(dist.get_world_size()) for batch in data("cpu", rank)[:2]]
+        if step != 1:
+            (loss_of(model, torch.cat(passes)) / dist.get_world_size()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+class TestABackwardOutsideOfAnyBlock:
+    """Does not have a later pass under no_sync taken for one that was reduced."""
+
+    @LEVELS
+    @HALVES
+    @pytest.mark.parametrize("what", ["adversarial input", "norm", "norm of this process"])
+    @pytest.mark.covering(1)
+    def test_leaves_processes_alike(self, two, level, half, what):
+        first, second = two.run(after_a_backward_outside, level, half, what)
+        assert_same_state(second, first)
+        (wanted, _) = two.run(in_float32_alone)
+        for found, each in zip(first[2], wanted, strict=True):
+            torch.testing.assert_close(found.float(), each, rtol=1e-2, atol=1e-2)
+
+
+def reduced_by_hand(half: torch.dtype, how: str) -> list[Tensor]:
+    """A step of processes that no wrapper knows of."""
+    model = Exact()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level="O2", half_dtype=half, **SCALE)
+    for batch in data("cpu", dist.get_rank()):
+        backward(loss_of(model, batch), optimizer)
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            continue
+        if how == "all_reduce":  # counts no writes
+            dist.all_reduce(parameter.grad, dist.ReduceOp.SUM)
+        elif how == "averaged":
+            dist.all_reduce(parameter.grad, dist.ReduceOp.SUM)
+            parameter.grad.data.div_(dist.get_world_size())
+        else:
+            dist.broadcast(parameter.grad, 1)
+    optimizer.step()
+    return [p.detach() for p in amp.master_params(optimizer)]
+
+
+class TestReducedByHand:
+    @HALVES
+    @pytest.mark.parametrize("how", ["all_reduce", "averaged", "broadcast"])
+    @pytest.mark.covering(1)
+    def test_after_the_block_counts_at_o2(self, two, half, how):
+        first, second = two.run(reduced_by_hand, half, how)
+        assert_same_state(second, first)
+        if how == "averaged":
+            ((one, _), _) = two.run(run_both, "O2", half, "cpu", {})
+            for found, wanted in zip(first, one["masters"], strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
