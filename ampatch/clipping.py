@@ -54,8 +54,8 @@ def clip(
     if scaling is not None and scaling.is_postponed and not math.isinf(max_norm) and optimizer.has_gradients():
         raise UsageError(f"amp.clip_grad_norm_ would clip gradients that are still scaled: {NOT_REDUCED}")
     for each in together:
-        each.masters.follow_clearing()
-        each.masters.follow_zeroing()
+        each.masters.gradients.follow_clearing()
+        each.masters.gradients.follow_zeroing()
     if scaling is not None and not (optimizer.has_gradients() or processes.share(optimizer.parameters())):
         optimizer.leave_scale()  # they were cleared since
     elif scaling is not None:
@@ -65,7 +65,7 @@ def clip(
         scaled_pass.finish()
     optimizer.bring_up_to_date()
     norm = clip_unscaled(optimizer.parameters(), max_norm, processes)
-    optimizer.masters.show_gradients()
+    optimizer.masters.gradients.show()
     return norm
 
 
@@ -95,8 +95,8 @@ def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, processes: Proc
 
 def _is_plain(optimizer: AdoptedOptimizer) -> bool:
     """Whether all of its gradients are as backward left them, so that one factor unscales and clips them."""
-    scaled = [*optimizer.gradients(), *optimizer.masters.new_gradients()]
-    return not optimizer.masters.has_sums() and not any(grad.requires_grad for grad in scaled)
+    scaled = [*optimizer.gradients(), *optimizer.masters.gradients.new()]
+    return not optimizer.masters.gradients.has_sums() and not any(grad.requires_grad for grad in scaled)
 
 
 def _clip_scaled(optimizer: AdoptedOptimizer, scaled_pass: ScaledPass, max_norm: float, processes: Processes) -> Tensor:
@@ -104,14 +104,14 @@ def _clip_scaled(optimizer: AdoptedOptimizer, scaled_pass: ScaledPass, max_norm:
     scaling = scaled_pass.scaling
     try:
         inv_scale, found_inf = scaling.scale.reciprocal(), scaling.scaler.no_overflow()
-        parts = [*_parts(optimizer.parameters(), processes), ((), optimizer.masters.new_gradients())]
+        parts = [*_parts(optimizer.parameters(), processes), ((), optimizer.masters.gradients.new())]
         norm = _norm(parts, inv_scale, found_inf)
         processes.agree(found_inf, optimizer.parameters())
         factor = _factor(norm, max_norm, found_inf)
         folds = optimizer.may_fold()
         if not folds:
             kernels.multiply_(optimizer.gradients(), inv_scale * factor)
-            optimizer.masters.take_gradients(inv_scale * factor)
+            optimizer.masters.gradients.take(inv_scale * factor)
         scaled_pass.settle(found_inf)
         if folds:
             optimizer.fold(scaling, scaling.scale / factor)

@@ -116,6 +116,12 @@ def next_state(state: ScaleState, overflow: bool, policy: ScalePolicy) -> ScaleS
     return ScaleState(min(max(scale, policy.floor), policy.ceiling), unskipped, left)
 
 
+def check_loss(loss: object) -> None:
+    """Raises `OptionError` where something is no floating tensor."""
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        raise OptionError(f"the loss is {_kind(loss)}; expected a floating tensor.")
+
+
 class LossScaler:
     """A loss scale by itself, for loops that do without ``amp.scale_loss``.
 
@@ -213,12 +219,11 @@ class LossScaler:
         Raises:
             OptionError: it is no floating tensor.
         """
-        if not isinstance(loss, Tensor) or not loss.is_floating_point():
-            raise OptionError(f"the loss is {_kind(loss)}; expected a floating tensor.")
-        if self._scale.device != loss.device:
-            self.to(loss.device)
+        check_loss(loss)
+        self.to(loss.device)
         loss = loss.float()
-        return loss if self.is_one else loss * self._scale
+        # By a copy, since an update before backward would change what autograd keeps.
+        return loss if self.is_one else loss * self.snapshot()
 
     def unscale_(self, grads: Iterable[Tensor | None]) -> Tensor:
         """Divides gradients by the scale in place, and looks for overflow if the scale is dynamic.

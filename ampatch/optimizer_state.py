@@ -30,11 +30,33 @@ def parameters_of(optimizer: Any) -> Iterator[Tensor]:
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that are there, each once."""
+    """The gradients that are there, each once; an expanded one is made contiguous, as it could not be written to."""
     compiled = calls.compiled()
     if compiled is not None:
-        return compiled.gradients_of(parameters)  # type: ignore[no-any-return]
-    return list({id(grad): grad for parameter in parameters if (grad := parameter.grad) is not None}.values())
+        return compiled.gradients_of(parameters, writable_gradient)  # type: ignore[no-any-return]
+    found: dict[int, Tensor] = {}
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None:
+            if not grad.is_contiguous():
+                grad = writable_gradient(parameter)
+            found[id(grad)] = grad
+    return list(found.values())
+
+
+def writable_gradient(parameter: Tensor) -> Tensor:
+    """A parameter's gradient, made contiguous first where several of its elements lie in one place of memory."""
+    grad = parameter.grad
+    assert grad is not None
+    if grad.layout is torch.strided:
+        reach = 0  # of the dimensions with smaller steps
+        for step, size in sorted(zip(grad.stride(), grad.shape, strict=True)):
+            if size > 1 and step <= reach:
+                with torch.no_grad():
+                    parameter.grad = grad.contiguous()
+                return parameter.grad
+            reach += (size - 1) * step
+    return grad
 
 
 def has_gradients(parameters: Iterable[Tensor]) -> bool:

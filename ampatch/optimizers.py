@@ -200,7 +200,7 @@ class AdoptedOptimizer:
         """Has masters be there for all parameters that should have one, with the gradients that they should have."""
         self.masters.complete()
         if self.scaled_by is None:
-            self.masters.follow_gradients()
+            self.masters.gradients.follow()
 
     def parameters(self) -> Iterator[Tensor]:
         """The tensors that the optimizer updates."""
@@ -238,7 +238,7 @@ class AdoptedOptimizer:
         self._processes.drop_unreduced(self.model_parameters())
         for parameter in self.parameters():
             parameter.grad = None
-        self.masters.clear_gradients()
+        self.masters.gradients.clear()
         self.leave_scale()
 
     def parameters_with_half_gradients(self) -> list[Tensor]:
@@ -263,7 +263,7 @@ class AdoptedOptimizer:
 
     def note_scaled(self) -> None:
         """Takes note of gradients that are left scaled: to find them should the optimizer be gone."""
-        self.masters.leave_scaled()
+        self.masters.gradients.leave_scaled()
         self._left_scaled = [TensorWeakRef(each) for each in self.model_parameters() if each.grad is not None]
 
     @property
@@ -323,10 +323,10 @@ class AdoptedOptimizer:
         if lost:
             self.drop_gradients()
         elif scaled_by is None:
-            self.masters.follow_gradients(quietly=True)
+            self.masters.gradients.follow()
         elif not is_open:
             self.leave_scale()
-        self.masters.surrender_gradients(scaled_by.scale if is_open and scaled_by is not None else None)
+        self.masters.gradients.surrender(scaled_by.scale if is_open and scaled_by is not None else None)
         return lost
 
     def optimizer_died(self) -> None:
@@ -376,10 +376,44 @@ class AdoptedOptimizer:
     def remember(self, scaling: Scaling) -> None:
         """Takes note of a pass that the next step depends on."""
         self._has_met_scale = True
-        self.passes.append(scaling)
+        # Without gradients here it can have overflowed in another's only: whether these are cleared nobody sees here.
+        self.passes.append(scaling if self.has_gradients() else scaling.confirmed(of_others=True))
         if len(self.passes) >= self._MANY_PASSES:
             overflowed = {earlier.scaler_id: earlier for earlier in self.passes if earlier.overflowed}
             self.passes = list(overflowed.values())
+
+    def forget_what_was_cleared(self) -> None:
+        """Takes back the verdict of the last pass where the gradients that it was about are gone.
+
+        What overflowed and is still there is zeroed, as the next pass is to be judged by itself.
+        """
+        self.bring_up_to_date()
+        grads = self.gradients()
+        if not grads and not self.has_gradients() and not self._processes.share(self.parameters()):
+            self.passes = [scaling for scaling in self.passes if scaling.is_of_others]
+            return
+        last = self.passes[-1]
+        if last.found_inf is not None and not last.is_judged_later and not last.is_confirmed:
+            self.passes[-1] = last = last.only_where(self._has_left(last, grads))
+            assert last.found_inf is not None
+            kernels.zero_after_overflow_(grads, last.found_inf)
+
+    def _has_left(self, scaling: Scaling, grads: list[Tensor]) -> Tensor:
+        """Whether gradients of a pass that overflowed were not cleared, in whichever process: one is not zero.
+
+        Whether they are finite does not matter: clipped by value, what overflowed is finite too.
+
+        Returns:
+            0-dimensional float32, 1 or 0.
+        """
+        assert scaling.found_inf is not None
+        found = torch.zeros_like(scaling.found_inf)
+        # Large, or small gradients would have no squares.
+        factor, sum_of_squares = torch.full_like(found, 2.0**64), torch.zeros_like(found, dtype=torch.float64)
+        kernels.found_inf_norm(grads, factor, found, sum_of_squares)
+        found.masked_fill_(sum_of_squares != 0, 1)
+        self._processes.agree(found, self.model_parameters())
+        return found
 
     # Steps
 
@@ -426,7 +460,7 @@ class AdoptedOptimizer:
                     "while a CUDA graph is captured. Use an optimizer with fused=True (and capturable=True, where it "
                     "has that), without exact_hooks, that has made a step before; or a static loss_scale."
                 )
-            overflowed = list(filter(_OVERFLOWED, passes))
+            overflowed = self._still_overflowed(passes)
             self._settle_before(passes)
             if overflowed:
                 self._skip(overflowed)
@@ -434,8 +468,14 @@ class AdoptedOptimizer:
             return self._step(original, args, kwargs)
         finally:
             if self.masters.wanted:
-                self.masters.clear_gradients()
+                self.masters.gradients.clear()
             self._after_step(self.model_parameters)
+
+    def _still_overflowed(self, passes: Sequence[Scaling]) -> list[Scaling]:
+        """The passes that overflowed, but for a last one whose gradients are gone, or others by now."""
+        overflowed = list(filter(_OVERFLOWED, passes))
+        is_last = len(overflowed) == 1 and overflowed[0] is passes[-1] and not overflowed[0].is_confirmed
+        return [] if is_last and not bool(self._has_left(overflowed[0], self.gradients())) else overflowed
 
     def _settle_before(self, passes: Sequence[Scaling]) -> None:
         """A step is to be made or skipped by amp, which has read what came of these passes."""
@@ -511,7 +551,7 @@ class AdoptedOptimizer:
 
     def _before_step(self, *_: object) -> None:
         """Takes over what the user's own hooks have written."""
-        self.masters.follow_gradients()
+        self.masters.gradients.follow()
         self.masters.synchronise()
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
@@ -522,7 +562,7 @@ class AdoptedOptimizer:
         self.unfold()
         self._check_unscaled("the closure of optimizer.step(closure) left gradients that are")
         self.masters.synchronise()
-        self.masters.follow_gradients()
+        self.masters.gradients.follow()
         passes, self.passes = self.passes, []
         overflowed = list(filter(_OVERFLOWED, passes))
         if overflowed:

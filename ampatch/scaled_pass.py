@@ -10,10 +10,12 @@ from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils.hooks import RemovableHandle
 
 from ampatch import kernels
 from ampatch.distributed import Processes
 from ampatch.errors import UsageError, warn
+from ampatch.master_gradients import MasterGradients
 from ampatch.optimizer_state import gradients_of, has_gradients
 from ampatch.optimizers import AdoptedOptimizer
 from ampatch.scaling import Scaling
@@ -32,12 +34,14 @@ class ScaledPass:
     """
 
     _is_used = True
+    _hook: RemovableHandle | None = None
 
     def __init__(self, scaling: Scaling, optimizers: Sequence[AdoptedOptimizer], processes: Processes) -> None:
         self.scaling = scaling
         self._processes = processes
         self._scaler = scaling.scaler
         self._optimizers = list(dict.fromkeys(optimizers))
+        self._waiting: list[MasterGradients] = []  # those that make way when backward begins
 
     def begins_at_rest(self) -> bool:
         """Begins if there is nothing to bring to the scale, as in most steps: no gradient, and no pass since the last.
@@ -72,8 +76,14 @@ class ScaledPass:
                 return True
         return False
 
-    def begin(self) -> None:
+    def begin(self, scaled_loss: Tensor) -> None:
         """Brings what gradients there are to the scale, so that backward adds to them what is of their kind.
+
+        Those of half parameters with masters make way only when backward begins: until then the user may clear or
+        change them.
+
+        Args:
+            scaled_loss: what backward is to begin with.
 
         Raises:
             UsageError: they are scaled already, by another scale or by a block around this one.
@@ -92,12 +102,9 @@ class ScaledPass:
         }
         try:
             for optimizer in unscaled:
-                optimizer.bring_up_to_date()
-                earlier = optimizer.passes[-1] if optimizer.passes else None
-                if earlier is not None and earlier.found_inf is not None and not earlier.is_judged_later:
-                    # What overflowed stays infinite, and this pass is to be judged by itself.
-                    kernels.zero_after_overflow_(optimizer.gradients(), earlier.found_inf)
-                optimizer.masters.make_way()
+                optimizer.masters.complete()
+                if optimizer.passes:
+                    optimizer.forget_what_was_cleared()
             # Mostly there are none: those of the step before were cleared.
             found = [] if self.scaling.is_one else [each for each in unscaled if has_gradients(each.parameters())]
             for optimizer in found:
@@ -107,13 +114,39 @@ class ScaledPass:
                 kernels.multiply_(_in_place(found, but=scaled), self.scaling.scale)
             for optimizer in self._optimizers:
                 if optimizer.scaled_by is not None:
-                    optimizer.masters.follow_clearing()
-                    optimizer.masters.follow_zeroing()
+                    optimizer.masters.gradients.follow_clearing()
+                    optimizer.masters.gradients.follow_zeroing()
                 optimizer.scaled_by = self.scaling
+            self._wait_for_backward(unscaled, scaled_loss)
         except BaseException:
             self.abandon()
             raise
         self.scaling.is_open = True
+
+    def _wait_for_backward(self, optimizers: Sequence[AdoptedOptimizer], scaled_loss: Tensor) -> None:
+        self._waiting = [each.masters.gradients for each in optimizers if not each.masters.gradients.are_bare()]
+        if self._waiting and scaled_loss.requires_grad and not is_functorch_wrapped_tensor(scaled_loss):
+            self._hook = scaled_loss.register_hook(self._make_way)
+        else:
+            self._make_way()
+
+    def _make_way(self, *_: object) -> None:
+        """Backward begins: what half parameters show is taken over, and makes way for what it leaves."""
+        waiting, self._waiting = self._waiting, []
+        for gradients in waiting:
+            gradients.follow()
+            gradients.make_way()
+
+    def _stop_waiting(self) -> None:
+        """If backward has not begun: what half parameters show is taken over as it is, by whatever it has changed."""
+        waiting, self._waiting = self._waiting, []
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if not self.scaling.is_one and any(gradients.were_written() for gradients in waiting):
+            self._is_used = False
+        for gradients in waiting:
+            gradients.follow()
 
     def end(self, delay_unscale: bool, delay_overflow_check: bool) -> None:
         """The block ended: unscales, looks for overflow, lets the scale react.
@@ -125,6 +158,7 @@ class ScaledPass:
         such that are not would be added up.
         """
         self.scaling.is_open = False
+        self._stop_waiting()
         # To hand gradients on to masters sets them aside, where no later reduction would find them.
         if self._processes.has_wrappers:
             touches = not self.scaling.is_one or any(optimizer.masters for optimizer in self._optimizers)
@@ -132,7 +166,7 @@ class ScaledPass:
                 self._processes.is_postponed(self._model_parameters())
                 or self._processes.has_unreduced(self._model_parameters())
             )
-            self._processes.note_backward()
+            self._processes.end_block()
         if delay_unscale or self.scaling.is_postponed:
             for optimizer in self._optimizers:
                 optimizer.note_scaled()
@@ -140,7 +174,7 @@ class ScaledPass:
             self.finish(delay_overflow_check)
         if not self._is_used and any(optimizer.has_gradients() for optimizer in self._optimizers):
             warn(
-                "nothing went backward through the scaled loss of this amp.scale_loss, and the gradients are divided "
+                "nothing went backward through the scaled loss of this amp.scale_loss, and new gradients are divided "
                 "by the scale all the same. Type: with amp.scale_loss(loss, optimizer) as scaled_loss: "
                 "scaled_loss.backward()."
             )
@@ -182,6 +216,9 @@ class ScaledPass:
     def abandon(self) -> None:
         """The block raised, or memory ran out on the way: no gradient is left half done, the next pass starts clean."""
         self.scaling.is_open = False
+        self._waiting.clear()
+        if self._hook is not None:
+            self._hook.remove()
         for optimizer in self._optimizers:
             optimizer.drop_gradients()
             optimizer.passes.clear()
@@ -197,7 +234,7 @@ class ScaledPass:
         for optimizer in self._optimizers:
             if optimizer.masters.wanted:
                 masters.append(optimizer.masters)
-                optimizer.masters.follow_clearing()
+                optimizer.masters.gradients.follow_clearing()
         scale, found_inf = self.scaling.scale, None
         if self._scaler.dynamic:
             found_inf = kernels.unscale_by_(_in_place(self._optimizers), scale)
@@ -206,7 +243,7 @@ class ScaledPass:
         if masters:
             inv_scale = None if self.scaling.is_one else scale.reciprocal()
             for each in masters:
-                each.take_gradients(inv_scale, found_inf)
+                each.gradients.take(inv_scale, found_inf)
         return found_inf
 
     def _check_may_follow(self, optimizer: AdoptedOptimizer) -> None:

@@ -6,6 +6,7 @@ gradients by their verdict only.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 
@@ -31,6 +32,8 @@ class Scaling:
         is_open: whether gradients may still be added at this scale in the block that began it.
         is_postponed: whether the gradients that it left are reduced over processes with those of a later backward.
         is_judged_later: whether it is left to a later one, or to somebody else, to say what to do about an overflow.
+        is_confirmed: whether an overflow counts for good, whatever becomes of the gradients.
+        is_of_others: whether it is remembered for an optimizer that had no gradients.
         is_one: whether the scale is static and 1, so that the gradients are what they are without one.
         scale: the scale as it was: 0-dimensional float32, on the device.
         found_inf: 0-dimensional float32, not 0 if a gradient was not finite; None until that is known, and under a
@@ -40,9 +43,10 @@ class Scaling:
     is_open = False
     is_postponed = False
     is_judged_later = False
+    is_confirmed = False
+    is_of_others = False
     found_inf: Tensor | None = None
     _overflowed: bool | None = None
-    _announced = False
     _sent: _HostCopy | None = None
 
     def __init__(self, scaler: LossScaler, scaler_id: int) -> None:
@@ -51,10 +55,38 @@ class Scaling:
         self.is_one = scaler.is_one
         self.scale = scaler.snapshot()
         self._age = scaler.age
+        self._announced: list[bool] = []  # one that its copies have too
+
+    def apply(self, loss: Tensor) -> Tensor:
+        """A floating loss in float32 times the scale as it was, whatever becomes of it until backward."""
+        loss = loss.float()
+        return loss if self.is_one else loss * self.scale
 
     def go_on_from(self, earlier: Scaling) -> None:
         """Stays at the scale of an earlier use, although it may have moved since."""
         self.scale, self._age = earlier.scale, earlier._age
+
+    def only_where(self, still: Tensor) -> Scaling:
+        """This use, whose overflow counts only if what overflowed is still there.
+
+        Args:
+            still: 0-dimensional float32, 1 if it is, else 0.
+        """
+        assert self.found_inf is not None
+        revised = self.confirmed()
+        revised.found_inf = self.found_inf * still
+        revised._overflowed = revised._sent = None
+        return revised
+
+    def confirmed(self, of_others: bool = False) -> Scaling:
+        """This use, whose overflow counts for good.
+
+        Args:
+            of_others: whether it was about other optimizers' gradients.
+        """
+        copied = copy.copy(self)
+        copied.is_confirmed, copied.is_of_others = True, of_others
+        return copied
 
     def is_same_scale(self, other: Scaling) -> bool:
         """Whether gradients of the two may be added up; waits for the device only if the scale may have moved."""
@@ -102,7 +134,7 @@ class Scaling:
     def announce(self) -> None:
         """Logs the skipped step, once however many optimizers skip for it."""
         if not self._announced:
-            self._announced = True
+            self._announced.append(True)
             _, before, now = self._values
             change = "reducing loss scale to" if now < before else "keeping loss scale at"
             logger.warning("Gradient overflow. Skipping step, loss scaler %d %s %s", self.scaler_id, change, now)

@@ -37,7 +37,7 @@ from ampatch.conversion_plan import KeepFloat32
 from ampatch.distributed import Processes
 from ampatch.errors import OptionError, UsageError, warn
 from ampatch.function_patches import FunctionPatches, Registration
-from ampatch.loss_scaler import LossScaler, ScalePolicy
+from ampatch.loss_scaler import LossScaler, ScalePolicy, check_loss
 from ampatch.master_weights import MasterWeights, dropping_sums
 from ampatch.opt_levels import HALVES, Properties
 from ampatch.optimizers import AdoptedOptimizer, OptimizerLike, check_not_stepping, check_optimizer
@@ -458,7 +458,8 @@ class Session:
             The scaled loss, and what `end_pass` or `abandon_pass` is to be called with.
         """
         scaler = self.scaler(loss_id)
-        scaled = scaler.scale(loss)  # moves the scale to the loss's device
+        check_loss(loss)
+        scaler.to(loss.device)
         if self.settings.adopts_on_use:
             new = {id(each): check_optimizer(each) for each in optimizers if not self.has_adopted(each)}
             if new:
@@ -466,11 +467,15 @@ class Session:
                     check_not_stepping(each)
                 self.adopt([], new.values())
         adopted = list(map(self.adopted, optimizers))
-        scaled_pass = ScaledPass(Scaling(scaler, loss_id), adopted, self.processes)
+        if self.processes.has_wrappers:
+            self.processes.begin_block()
+        scaling = Scaling(scaler, loss_id)
+        scaled_pass = ScaledPass(scaling, adopted, self.processes)
+        scaled = scaling.apply(loss)
         if not scaled_pass.begins_at_rest():
             if scaled_pass.go_on():
-                scaled = loss.float() * scaled_pass.scaling.scale
-            scaled_pass.begin()
+                scaled = scaled_pass.scaling.apply(loss)
+            scaled_pass.begin(scaled)
         # The graph holds the casts that backward needs, and lets go of each when it has been there. Kept here as well,
         # all of them would be there still when the last gradient is made.
         self.cache.end_iteration()

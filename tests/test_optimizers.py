@@ -950,7 +950,8 @@ class TestBlockThatRaises:
         model, reference = nn.Sequential(linear(), linear()), nn.Sequential(linear(), linear())
         optimizer = SGD(model.parameters())
         initialize(model, optimizer, loss_scale=128.0)
-        refused = torch.ones(1, 1).expand(4, 4)
+        with torch.inference_mode():
+            refused = torch.ones(4, 4)
         if where == "begin":
             backward(loss_of(model, 0), optimizer)
             model[1].weight.grad = refused
@@ -960,7 +961,7 @@ class TestBlockThatRaises:
                 scaled_loss.backward()
                 model[1].weight.grad = refused
 
-        with pytest.raises(RuntimeError, match="single memory location"):
+        with pytest.raises(RuntimeError, match=r"[Ii]nference"):
             fail()
         assert [layer.weight.grad for layer in model] == [None, None]
         backward(loss_of(model, 0), optimizer)
@@ -1025,14 +1026,14 @@ class TestFloor:
         with pytest.raises(LossScaleError, match=r"9\.weight \(1 inf, 0 nan of 1\) and 3 more\."):
             optimizer.step()
 
-    def test_gradients_cleared_before_the_step_cannot_be_named(self):
+    def test_gradients_cleared_before_the_step_are_no_reason_to_stop(self):
         model = linear()
         optimizer = SGD(model.parameters())
         self.initialize(model, optimizer, init_scale=1.0)
         backward(loss_of(model, 0) * math.inf, optimizer)
         optimizer.zero_grad()
-        with pytest.raises(LossScaleError, match="were cleared since"):
-            optimizer.step()
+        optimizer.step()
+        assert not amp.step_was_skipped(optimizer)
 
     def test_sparse_gradients_and_parameters_of_no_model(self):
         model, other = linear(), nn.Embedding(3, 1, sparse=True)

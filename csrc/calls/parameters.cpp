@@ -21,10 +21,12 @@ Ref gradient_of(PyObject* parameter) {
   return gradient.defined() ? Ref::taken(wrapped(gradient)) : Ref::shared(Py_None);
 }
 
-// gradients_of(parameters): a list of the gradients that are there, each once.
-PyObject* gradients_of(PyObject*, PyObject* parameters) {
+// gradients_of(parameters, writable): a list of the gradients that are there, each once; of those that are not
+// contiguous what `writable(parameter)` gives.
+PyObject* gradients_of(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    const Ref sequence = Ref::taken(PySequence_Fast(parameters, "expected gradients_of(parameters)"));
+    TORCH_CHECK_TYPE(count == 2, "expected gradients_of(parameters, writable)");
+    const Ref sequence = Ref::taken(PySequence_Fast(args[0], "expected gradients_of(parameters, writable)"));
     Ref found = Ref::taken(PyList_New(0));
     if (!sequence || !found) {
       return nullptr;
@@ -32,9 +34,17 @@ PyObject* gradients_of(PyObject*, PyObject* parameters) {
     ska::flat_hash_set<PyObject*> seen;
     seen.reserve(PySequence_Fast_GET_SIZE(sequence.get()));
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.get()); ++i) {
-      const Ref gradient = gradient_of(PySequence_Fast_GET_ITEM(sequence.get(), i));
+      PyObject* parameter = PySequence_Fast_GET_ITEM(sequence.get(), i);
+      Ref gradient = gradient_of(parameter);
       if (!gradient) {
         return nullptr;
+      }
+      if (is_any_tensor(gradient.get()) && tensor_of(gradient.get()).layout() == c10::kStrided &&
+          !tensor_of(gradient.get()).is_contiguous()) {
+        gradient = Ref::taken(PyObject_CallOneArg(args[1], parameter));
+        if (!gradient) {
+          return nullptr;
+        }
       }
       if (gradient.get() != Py_None && seen.insert(gradient.get()).second &&
           PyList_Append(found.get(), gradient.get()) < 0) {
@@ -124,7 +134,7 @@ PyObject* first_parameter(PyObject*, PyObject* module) {
   return first_parameter_of(module).release();
 }
 
-PyMethodDef functions[] = {{"gradients_of", gradients_of, METH_O, nullptr},
+PyMethodDef functions[] = {{"gradients_of", fast(gradients_of), METH_FASTCALL, nullptr},
                            {"ordinary_device", fast(ordinary_device), METH_FASTCALL, nullptr},
                            {"are_bare", fast(are_bare), METH_FASTCALL, nullptr},
                            {"first_parameter", first_parameter, METH_O, nullptr},

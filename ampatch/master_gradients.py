@@ -1,0 +1,435 @@
+"""The gradients of half parameters and of their float32 masters: which of two copies counts, and when.
+
+Backward leaves half gradients in the model's parameters, where DDP reduces them. At the end of a block they are added
+to the masters' in float32, and the half parameter then shows the master's gradient in half, for whoever looks at
+gradients or changes them. Later both are compared by what they hold, and not by how often torch has counted writes,
+since many ways to write are not counted: a half gradient that is still the one that was left stands for the master's
+bits; elements in which it was changed are the user's values, and become the master's. Nothing of that is read back to
+the host.
+
+Owns the gradients of the pairs between two blocks. Must know neither scales nor whether a step is skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ampatch import kernels, optimizer_state
+from ampatch.conversion import Backing
+from ampatch.errors import warn
+
+
+class _Gradient(enum.Enum):
+    """What a half parameter's gradient is."""
+
+    NEW = "what backward has left since, or nothing: the master is to get it"
+    SHOWN = "the master's, in half"
+    BASE = "zeros that backward adds to, below which the master keeps what was there before"
+
+
+@dataclass(slots=True, eq=False)
+class Pair:
+    """A half parameter of the model, and the float32 parameter that the optimizer updates.
+
+    Attributes:
+        parameter: the model's.
+        backing: what stands behind it.
+        master: the optimizer's.
+        kept: a gradient of the master's that the half parameter does not show, and that another adds to.
+        gradient: what the half parameter's gradient is.
+        left: that gradient as amp left it; None if there was none.
+        left_version: of that tensor.
+    """
+
+    parameter: nn.Parameter
+    backing: Backing
+    master: nn.Parameter
+    kept: Tensor | None = None
+    gradient: _Gradient = _Gradient.NEW
+    left: Tensor | None = None
+    left_version: int = 0
+
+    def leave(self, gradient: _Gradient) -> None:
+        """Takes note of the gradient that is left in the half parameter."""
+        grad = self.parameter.grad
+        self.gradient, self.left, self.left_version = gradient, grad, 0 if grad is None else grad._version
+
+    def clear(self) -> None:
+        """There is no gradient in the half parameter."""
+        self.parameter.grad = None
+        self.gradient, self.left, self.left_version = _Gradient.NEW, None, 0
+
+    @property
+    def was_written(self) -> bool:
+        """Whether torch has counted a write to the gradient that was left, or another one is there."""
+        grad = self.parameter.grad
+        return grad is not self.left or (grad is not None and grad._version != self.left_version)
+
+    @property
+    def was_cleared(self) -> bool:
+        """Whether somebody set the gradient that was left to None, whatever has come since."""
+        left = self.left
+        if left is None:
+            return False
+        grad = self.parameter.grad
+        if grad is None or grad is left or self.gradient is _Gradient.SHOWN:
+            return grad is None
+        # Another tensor may hold the sum all the same: where something was added to the one that was left, of sparse
+        # gradients, and of those with a graph.
+        return left._version == self.left_version and left.layout is torch.strided and not grad.requires_grad
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """Dense gradients of one device that show their masters', as they were left.
+
+    Attributes:
+        pairs: whose.
+        fingerprints: of each.
+    """
+
+    pairs: list[Pair]
+    fingerprints: Tensor
+
+
+class MasterGradients:
+    """The gradients of one optimizer's pairs.
+
+    Args:
+        pairs: by id of the half parameter; its owner changes it.
+        halves: these parameters, by anything; likewise.
+    """
+
+    def __init__(self, pairs: dict[int, Pair], halves: dict[int, nn.Parameter]) -> None:
+        self._pairs = pairs
+        self._halves = halves
+        self._is_clear = True  # no pair knows of a gradient
+        self._shown: list[_Shown] = []
+
+    def are_at_rest(self) -> bool:
+        """Whether there is no gradient in the half parameters, and none is known of; the masters' are not looked at."""
+        return self._is_clear and self.are_bare()
+
+    def are_bare(self) -> bool:
+        """Whether there is no gradient in the half parameters."""
+        return optimizer_state.are_bare(self._halves.values())
+
+    # At the end of a block
+
+    def take(self, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
+        """Adds what backward left in half parameters to the masters' gradients, and shows these in half.
+
+        Args:
+            inv_scale: what it is to be multiplied by, 0-dimensional float32; None: 1.
+            found_inf: 0-dimensional float32, set to 1 if any of it is not finite; None: that is not asked.
+        """
+        pairs = self._with_new()
+        if not pairs:
+            return
+        self._is_clear = False
+        device = pairs[0].master.device
+        factor = torch.ones((), dtype=torch.float32, device=device) if inv_scale is None else inv_scale
+        found_inf = torch.zeros((), dtype=torch.float32, device=device) if found_inf is None else found_inf
+        first: list[Tensor] = []
+        without: list[nn.Parameter] = []  # masters that these are the first gradients of
+        later: list[Tensor] = []
+        later_full: list[Tensor] = []
+        strided = torch.strided
+        for pair in pairs:
+            grad, full = gradient_of(pair.parameter), pair.master.grad
+            if grad.requires_grad or grad.layout is not strided or not (full is None or full.layout is strided):
+                _take(pair, inv_scale, found_inf)
+                continue
+            if not grad.is_contiguous():
+                grad = optimizer_state.writable_gradient(pair.parameter)
+            if full is None:
+                first.append(grad)
+                without.append(pair.master)
+            else:
+                later.append(grad)
+                later_full.append(full)
+        if first:
+            full_grads = [torch.empty_like(grad, dtype=torch.float32) for grad in first]
+            kernels.unscale_copy(first, full_grads, factor, found_inf, write_back=True)
+            for master, full in zip(without, full_grads, strict=True):
+                master.grad = full
+        if later:
+            kernels.unscale_add(later, later_full, factor, found_inf, write_back=True)
+        for pair in pairs:
+            pair.leave(_Gradient.SHOWN)
+        self._note_shown()
+
+    def has_sums(self) -> bool:
+        """Whether masters have gradients: those of earlier blocks, where what a block left is not taken yet."""
+        return any(pair.master.grad is not None for pair in self._pairs.values())
+
+    def new(self) -> list[Tensor]:
+        """What backward left in half parameters, and `take` would take."""
+        return [gradient_of(pair.parameter) for pair in self._with_new()]
+
+    def _with_new(self) -> list[Pair]:
+        """The pairs in which there is something that the master is to get."""
+        shown = _Gradient.SHOWN
+        return [pair for pair in self._pairs.values() if pair.gradient is not shown and pair.parameter.grad is not None]
+
+    # Between blocks
+
+    def follow(self) -> None:
+        """Takes over what became of gradients since they were shown: cleared, changed, replaced, or new.
+
+        Warns:
+            AmpWarning: somebody has set gradients of masters whose half parameters have one by backward.
+        """
+        if self.are_at_rest():
+            return
+        self._follow_all_shown()
+        is_new = _Gradient.NEW
+        by_hand = [
+            pair
+            for pair in self._pairs.values()
+            if pair.gradient is is_new and pair.master.grad is not pair.kept and pair.parameter.grad is not None
+        ]
+        by_hand = [pair for pair in by_hand if pair.master.grad is not None]
+        for pair in by_hand:
+            pair.leave(_Gradient.SHOWN)
+        self.take()
+        if by_hand:
+            warn(
+                "gradients were set on float32 masters by hand, while the model's half parameters have gradients of a "
+                "backward outside of amp.scale_loss. The masters' count. To have the others count, leave the masters' "
+                "to amp, and put every backward into a block of amp.scale_loss."
+            )
+            self.show()
+
+    def were_written(self) -> bool:
+        """Whether torch has counted a write to what half parameters show, or something else is there."""
+        return any(pair.was_written for pair in self._pairs.values())
+
+    def _follow_all_shown(self) -> None:
+        """Has masters follow what became of the gradients that showed theirs."""
+        self.follow_clearing()
+        replaced = list(filter(self._was_replaced, self._pairs.values()))
+        self._shown = list(filter(None, map(self._follow_shown, self._shown)))
+        for pairs in _by_device(replaced):
+            numbers = torch.zeros(len(pairs), dtype=torch.float64, device=pairs[0].master.device)
+            kernels.follow(_half_gradients(pairs), _full_gradients(pairs), numbers, numbers + 1)
+            for pair in pairs:
+                pair.leave(_Gradient.SHOWN)
+        if replaced:
+            self._note_shown()
+
+    def _was_replaced(self, pair: Pair) -> bool:
+        """Whether a dense half gradient is another tensor than the one that showed the master's, which is there.
+
+        Where that cannot be followed element by element, the whole gradient is a new one if somebody has written to it.
+        """
+        grad, full = pair.parameter.grad, pair.master.grad
+        if grad is None or pair.gradient is not _Gradient.SHOWN:
+            return False
+        if full is None and not pair.was_written:
+            pair.clear()  # the master's was set to None
+        elif full is None or not (_is_dense(grad) and _is_dense(full)):
+            if pair.was_written:
+                pair.master.grad, pair.gradient = None, _Gradient.NEW
+        else:
+            return grad is not pair.left
+        return False
+
+    def _follow_shown(self, shown: _Shown) -> _Shown | None:
+        """Has masters follow what was written to the very tensors that showed their gradients, and still do."""
+        kept = [
+            index
+            for index, pair in enumerate(shown.pairs)
+            if pair.gradient is _Gradient.SHOWN and pair.parameter.grad is pair.left and pair.master.grad is not None
+        ]
+        if not kept:
+            return None
+        pairs, before = shown.pairs, shown.fingerprints
+        if len(kept) < len(pairs):
+            pairs, before = [pairs[index] for index in kept], torch.stack([before[index] for index in kept])
+        grads = _half_gradients(pairs)
+        now = kernels.fingerprints(grads)
+        kernels.follow(grads, _full_gradients(pairs), before, now)
+        for pair in pairs:
+            pair.leave(_Gradient.SHOWN)
+        return _Shown(pairs, now)
+
+    def follow_clearing(self) -> None:
+        """Drops the masters' gradients where somebody has set those of the half parameters to None.
+
+        Warns:
+            AmpWarning: other gradients are there now, and whether they were to be added to the masters' nobody can say.
+        """
+        if self._is_clear:
+            return
+        replaced = False
+        for pair in self._pairs.values():
+            if pair.left is not None and pair.was_cleared:
+                is_sum_dropped = pair.gradient is _Gradient.BASE and pair.master.grad is not None
+                replaced = replaced or (is_sum_dropped and pair.parameter.grad is not None)
+                pair.master.grad = None
+                pair.gradient, pair.left = _Gradient.NEW, None
+        if replaced:
+            warn(
+                "gradients of half parameters were replaced by other tensors after a backward inside of "
+                "amp.scale_loss, or after it with delay_unscale=True. What earlier blocks had left for their float32 "
+                "masters is dropped, as if they had been cleared. To add to them write p.grad += grad, in place; to "
+                "clear them, model.zero_grad()."
+            )
+
+    def drop_sums(self, ids: set[int]) -> None:
+        """Drops what masters keep of earlier blocks, for half parameters that have zeros for backward now.
+
+        Args:
+            ids: of these parameters.
+        """
+        if self._is_clear:
+            return
+        for pair in self._pairs.values():
+            if pair.gradient is _Gradient.BASE and id(pair.parameter) in ids:
+                pair.master.grad = None
+                pair.leave(_Gradient.BASE)
+
+    def show(self) -> None:
+        """Shows the masters' gradients in the half parameters once more, after they were changed."""
+        dense: list[Pair] = []
+        for pair in self._pairs.values():
+            if pair.master.grad is None:
+                pair.clear()
+            elif pair.gradient is _Gradient.SHOWN and not gradient_of(pair.parameter).requires_grad:
+                if _is_dense(pair.parameter.grad) and _is_dense(pair.master.grad):
+                    dense.append(pair)
+                else:
+                    pair.parameter.grad = pair.master.grad.to(pair.parameter.dtype)
+                    pair.leave(_Gradient.SHOWN)
+        kernels.show(_full_gradients(dense), _half_gradients(dense))
+        for pair in dense:
+            pair.leave(_Gradient.SHOWN)
+        self._note_shown()
+
+    def _note_shown(self) -> None:
+        """Takes the fingerprints of what is shown."""
+        pairs = [
+            pair
+            for pair in self._pairs.values()
+            if pair.gradient is _Gradient.SHOWN and pair.left is not None and _is_dense(pair.left) and pair.left.numel()
+        ]
+        self._shown = [_Shown(group, kernels.fingerprints(_half_gradients(group))) for group in _by_device(pairs)]
+
+    # In a block
+
+    def make_way(self) -> None:
+        """Has what is shown make way for what backward will leave: zeros, so that clearing them can be seen."""
+        shown = [pair for pair in self._pairs.values() if pair.gradient is _Gradient.SHOWN]
+        for pair in shown:
+            grad = gradient_of(pair.parameter)
+            if pair.master.grad is None or grad.layout is not torch.strided or grad.requires_grad:
+                pair.parameter.grad = None
+            else:
+                optimizer_state.writable_gradient(pair.parameter).zero_()
+        for pair in shown:  # only now, as gradients that are pieces of one storage count their writes together
+            pair.leave(_Gradient.BASE)
+        self._shown.clear()
+
+    def follow_zeroing(self) -> None:
+        """Drops the masters' gradients where somebody has zeroed what a delayed block left in the half parameters."""
+        for pair in self._pairs.values():
+            grad = pair.parameter.grad
+            was_written = grad is not None and grad is pair.left and grad._version != pair.left_version
+            # Asked of the device only where somebody has written to it.
+            if was_written and pair.master.grad is not None and not bool(gradient_of(pair.parameter).any()):
+                pair.master.grad = None
+
+    def leave_scaled(self) -> None:
+        """Takes note of gradients that stay scaled for a later block, to see whether they are cleared until then."""
+        self.follow_clearing()
+        self._is_clear = not self._pairs
+        for pair in self._pairs.values():
+            if pair.gradient is not _Gradient.SHOWN:
+                pair.leave(_Gradient.BASE)
+
+    # For good
+
+    def surrender(self, scale: Tensor | None) -> None:
+        """Has masters hold all there is of gradients, at a scale if there is one, for the parameters to take back."""
+        self._follow_all_shown()
+        if scale is not None:
+            kernels.multiply_(
+                [pair.master.grad for pair in self._pairs.values() if pair.master.grad is not None], scale
+            )
+        self.take()
+        for pair in self._pairs.values():
+            pair.clear()
+        self._shown.clear()
+
+    @contextlib.contextmanager
+    def clearing(self) -> Iterator[None]:
+        """Has half parameters follow what clears masters' gradients in the block, and masters what clears theirs."""
+        before = {key: _version(pair.master.grad) for key, pair in self._pairs.items()}
+        yield
+        self._follow_all_shown()
+        for key, pair in self._pairs.items():
+            full = pair.master.grad
+            if full is None or _version(full) != before[key]:
+                pair.clear()
+                pair.kept = full  # if it was set to zeros
+        self._is_clear = self.are_bare()
+
+    def clear(self) -> None:
+        """Sets the gradients of masters and half parameters to None."""
+        for pair in self._pairs.values():
+            pair.master.grad = None
+            pair.clear()
+        self._shown.clear()
+        self._is_clear = True
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """A parameter's gradient, which is there."""
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _version(grad: Tensor | None) -> tuple[int, int] | None:
+    return None if grad is None else (id(grad), grad._version)
+
+
+def _is_dense(grad: Tensor | None) -> bool:
+    return grad is not None and grad.layout is torch.strided and not grad.requires_grad
+
+
+def _half_gradients(pairs: Iterable[Pair]) -> list[Tensor]:
+    return [kernels.values_of(gradient_of(pair.parameter)) for pair in pairs]
+
+
+def _full_gradients(pairs: Iterable[Pair]) -> list[Tensor]:
+    return [kernels.values_of(gradient_of(pair.master)) for pair in pairs]
+
+
+def _by_device(pairs: Iterable[Pair]) -> Iterable[list[Pair]]:
+    groups: dict[torch.device, list[Pair]] = {}
+    for pair in pairs:
+        groups.setdefault(pair.master.device, []).append(pair)
+    return groups.values()
+
+
+def _take(pair: Pair, inv_scale: Tensor | None, found_inf: Tensor) -> None:
+    """`MasterGradients.take` of a sparse gradient, or of one with a graph of its own."""
+    grad, full = gradient_of(pair.parameter), pair.master.grad
+    unscaled = grad.detach().to(torch.float32, copy=True)
+    if inv_scale is not None:
+        kernels.unscale_([unscaled], inv_scale, found_inf)
+    if full is None:
+        pair.master.grad = unscaled
+    else:  # torch adds a sparse one to a dense one, and not the other way round
+        pair.master.grad = full + unscaled if unscaled.layout is not torch.strided else unscaled + full
+    if grad.layout is not torch.strided or gradient_of(pair.master).layout is not torch.strided:
+        pair.parameter.grad = gradient_of(pair.master).to(grad.dtype)
+    elif inv_scale is not None:
+        kernels.unscale_([grad], inv_scale, found_inf)  # it stays the user's to differentiate
