@@ -53,15 +53,15 @@ def show(master_grads: list[Tensor], grads: list[Tensor]) -> None:
         increment_version(grads)
 
 
-def fingerprint(grads: list[Tensor], fingerprints: Tensor) -> None:
+def fingerprint(halves: list[Tensor], fingerprints: Tensor) -> None:
     """As `ampatch.torch_kernels.fingerprint`; the numbers are other ones."""
-    torch.ops.ampatch.fingerprint(grads, fingerprints)
+    torch.ops.ampatch.fingerprint(halves, fingerprints)
 
 
-def follow(grads: list[Tensor], master_grads: list[Tensor], before: Tensor, now: Tensor) -> None:
+def follow(halves: list[Tensor], masters: list[Tensor], before: Tensor, now: Tensor, of_gradients: bool) -> None:
     """As `ampatch.torch_kernels.follow`; what may be written counts as written."""
-    torch.ops.ampatch.follow(grads, master_grads, before, now)
-    increment_version(master_grads)
+    torch.ops.ampatch.follow(halves, masters, before, now, of_gradients)
+    increment_version(masters)
 
 
 def update_scale(

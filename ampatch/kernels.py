@@ -247,27 +247,30 @@ def show(master_grads: list[Tensor], grads: list[Tensor]) -> None:
         operators.show(wide, narrow)
 
 
-def fingerprints(grads: list[Tensor]) -> Tensor:
-    """A number for each gradient which is another one as soon as any element of that is: float64, where they are.
+def fingerprints(halves: list[Tensor]) -> Tensor:
+    """A number for each tensor which is another one as soon as any element of that is: float64, where they are.
 
     Args:
-        grads: dense tensors of float16 or bfloat16, of one device; one or more, none of them empty.
+        halves: dense tensors of float16 or bfloat16, of one device; one or more, none of them empty.
     """
-    found = torch.empty(len(grads), dtype=torch.float64, device=grads[0].device)
-    _implementation_of_all(grads).fingerprint(grads, found)
+    found = torch.empty(len(halves), dtype=torch.float64, device=halves[0].device)
+    _implementation_of_all(halves).fingerprint(halves, found)
     return found
 
 
-def follow(grads: list[Tensor], master_grads: list[Tensor], before: Tensor, now: Tensor) -> None:
-    """``master_grads = grads`` in the elements in which these are not as `show` would have them, of some gradients.
+def follow(halves: list[Tensor], masters: list[Tensor], before: Tensor, now: Tensor, *, of_gradients: bool) -> None:
+    """``masters = halves`` in the elements in which these are not the masters', rounded, of some tensors.
+
+    Where half and master are the same but for the rounding the master keeps its bits.
 
     Args:
-        grads: as of `fingerprints`.
-        master_grads: as many of float32, of the same shapes and device.
-        before: of each, what `fingerprints` gave when it was shown.
-        now: what it gives now; a gradient for which the two are the same is left alone.
+        halves: as of `fingerprints`.
+        masters: as many of float32, of the same shapes and device.
+        before: of each, what `fingerprints` gave when it was the master's.
+        now: what it gives now; a tensor for which the two are the same is left alone.
+        of_gradients: whether they are rounded as `show` does it.
     """
-    _implementation_of_all(grads).follow(grads, master_grads, before, now)
+    _implementation_of_all(halves).follow(halves, masters, before, now, of_gradients)
 
 
 def found_inf_norm(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor, sum_of_squares: Tensor) -> None:

@@ -218,7 +218,7 @@ class MasterGradients:
         self._shown = list(filter(None, map(self._follow_shown, self._shown)))
         for pairs in _by_device(replaced):
             numbers = torch.zeros(len(pairs), dtype=torch.float64, device=pairs[0].master.device)
-            kernels.follow(_half_gradients(pairs), _full_gradients(pairs), numbers, numbers + 1)
+            kernels.follow(_half_gradients(pairs), _full_gradients(pairs), numbers, numbers + 1, of_gradients=True)
             for pair in pairs:
                 pair.leave(_Gradient.SHOWN)
         if replaced:
@@ -255,7 +255,7 @@ class MasterGradients:
             pairs, before = [pairs[index] for index in kept], torch.stack([before[index] for index in kept])
         grads = _half_gradients(pairs)
         now = kernels.fingerprints(grads)
-        kernels.follow(grads, _full_gradients(pairs), before, now)
+        kernels.follow(grads, _full_gradients(pairs), before, now, of_gradients=True)
         for pair in pairs:
             pair.leave(_Gradient.SHOWN)
         return _Shown(pairs, now)

@@ -68,15 +68,15 @@ def show(master_grads: list[Tensor], grads: list[Tensor]) -> None:
             torch._foreach_copy_(batch.columns[0], _shaped_as(batch.columns[0], _shown(flat, narrow[0].dtype)))
 
 
-def fingerprint(grads: list[Tensor], fingerprints: Tensor) -> None:
-    """Sets a number for each gradient which is another one as soon as any element of that is.
+def fingerprint(halves: list[Tensor], fingerprints: Tensor) -> None:
+    """Sets a number for each tensor which is another one as soon as any element of that is.
 
     Args:
-        grads: of float16 or bfloat16; none is empty.
-        fingerprints: float64, as many as there are gradients.
+        halves: of float16 or bfloat16; none is empty.
+        fingerprints: float64, as many as there are tensors.
     """
-    sums: list[list[Tensor]] = [[] for _ in grads]
-    for batch in _batches(grads):
+    sums: list[list[Tensor]] = [[] for _ in halves]
+    for batch in _batches(halves):
         words = torch.cat([piece.resolve_neg().reshape(-1).view(torch.int16) for piece in batch.columns[0]])
         lengths = [piece.numel() for piece in batch.columns[0]]
         table = _weights(1 << max(lengths).bit_length(), words.device)
@@ -90,20 +90,22 @@ def fingerprint(grads: list[Tensor], fingerprints: Tensor) -> None:
         fingerprints.copy_(torch.stack([torch.stack(pieces).sum(dtype=torch.int32) for pieces in sums]))
 
 
-def follow(grads: list[Tensor], master_grads: list[Tensor], before: Tensor, now: Tensor) -> None:
-    """``master_grads = grads`` in the elements in which these are not as `show` would have them, of some gradients.
+def follow(halves: list[Tensor], masters: list[Tensor], before: Tensor, now: Tensor, of_gradients: bool) -> None:
+    """``masters = halves`` in the elements in which these are not the masters', rounded, of some tensors.
 
     Args:
-        grads: of float16 or bfloat16; none is empty.
-        master_grads: as many of float32, of the same shapes.
-        before: what `fingerprint` once found, or other numbers: float64, as many as there are gradients.
-        now: what it finds at present. The gradients for which the two are the same are left alone.
+        halves: of float16 or bfloat16; none is empty.
+        masters: as many of float32, of the same shapes.
+        before: what `fingerprint` once found, or other numbers: float64, as many as there are tensors.
+        now: what it finds at present. The tensors for which the two are the same are left alone.
+        of_gradients: whether they are rounded as `show` does it.
     """
     changes = list((before != now).unbind())
-    for narrow, wide, changed in _by_dtype(grads, master_grads, changes):
+    for narrow, wide, changed in _by_dtype(halves, masters, changes):
         for batch in _batches(narrow, wide):
             shown, full = map(_flat, batch.columns)
-            is_other = shown != _shown(full, shown.dtype).to(shown.dtype)
+            own = _shown(full, shown.dtype) if of_gradients else full
+            is_other = shown != own.to(shown.dtype)
             pieces = zip(batch.indices, batch.columns[0], strict=True)
             is_other &= torch.cat([changed[index].expand(piece.numel()) for index, piece in pieces])
             values = torch.where(is_other, shown, full)  # in float32, which holds both

@@ -247,14 +247,14 @@ void fingerprint(std::vector<Tensor> grads, Tensor fingerprints) {
   }
 }
 
-void follow(std::vector<Tensor> grads, std::vector<Tensor> master_grads, Tensor before, Tensor now) {
+void follow(std::vector<Tensor> halves, std::vector<Tensor> masters, Tensor before, Tensor now, bool of_gradients) {
   const char* name = "ampatch::follow";
-  Lists lists(name, before, grads, false, master_grads, true);
+  Lists lists(name, before, halves, false, masters, true);
   const double* then = one_for_each(name, "before", before, before, lists.pieces());
   const double* found = one_for_each(name, "now", now, before, lists.pieces());
   Chunks(lists.pieces()).visit([&](int64_t, size_t piece, auto* narrow, float* wide, int64_t, int64_t count) {
     for (int64_t index = 0; then[piece] != found[piece] && index < count; ++index) {
-      follow_element(narrow[index], wide[index]);
+      follow_element(narrow[index], wide[index], of_gradients);
     }
   });
   lists.finish();

@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Most blocks leave at once: theirs is a tensor that nobody has written to.
 __global__ void __launch_bounds__(kThreads)
-    follow_kernel(const __grid_constant__ Batch batch, const double* before, const double* now) {
+    follow_kernel(const __grid_constant__ Batch batch, const double* before, const double* now, bool of_gradients) {
   const Place place = place_of_block(batch);
   if (before[place.tensor] == now[place.tensor]) {
     return;
@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(kThreads)
     const auto* narrow = static_cast<decltype(type)>(batch.narrow[place.tensor]) + place.start;
     float* wide = batch.wide[place.tensor] + place.start;
     for (int index = threadIdx.x; index < place.count; index += kThreads) {
-      follow_element(narrow[index], wide[index]);
+      follow_element(narrow[index], wide[index], of_gradients);
     }
   });
 }
@@ -448,14 +448,14 @@ void fingerprint(std::vector<Tensor> grads, Tensor fingerprints) {
   });
 }
 
-void follow(std::vector<Tensor> grads, std::vector<Tensor> master_grads, Tensor before, Tensor now) {
+void follow(std::vector<Tensor> halves, std::vector<Tensor> masters, Tensor before, Tensor now, bool of_gradients) {
   const char* name = "ampatch::follow";
   const OnDevice device(name, before);
-  Lists lists(name, before, grads, false, master_grads, true);
+  Lists lists(name, before, halves, false, masters, true);
   const double* then = one_for_each(name, "before", before, before, lists.pieces());
   const double* found = one_for_each(name, "now", now, before, lists.pieces());
   in_batches(lists.pieces(), [&](const Batch& batch, int64_t) {
-    follow_kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(batch, then, found);
+    follow_kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(batch, then, found, of_gradients);
     then += batch.tensors;
     found += batch.tensors;
   });

@@ -38,12 +38,14 @@ C10_HOST_DEVICE inline float shown(float value) {
   return value != 0 && fabsf(value) < kLeast<Narrow> ? copysignf(kLeast<Narrow>, value) : value;
 }
 
-// The user's value is the master's where it is another than the one that is shown; NaN is always another.
+// The user's value is the master's where it is another than the master's own in half, which of a gradient is the one
+// that is shown; NaN is always another.
 template <class Narrow>
-C10_HOST_DEVICE inline void follow_element(Narrow grad, float& master_grad) {
-  const float value = static_cast<float>(grad);
-  if (static_cast<float>(static_cast<Narrow>(shown<Narrow>(master_grad))) != value) {
-    master_grad = value;
+C10_HOST_DEVICE inline void follow_element(Narrow half, float& master, bool of_gradients) {
+  const float value = static_cast<float>(half);
+  const float own = of_gradients ? shown<Narrow>(master) : master;
+  if (static_cast<float>(static_cast<Narrow>(own)) != value) {
+    master = value;
   }
 }
 

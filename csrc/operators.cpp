@@ -17,8 +17,8 @@ STABLE_TORCH_LIBRARY(ampatch, m) {
   m.def("found_inf_norm(Tensor[] grads, Tensor inv_scale, Tensor(a!) found_inf, Tensor(b!) sum_of_squares) -> ()");
   m.def("copy_to_half(Tensor[] masters, Tensor(a!)[] halves) -> ()");
   m.def("show(Tensor[] master_grads, Tensor(a!)[] grads) -> ()");
-  m.def("fingerprint(Tensor[] grads, Tensor(a!) fingerprints) -> ()");
-  m.def("follow(Tensor[] grads, Tensor(a!)[] master_grads, Tensor before, Tensor now) -> ()");
+  m.def("fingerprint(Tensor[] halves, Tensor(a!) fingerprints) -> ()");
+  m.def("follow(Tensor[] halves, Tensor(a!)[] masters, Tensor before, Tensor now, bool of_gradients) -> ()");
   m.def(
       "update_scale(Tensor(a!) scale, Tensor(b!) unskipped, Tensor(c!) hysteresis_left, Tensor found_inf, "
       "float factor, int window, int hysteresis, float floor, float ceiling) -> ()");

@@ -524,17 +524,19 @@ class TestFollow:
     """Elements that a half gradient does not show as it would show the master's are taken over; others keep bits."""
 
     @on_each_device
+    @pytest.mark.parametrize("of_gradients", [False, True], ids=["weights", "gradients"])
     @draws
     @given(list_=drawn().filter(bool), masters=st.sampled_from(CONTENTS), seed=SEEDS)
     @example(list_=ENDS, masters="ordinary", seed=1)
-    def test_what_was_written_is_taken_and_nothing_else(self, device, list_, masters, seed):
+    def test_what_was_written_is_taken_and_nothing_else(self, device, list_, masters, seed, of_gradients):
         list_ = [each for each in list_ if math.prod(each.shape) and each.dtype is not torch.float32]
         if not list_:
             return
         narrow, wide = lay_out(list_, seed, device, wide_from=masters)
         grads, fulls = tensors(narrow), tensors(wide)
+        rounded = shown if of_gradients else Tensor.to
         for operators in (extension_kernels, torch_kernels):
-            operators.show(fulls, grads)
+            (operators.show if of_gradients else operators.copy_to_half)(fulls, grads)
             before = torch.empty(len(grads), dtype=torch.float64, device=device)
             operators.fingerprint(grads, before)
             torch.manual_seed(seed)
@@ -546,10 +548,10 @@ class TestFollow:
             operators.fingerprint(grads, now)
             assert [bool(changed) for changed in before != now] == [index % 2 == 0 for index in range(len(grads))]
             expected = [
-                torch.where(shown(full, grad.dtype) == grad, full, grad.float()) if index % 2 == 0 else full.clone()
+                torch.where(rounded(full, grad.dtype) == grad, full, grad.float()) if index % 2 == 0 else full.clone()
                 for index, (grad, full) in enumerate(zip(grads, fulls, strict=True))
             ]
-            operators.follow(grads, fulls, before, now)
+            operators.follow(grads, fulls, before, now, of_gradients)
             assert_all_same(fulls, expected)
 
     @on_each_device
