@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ampatch.conversion_plan import Plan
 from ampatch.errors import OptionError, UsageError
 from ampatch.opt_levels import HALVES
+from ampatch.unseen_writes import data_of
 
 # Asked of all tensors of a list by `map`, since a line of Python for each takes several times as long.
 _VERSION = operator.attrgetter("_version")
@@ -36,7 +37,7 @@ class Mark:
 
     def __init__(self, tensor: Tensor) -> None:
         # Held, so that no other data can come to lie at its address.
-        self._data = tensor.data
+        self._data = data_of(tensor)
         self.address = tensor.data_ptr()
         self.version = tensor._version
 
@@ -47,7 +48,7 @@ class Mark:
     def renew(self, tensor: Tensor) -> None:
         """The moment is now."""
         if tensor.data_ptr() != self.address:
-            self._data, self.address = tensor.data, tensor.data_ptr()
+            self._data, self.address = data_of(tensor), tensor.data_ptr()
         self.version = tensor._version
 
 
@@ -122,6 +123,18 @@ class Backing:
         assert self.full_mark is not None
         return self.half_mark.is_now(half) and self.full_mark.is_now(self.full) and half.dtype is self.dtype
 
+    def check_not_both_written(self, half: Tensor) -> None:
+        """Raises `UsageError` where somebody has written to both since `note`, and they differ."""
+        if self.full is None or self.half_mark is None or not self.was_updated or self.half_mark.is_now(half):
+            return
+        # Asked of the device only where somebody has written to both.
+        if half.shape == self.full.shape and not torch.equal(self.full.detach().to(half), half.detach()):
+            raise UsageError(
+                "half weights and their float32 master were both written to since they last were the same, and which "
+                "of the two counts nobody can say. Write to one of them; now, under torch.no_grad(), type "
+                "parameter.copy_(master) or master.copy_(parameter)."
+            )
+
     @property
     def was_updated(self) -> bool:
         """Whether somebody has written to the float32 values since `note`, as far as torch counts it."""
@@ -144,7 +157,7 @@ class Backing:
                 "model, and amp.initialize afterwards."
             )
         if self.full.device != half.device:
-            self.full.data = self.full.data.to(half.device)
+            self.full.data = data_of(self.full).to(half.device)
         if self.was_updated and self.half_mark is not None and self.half_mark.is_now(half):
             half.copy_(self.full)
         else:
@@ -293,12 +306,17 @@ class Conversion:
             return tensor.detach().float() if name in self._buffers.get(module, {}) else None
         if backing.full is None or backing.full.shape != tensor.shape:
             return tensor.detach().float() if tensor.dtype in HALVES else None
-        if tensor.dtype is backing.dtype and (not isinstance(tensor, nn.Parameter) or not backing.is_in_step(tensor)):
+        owner = None if backing.owner is None else backing.owner()
+        if tensor.dtype is not backing.dtype:  # converted further by the user
+            values: Tensor = backing.values(tensor)
+            kept: Tensor = backing.full
+            return kept if values.dtype is kept.dtype and torch.equal(values, kept) else values
+        if owner is not None:
+            owner.synchronise_one(tensor)
+        elif not isinstance(tensor, nn.Parameter) or not backing.is_in_step(tensor):
             backing.synchronise(tensor)
-        values: Tensor = backing.values(tensor)
-        # Where somebody wrote in a way that is not counted it is saved, but training goes on as if it were not.
         full: Tensor = backing.full
-        return full if values.dtype is full.dtype and torch.equal(values, full) else values
+        return full
 
     def load(self, tensor: Tensor, values: Tensor) -> None:
         """Takes over values that a half tensor was just loaded with by ``load_state_dict``, with all their bits."""
@@ -344,7 +362,7 @@ class Conversion:
 
 
 def _set_dtype(tensor: Tensor, dtype: torch.dtype, backing: Backing) -> None:
-    full, grad = tensor.data, tensor.grad  # not detach(), which counts writes to the two together
+    full, grad = data_of(tensor), tensor.grad  # not detach(), which counts writes to the two together
     _replace(tensor, full.to(dtype))
     if full.dtype is torch.float32 and dtype in HALVES:
         backing.full = nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
@@ -355,11 +373,12 @@ def _set_dtype(tensor: Tensor, dtype: torch.dtype, backing: Backing) -> None:
 
 
 def _restore(tensor: Tensor, backing: Backing) -> None:
-    values, grad = tensor.data, tensor.grad
+    values, grad = data_of(tensor), tensor.grad
     if backing.full is not None and tensor.shape == backing.full.shape:
         if tensor.dtype is backing.dtype:
-            backing.synchronise(tensor)
-            values = backing.full.data
+            if not (isinstance(tensor, nn.Parameter) and backing.is_in_step(tensor)):
+                backing.synchronise(tensor)
+            values = data_of(backing.full)
         elif tensor.is_floating_point():  # converted by the user since
             values = backing.values(tensor)
         # Of an optimizer that is gone the half parameter's gradient is what is left.

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from ampatch.casting import CASTABLE
 from ampatch.errors import OptionError, did_you_mean
 from ampatch.opt_levels import HALVES
+from ampatch.unseen_writes import data_of
 
 KeepFloat32 = tuple[str | type[nn.Module], ...]
 
@@ -177,8 +178,8 @@ def _check_convertible(path: str, tensor: Tensor, dtype: torch.dtype) -> None:
             f"values can be kept of dense tensors only, so it cannot be converted to {dtype}. Use opt_level='O1' or "
             "'O4', or name its module in keep_fp32."
         )
-    if type(tensor.data) is not Tensor:
+    if type(data_of(tensor)) is not Tensor:
         raise OptionError(
-            f"the model's {path!r} is a {type(tensor.data).__name__}, and only plain tensors can be converted to "
+            f"the model's {path!r} is a {type(data_of(tensor)).__name__}, and only plain tensors can be converted to "
             f"{dtype}. Use opt_level='O1' or 'O4', which leave weights as they are."
         )

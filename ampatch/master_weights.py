@@ -24,6 +24,7 @@ from ampatch.errors import UsageError
 from ampatch.master_gradients import MasterGradients, Pair
 from ampatch.opt_levels import HALVES
 from ampatch.patching import PatchLedger
+from ampatch.unseen_writes import data_of
 
 _DTYPE = operator.attrgetter("dtype")
 
@@ -36,21 +37,29 @@ class MasterWeights:
         conversion: keeps float32 values from the time before parameters were narrowed, and masters for as long as
             their parameters live.
         wanted: whether there are to be any; without, all of this does nothing.
+        name_of: a model's parameter's name, for messages.
 
     Attributes:
         wanted: as given.
         gradients: theirs and those of the half parameters.
     """
 
-    def __init__(self, optimizer: Any, conversion: Conversion, wanted: bool) -> None:
+    def __init__(
+        self, optimizer: Any, conversion: Conversion, wanted: bool, name_of: Callable[[Tensor], str] = str
+    ) -> None:
         self.wanted = wanted
-        self._compared = False
+        self._name_of = name_of
+        self._heard: set[int] = set()  # ids of tensors that somebody may have written to unseen
+        # Pairs of one device, with the fingerprints of half weights when they last were the masters, rounded.
+        self._in_step: list[tuple[list[Pair], Tensor]] = []
+        self._places: dict[int, Tensor] = {}  # the same by id of the half parameter, where somebody has asked
         self._optimizer = weakref.ref(optimizer)
         self._conversion = conversion
         self._pairs: dict[int, Pair] = {}  # by id of the half parameter
         self._parameters: dict[int, nn.Parameter] = {}  # by id of the master
         self.gradients = MasterGradients(self._pairs, self._parameters)
-        self._marks = Marks([], [])  # of all pairs, when they were last in step
+        # Of all pairs, when they were last in step.
+        self._half_marks, self._full_marks = Marks([], []), Marks([], [])
 
     def install(self, ledger: PatchLedger) -> None:
         """Makes the masters, and has the optimizer's other methods know of them.
@@ -77,10 +86,16 @@ class MasterWeights:
         if optimizer is None or HALVES.isdisjoint(map(_DTYPE, optimizer_state.parameters_of(optimizer))):
             return
         new: dict[int, Pair] = {}
+        back: dict[int, Pair] = {}
+        there = set(map(id, optimizer_state.parameters_of(optimizer)))
         try:
             for parameter in optimizer_state.parameters_of(optimizer):
                 if parameter.dtype in HALVES and parameter.requires_grad and isinstance(parameter, nn.Parameter):
-                    if id(parameter) in self._pairs or id(parameter) in new:
+                    known = self._pairs.get(id(parameter))
+                    if known is not None and id(known.master) not in there and id(parameter) not in back:
+                        back[id(parameter)] = known  # its group was made anew, of the model's own parameters
+                        continue
+                    if known is not None or id(parameter) in new:
                         raise UsageError(
                             f"a parameter of shape {tuple(parameter.shape)} is in more than one parameter group of the "
                             "optimizer, or in one twice: as itself and as its float32 master, which is what the groups "
@@ -96,11 +111,16 @@ class MasterWeights:
         if new:
             self._pairs.update(new)
             self._parameters.update({id(pair.master): pair.parameter for pair in new.values()})
-            self._marks = Marks(*_marks_and_tensors(self._pairs.values()))
+            marks = [_marks_of(pair) for pair in self._pairs.values()]
+            self._half_marks = Marks([half for half, _ in marks], [pair.parameter for pair in self._pairs.values()])
+            self._full_marks = Marks([full for _, full in marks], [pair.master for pair in self._pairs.values()])
+            self._note_in_step()
+        if new or back:
+            placed = {**new, **back}
             # Its way out is `take_out`, which puts back what has been put in.
             optimizer_state.replace_parameters(
                 optimizer,
-                lambda parameter: (new[id(parameter)].master, torch.float32) if id(parameter) in new else None,
+                lambda parameter: (placed[id(parameter)].master, torch.float32) if id(parameter) in placed else None,
             )
 
     def take_out(self) -> None:
@@ -113,7 +133,8 @@ class MasterWeights:
             self._conversion.release(pair.parameter)
         self._pairs.clear()
         self._parameters.clear()
-        self._marks = Marks([], [])
+        self._in_step.clear()
+        self._half_marks, self._full_marks = Marks([], []), Marks([], [])
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -137,22 +158,133 @@ class MasterWeights:
 
     # Weights
 
-    def synchronise(self) -> None:
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of the masters, or a half parameter that has one."""
+        return id(tensor) in self._parameters or id(tensor) in self._pairs
+
+    def hear(self, tensor: Tensor) -> None:
+        """Somebody may write to one of the tensors of pairs unseen."""
+        self._heard.add(id(tensor))
+
+    def synchronise(self, by_value: bool = False) -> None:
         """Takes over what somebody wrote into half weights or masters since `write`.
 
-        Writes by way of ``.data`` are not counted by torch, and it would take a pass over all weights to see them. The
-        first time that is done, for weights that are initialised in that way.
+        Args:
+            by_value: what was written to half weights is found by what they hold, and not only where torch has counted
+                a write: a pass over them.
 
         Raises:
-            UsageError: the model was converted to another type.
+            UsageError: the model was converted to another type; or both of a pair were written to.
         """
-        if self._compared and self._marks.are_now():
+        is_counted = not (self._half_marks.are_now() and self._full_marks.are_now())
+        if not is_counted and not by_value:
             return
+        written = [pair for pair in self._pairs.values() if is_counted and not pair.backing.is_in_step(pair.parameter)]
+        self._follow_by_value(written)
+        for pair in written:
+            self._synchronise(pair)
+        if written:
+            self._note_in_step()
+        else:
+            self._half_marks.renew()
+            self._full_marks.renew()
+            self._heard -= self._pairs.keys()
+
+    def _follow_by_value(self, but: list[Pair]) -> None:
+        """Has masters be what half weights are, in the elements in which these are not the masters, rounded."""
+        left_out = set(map(id, but))
+        for index, (all_pairs, numbers) in enumerate(self._in_step):
+            pairs, before = all_pairs, numbers
+            if left_out:
+                kept = [place for place, pair in enumerate(all_pairs) if id(pair) not in left_out]
+                if not kept:
+                    continue
+                pairs, before = [all_pairs[place] for place in kept], torch.stack([numbers[place] for place in kept])
+            now = _fingerprints(pairs)
+            halves, masters = _halves_and_masters(pairs)
+            kernels.follow(halves, masters, before, now, of_gradients=False)
+            self._in_step[index] = pairs, now
+        self._places.clear()
+
+    def synchronise_all(self) -> None:
+        """`synchronise` before a forward: also what somebody may have written unseen, into whichever of the two."""
+        if not self._heard:
+            self.synchronise()
+            return
+        self.synchronise(by_value=True)
+        with torch.no_grad():
+            pairs = [pair for pair in self._pairs.values() if id(pair.master) in self._heard]
+            # In a way that is not counted: graphs that half weights are part of stay sound where nothing has changed.
+            kernels.copy_to_half([pair.master for pair in pairs], [data_of(pair.parameter) for pair in pairs])
+        self._note_in_step()
+
+    def synchronise_one(self, parameter: Tensor) -> None:
+        """`synchronise` of one pair, by value."""
+        pair = self._pairs[id(parameter)]
+        if not pair.backing.is_in_step(parameter):
+            self._synchronise(pair)
+        elif parameter.numel():
+            if not self._places:
+                self._places = {
+                    id(each.parameter): numbers[index]
+                    for pairs, numbers in self._in_step
+                    for index, each in enumerate(pairs)
+                }
+            halves, masters = _halves_and_masters([pair])
+            before = self._places[id(parameter)]
+            kernels.follow(halves, masters, before[None], _fingerprints([pair]), of_gradients=False)
+            pair.backing.note(parameter)
+
+    def surrender(self) -> None:
+        """`synchronise` for good: masters have all that half weights are, bar those that were converted since."""
         for pair in self._pairs.values():
-            if not (self._compared and pair.backing.is_in_step(pair.parameter)):
-                pair.backing.synchronise(pair.parameter)
-        self._compared = True
-        self._marks.renew()
+            backing, parameter = pair.backing, pair.parameter
+            if (
+                parameter.dtype is backing.dtype
+                and parameter.shape == pair.master.shape
+                and backing.is_in_step(parameter)
+            ):
+                self.synchronise_one(parameter)
+
+    def _synchronise(self, pair: Pair) -> None:
+        try:
+            pair.backing.check_not_both_written(pair.parameter)
+            pair.backing.synchronise(pair.parameter)
+        except UsageError as error:
+            raise UsageError(f"{self._name_of(pair.parameter)}: {error}") from None
+
+    def _note_in_step(self) -> None:
+        """Half weights are the masters, rounded."""
+        self._half_marks.renew()
+        self._full_marks.renew()
+        self._heard.clear()
+        groups: dict[torch.device, list[Pair]] = {}
+        for pair in self._pairs.values():
+            if pair.parameter.numel():
+                groups.setdefault(pair.parameter.device, []).append(pair)
+        self._in_step = [(pairs, _fingerprints(pairs)) for pairs in groups.values()]
+        self._places.clear()
+
+    def check_that_masters_are_updated(self) -> None:
+        """After a step, before `write`.
+
+        Raises:
+            UsageError: the optimizer has written to half weights of the model, and not to their masters.
+        """
+        if self._half_marks.are_now() and self._heard.isdisjoint(self._pairs):
+            return
+        for key, pair in self._pairs.items():
+            backing, parameter = pair.backing, pair.parameter
+            assert backing.half_mark is not None
+            if backing.was_updated or (key not in self._heard and backing.half_mark.is_now(parameter)):
+                continue
+            if not torch.equal(pair.master.detach().to(parameter.dtype), parameter.detach()):
+                raise UsageError(
+                    f"this {type(self._optimizer()).__name__} has written to the model's {self._name_of(parameter)} "
+                    "itself, and not to its float32 master, which is what param_groups hold: it has a list of "
+                    "parameters of its own. Have it update those in param_groups; or use master_weights=False, or "
+                    "opt_level='O1'."
+                )
 
     def write(self) -> None:
         """Writes the masters into the half weights, rounded."""
@@ -167,8 +299,8 @@ class MasterWeights:
         with torch.no_grad():
             kernels.copy_to_half([pair.master for pair in updated], [pair.parameter for pair in updated])
             if others:
-                kernels.copy_to_half([pair.master for pair in others], [pair.parameter.data for pair in others])
-        self._marks.renew()
+                kernels.copy_to_half([pair.master for pair in others], [data_of(pair.parameter) for pair in others])
+        self._note_in_step()
 
     # What the optimizer's own methods do besides
 
@@ -234,13 +366,18 @@ def dropping_sums(
     return zero_grad
 
 
-def _marks_and_tensors(pairs: Iterable[Pair]) -> tuple[list[Mark], list[Tensor]]:
-    """The marks of both sides of pairs, and what they are the marks of."""
-    marks: list[Mark] = []
-    tensors: list[Tensor] = []
-    for pair in pairs:
-        assert pair.backing.half_mark is not None
-        assert pair.backing.full_mark is not None
-        marks += pair.backing.half_mark, pair.backing.full_mark
-        tensors += pair.parameter, pair.master
-    return marks, tensors
+def _marks_of(pair: Pair) -> tuple[Mark, Mark]:
+    half, full = pair.backing.half_mark, pair.backing.full_mark
+    assert half is not None
+    assert full is not None
+    return half, full
+
+
+def _halves_and_masters(pairs: Iterable[Pair]) -> tuple[list[Tensor], list[Tensor]]:
+    pairs = list(pairs)
+    halves = [kernels.values_of(pair.parameter.detach()) for pair in pairs]
+    return halves, [kernels.values_of(pair.master.detach()) for pair in pairs]
+
+
+def _fingerprints(pairs: Iterable[Pair]) -> Tensor:
+    return kernels.fingerprints([kernels.values_of(pair.parameter.detach()) for pair in pairs])

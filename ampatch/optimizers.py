@@ -316,6 +316,7 @@ class AdoptedOptimizer:
     def let_go(self) -> bool:
         """Drops gradients that nobody would unscale any more, if there are any; masters give theirs back."""
         self._settle(wait=True)  # and says what there is to say of skipped steps
+        self.masters.surrender()
         self.unfold()
         scaled_by = self.scaled_by
         is_open = scaled_by is not None and scaled_by.is_open
@@ -447,7 +448,7 @@ class AdoptedOptimizer:
             self.unfold()
         if self.masters.wanted:
             self.bring_up_to_date()
-            self.masters.synchronise()
+            self.masters.synchronise(by_value=True)
         passes, self.passes = self.passes, []
         try:
             # A kernel that skips takes longer, and is for where somebody would have to wait.
@@ -517,19 +518,21 @@ class AdoptedOptimizer:
         def write(*_: object) -> None:
             nonlocal written
             written = True
+            self.masters.check_that_masters_are_updated()
             self.masters.write()
 
         hooks = self._hook_step(write)
         try:
             yield
         except BaseException:
-            self.masters.write()
+            if not written:
+                self.masters.write()
             raise
         else:
             if written:
-                self.masters.synchronise()
+                self.masters.synchronise(by_value=True)
             else:  # a step that fires no hooks
-                self.masters.write()
+                write()
         finally:
             for hook in hooks:
                 hook.remove()
@@ -552,7 +555,7 @@ class AdoptedOptimizer:
     def _before_step(self, *_: object) -> None:
         """Takes over what the user's own hooks have written."""
         self.masters.gradients.follow()
-        self.masters.synchronise()
+        self.masters.synchronise(by_value=True)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Calls the closure as the code around the step would."""
@@ -561,7 +564,7 @@ class AdoptedOptimizer:
             result = closure()
         self.unfold()
         self._check_unscaled("the closure of optimizer.step(closure) left gradients that are")
-        self.masters.synchronise()
+        self.masters.synchronise(by_value=True)
         self.masters.gradients.follow()
         passes, self.passes = self.passes, []
         overflowed = list(filter(_OVERFLOWED, passes))

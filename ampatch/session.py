@@ -29,6 +29,7 @@ from ampatch import (
     models,
     opt_levels,
     optimizer_state,
+    unseen_writes,
 )
 from ampatch.calls import Accelerator
 from ampatch.cast_lists import CastLists
@@ -184,7 +185,17 @@ class Session:
             handle = register_optimizer_step_post_hook(_forget_casts(weakref.ref(self.cache)))
             self.ledger.on_undo(handle.remove)
             compilers.forget_compiled()
+        if self.has_masters or self.patches_functions:
+            unseen_writes.announce(self.ledger, self._while_here(Session.hear))
         self.switch.active = True
+
+    def hear(self, tensor: Tensor) -> None:
+        """Somebody may write to a tensor in a way that torch does not count."""
+        if isinstance(tensor, nn.Parameter):
+            self.cache.forget(tensor)
+            for adopted in list(self._optimizers.values()) if self.has_masters else ():
+                if adopted.masters.has(tensor):
+                    adopted.masters.hear(tensor)
 
     def take_down(self) -> None:
         """Undoes everything, newest first. Wrappers that somebody kept forward unchanged from now on.
@@ -343,7 +354,7 @@ class Session:
         try:
             adopted = AdoptedOptimizer(
                 optimizer,
-                MasterWeights(optimizer, self.conversion, wanted),
+                MasterWeights(optimizer, self.conversion, wanted, self._name_of),
                 self.switch,
                 self.cache.end_iteration_of,
                 self._name_of,
@@ -402,7 +413,7 @@ class Session:
         if not self.has_masters:
             return
         for masters in self._masters_of(model):
-            masters.synchronise()
+            masters.synchronise_all()
 
     def _masters_of(self, model: nn.Module | None) -> set[MasterWeights]:
         """Those of a model's parameters, by optimizer; however many there are, each parameter is looked at once.
@@ -609,6 +620,16 @@ class Session:
             return original(scaler, optimizer, *args, **kwargs)
 
         return _unscale_grads_
+
+    def _while_here(self, method: Callable[[Session, Tensor], object]) -> Callable[[Tensor], None]:
+        reference = weakref.ref(self)
+
+        def call(tensor: Tensor) -> None:
+            session = reference()
+            if session is not None and session.switch.active:
+                method(session, tensor)
+
+        return call
 
     def _while_active(self) -> Callable[[], Session | None]:
         """Gives this session until it is taken down, to methods that somebody may keep for longer."""

@@ -142,6 +142,12 @@ class WeightCache:
         for block in list(self._frozen):
             block.store.clear()
 
+    def forget(self, parameter: Tensor) -> None:
+        """Drops the casts of a parameter, bar those of forwards that run in other threads."""
+        for store in (self._iteration, self.book.forward, *(block.store for block in list(self._frozen))):
+            if store is not None:
+                store.forget([id(parameter)])
+
     def keep_nothing(self) -> None:
         """From now on casts every time: for weights that are gathered for their layer's time, and let go after it."""
         self._enabled = False

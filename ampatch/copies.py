@@ -1,0 +1,74 @@
+"""Copies and averages of a converted model: they have float32 weights, with all bits that are kept.
+
+A copy of half weights would lose whatever is too small for them: an average of weights that follows slowly would never
+leave its first value. So a deep copy of a converted tensor is float32, as it would be without amp, and what
+`torch.optim.swa_utils.AveragedModel` averages are the masters. Must not know optimizers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from ampatch.patching import PatchLedger
+
+#: Gives the float32 values behind a tensor that was narrowed; None of any other.
+FullOf = Callable[[Tensor], Tensor | None]
+
+
+def widen(ledger: PatchLedger, full_of: FullOf) -> None:
+    """Has deep copies and averages be float32.
+
+    Args:
+        ledger: takes note of what is installed.
+        full_of: looks a tensor up.
+    """
+    for kind in (nn.Parameter, Tensor):
+        ledger.set(kind, "__deepcopy__", _widening(kind.__deepcopy__, full_of))
+    original: Any = AveragedModel.update_parameters
+
+    @functools.wraps(original)
+    def update_parameters(averaged: AveragedModel, model: nn.Module) -> Any:
+        return original(averaged, _Full(model, full_of))
+
+    ledger.set(AveragedModel, "update_parameters", update_parameters)
+
+
+def _widening(original: Callable[..., Any], full_of: FullOf) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __deepcopy__(tensor: Tensor, memo: dict[int, Any]) -> Any:  # noqa: N807
+        full = None if id(tensor) in memo else full_of(tensor)
+        if full is None:
+            return original(tensor, memo)
+        values = full.detach().clone(memory_format=torch.preserve_format)
+        copied = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+        memo[id(tensor)] = copied
+        return copied
+
+    return __deepcopy__
+
+
+class _Full:
+    """A model whose parameters and buffers are float32, for who walks through them."""
+
+    def __init__(self, model: nn.Module, full_of: FullOf) -> None:
+        self._model = model
+        self._full_of = full_of
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def parameters(self) -> Iterator[Tensor]:
+        return map(self._full, self._model.parameters())
+
+    def buffers(self) -> Iterator[Tensor]:
+        return map(self._full, self._model.buffers())
+
+    def _full(self, tensor: Tensor) -> Tensor:
+        full = self._full_of(tensor)
+        return tensor if full is None else full
