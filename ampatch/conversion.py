@@ -12,7 +12,7 @@ import gc
 import itertools
 import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ampatch.conversion_plan import Plan
+from ampatch.conversion_plan import Plan, own_tensors
 from ampatch.errors import OptionError, UsageError
 from ampatch.opt_levels import HALVES
 from ampatch.unseen_writes import data_of
@@ -195,9 +195,16 @@ class Conversion:
     """What was converted in a session, and the float32 values behind half tensors.
 
     Tensors are known by identity, and held weakly: a copy of a model is nobody's business here.
+
+    Args:
+        is_of_model: whether a tensor is of a model that was converted, if only since.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_of_model: Callable[[Tensor], bool] = lambda _: False) -> None:
+        self._is_of_model = is_of_model
+        # Float32 copies of half weights without a master, as state dicts have given them away since the last forward,
+        # with their versions, by id of the half tensor: what is written to these is meant for the weights.
+        self._given_away: dict[int, list[tuple[weakref.ref[Tensor], Tensor, int]]] = {}
         self._backings = WeakTensorKeyDictionary()
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, torch.dtype]]]
         self._buffers = weakref.WeakKeyDictionary()
@@ -250,7 +257,7 @@ class Conversion:
         Raises:
             UsageError: somebody else updates it.
         """
-        backing = self._backings.get(parameter) or self._back(parameter, parameter.dtype)
+        backing = self._backings.get(parameter) or self._back_late(parameter)
         if backing.owner is not None and backing.owner() is not owner:
             gc.collect()  # an adopted optimizer refers to itself, and so outlives its last name for a while
             if backing.owner() is not None:
@@ -303,20 +310,66 @@ class Conversion:
         """
         backing = self._backings.get(tensor)
         if backing is None:  # a buffer that the module itself has replaced since
-            return tensor.detach().float() if name in self._buffers.get(module, {}) else None
+            is_replaced = name in self._buffers.get(module, {})
+            return self._give_away(tensor) if is_replaced or self._is_late(tensor) else None
         if backing.full is None or backing.full.shape != tensor.shape:
-            return tensor.detach().float() if tensor.dtype in HALVES else None
-        owner = None if backing.owner is None else backing.owner()
+            return self._give_away(tensor) if tensor.dtype in HALVES else None
         if tensor.dtype is not backing.dtype:  # converted further by the user
             values: Tensor = backing.values(tensor)
-            kept: Tensor = backing.full
-            return kept if values.dtype is kept.dtype and torch.equal(values, kept) else values
+            full: Tensor = backing.full
+            return full if values.dtype is full.dtype and torch.equal(values, full) else values
+        return self._in_step(tensor, backing)
+
+    def _is_late(self, tensor: Tensor) -> bool:
+        return tensor.dtype in HALVES and tensor not in self._backings and self._is_of_model(tensor)
+
+    def _back_late(self, tensor: Tensor) -> Backing:
+        """Takes in a half tensor: of a converted model it stands among what was float32, and is to be that again."""
+        backing = self._back(tensor, tensor.dtype)
+        if self._is_of_model(tensor):
+            backing.before = torch.float32
+        return backing
+
+    def take_in_late(self, module: nn.Module) -> None:
+        """Takes in half tensors that have come into a converted model since."""
+        for name, tensor in own_tensors(module):
+            if tensor.dtype in HALVES and tensor not in self._backings and not self._buffers.get(module, {}).get(name):
+                self._back_late(tensor)
+
+    def _give_away(self, tensor: Tensor) -> Tensor:
+        given_away = self._given_away.setdefault(id(tensor), [])
+        given_away[:] = _taken_back(given_away)
+        copy = tensor.detach().float()
+        given_away.append((weakref.ref(tensor), copy, copy._version))
+        return copy
+
+    def take_back(self) -> None:
+        """Writes into half tensors without a master what was written into the float32 copies that were given away."""
+        given_away, self._given_away = self._given_away, {}
+        for copies in given_away.values():
+            _taken_back(copies)
+        for tensor, backing in list(self._backings.items()) if given_away else ():
+            if not isinstance(tensor, nn.Parameter) and backing.was_updated:
+                backing.synchronise(tensor)
+
+    def full_of(self, tensor: Tensor) -> Tensor | None:
+        """The float32 values of a half tensor that is float32 without amp; None of any other."""
+        backing = self._backings.get(tensor)
+        if backing is None or backing.before is not torch.float32 or tensor.dtype is not backing.dtype:
+            return None
+        if backing.full is None:
+            return tensor.detach().float() if tensor.dtype in HALVES else None
+        return self._in_step(tensor, backing)
+
+    def _in_step(self, tensor: Tensor, backing: Backing) -> Tensor:
+        """The float32 values behind a half tensor, up to date."""
+        owner: Any = None if backing.owner is None else backing.owner()
         if owner is not None:
             owner.synchronise_one(tensor)
         elif not isinstance(tensor, nn.Parameter) or not backing.is_in_step(tensor):
             backing.synchronise(tensor)
-        full: Tensor = backing.full
-        return full
+        assert backing.full is not None
+        return backing.full
 
     def load(self, tensor: Tensor, values: Tensor) -> None:
         """Takes over values that a half tensor was just loaded with by ``load_state_dict``, with all their bits."""
@@ -343,6 +396,7 @@ class Conversion:
         All of it, also where something raises.
         """
         with torch.inference_mode(False), contextlib.ExitStack() as all_of_it:
+            self.take_back()
             for module, names in list(self._buffers.items()):
                 for name, (number, before) in list(names.items()):
                     if number >= since:
@@ -359,6 +413,16 @@ class Conversion:
     def _back(self, tensor: Tensor, dtype: torch.dtype) -> Backing:
         backing = self._backings[tensor] = Backing(next(self._numbers), tensor.dtype, dtype)
         return backing
+
+
+@torch.no_grad()
+def _taken_back(copies: list[tuple[weakref.ref[Tensor], Tensor, int]]) -> list[tuple[weakref.ref[Tensor], Tensor, int]]:
+    """The same copies, once what was written into them is in the half tensor too."""
+    for reference, copy, version in copies:
+        tensor = reference()
+        if tensor is not None and copy._version != version:
+            tensor.copy_(copy)
+    return [(reference, copy, copy._version) for reference, copy, _ in copies]
 
 
 def _set_dtype(tensor: Tensor, dtype: torch.dtype, backing: Backing) -> None:

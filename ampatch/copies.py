@@ -1,13 +1,15 @@
 """Copies and averages of a converted model: they have float32 weights, with all bits that are kept.
 
 A copy of half weights would lose whatever is too small for them: an average of weights that follows slowly would never
-leave its first value. So a deep copy of a converted tensor is float32, as it would be without amp, and what
+leave its first value. So a deep copy of a converted module is float32, as it would be without amp, and what
 `torch.optim.swa_utils.AveragedModel` averages are the masters. Must not know optimizers.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,8 +30,10 @@ def widen(ledger: PatchLedger, full_of: FullOf) -> None:
         ledger: takes note of what is installed.
         full_of: looks a tensor up.
     """
+    within = _Within()
+    ledger.set(nn.Module, "__deepcopy__", _noting(within))
     for kind in (nn.Parameter, Tensor):
-        ledger.set(kind, "__deepcopy__", _widening(kind.__deepcopy__, full_of))
+        ledger.set(kind, "__deepcopy__", _widening(kind.__deepcopy__, full_of, within))
     original: Any = AveragedModel.update_parameters
 
     @functools.wraps(original)
@@ -39,16 +43,33 @@ def widen(ledger: PatchLedger, full_of: FullOf) -> None:
     ledger.set(AveragedModel, "update_parameters", update_parameters)
 
 
-def _widening(original: Callable[..., Any], full_of: FullOf) -> Callable[..., Any]:
+class _Within(threading.local):
+    """How many modules this thread is in the middle of copying: tensors by themselves are copied as they are."""
+
+    modules = 0
+
+
+def _noting(within: _Within) -> Callable[..., Any]:
+    def __deepcopy__(module: nn.Module, memo: dict[int, Any]) -> Any:  # noqa: N807
+        within.modules += 1
+        try:
+            # As `copy.deepcopy` does it where a class has no way of its own.
+            return copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # type: ignore[attr-defined]
+        finally:
+            within.modules -= 1
+
+    return __deepcopy__
+
+
+def _widening(original: Callable[..., Any], full_of: FullOf, within: _Within) -> Callable[..., Any]:
     @functools.wraps(original)
     def __deepcopy__(tensor: Tensor, memo: dict[int, Any]) -> Any:  # noqa: N807
-        full = None if id(tensor) in memo else full_of(tensor)
+        full = full_of(tensor) if within.modules and id(tensor) not in memo else None
         if full is None:
             return original(tensor, memo)
         values = full.detach().clone(memory_format=torch.preserve_format)
-        copied = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
-        memo[id(tensor)] = copied
-        return copied
+        memo[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+        return memo[id(tensor)]
 
     return __deepcopy__
 

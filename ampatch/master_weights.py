@@ -49,6 +49,7 @@ class MasterWeights:
     ) -> None:
         self.wanted = wanted
         self._name_of = name_of
+        self._is_being_copied = False
         self._heard: set[int] = set()  # ids of tensors that somebody may have written to unseen
         # Pairs of one device, with the fingerprints of half weights when they last were the masters, rounded.
         self._in_step: list[tuple[list[Pair], Tensor]] = []
@@ -79,6 +80,7 @@ class MasterWeights:
             self._replace(ledger, optimizer, "add_param_group", self._add_param_group)
         if isinstance(optimizer, torch.optim.Optimizer):
             self._replace(ledger, optimizer, "__getstate__", self._getstate)
+            ledger.set(optimizer, "__deepcopy__", types.MethodType(self._deepcopy, optimizer))
 
     def complete(self) -> None:
         """Makes masters for half parameters of the optimizer that have none: of new groups, or unfrozen since."""
@@ -332,6 +334,14 @@ class MasterWeights:
             raise
         return result
 
+    def _deepcopy(self, optimizer: Any, memo: dict[int, Any]) -> Any:
+        """A deep copy, in which parameters are float32 copies, and so is their state."""
+        self._is_being_copied = True
+        try:
+            return copy._reconstruct(optimizer, memo, *optimizer.__reduce_ex__(4))  # type: ignore[attr-defined]
+        finally:
+            self._is_being_copied = False
+
     def _getstate(self, original: Callable[..., Any]) -> Any:
         """What a copy or a pickle of the optimizer is made of: an ordinary optimizer of the model's own parameters."""
         state = dict(original())
@@ -344,7 +354,8 @@ class MasterWeights:
         moved.clear()
         for key, value in state["state"].items():
             parameter = self.parameter_of(key)
-            moved[parameter] = optimizer_state.retyped(value, key.dtype, parameter.dtype, parameter)
+            dtype = key.dtype if self._is_being_copied else parameter.dtype
+            moved[parameter] = optimizer_state.retyped(value, key.dtype, dtype, parameter)
         state["state"] = moved
         return state
 

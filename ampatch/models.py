@@ -138,15 +138,28 @@ def flatten_recurrent(model: nn.Module) -> None:
             module.flatten_parameters()
 
 
-def hook_casts(model: nn.Module, ledger: PatchLedger, inputs: torch.dtype | None, outputs: torch.dtype) -> None:
+def hook_casts(
+    model: nn.Module,
+    ledger: PatchLedger,
+    inputs: torch.dtype | None,
+    outputs: torch.dtype,
+    *,
+    widens_copies: bool = False,
+) -> None:
     """Casts what is floating in the arguments of every forward of the model to one type, and in its result to another.
 
-    A copy of the model goes on casting by itself: the hooks know their types, and nothing else.
+    A copy of the model goes on casting by itself: the hooks know their types, and nothing else. Where deep copies are
+    float32 they cast their inputs to what their weights are, and there are no casts around parts in them.
     """
     if inputs is not None:
-        before = functools.partial(_cast_arguments, inputs)
+        before: Any = functools.partial(_cast_arguments, inputs)
+        if widens_copies:
+            before.__deepcopy__ = functools.partial(_hook_of_copy, _cast_arguments_of_copy)
         ledger.on_undo(model.register_forward_pre_hook(before, with_kwargs=True).remove, model)
-    ledger.on_undo(model.register_forward_hook(functools.partial(_cast_result, outputs)).remove, model)
+    after: Any = functools.partial(_cast_result, outputs)
+    if inputs is torch.float32 and widens_copies:
+        after.__deepcopy__ = functools.partial(_hook_of_copy, _leave_result)
+    ledger.on_undo(model.register_forward_hook(after).remove, model)
 
 
 def hook_state_dict(
@@ -166,6 +179,22 @@ def hook_state_dict(
 @traced_within_others
 def _cast_arguments(dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     return cast_floating(args, dtype), cast_floating(kwargs, dtype) if kwargs else kwargs
+
+
+def _hook_of_copy(hook: Callable[..., Any], _: dict[int, Any]) -> Callable[..., Any]:
+    return hook
+
+
+@traced_within_others
+def _cast_arguments_of_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    parameter = next(module.parameters(), None)
+    dtype = torch.float32 if parameter is None else parameter.dtype
+    return _cast_arguments(dtype, module, args, kwargs)
+
+
+@traced_within_others
+def _leave_result(_: nn.Module, __: tuple[Any, ...], result: Any) -> Any:
+    return result
 
 
 @traced_within_others

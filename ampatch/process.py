@@ -121,7 +121,7 @@ def before_forward(model: nn.Module, _: object) -> None:
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is not None:
             session.note_replicated_forward(wrapper)
-        if session.has_masters and not compilers.is_recording():
+        if session.has_half_weights and not compilers.is_recording():
             session.synchronise_weights(model)
         session.cache.enter_forward(model)
 

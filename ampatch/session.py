@@ -25,6 +25,7 @@ from ampatch import (
     clipping,
     compilers,
     conversion_plan,
+    copies,
     distributed,
     models,
     opt_levels,
@@ -124,6 +125,7 @@ class Session:
     Attributes:
         settings: as given.
         has_masters: whether there are to be float32 masters of half weights.
+        has_half_weights: whether models are converted to a half type.
         device_types: of the tensors that are cast.
         verbose: whether the skipped steps of optimizers adopted from now on are logged.
         switch: whether casts are on.
@@ -139,6 +141,7 @@ class Session:
     def __init__(self, settings: Settings, device_types: Iterable[str], hooks: Hooks) -> None:
         self.settings = settings
         self.has_masters = bool(settings.properties.master_weights)
+        self.has_half_weights = settings.properties.cast_model_type in HALVES
         self._hooks = hooks
         self.verbose = True
         self.switch = Switch()
@@ -151,7 +154,8 @@ class Session:
         self._masters: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[MasterWeights], ...]]
         self._masters = weakref.WeakKeyDictionary()  # those found in a model so far
         self.processes = Processes()
-        self.conversion = Conversion()
+        self.conversion = Conversion(self._is_of_model)
+        self._converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules in models of which weights are half
         self._watched: set[int] = set()  # ids of losses whose first block was looked at
         self.loading: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
         self._adapters = Adapters(
@@ -185,9 +189,22 @@ class Session:
             handle = register_optimizer_step_post_hook(_forget_casts(weakref.ref(self.cache)))
             self.ledger.on_undo(handle.remove)
             compilers.forget_compiled()
+        if self.has_masters:
+            copies.widen(self.ledger, self._full_of())
+        if self.has_half_weights:
+            self._follow_new_modules()
         if self.has_masters or self.patches_functions:
             unseen_writes.announce(self.ledger, self._while_here(Session.hear))
         self.switch.active = True
+
+    def _full_of(self) -> copies.FullOf:
+        active = self._while_active()
+
+        def full_of(tensor: Tensor) -> Tensor | None:
+            session = active()
+            return None if session is None else session.conversion.full_of(tensor)
+
+        return full_of
 
     def hear(self, tensor: Tensor) -> None:
         """Somebody may write to a tensor in a way that torch does not count."""
@@ -276,6 +293,7 @@ class Session:
         self.device_types |= models.device_types(model)
         self._accelerator.serve(self.device_types)
         if model in self._models:
+            self._convert_late(model)
             return
         self._models.add(model)
         self._convert(model)
@@ -313,22 +331,63 @@ class Session:
             self.conversion.convert(plan)
             models.flatten_recurrent(model)
             for module in plan.guarded:
-                models.hook_casts(module, self.ledger, inputs=torch.float32, outputs=dtype)
-            if dtype in HALVES:
-                models.hook_state_dict(
-                    model.modules(),
-                    self.ledger,
-                    hooks.after_state_dict,
-                    hooks.before_load_state_dict,
-                    hooks.after_load_state_dict,
+                models.hook_casts(
+                    module, self.ledger, inputs=torch.float32, outputs=dtype, widens_copies=self.has_masters
                 )
+            if dtype in HALVES:
+                self._hook_state_dict(model)
         if dtype is not None or outputs is not None:
-            models.hook_casts(model, self.ledger, inputs=dtype, outputs=outputs or torch.float32)
+            outputs = outputs or torch.float32
+            models.hook_casts(model, self.ledger, inputs=dtype, outputs=outputs, widens_copies=self.has_masters)
         if dtype is not None or self.patches_functions:
             models.hook_forward(model, self.ledger, hooks.before_forward, hooks.after_forward)
 
+    def _hook_state_dict(self, module: nn.Module) -> None:
+        hooks, new = self._hooks, [each for each in module.modules() if each not in self._converted]
+        models.hook_state_dict(
+            new, self.ledger, hooks.after_state_dict, hooks.before_load_state_dict, hooks.after_load_state_dict
+        )
+        self._converted.update(new)
+
+    def _convert_late(self, model: nn.Module) -> None:
+        """Converts what has come into an adopted model since."""
+        properties = self.settings.properties
+        dtype = properties.cast_model_type
+        if self.patches_functions:
+            self._functions.rebind(model.modules())
+        if dtype is None:
+            return
+        known = set(self._converted)
+        plan = conversion_plan.plan(model, dtype, bool(properties.keep_batchnorm_fp32), self.settings.keep_fp32)
+        self.conversion.convert(plan)
+        for module in plan.guarded:
+            if module not in known:
+                models.hook_casts(
+                    module, self.ledger, inputs=torch.float32, outputs=dtype, widens_copies=self.has_masters
+                )
+        if dtype in HALVES:
+            self._hook_state_dict(model)
+
+    def _follow_new_modules(self) -> None:
+        """Has modules that are put into a converted model be saved and loaded as those are that were there."""
+        reference = weakref.ref(self)
+
+        def registered(parent: nn.Module, _: str, module: nn.Module | None) -> None:
+            session = reference()
+            if session is not None and session.switch.active and module is not None and parent in session._converted:
+                session._hook_state_dict(module)
+
+        handle = torch.nn.modules.module.register_module_module_registration_hook(registered)
+        self.ledger.on_undo(handle.remove)
+
+    def _is_of_model(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter or buffer of a model that was converted, if only since."""
+        return any(tensor is each for module in self._converted for _, each in conversion_plan.own_tensors(module))
+
     def _restore_weights(self) -> None:
         """Gives weights back the types they had; optimizers that are still there have their state follow."""
+        for module in list(self._converted):
+            self.conversion.take_in_late(module)
         now = {id(p): p.dtype for adopted in list(self._optimizers.values()) for p in adopted.parameters()}
         self.conversion.restore()
         for adopted in list(self._optimizers.values()):
@@ -410,10 +469,10 @@ class Session:
         Args:
             model: leaves out optimizers that update nothing of it: another thread may be in the middle of their steps.
         """
-        if not self.has_masters:
-            return
-        for masters in self._masters_of(model):
-            masters.synchronise_all()
+        self.conversion.take_back()
+        if self.has_masters:
+            for masters in self._masters_of(model):
+                masters.synchronise_all()
 
     def _masters_of(self, model: nn.Module | None) -> set[MasterWeights]:
         """Those of a model's parameters, by optimizer; however many there are, each parameter is looked at once.

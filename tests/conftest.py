@@ -72,7 +72,11 @@ OWN_ATTRIBUTES = {
         f"torch.nn.parallel.{name}": sys.modules[f"torch.nn.parallel.{name}"]
         for name in ("data_parallel", "parallel_apply")
     },
+    "torch.nn.Parameter": torch.nn.Parameter,
+    "torch.distributed": torch.distributed,
+    "torch.distributed.distributed_c10d": torch.distributed.distributed_c10d,
     "torch.optim.Optimizer": torch.optim.Optimizer,
+    "torch.optim.swa_utils.AveragedModel": torch.optim.swa_utils.AveragedModel,
     "torch.amp.GradScaler": torch.amp.GradScaler,
     "torch.functional": torch.functional,
     "torch.utils.checkpoint": torch.utils.checkpoint,
@@ -92,7 +96,7 @@ def torch_now() -> dict[tuple[str, str], object]:
         for owner, held in OWN_ATTRIBUTES.items()
         for name, value in vars(held).items()
         # Bar Python's own: modules imported meanwhile, its notes on a class that was pickled and on warnings given.
-        if name not in ("__slotnames__", "__warningregistry__") and not isinstance(value, ModuleType)
+        if name not in ("__slotnames__", "__warningregistry__") and not issubclass(type(value), ModuleType)
     }
     reached = {(repr(owner), name): getattr(owner, name, None) for owner, name in OVERRIDABLE}
     return own | reached

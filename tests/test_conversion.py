@@ -429,8 +429,10 @@ class TestCastsAroundForward:
         model = Block()
         initialize(model, opt_level=level, keep_fp32="norm")
         twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        assert dtypes(twins[1]) == dtypes(model)
+        # With masters a deep copy is float32, as an average of weights has to be.
+        assert set(dtypes(twins[0]).values()) == {torch.float32} if level != "O3" else dtypes(twins[0]) == dtypes(model)
         for twin in twins:
-            assert dtypes(twin) == dtypes(model)
             assert twin(torch.ones(1, 4)).dtype is torch.float32
         with torch.no_grad():
             model.first.weight.zero_()
@@ -445,7 +447,7 @@ class TestCastsAroundForward:
     def test_hold_under_torch_compile(self, half_dtype, fullgraph):
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
         initialize(model, half_dtype=half_dtype, keep_fp32="2")
-        wanted = copy.deepcopy(model)(torch.ones(3, 2))
+        wanted = pickle.loads(pickle.dumps(model))(torch.ones(3, 2))
         compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
         found = compiled(torch.ones(3, 2))
         assert found.dtype is torch.float32

@@ -5,14 +5,17 @@ Weights and gradients here are small integers and halves of them, which every ty
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from helpers import HALF_DTYPES, dtype_name
-from test_edited_gradients import START, Run, alike
-from torch import nn
+from test_edited_gradients import START, Run, Weights, alike
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ampatch import amp
 from ampatch.amp import UsageError
@@ -289,3 +292,181 @@ def test_groups_may_be_made_anew(rebuild, freeze, opt_level, half_dtype):
             rebuild(run)
 
     alike(opt_level, half_dtype, script)
+
+
+def tiny_steps(model: nn.Module, optimizer: Any, count: int = 3) -> None:
+    """Updates that half weights would lose."""
+    for _ in range(count):
+        with amp.scale_loss(model(torch.ones(1, 4)).float().sum() * 2.0**-13, optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def layers(half_dtype: torch.dtype, **options: Any) -> tuple[nn.Sequential, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level="O2", half_dtype=half_dtype, loss_scale=1024.0, verbosity=0, **options)
+    return model, optimizer
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+@every_half
+class TestModulesThatComeLater:
+    def assert_all_bits_are_saved_and_loaded(self, model: nn.Module, optimizer: Any) -> None:
+        masters = {id(each) for each in amp.master_params(optimizer)}
+        saved = model.state_dict(keep_vars=True)
+        assert {value.dtype for value in saved.values()} == {torch.float32}
+        assert {id(value) for value in saved.values()} == masters
+        wanted = copy.deepcopy(model.state_dict())
+        assert any(bool((value != value.half()).any()) for value in wanted.values())
+        tiny_steps(model, optimizer)
+        assert not all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+        model.load_state_dict(wanted)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, wanted[name])
+        amp.deinitialize()
+        for name, value in model.state_dict().items():
+            assert value.dtype is torch.float32
+            assert torch.equal(value, wanted[name])
+
+    @pytest.mark.parametrize("frozen", [False, True])
+    def test_adapter_is_saved_loaded_and_given_back_with_all_bits(self, frozen, half_dtype):
+        model, optimizer = layers(half_dtype)
+        model.append(nn.Linear(4, 4).to(half_dtype))
+        if frozen:
+            model[:2].requires_grad_(False)
+            optimizer.param_groups.clear()
+        optimizer.add_param_group({"params": model[2].parameters(), "lr": 1.0})
+        tiny_steps(model, optimizer)
+        if not frozen:
+            self.assert_all_bits_are_saved_and_loaded(model, optimizer)
+            return
+        adapter = model[2].state_dict()
+        for value, master in zip(adapter.values(), amp.master_params(optimizer), strict=True):
+            assert torch.equal(value, master)
+        assert bool((adapter["weight"] != adapter["weight"].to(half_dtype)).any())
+        wanted = copy.deepcopy(model.state_dict())
+        amp.deinitialize()
+        for name, value in model.state_dict().items():
+            assert value.dtype is torch.float32
+            assert torch.equal(value, wanted[name])
+
+    def test_module_that_nobody_updates_is_float32_again(self, half_dtype):
+        model, _ = layers(half_dtype)
+        model.append(nn.BatchNorm1d(4).to(half_dtype))
+        model.append(nn.Linear(4, 4).to(half_dtype))
+        assert {value.dtype for name, value in model.state_dict().items() if name != "2.num_batches_tracked"} == {
+            torch.float32
+        }
+        amp.deinitialize()
+        model(torch.ones(2, 4))
+
+    def test_parametrized_weight_is_saved_with_its_masters_bits(self, half_dtype):
+        model, optimizer = layers(half_dtype)
+        parametrize.register_parametrization(model[0], "weight", Doubled())
+        tiny_steps(model, optimizer)
+        self.assert_all_bits_are_saved_and_loaded(model, optimizer)
+
+    def test_initialize_again_converts_what_was_added(self, half_dtype):
+        model, optimizer = layers(half_dtype)
+        model.append(nn.Linear(4, 4))
+        model.append(nn.BatchNorm1d(4))
+        optimizer = torch.optim.SGD([*model[2].parameters(), *model[3].parameters()], lr=1.0)
+        amp.initialize(model, optimizer, opt_level="O2", half_dtype=half_dtype, loss_scale=1024.0, verbosity=0)
+        assert model[2].weight.dtype is half_dtype
+        assert model[3].weight.dtype is torch.float32
+        masters = list(amp.master_params(optimizer))
+        assert {master.dtype for master in masters} == {torch.float32}
+        with amp.scale_loss(model(torch.randn(4, 4)).float().square().sum(), optimizer) as loss:
+            loss.backward()
+        before = [master.detach().clone() for master in masters]
+        optimizer.step()
+        assert not torch.equal(masters[0], before[0])
+
+
+@every_half
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+class TestWeightsWithoutAMaster:
+    def test_are_written_to_through_their_state_dict(self, opt_level, half_dtype):
+        target = Weights()
+        amp.initialize(target, opt_level=opt_level, half_dtype=half_dtype, verbosity=0)
+        for factor in (2.0, 3.0):
+            for value in target.state_dict().values():
+                value.copy_(torch.full_like(value, factor))
+            if factor == 2.0:
+                target(1.0)
+                assert target.first.tolist() == [2.0] * 4
+        assert [value.tolist() for value in target.state_dict().values()] == [[3.0] * 4, [[3.0] * 2] * 2]
+        amp.deinitialize()
+        assert target.first.tolist() == [3.0] * 4
+
+    def test_that_are_only_saved_are_left_as_somebody_else_writes_them(self, opt_level, half_dtype):
+        target = Weights()
+        amp.initialize(target, opt_level=opt_level, half_dtype=half_dtype, verbosity=0)
+        saved = target.state_dict()
+        with torch.no_grad():
+            target.first.fill_(7)
+        target(1.0)
+        assert target.first.tolist() == [7.0] * 4
+        assert saved["first"].tolist() == START
+
+
+def by_hand(average: nn.Module, model: nn.Module, decay: float) -> None:
+    with torch.no_grad():
+        for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+            mean.mul_(decay).add_(parameter.detach(), alpha=1 - decay)
+
+
+def by_state_dict(average: nn.Module, model: nn.Module, decay: float) -> None:
+    """As timm does it."""
+    with torch.no_grad():
+        for mean, value in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
+            mean.copy_(decay * mean + (1.0 - decay) * value)
+
+
+@every_level
+class TestAverages:
+    @pytest.mark.parametrize("kind", ["AveragedModel", "by hand", "by state dict"])
+    def test_follow_the_masters_in_float32(self, kind, opt_level, half_dtype):
+        def averaged(level: str | None) -> Tensor:
+            run = Run(level, half_dtype, loss_scale=1) if level else Run(None)
+            average = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+            if kind != "AveragedModel":
+                average = copy.deepcopy(run.model)
+            for _ in range(40):
+                run.optimizer.zero_grad()
+                run.backward(2.0**-4)
+                run.optimizer.step()
+                if kind == "AveragedModel":
+                    average.update_parameters(run.model)
+                else:
+                    (by_hand if kind == "by hand" else by_state_dict)(average, run.model, 0.999)
+            assert {parameter.dtype for parameter in average.parameters()} == {torch.float32}
+            assert isinstance(average(1.0), Tensor)
+            if level is not None:
+                amp.deinitialize()
+            return torch.cat([parameter.detach().flatten() for parameter in average.parameters()])
+
+        found, wanted = averaged(opt_level), averaged(None)
+        # Half weights are rounded where they are averaged themselves, which these steps are not.
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+        assert not torch.equal(wanted, torch.tensor([*START, *START[::-1]]))
+
+    def test_of_a_network_compute_by_themselves(self, opt_level, half_dtype):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        keep = {"keep_fp32": "2"} if opt_level == "O2" else {}
+        amp.initialize(model, optimizer, opt_level=opt_level, half_dtype=half_dtype, loss_scale=1, verbosity=0, **keep)
+        average = AveragedModel(model)
+        average.update_parameters(model)
+        for training in (True, False):
+            average.train(training)
+            assert average(torch.randn(4, 4)).dtype in (torch.float32, half_dtype)
+        amp.deinitialize()
+        assert average(torch.randn(4, 4)).dtype is torch.float32

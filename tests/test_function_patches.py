@@ -23,6 +23,7 @@ from ampatch.errors import AmpWarning
 from ampatch.paths import find_owner
 from ampatch.process import process
 
+COLLECTIVES = ("all_reduce", "broadcast", "reduce", "recv", "irecv")
 RULES = tuple(cast_lists.shipped().for_half(torch.float16))
 NAMESPACES = sorted({path.namespace for path in RULES})
 
@@ -141,6 +142,9 @@ class TestNamespaces:
         second_names = {f"torch.functional.{path.name}" for path in RULES if path.namespace == "torch"}
         assert changed - {str(path) for path in RULES} - second_names == {
             "torch.nn.RNNBase.check_input",
+            "torch.Tensor.data",
+            *(f"torch.distributed.{name}" for name in COLLECTIVES),
+            *(f"torch.distributed.distributed_c10d.{name}" for name in COLLECTIVES),
             "torch.backends.mha._is_fastpath_enabled",
             "torch._functorch.aot_autograd.should_use_local_autograd_cache",
             "torch._functorch.aot_autograd.should_use_remote_autograd_cache",

