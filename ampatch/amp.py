@@ -439,7 +439,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     live = process.live
     checked = check_optimizer(optimizer)
     if live is not None and live.has_adopted(optimizer):
-        live.adopted(optimizer).bring_up_to_date()
+        live.adopted(optimizer).bring_up_to_date(weights_too=True)
     return parameters_of(checked)
 
 

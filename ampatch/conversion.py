@@ -123,18 +123,6 @@ class Backing:
         assert self.full_mark is not None
         return self.half_mark.is_now(half) and self.full_mark.is_now(self.full) and half.dtype is self.dtype
 
-    def check_not_both_written(self, half: Tensor) -> None:
-        """Raises `UsageError` where somebody has written to both since `note`, and they differ."""
-        if self.full is None or self.half_mark is None or not self.was_updated or self.half_mark.is_now(half):
-            return
-        # Asked of the device only where somebody has written to both.
-        if half.shape == self.full.shape and not torch.equal(self.full.detach().to(half), half.detach()):
-            raise UsageError(
-                "half weights and their float32 master were both written to since they last were the same, and which "
-                "of the two counts nobody can say. Write to one of them; now, under torch.no_grad(), type "
-                "parameter.copy_(master) or master.copy_(parameter)."
-            )
-
     @property
     def was_updated(self) -> bool:
         """Whether somebody has written to the float32 values since `note`, as far as torch counts it."""

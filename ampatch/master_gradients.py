@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ampatch import kernels, optimizer_state
 from ampatch.conversion import Backing
 from ampatch.errors import warn
+from ampatch.scaling import HostCopy
 
 
 class _Gradient(enum.Enum):
@@ -45,6 +46,7 @@ class Pair:
         gradient: what the half parameter's gradient is.
         left: that gradient as amp left it; None if there was none.
         left_version: of that tensor.
+        full: the master's gradient and its version, when the half one was left.
     """
 
     parameter: nn.Parameter
@@ -54,22 +56,35 @@ class Pair:
     gradient: _Gradient = _Gradient.NEW
     left: Tensor | None = None
     left_version: int = 0
+    full: tuple[Tensor | None, int] = (None, 0)
 
     def leave(self, gradient: _Gradient) -> None:
         """Takes note of the gradient that is left in the half parameter."""
         grad = self.parameter.grad
         self.gradient, self.left, self.left_version = gradient, grad, 0 if grad is None else grad._version
+        self.note_master()
+
+    def note_master(self) -> None:
+        """Takes note of the master's gradient, as amp has left it."""
+        full = self.master.grad
+        self.full = full, 0 if full is None else full._version
 
     def clear(self) -> None:
         """There is no gradient in the half parameter."""
         self.parameter.grad = None
-        self.gradient, self.left, self.left_version = _Gradient.NEW, None, 0
+        self.gradient, self.left, self.left_version, self.full = _Gradient.NEW, None, 0, (None, 0)
 
     @property
     def was_written(self) -> bool:
         """Whether torch has counted a write to the gradient that was left, or another one is there."""
         grad = self.parameter.grad
         return grad is not self.left or (grad is not None and grad._version != self.left_version)
+
+    @property
+    def has_other_master_gradient(self) -> bool:
+        """Whether somebody has written to the master's gradient since, as far as torch counts it, or put another."""
+        full, version = self.full
+        return self.master.grad is not full or (full is not None and full._version != version)
 
     @property
     def was_cleared(self) -> bool:
@@ -111,6 +126,8 @@ class MasterGradients:
         self._halves = halves
         self._is_clear = True  # no pair knows of a gradient
         self._shown: list[_Shown] = []
+        # Of earlier times, whether gradients of half parameters and of their masters had both been changed.
+        self._both_changed: list[HostCopy] = []
 
     def are_at_rest(self) -> bool:
         """Whether there is no gradient in the half parameters, and none is known of; the masters' are not looked at."""
@@ -189,6 +206,7 @@ class MasterGradients:
         if self.are_at_rest():
             return
         self._follow_all_shown()
+        self._tell_of_both()
         is_new = _Gradient.NEW
         by_hand = [
             pair
@@ -206,6 +224,21 @@ class MasterGradients:
                 "to amp, and put every backward into a block of amp.scale_loss."
             )
             self.show()
+
+    def note_masters(self) -> None:
+        """Takes note of masters' gradients that amp itself has written to."""
+        for pair in self._pairs.values():
+            pair.note_master()
+
+    def _tell_of_both(self) -> None:
+        arrived = [copied for copied in self._both_changed if copied.has_arrived]
+        self._both_changed = [copied for copied in self._both_changed if not copied.has_arrived]
+        if any(any(copied.values) for copied in arrived):
+            warn(
+                "gradients of half parameters were changed after those of their float32 masters had been, by clipping "
+                "them for one, and show what these were before. What the half parameters have counts. Change one of "
+                "the two only: those of the model's parameters, or of amp.master_params(optimizer)."
+            )
 
     def were_written(self) -> bool:
         """Whether torch has counted a write to what half parameters show, or something else is there."""
@@ -255,6 +288,10 @@ class MasterGradients:
             pairs, before = [pairs[index] for index in kept], torch.stack([before[index] for index in kept])
         grads = _half_gradients(pairs)
         now = kernels.fingerprints(grads)
+        others = [index for index, pair in enumerate(pairs) if pair.has_other_master_gradient]
+        if others:  # as after clipping; whether the half ones were changed as well nobody waits to hear
+            both = torch.stack([before[index] != now[index] for index in others]).any()
+            self._both_changed.append(HostCopy(both[None]))
         kernels.follow(grads, _full_gradients(pairs), before, now, of_gradients=True)
         for pair in pairs:
             pair.leave(_Gradient.SHOWN)

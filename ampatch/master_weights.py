@@ -205,8 +205,9 @@ class MasterWeights:
             now = _fingerprints(pairs)
             halves, masters = _halves_and_masters(pairs)
             kernels.follow(halves, masters, before, now, of_gradients=False)
-            self._in_step[index] = pairs, now
-        self._places.clear()
+            if not left_out:  # or all are noted anew after this
+                self._in_step[index] = pairs, now
+                self._places.clear()
 
     def synchronise_all(self) -> None:
         """`synchronise` before a forward: also what somebody may have written unseen, into whichever of the two."""
@@ -226,15 +227,9 @@ class MasterWeights:
         if not pair.backing.is_in_step(parameter):
             self._synchronise(pair)
         elif parameter.numel():
-            if not self._places:
-                self._places = {
-                    id(each.parameter): numbers[index]
-                    for pairs, numbers in self._in_step
-                    for index, each in enumerate(pairs)
-                }
             halves, masters = _halves_and_masters([pair])
-            before = self._places[id(parameter)]
-            kernels.follow(halves, masters, before[None], _fingerprints([pair]), of_gradients=False)
+            before, now = self._fingerprint_in_step(parameter)[None], _fingerprints([pair])
+            kernels.follow(halves, masters, before, now, of_gradients=False)
             pair.backing.note(parameter)
 
     def surrender(self) -> None:
@@ -249,11 +244,35 @@ class MasterWeights:
                 self.synchronise_one(parameter)
 
     def _synchronise(self, pair: Pair) -> None:
+        backing, parameter = pair.backing, pair.parameter
+        # Asked of the device only where somebody has written to masters.
+        if backing.was_updated and self._was_written(pair) and not _are_alike(pair):
+            raise UsageError(
+                f"{self._name_of(parameter)}: half weights and their float32 master were both written to since they "
+                "last were the same, and which of the two counts nobody can say. Write to one of them; now, under "
+                "torch.no_grad(), type parameter.copy_(master) or master.copy_(parameter)."
+            )
         try:
-            pair.backing.check_not_both_written(pair.parameter)
-            pair.backing.synchronise(pair.parameter)
+            backing.synchronise(parameter)
         except UsageError as error:
-            raise UsageError(f"{self._name_of(pair.parameter)}: {error}") from None
+            raise UsageError(f"{self._name_of(parameter)}: {error}") from None
+
+    def _was_written(self, pair: Pair) -> bool:
+        """Whether somebody has written to half weights since they were the master, rounded, by whatever means."""
+        half_mark, parameter = pair.backing.half_mark, pair.parameter
+        assert half_mark is not None
+        if not half_mark.is_now(parameter) or not parameter.numel():
+            return not half_mark.is_now(parameter)
+        return bool(self._fingerprint_in_step(parameter) != _fingerprints([pair])[0])
+
+    def _fingerprint_in_step(self, parameter: Tensor) -> Tensor:
+        if not self._places:
+            self._places = {
+                id(each.parameter): numbers[index]
+                for pairs, numbers in self._in_step
+                for index, each in enumerate(pairs)
+            }
+        return self._places[id(parameter)]
 
     def _note_in_step(self) -> None:
         """Half weights are the masters, rounded."""
@@ -280,7 +299,7 @@ class MasterWeights:
             assert backing.half_mark is not None
             if backing.was_updated or (key not in self._heard and backing.half_mark.is_now(parameter)):
                 continue
-            if not torch.equal(pair.master.detach().to(parameter.dtype), parameter.detach()):
+            if not _are_alike(pair):
                 raise UsageError(
                     f"this {type(self._optimizer()).__name__} has written to the model's {self._name_of(parameter)} "
                     "itself, and not to its float32 master, which is what param_groups hold: it has a list of "
@@ -382,6 +401,12 @@ def _marks_of(pair: Pair) -> tuple[Mark, Mark]:
     assert half is not None
     assert full is not None
     return half, full
+
+
+def _are_alike(pair: Pair) -> bool:
+    """Whether half weights are their master, rounded, as far as the two can be compared."""
+    half, full = pair.parameter.detach(), pair.master.detach()
+    return half.shape != full.shape or torch.equal(full.to(half), half)
 
 
 def _halves_and_masters(pairs: Iterable[Pair]) -> tuple[list[Tensor], list[Tensor]]:

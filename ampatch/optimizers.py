@@ -196,9 +196,15 @@ class AdoptedOptimizer:
 
     # Gradients
 
-    def bring_up_to_date(self) -> None:
-        """Has masters be there for all parameters that should have one, with the gradients that they should have."""
+    def bring_up_to_date(self, weights_too: bool = False) -> None:
+        """Has masters be there for all parameters that should have one, with the gradients that they should have.
+
+        Args:
+            weights_too: and the weights.
+        """
         self.masters.complete()
+        if weights_too:
+            self.masters.synchronise(by_value=True)
         if self.scaled_by is None:
             self.masters.gradients.follow()
 
@@ -389,15 +395,22 @@ class AdoptedOptimizer:
         What overflowed and is still there is zeroed, as the next pass is to be judged by itself.
         """
         self.bring_up_to_date()
-        grads = self.gradients()
-        if not grads and not self.has_gradients() and not self._processes.share(self.parameters()):
-            self.passes = [scaling for scaling in self.passes if scaling.is_of_others]
+        self._forget_if_bare()
+        last = self.passes[-1] if self.passes else None
+        if last is None or last.found_inf is None or last.is_judged_later or last.is_confirmed:
             return
-        last = self.passes[-1]
-        if last.found_inf is not None and not last.is_judged_later and not last.is_confirmed:
-            self.passes[-1] = last = last.only_where(self._has_left(last, grads))
-            assert last.found_inf is not None
-            kernels.zero_after_overflow_(grads, last.found_inf)
+        grads = self.gradients()
+        self.passes[-1] = last = last.only_where(self._has_left(last, grads))
+        assert last.found_inf is not None
+        kernels.zero_after_overflow_(grads, last.found_inf)
+        self.masters.gradients.note_masters()
+
+    def _forget_if_bare(self) -> None:
+        """Forgets the passes whose gradients are all gone."""
+        if optimizer_state.are_bare(self.parameters()) and not (
+            self.has_gradients() or self._processes.share(self.parameters())
+        ):
+            self.passes = [scaling for scaling in self.passes if scaling.is_of_others]
 
     def _has_left(self, scaling: Scaling, grads: list[Tensor]) -> Tensor:
         """Whether gradients of a pass that overflowed were not cleared, in whichever process: one is not zero.
@@ -442,13 +455,9 @@ class AdoptedOptimizer:
         self.check_shared("optimizer.step() would use")
         if not self._has_met_scale and _closure(args, kwargs) is None:
             self._warn_of_no_scale()
-        if self._unsettled:
-            self._settle(wait=False)
         if folded is not None and not (folded.are(self.gradients()) and self._divides_by_itself(args, kwargs)):
             self.unfold()
-        if self.masters.wanted:
-            self.bring_up_to_date()
-            self.masters.synchronise(by_value=True)
+        self._prepare_step()
         passes, self.passes = self.passes, []
         try:
             # A kernel that skips takes longer, and is for where somebody would have to wait.
@@ -471,6 +480,14 @@ class AdoptedOptimizer:
             if self.masters.wanted:
                 self.masters.gradients.clear()
             self._after_step(self.model_parameters)
+
+    def _prepare_step(self) -> None:
+        if self._unsettled:
+            self._settle(wait=False)
+        if self.masters.wanted:
+            self.bring_up_to_date(weights_too=True)
+        if self.passes:
+            self._forget_if_bare()
 
     def _still_overflowed(self, passes: Sequence[Scaling]) -> list[Scaling]:
         """The passes that overflowed, but for a last one whose gradients are gone, or others by now."""

@@ -47,7 +47,7 @@ class Scaling:
     is_of_others = False
     found_inf: Tensor | None = None
     _overflowed: bool | None = None
-    _sent: _HostCopy | None = None
+    _sent: HostCopy | None = None
 
     def __init__(self, scaler: LossScaler, scaler_id: int) -> None:
         self.scaler = scaler
@@ -98,7 +98,7 @@ class Scaling:
         """Starts to copy what `overflowed` and `announce` need to the host."""
         assert self.found_inf is not None
         values = torch.stack([self.found_inf, self.scale, self.scaler.snapshot()])
-        self._sent = _HostCopy(values)
+        self._sent = HostCopy(values)
 
     @property
     def has_arrived(self) -> bool:
@@ -147,8 +147,8 @@ class Scaling:
         return self._sent.values
 
 
-class _HostCopy:
-    """Numbers on their way from the device to the host."""
+class HostCopy:
+    """Numbers on their way from the device to the host: of any shape that is not 0-dimensional."""
 
     def __init__(self, on_device: Tensor) -> None:
         self._event: torch.Event | None = None
@@ -162,10 +162,12 @@ class _HostCopy:
 
     @property
     def has_arrived(self) -> bool:
+        """Whether they can be read without waiting."""
         return self._event is None or self._event.query()
 
     @functools.cached_property
     def values(self) -> tuple[float, ...]:
+        """The numbers; waits for them."""
         if self._event is not None:
             self._event.synchronize()
         return tuple(self._numbers.tolist())
