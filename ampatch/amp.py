@@ -408,8 +408,8 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
                 predictions = model(batch)
 
     Each weight is then cast once, and not once a call. Calls that record gradients are not concerned. A weight that is
-    changed all the same is cast anew at its next use, unless it was changed through ``.data`` within its storage, which
-    nothing can see: `clear_cache` after that. Blocks nest, for the same model and for several; threads share what is
+    changed all the same is cast anew at its next use, unless it was changed through a view of its memory (numpy, DLPack,
+    a storage), which nothing can see: `clear_cache` after that. Blocks nest, for the same model and for several; threads share what is
     kept. All of it is dropped when the block ends, and by `deinitialize`.
 
     Where no functions are patched, or amp is off, there is nothing to keep. What torch.compile has compiled casts for
@@ -596,8 +596,8 @@ def skipped_steps(optimizer: Any) -> int:
 def clear_cache() -> None:
     """Drops the cast weights.
 
-    Needed only after a change that no check can see: through ``.data``, between two forwards with gradients and no step
-    between them, or inside `frozen_weights`.
+    Needed only after a change that no check can see: through a view of a weight's memory (numpy, DLPack, a storage),
+    between two forwards with gradients and no step between them, or inside `frozen_weights`.
     """
     live = process.live
     if live is not None:

@@ -11,9 +11,9 @@ The cache may never be wrong. Constraints, and how they are kept:
 - A weight may change under a cast. Whether an entry still counts is looked at on every use (`Store`), whether the cast
   itself was written to, through a view that a function returned, among the rest. An optimizer may write in ways that
   are not counted, so that its step ends what there is of the weights it updates; where a CUDA graph records the step
-  nothing of them is kept any more, since nobody hears of its replays. A change through ``.data`` that stays in the
-  storage (``p.data.add_()``), in a frozen block or between two forwards with grad and no step between, is what no check
-  can see; `clear` is for that.
+  nothing of them is kept any more, since nobody hears of its replays. Whoever takes ``p.data`` may write to it, and is
+  told of (`forget`). A write through another view of the memory, in a frozen block or between two forwards with grad
+  and no step between, is what no check can see; `clear` is for that.
 - Nothing may be kept alive. A cast's graph holds its parameter, so a weak reference alone would never die: entries
   whose parameter no Python code holds any more are swept out as the store grows.
 - Threads share stores, and there is no lock, which a fork could find held. Two that miss at once both cast, and the
