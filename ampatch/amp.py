@@ -408,9 +408,9 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
                 predictions = model(batch)
 
     Each weight is then cast once, and not once a call. Calls that record gradients are not concerned. A weight that is
-    changed all the same is cast anew at its next use, unless it was changed through a view of its memory (numpy, DLPack,
-    a storage), which nothing can see: `clear_cache` after that. Blocks nest, for the same model and for several; threads share what is
-    kept. All of it is dropped when the block ends, and by `deinitialize`.
+    changed all the same is cast anew at its next use, unless it was changed through a view of its memory (numpy,
+    DLPack, a storage), which nothing can see: `clear_cache` after that. Blocks nest, for the same model and for
+    several; threads share what is kept. All of it is dropped when the block ends, and by `deinitialize`.
 
     Where no functions are patched, or amp is off, there is nothing to keep. What torch.compile has compiled casts for
     itself, and keeps nothing either. As a decorator it opens and closes with every call.

@@ -74,15 +74,20 @@ class Marks:
         tensors = self._tensors
         return list(map(_VERSION, tensors)) == self._versions and list(map(_ADDRESS, tensors)) == self._addresses
 
-    def renew(self) -> None:
-        """The moment is now."""
-        tensors = self._tensors
+    def renew(self) -> bool:
+        """The moment is now; whether any tensor has other memory than it had."""
+        tensors, before = self._tensors, self._addresses
         self._versions, self._addresses = list(map(_VERSION, tensors)), list(map(_ADDRESS, tensors))
         for mark, tensor, version, address in zip(self._marks, tensors, self._versions, self._addresses, strict=True):
             if mark.address == address:
                 mark.version = version
             else:
                 mark.renew(tensor)
+        return self._addresses != before
+
+    def has_address(self, address: int) -> bool:
+        """Whether one of the tensors began there at that moment."""
+        return address in self._addresses
 
 
 @dataclass(slots=True, eq=False)
@@ -190,9 +195,9 @@ class Conversion:
 
     def __init__(self, is_of_model: Callable[[Tensor], bool] = lambda _: False) -> None:
         self._is_of_model = is_of_model
-        # Float32 copies of half weights without a master, as state dicts have given them away since the last forward,
-        # with their versions, by id of the half tensor: what is written to these is meant for the weights.
-        self._given_away: dict[int, list[tuple[weakref.ref[Tensor], Tensor, int]]] = {}
+        self._narrowed_buffers: list[tuple[weakref.ref[Tensor], Backing]] = []
+        # What state dicts have given away since the last forward of half weights without a master, by id of these.
+        self._given_away: dict[int, _GivenAway] = {}
         self._backings = WeakTensorKeyDictionary()
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, torch.dtype]]]
         self._buffers = weakref.WeakKeyDictionary()
@@ -223,6 +228,8 @@ class Conversion:
                     backing = self._back(tensor, dtype)
                     if tensor.dtype is not dtype:
                         _set_dtype(tensor, dtype, backing)
+                        if backing.full is not None and not isinstance(tensor, nn.Parameter):
+                            self._narrowed_buffers.append((weakref.ref(tensor), backing))
 
     def dtype_before(self, tensor: Tensor) -> torch.dtype | None:
         """The type that a tensor had before it was converted; None if it was not."""
@@ -325,20 +332,22 @@ class Conversion:
                 self._back_late(tensor)
 
     def _give_away(self, tensor: Tensor) -> Tensor:
-        given_away = self._given_away.setdefault(id(tensor), [])
-        given_away[:] = _taken_back(given_away)
-        copy = tensor.detach().float()
-        given_away.append((weakref.ref(tensor), copy, copy._version))
-        return copy
+        """A float32 copy of half weights, of which what is written to it is meant for these."""
+        given = self._given_away.get(id(tensor))
+        if given is None or not given.is_of(tensor):
+            given = self._given_away[id(tensor)] = _GivenAway(tensor)
+        return given.copy
 
     def take_back(self) -> None:
         """Writes into half tensors without a master what was written into the float32 copies that were given away."""
-        given_away, self._given_away = self._given_away, {}
-        for copies in given_away.values():
-            _taken_back(copies)
-        for tensor, backing in list(self._backings.items()) if given_away else ():
-            if not isinstance(tensor, nn.Parameter) and backing.was_updated:
-                backing.synchronise(tensor)
+        if self._given_away:
+            given_away, self._given_away = self._given_away, {}
+            for given in given_away.values():
+                given.take_back()
+        for reference, backing in self._narrowed_buffers:
+            buffer = reference()
+            if buffer is not None and backing.was_updated and buffer.dtype is backing.dtype:
+                backing.synchronise(buffer)
 
     def full_of(self, tensor: Tensor) -> Tensor | None:
         """The float32 values of a half tensor that is float32 without amp; None of any other."""
@@ -364,6 +373,7 @@ class Conversion:
         backing = self._backings.get(tensor)
         if backing is not None:
             backing.load(tensor, values)
+            self._note_with_owner(tensor, backing)
 
     def values_behind(self, tensor: Tensor) -> Tensor | None:
         """The float32 values that are kept of a half tensor: what they are, and not a copy; None if there are none."""
@@ -373,6 +383,12 @@ class Conversion:
     def note(self, tensor: Tensor) -> None:
         """A tensor is its `values_behind`, rounded."""
         self._backings[tensor].note(tensor)
+        self._note_with_owner(tensor, self._backings[tensor])
+
+    def _note_with_owner(self, tensor: Tensor, backing: Backing) -> None:
+        owner: Any = None if backing.owner is None else backing.owner()
+        if owner is not None and backing.is_in_step(tensor):
+            owner.note_one(tensor)
 
     def mark(self) -> int:
         """A point in time for `restore`."""
@@ -403,14 +419,40 @@ class Conversion:
         return backing
 
 
-@torch.no_grad()
-def _taken_back(copies: list[tuple[weakref.ref[Tensor], Tensor, int]]) -> list[tuple[weakref.ref[Tensor], Tensor, int]]:
-    """The same copies, once what was written into them is in the half tensor too."""
-    for reference, copy, version in copies:
-        tensor = reference()
-        if tensor is not None and copy._version != version:
-            tensor.copy_(copy)
-    return [(reference, copy, copy._version) for reference, copy, _ in copies]
+class _GivenAway:
+    """A float32 copy of half weights that somebody was given in their stead.
+
+    Args:
+        tensor: the half weights.
+
+    Attributes:
+        copy: of the same values.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.copy = tensor.detach().float()
+        self._given = self.copy.to(tensor.dtype)
+        self._tensor = weakref.ref(tensor)
+        self._moment = Mark(tensor)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether it still stands for these weights; what was written to it is written to them first."""
+        self.take_back()
+        return self._tensor() is tensor and self._moment.is_now(tensor)
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Writes into the weights what was written to the copy since, and nothing else."""
+        tensor = self._tensor()
+        if tensor is None or tensor.shape != self.copy.shape:
+            return
+        values = self.copy.to(tensor)
+        is_other = values != self._given
+        # By the value, as ways to write to it are many. Counted only where there is something.
+        if bool(is_other.any()):
+            tensor.copy_(torch.where(is_other, values, tensor))
+            self._given = values
+            self._moment.renew(tensor)
 
 
 def _set_dtype(tensor: Tensor, dtype: torch.dtype, backing: Backing) -> None:

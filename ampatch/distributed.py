@@ -106,7 +106,7 @@ class Processes:
                 processes._replicating[ran] = _Next.IS_REDUCED
 
         for tensor in torch.utils._pytree.tree_leaves(outputs):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
+            if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(begun)
 
     def begin_block(self) -> None:

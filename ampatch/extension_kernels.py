@@ -2,7 +2,8 @@
 
 Every function calls the operator of its name in `torch.ops.ampatch`, which `ampatch.extension` has loaded, and has
 autograd and the cache of casts see that gradients, weights and scales were written: torch counts the writes of its own
-operators only. Must not choose: `ampatch.kernels` does.
+operators only. Those of `follow` are not counted: a master that follows is none that somebody has written to. Must not
+choose: `ampatch.kernels` does.
 """
 
 from __future__ import annotations
@@ -59,9 +60,8 @@ def fingerprint(halves: list[Tensor], fingerprints: Tensor) -> None:
 
 
 def follow(halves: list[Tensor], masters: list[Tensor], before: Tensor, now: Tensor, of_gradients: bool) -> None:
-    """As `ampatch.torch_kernels.follow`; what may be written counts as written."""
+    """As `ampatch.torch_kernels.follow`."""
     torch.ops.ampatch.follow(halves, masters, before, now, of_gradients)
-    increment_version(masters)
 
 
 def update_scale(

@@ -248,7 +248,7 @@ def show(master_grads: list[Tensor], grads: list[Tensor]) -> None:
 
 
 def fingerprints(halves: list[Tensor]) -> Tensor:
-    """A number for each tensor which is another one as soon as any element of that is: float64, where they are.
+    """A number for each tensor: another if one element is, and if several are but for one case in 2**32; float64.
 
     Args:
         halves: dense tensors of float16 or bfloat16, of one device; one or more, none of them empty.

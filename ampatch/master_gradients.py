@@ -14,16 +14,24 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ampatch import kernels, optimizer_state
+from ampatch.compilers import is_capturing
 from ampatch.conversion import Backing
 from ampatch.errors import warn
 from ampatch.scaling import HostCopy
+
+# Asked of all pairs by `map`, since a line of Python for each takes several times as long.
+_GRAD = operator.attrgetter("grad")
+_MASTER = operator.attrgetter("master")
+_VERSION = operator.attrgetter("_version")
 
 
 class _Gradient(enum.Enum):
@@ -46,7 +54,6 @@ class Pair:
         gradient: what the half parameter's gradient is.
         left: that gradient as amp left it; None if there was none.
         left_version: of that tensor.
-        full: the master's gradient and its version, when the half one was left.
     """
 
     parameter: nn.Parameter
@@ -56,35 +63,22 @@ class Pair:
     gradient: _Gradient = _Gradient.NEW
     left: Tensor | None = None
     left_version: int = 0
-    full: tuple[Tensor | None, int] = (None, 0)
 
     def leave(self, gradient: _Gradient) -> None:
         """Takes note of the gradient that is left in the half parameter."""
         grad = self.parameter.grad
         self.gradient, self.left, self.left_version = gradient, grad, 0 if grad is None else grad._version
-        self.note_master()
-
-    def note_master(self) -> None:
-        """Takes note of the master's gradient, as amp has left it."""
-        full = self.master.grad
-        self.full = full, 0 if full is None else full._version
 
     def clear(self) -> None:
         """There is no gradient in the half parameter."""
         self.parameter.grad = None
-        self.gradient, self.left, self.left_version, self.full = _Gradient.NEW, None, 0, (None, 0)
+        self.gradient, self.left, self.left_version = _Gradient.NEW, None, 0
 
     @property
     def was_written(self) -> bool:
         """Whether torch has counted a write to the gradient that was left, or another one is there."""
         grad = self.parameter.grad
         return grad is not self.left or (grad is not None and grad._version != self.left_version)
-
-    @property
-    def has_other_master_gradient(self) -> bool:
-        """Whether somebody has written to the master's gradient since, as far as torch counts it, or put another."""
-        full, version = self.full
-        return self.master.grad is not full or (full is not None and full._version != version)
 
     @property
     def was_cleared(self) -> bool:
@@ -100,17 +94,65 @@ class Pair:
         return left._version == self.left_version and left.layout is torch.strided and not grad.requires_grad
 
 
-@dataclass(frozen=True, slots=True)
 class _Shown:
     """Dense gradients of one device that show their masters', as they were left.
 
-    Attributes:
+    Args:
         pairs: whose.
-        fingerprints: of each.
+
+    Attributes:
+        pairs: as given.
+        grads: the half ones.
+        fulls: the masters'.
+        fingerprints: of the half ones.
+        versions: of the masters'.
     """
 
-    pairs: list[Pair]
-    fingerprints: Tensor
+    __slots__ = ("fingerprints", "fulls", "grads", "pairs", "versions")
+
+    def __init__(self, pairs: list[Pair]) -> None:
+        self.pairs = pairs
+        self.grads, self.fulls = _half_gradients(pairs), _full_gradients(pairs)
+        self.fingerprints = kernels.fingerprints(self.grads)
+        self.versions = list(map(_VERSION, self.fulls))
+
+    def follow(self) -> Tensor | None:
+        """Has masters follow what was written to the half gradients since, all of which are still there.
+
+        Returns:
+            Where somebody has written to masters' gradients as well, as far as torch counts it, whether both were
+            written to of one: 1 element; else None.
+        """
+        now = kernels.fingerprints(self.grads)
+        versions = list(map(_VERSION, self.fulls))
+        both = None
+        if versions != self.versions:  # as after clipping; whether the half ones were changed nobody waits to hear
+            changed = (self.fingerprints != now).unbind()
+            pieces = zip(changed, versions, self.versions, strict=True)
+            both = torch.stack([is_changed for is_changed, version, before in pieces if version != before]).any()[None]
+        kernels.follow(self.grads, self.fulls, self.fingerprints, now, of_gradients=True)
+        self.fingerprints, self.versions = now, list(map(_VERSION, self.fulls))
+        return both
+
+    def part(self) -> _Shown | None:
+        """What is left of it: the pairs in which these very tensors are still there."""
+        kept = [
+            index
+            for index, pair in enumerate(self.pairs)
+            if pair.gradient is _Gradient.SHOWN and pair.parameter.grad is pair.left and pair.master.grad is not None
+        ]
+        if not kept:
+            return None
+        part = _Shown.__new__(_Shown)
+        part.pairs = [self.pairs[index] for index in kept]
+        part.grads, part.fulls = _half_gradients(part.pairs), _full_gradients(part.pairs)
+        part.fingerprints = torch.stack([self.fingerprints[index] for index in kept])
+        # Another tensor in the master's gradient is a write to it.
+        before = [(self.fulls[index], self.versions[index]) for index in kept]
+        part.versions = [
+            version if full is was else -1 for full, (was, version) in zip(part.fulls, before, strict=True)
+        ]
+        return part
 
 
 class MasterGradients:
@@ -126,6 +168,9 @@ class MasterGradients:
         self._halves = halves
         self._is_clear = True  # no pair knows of a gradient
         self._shown: list[_Shown] = []
+        self._left: list[
+            int
+        ] = []  # ids of the gradients on both sides, which pairs hold, if kernels follow all of them
         # Of earlier times, whether gradients of half parameters and of their masters had both been changed.
         self._both_changed: list[HostCopy] = []
 
@@ -205,8 +250,11 @@ class MasterGradients:
         """
         if self.are_at_rest():
             return
+        was_left = self._are_as_left()
         self._follow_all_shown()
         self._tell_of_both()
+        if was_left:
+            return
         is_new = _Gradient.NEW
         by_hand = [
             pair
@@ -227,10 +275,12 @@ class MasterGradients:
 
     def note_masters(self) -> None:
         """Takes note of masters' gradients that amp itself has written to."""
-        for pair in self._pairs.values():
-            pair.note_master()
+        for shown in self._shown:
+            shown.versions = list(map(_VERSION, shown.fulls))
 
     def _tell_of_both(self) -> None:
+        if not self._both_changed or is_capturing():
+            return
         arrived = [copied for copied in self._both_changed if copied.has_arrived]
         self._both_changed = [copied for copied in self._both_changed if not copied.has_arrived]
         if any(any(copied.values) for copied in arrived):
@@ -246,9 +296,16 @@ class MasterGradients:
 
     def _follow_all_shown(self) -> None:
         """Has masters follow what became of the gradients that showed theirs."""
-        self.follow_clearing()
-        replaced = list(filter(self._was_replaced, self._pairs.values()))
-        self._shown = list(filter(None, map(self._follow_shown, self._shown)))
+        if self._are_as_left():
+            replaced = []
+        else:
+            self.follow_clearing()
+            replaced = list(filter(self._was_replaced, self._pairs.values()))
+            self._shown = [part for shown in self._shown if (part := shown.part()) is not None]
+        for shown in self._shown:
+            both = shown.follow()
+            if both is not None and not is_capturing():
+                self._both_changed.append(HostCopy(both))
         for pairs in _by_device(replaced):
             numbers = torch.zeros(len(pairs), dtype=torch.float64, device=pairs[0].master.device)
             kernels.follow(_half_gradients(pairs), _full_gradients(pairs), numbers, numbers + 1, of_gradients=True)
@@ -267,35 +324,12 @@ class MasterGradients:
             return False
         if full is None and not pair.was_written:
             pair.clear()  # the master's was set to None
-        elif full is None or not (_is_dense(grad) and _is_dense(full)):
+        elif full is None or not (_is_plain(grad) and _is_plain(full)):
             if pair.was_written:
                 pair.master.grad, pair.gradient = None, _Gradient.NEW
         else:
-            return grad is not pair.left
+            return grad is not pair.left and bool(grad.numel())
         return False
-
-    def _follow_shown(self, shown: _Shown) -> _Shown | None:
-        """Has masters follow what was written to the very tensors that showed their gradients, and still do."""
-        kept = [
-            index
-            for index, pair in enumerate(shown.pairs)
-            if pair.gradient is _Gradient.SHOWN and pair.parameter.grad is pair.left and pair.master.grad is not None
-        ]
-        if not kept:
-            return None
-        pairs, before = shown.pairs, shown.fingerprints
-        if len(kept) < len(pairs):
-            pairs, before = [pairs[index] for index in kept], torch.stack([before[index] for index in kept])
-        grads = _half_gradients(pairs)
-        now = kernels.fingerprints(grads)
-        others = [index for index, pair in enumerate(pairs) if pair.has_other_master_gradient]
-        if others:  # as after clipping; whether the half ones were changed as well nobody waits to hear
-            both = torch.stack([before[index] != now[index] for index in others]).any()
-            self._both_changed.append(HostCopy(both[None]))
-        kernels.follow(grads, _full_gradients(pairs), before, now, of_gradients=True)
-        for pair in pairs:
-            pair.leave(_Gradient.SHOWN)
-        return _Shown(pairs, now)
 
     def follow_clearing(self) -> None:
         """Drops the masters' gradients where somebody has set those of the half parameters to None.
@@ -340,7 +374,8 @@ class MasterGradients:
             if pair.master.grad is None:
                 pair.clear()
             elif pair.gradient is _Gradient.SHOWN and not gradient_of(pair.parameter).requires_grad:
-                if _is_dense(pair.parameter.grad) and _is_dense(pair.master.grad):
+                if _is_plain(pair.parameter.grad) and _is_plain(pair.master.grad):
+                    optimizer_state.writable_gradient(pair.parameter)
                     dense.append(pair)
                 else:
                     pair.parameter.grad = pair.master.grad.to(pair.parameter.dtype)
@@ -355,9 +390,23 @@ class MasterGradients:
         pairs = [
             pair
             for pair in self._pairs.values()
-            if pair.gradient is _Gradient.SHOWN and pair.left is not None and _is_dense(pair.left) and pair.left.numel()
+            if pair.gradient is _Gradient.SHOWN and _is_plain(pair.left) and pair.parameter.numel()
         ]
-        self._shown = [_Shown(group, kernels.fingerprints(_half_gradients(group))) for group in _by_device(pairs)]
+        self._shown = list(map(_Shown, _by_device(pairs)))
+        is_all = len(pairs) == sum(pair.gradient is _Gradient.SHOWN for pair in self._pairs.values())
+        self._left = self._identities() if is_all else []
+
+    def _forget_shown(self) -> None:
+        self._shown, self._left = [], []
+
+    def _identities(self) -> list[int]:
+        """Which gradients are there, on both sides."""
+        halves, masters = self._halves.values(), map(_MASTER, self._pairs.values())
+        return [*map(id, map(_GRAD, halves)), *map(id, map(_GRAD, masters))]
+
+    def _are_as_left(self) -> bool:
+        """Whether the very tensors are there that were shown, as in most steps, and nothing else."""
+        return bool(self._left) and self._identities() == self._left
 
     # In a block
 
@@ -372,7 +421,7 @@ class MasterGradients:
                 optimizer_state.writable_gradient(pair.parameter).zero_()
         for pair in shown:  # only now, as gradients that are pieces of one storage count their writes together
             pair.leave(_Gradient.BASE)
-        self._shown.clear()
+        self._forget_shown()
 
     def follow_zeroing(self) -> None:
         """Drops the masters' gradients where somebody has zeroed what a delayed block left in the half parameters."""
@@ -403,17 +452,21 @@ class MasterGradients:
         self.take()
         for pair in self._pairs.values():
             pair.clear()
-        self._shown.clear()
+        self._forget_shown()
 
     @contextlib.contextmanager
     def clearing(self) -> Iterator[None]:
         """Has half parameters follow what clears masters' gradients in the block, and masters what clears theirs."""
-        before = {key: _version(pair.master.grad) for key, pair in self._pairs.items()}
+        if self.are_at_rest():
+            yield
+            return
+        before = [(pair, pair.master.grad) for pair in self._pairs.values()]
+        versions = [0 if full is None else full._version for _, full in before]
         yield
         self._follow_all_shown()
-        for key, pair in self._pairs.items():
+        for (pair, was), version in zip(before, versions, strict=True):
             full = pair.master.grad
-            if full is None or _version(full) != before[key]:
+            if full is None or full is not was or full._version != version:
                 pair.clear()
                 pair.kept = full  # if it was set to zeros
         self._is_clear = self.are_bare()
@@ -421,9 +474,9 @@ class MasterGradients:
     def clear(self) -> None:
         """Sets the gradients of masters and half parameters to None."""
         for pair in self._pairs.values():
-            pair.master.grad = None
+            pair.master.grad = pair.kept = None
             pair.clear()
-        self._shown.clear()
+        self._forget_shown()
         self._is_clear = True
 
 
@@ -433,20 +486,21 @@ def gradient_of(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def _version(grad: Tensor | None) -> tuple[int, int] | None:
-    return None if grad is None else (id(grad), grad._version)
-
-
-def _is_dense(grad: Tensor | None) -> bool:
+def _is_plain(grad: Tensor | None) -> bool:
+    """Returns whether a gradient, of a half parameter or a master, is one that kernels follow element by element."""
     return grad is not None and grad.layout is torch.strided and not grad.requires_grad
 
 
 def _half_gradients(pairs: Iterable[Pair]) -> list[Tensor]:
-    return [kernels.values_of(gradient_of(pair.parameter)) for pair in pairs]
+    return _values([pair.parameter.grad for pair in pairs])
 
 
 def _full_gradients(pairs: Iterable[Pair]) -> list[Tensor]:
-    return [kernels.values_of(gradient_of(pair.master)) for pair in pairs]
+    return _values([pair.master.grad for pair in pairs])
+
+
+def _values(grads: list[Any]) -> list[Tensor]:
+    return grads if set(map(type, grads)) == {Tensor} else list(map(kernels.values_of, grads))
 
 
 def _by_device(pairs: Iterable[Pair]) -> Iterable[list[Pair]]:

@@ -29,6 +29,48 @@ from ampatch.unseen_writes import data_of
 _DTYPE = operator.attrgetter("dtype")
 
 
+class _Group:
+    """Pairs of one device, and the fingerprints of half weights when they last were their masters, rounded.
+
+    Args:
+        pairs: none of them empty. The memory of neither side may be exchanged for as long as this is in use.
+    """
+
+    def __init__(self, pairs: list[Pair]) -> None:
+        self.pairs = pairs
+        with torch.inference_mode(False):  # they are changed outside of it as well
+            self._halves = [kernels.values_of(pair.parameter.detach()) for pair in pairs]
+            self._masters = [kernels.values_of(pair.master.detach()) for pair in pairs]
+            self._fingerprints = kernels.fingerprints(self._halves)
+
+    def note(self) -> None:
+        """Takes note that half weights are the masters, rounded."""
+        self._fingerprints.copy_(kernels.fingerprints(self._halves))
+
+    def follow(self) -> None:
+        """Has masters be what was written into half weights since, by whatever means."""
+        now = kernels.fingerprints(self._halves)
+        kernels.follow(self._halves, self._masters, self._fingerprints, now, of_gradients=False)
+        self._fingerprints.copy_(now)
+
+    def note_one(self, place: int) -> None:
+        """`note` of one pair, which may have other memory now."""
+        pair = self.pairs[place]
+        self._halves[place] = kernels.values_of(pair.parameter.detach())
+        self._masters[place] = kernels.values_of(pair.master.detach())
+        self._fingerprints[place : place + 1] = kernels.fingerprints([self._halves[place]])
+
+    def follow_one(self, place: int) -> None:
+        """`follow` of one pair."""
+        before, now = self._fingerprints[place : place + 1], kernels.fingerprints([self._halves[place]])
+        kernels.follow([self._halves[place]], [self._masters[place]], before, now, of_gradients=False)
+        before.copy_(now)
+
+    def was_written(self, place: int) -> bool:
+        """Returns whether somebody has written to half weights since; waits for the device."""
+        return bool(self._fingerprints[place] != kernels.fingerprints([self._halves[place]])[0])
+
+
 class MasterWeights:
     """The masters of one optimizer.
 
@@ -51,9 +93,8 @@ class MasterWeights:
         self._name_of = name_of
         self._is_being_copied = False
         self._heard: set[int] = set()  # ids of tensors that somebody may have written to unseen
-        # Pairs of one device, with the fingerprints of half weights when they last were the masters, rounded.
-        self._in_step: list[tuple[list[Pair], Tensor]] = []
-        self._places: dict[int, Tensor] = {}  # the same by id of the half parameter, where somebody has asked
+        self._groups: list[_Group] = []
+        self._places: dict[int, tuple[_Group, int]] = {}  # by id of the half parameter
         self._optimizer = weakref.ref(optimizer)
         self._conversion = conversion
         self._pairs: dict[int, Pair] = {}  # by id of the half parameter
@@ -87,6 +128,7 @@ class MasterWeights:
         optimizer = self._optimizer() if self.wanted else None
         if optimizer is None or HALVES.isdisjoint(map(_DTYPE, optimizer_state.parameters_of(optimizer))):
             return
+        self.synchronise(by_value=True)  # before pairs are noted anew
         new: dict[int, Pair] = {}
         back: dict[int, Pair] = {}
         there = set(map(id, optimizer_state.parameters_of(optimizer)))
@@ -135,7 +177,8 @@ class MasterWeights:
             self._conversion.release(pair.parameter)
         self._pairs.clear()
         self._parameters.clear()
-        self._in_step.clear()
+        self._groups.clear()
+        self._places.clear()
         self._half_marks, self._full_marks = Marks([], []), Marks([], [])
 
     def __len__(self) -> int:
@@ -165,8 +208,11 @@ class MasterWeights:
         return id(tensor) in self._parameters or id(tensor) in self._pairs
 
     def hear(self, tensor: Tensor) -> None:
-        """Somebody may write to one of the tensors of pairs unseen."""
-        self._heard.add(id(tensor))
+        """Takes note that somebody may write unseen to a tensor of a pair, or to another one of its memory."""
+        if self.has(tensor):
+            self._heard.add(id(tensor))
+        elif self._full_marks.has_address(address := tensor.data_ptr()):
+            self._heard |= {id(pair.master) for pair in self._pairs.values() if pair.master.data_ptr() == address}
 
     def synchronise(self, by_value: bool = False) -> None:
         """Takes over what somebody wrote into half weights or masters since `write`.
@@ -194,20 +240,18 @@ class MasterWeights:
 
     def _follow_by_value(self, but: list[Pair]) -> None:
         """Has masters be what half weights are, in the elements in which these are not the masters, rounded."""
+        if not but:
+            for group in self._groups:
+                group.follow()
+            return
         left_out = set(map(id, but))
-        for index, (all_pairs, numbers) in enumerate(self._in_step):
-            pairs, before = all_pairs, numbers
-            if left_out:
-                kept = [place for place, pair in enumerate(all_pairs) if id(pair) not in left_out]
-                if not kept:
-                    continue
-                pairs, before = [all_pairs[place] for place in kept], torch.stack([numbers[place] for place in kept])
-            now = _fingerprints(pairs)
-            halves, masters = _halves_and_masters(pairs)
-            kernels.follow(halves, masters, before, now, of_gradients=False)
-            if not left_out:  # or all are noted anew after this
-                self._in_step[index] = pairs, now
-                self._places.clear()
+        for pair in self._pairs.values():
+            if id(pair) not in left_out and pair.parameter.numel():
+                self._follow_one(pair)
+
+    def _follow_one(self, pair: Pair) -> None:
+        group, place = self._places[id(pair.parameter)]
+        group.follow_one(place)
 
     def synchronise_all(self) -> None:
         """`synchronise` before a forward: also what somebody may have written unseen, into whichever of the two."""
@@ -226,11 +270,17 @@ class MasterWeights:
         pair = self._pairs[id(parameter)]
         if not pair.backing.is_in_step(parameter):
             self._synchronise(pair)
+            self.note_one(parameter)
         elif parameter.numel():
-            halves, masters = _halves_and_masters([pair])
-            before, now = self._fingerprint_in_step(parameter)[None], _fingerprints([pair])
-            kernels.follow(halves, masters, before, now, of_gradients=False)
-            pair.backing.note(parameter)
+            self._follow_one(pair)
+
+    def note_one(self, parameter: Tensor) -> None:
+        """Takes note that a half parameter is its master, rounded."""
+        pair = self._pairs[id(parameter)]
+        pair.backing.note(parameter)
+        if parameter.numel():
+            group, place = self._places[id(parameter)]
+            group.note_one(place)
 
     def surrender(self) -> None:
         """`synchronise` for good: masters have all that half weights are, bar those that were converted since."""
@@ -263,28 +313,25 @@ class MasterWeights:
         assert half_mark is not None
         if not half_mark.is_now(parameter) or not parameter.numel():
             return not half_mark.is_now(parameter)
-        return bool(self._fingerprint_in_step(parameter) != _fingerprints([pair])[0])
-
-    def _fingerprint_in_step(self, parameter: Tensor) -> Tensor:
-        if not self._places:
-            self._places = {
-                id(each.parameter): numbers[index]
-                for pairs, numbers in self._in_step
-                for index, each in enumerate(pairs)
-            }
-        return self._places[id(parameter)]
+        group, place = self._places[id(parameter)]
+        return group.was_written(place)
 
     def _note_in_step(self) -> None:
-        """Half weights are the masters, rounded."""
-        self._half_marks.renew()
-        self._full_marks.renew()
+        """Takes note that half weights are the masters, rounded."""
+        halves_moved, masters_moved = self._half_marks.renew(), self._full_marks.renew()
         self._heard.clear()
-        groups: dict[torch.device, list[Pair]] = {}
-        for pair in self._pairs.values():
-            if pair.parameter.numel():
-                groups.setdefault(pair.parameter.device, []).append(pair)
-        self._in_step = [(pairs, _fingerprints(pairs)) for pairs in groups.values()]
-        self._places.clear()
+        if halves_moved or masters_moved:
+            by_device: dict[torch.device, list[Pair]] = {}
+            for pair in self._pairs.values():
+                if pair.parameter.numel():
+                    by_device.setdefault(pair.parameter.device, []).append(pair)
+            self._groups = list(map(_Group, by_device.values()))
+            self._places = {
+                id(pair.parameter): (group, place) for group in self._groups for place, pair in enumerate(group.pairs)
+            }
+        else:
+            for group in self._groups:
+                group.note()
 
     def check_that_masters_are_updated(self) -> None:
         """After a step, before `write`.
@@ -355,6 +402,10 @@ class MasterWeights:
 
     def _deepcopy(self, optimizer: Any, memo: dict[int, Any]) -> Any:
         """A deep copy, in which parameters are float32 copies, and so is their state."""
+        for pair in self._pairs.values():
+            if id(pair.parameter) not in memo:
+                self.synchronise_one(pair.parameter)
+                memo[id(pair.parameter)] = nn.Parameter(pair.master.detach().clone(), pair.parameter.requires_grad)
         self._is_being_copied = True
         try:
             return copy._reconstruct(optimizer, memo, *optimizer.__reduce_ex__(4))  # type: ignore[attr-defined]
@@ -407,13 +458,3 @@ def _are_alike(pair: Pair) -> bool:
     """Whether half weights are their master, rounded, as far as the two can be compared."""
     half, full = pair.parameter.detach(), pair.master.detach()
     return half.shape != full.shape or torch.equal(full.to(half), half)
-
-
-def _halves_and_masters(pairs: Iterable[Pair]) -> tuple[list[Tensor], list[Tensor]]:
-    pairs = list(pairs)
-    halves = [kernels.values_of(pair.parameter.detach()) for pair in pairs]
-    return halves, [kernels.values_of(pair.master.detach()) for pair in pairs]
-
-
-def _fingerprints(pairs: Iterable[Pair]) -> Tensor:
-    return kernels.fingerprints([kernels.values_of(pair.parameter.detach()) for pair in pairs])

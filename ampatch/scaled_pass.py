@@ -124,7 +124,7 @@ class ScaledPass:
         self.scaling.is_open = True
 
     def _wait_for_backward(self, optimizers: Sequence[AdoptedOptimizer], scaled_loss: Tensor) -> None:
-        self._waiting = [each.masters.gradients for each in optimizers if not each.masters.gradients.are_bare()]
+        self._waiting = [each.masters.gradients for each in optimizers if not each.masters.gradients.are_at_rest()]
         if self._waiting and scaled_loss.requires_grad and not is_functorch_wrapped_tensor(scaled_loss):
             self._hook = scaled_loss.register_hook(self._make_way)
         else:

@@ -210,9 +210,9 @@ class Session:
         """Somebody may write to a tensor in a way that torch does not count."""
         if isinstance(tensor, nn.Parameter):
             self.cache.forget(tensor)
-            for adopted in list(self._optimizers.values()) if self.has_masters else ():
-                if adopted.masters.has(tensor):
-                    adopted.masters.hear(tensor)
+        if self.has_masters and type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
+            for adopted in list(self._optimizers.values()):
+                adopted.masters.hear(tensor)
 
     def take_down(self) -> None:
         """Undoes everything, newest first. Wrappers that somebody kept forward unchanged from now on.

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 
 # The least number above zero that a type has.
@@ -22,8 +23,9 @@ _LEAST = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
 # The least number of elements that are worked on at once where that takes temporary tensors.
 _PIECE = 2**12
 
-# As in csrc/operations.h, as an int32.
-_WEIGHT = 0x9E3779B1 - 2**32
+# As in csrc/operations.h, as int32.
+_INDEX_STEP, _PIECE_STEP = 0x9E3779B1 - 2**32, 0x7FEB352D
+_HASH_STEPS = 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32
 
 
 def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -69,25 +71,27 @@ def show(master_grads: list[Tensor], grads: list[Tensor]) -> None:
 
 
 def fingerprint(halves: list[Tensor], fingerprints: Tensor) -> None:
-    """Sets a number for each tensor which is another one as soon as any element of that is.
+    """Sets a number for each tensor which is another one if one element is, and else but for one case in 2**32.
 
     Args:
         halves: of float16 or bfloat16; none is empty.
         fingerprints: float64, as many as there are tensors.
     """
-    sums: list[list[Tensor]] = [[] for _ in halves]
+    sums: list[Tensor] = []  # of pieces, tensor by tensor
+    counts = [0] * len(halves)
     for batch in _batches(halves):
-        words = torch.cat([piece.resolve_neg().reshape(-1).view(torch.int16) for piece in batch.columns[0]])
-        lengths = [piece.numel() for piece in batch.columns[0]]
-        table = _weights(1 << max(lengths).bit_length(), words.device)
-        totals = torch.cat([table[:length] for length in lengths]).mul_(words).cumsum_(0)
-        start: Tensor | int = 0
-        for index, end in zip(batch.indices, itertools.accumulate(lengths), strict=True):
-            # Each piece of a tensor counts differently.
-            sums[index].append((totals[end - 1] - start) * (2 * len(sums[index]) + 1))
-            start = totals[end - 1]
+        pieces = batch.columns[0]
+        lengths = [piece.numel() for piece in pieces]
+        words = torch.cat([piece.resolve_neg().reshape(-1).view(torch.int16) for piece in pieces]).to(torch.int32)
+        table = _indices(1 << max(lengths).bit_length(), words.device)
+        words += torch.cat([table[:length] for length in lengths])
+        for index, part in zip(batch.indices, words.split(lengths), strict=True):
+            if counts[index]:  # each piece of a tensor counts differently
+                part.add_((counts[index] * _PIECE_STEP + 2**31) % 2**32 - 2**31)
+            counts[index] += 1
+        sums.append(_sums_of(_hashed_(words), lengths))
     if sums:
-        fingerprints.copy_(torch.stack([torch.stack(pieces).sum(dtype=torch.int32) for pieces in sums]))
+        fingerprints.copy_(_sums_of(torch.cat(sums), counts) & 0xFFFFFFFF)
 
 
 def follow(halves: list[Tensor], masters: list[Tensor], before: Tensor, now: Tensor, of_gradients: bool) -> None:
@@ -109,7 +113,9 @@ def follow(halves: list[Tensor], masters: list[Tensor], before: Tensor, now: Ten
             pieces = zip(batch.indices, batch.columns[0], strict=True)
             is_other &= torch.cat([changed[index].expand(piece.numel()) for index, piece in pieces])
             values = torch.where(is_other, shown, full)  # in float32, which holds both
-            torch._foreach_copy_(batch.columns[1], _shaped_as(batch.columns[1], values))
+            # Uncounted, as by the extension.
+            with _unsafe_preserve_version_counter(tuple(batch.columns[1])):
+                torch._foreach_copy_(batch.columns[1], _shaped_as(batch.columns[1], values))
 
 
 def found_inf_norm(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, sum_of_squares: Tensor) -> None:
@@ -204,11 +210,26 @@ def _shown(full: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(vanishes, size.fill_(_LEAST[dtype]).copysign_(full), full)
 
 
+def _sums_of(numbers: Tensor, lengths: list[int]) -> Tensor:
+    """Returns sums of so many numbers each: int64."""
+    totals = numbers.cumsum(0, dtype=torch.int64)
+    ends = torch.stack([totals[end - 1] for end in itertools.accumulate(lengths)])
+    return ends.diff(prepend=ends.new_zeros(1))
+
+
+def _hashed_(words: Tensor) -> Tensor:
+    """Changes int32 words as `hashed` of csrc/operations.h does; shifts bring in zeros."""
+    words.mul_(_HASH_STEPS[0])
+    words ^= (words >> 15) & (2**17 - 1)
+    words.mul_(_HASH_STEPS[1])
+    words ^= (words >> 13) & (2**19 - 1)
+    return words
+
+
 @functools.cache
-def _weights(length: int, device: torch.device) -> Tensor:
-    """What the bits of each element count for in a fingerprint: int32."""
-    weights = torch.arange(length, dtype=torch.int32, device=device).mul_(_WEIGHT)
-    return weights.bitwise_xor_(weights >> 15).bitwise_or_(1)
+def _indices(length: int, device: torch.device) -> Tensor:
+    """Returns what the index of an element adds to its bits in a fingerprint: int32."""
+    return torch.arange(length, dtype=torch.int32, device=device).mul_(_INDEX_STEP)
 
 
 def _by_dtype(*lists: list[Tensor]) -> Iterator[Sequence[list[Tensor]]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ampatch.patching import PatchLedger
@@ -69,7 +69,8 @@ def _counting(collective: Callable[..., Any], argument: str, hear: Callable[[Ten
         result = collective(*args, **kwargs)
         written = args[place] if len(args) > place else kwargs.get(argument)
         if isinstance(written, Tensor) and not torch.compiler.is_compiling():
-            if not written.is_inference():
+            # Of other tensors a write that is counted now and not without amp would break graphs.
+            if isinstance(written, nn.Parameter) and not written.is_inference():
                 increment_version(written)
             hear(written)
         return result

@@ -227,7 +227,7 @@ uint32_t fingerprint_of(const Narrow* elements, int64_t first, int64_t count) {
   const Bits* bits = reinterpret_cast<const Bits*>(elements);
   uint32_t sum = 0;
   for (int64_t index = 0; index < count; ++index) {
-    sum += weighted(bits[index], static_cast<uint32_t>(first + index));
+    sum += hashed(bits[index], static_cast<uint32_t>(first + index));
   }
   return sum;
 }

@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kThreads)
     using Bits = std::conditional_t<sizeof(*type) == 2, uint16_t, uint32_t>;
     const Bits* bits = static_cast<const Bits*>(batch.narrow[place.tensor]) + place.start;
     for (int index = threadIdx.x; index < place.count; index += kThreads) {
-      sum += weighted(bits[index], static_cast<uint32_t>(place.start + index));
+      sum += hashed(bits[index], static_cast<uint32_t>(place.start + index));
     }
   });
   const double total = block_sum<kThreads>(sum);

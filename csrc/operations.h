@@ -49,11 +49,13 @@ C10_HOST_DEVICE inline void follow_element(Narrow half, float& master, bool of_g
   }
 }
 
-// What an element counts for in the fingerprint of its tensor: a change of any one element changes the sum.
-C10_HOST_DEVICE inline uint32_t weighted(uint32_t bits, uint32_t index) {
-  uint32_t weight = index * 0x9e3779b1u;
-  weight ^= weight >> 15;
-  return bits * (weight | 1);
+// What an element counts for in the fingerprint of its tensor, which is the sum of these: for each index another one of
+// each value, in no order that edits have, such as signs turned round.
+C10_HOST_DEVICE inline uint32_t hashed(uint32_t bits, uint32_t index) {
+  uint32_t hash = (bits + index * 0x9e3779b1u) * 0x85ebca6bu;
+  hash ^= hash >> 15;
+  hash *= 0xc2b2ae35u;
+  return hash ^ (hash >> 13);
 }
 
 // grads *= inv_scale
