@@ -445,3 +445,47 @@ def test_a_scaler_by_hand_that_is_updated_before_backward() -> None:
     scaler.update()
     scaled.backward()
     assert weight.grad.tolist() == [8, 8]
+
+
+@every_level
+@pytest.mark.parametrize("loss_scale", [8.0, 1.0])
+@pytest.mark.parametrize("clear", ["optimizer", "model", "none", "data.zero_"])
+def test_clearing_between_blocks_under_a_static_scale(clear, loss_scale, opt_level, half_dtype):
+    def script(run: Run) -> None:
+        for _ in range(2):
+            run.backward(4.0)
+            CLEARINGS[clear](run)
+            run.backward(2.0)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    alike(opt_level, half_dtype, script, loss_scale=loss_scale)
+
+
+@every_level
+@pytest.mark.parametrize("kernel", ["torch", "auto"])
+def test_empty_parameters_are_no_trouble(kernel, opt_level, half_dtype, select):
+    select(kernel)
+    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0, 2)), nn.Parameter(torch.tensor(1.0))]
+    optimizer = torch.optim.SGD(weights, lr=0.5)
+    amp.initialize(
+        nn.ParameterList(weights), optimizer, opt_level=opt_level, half_dtype=half_dtype, loss_scale=8.0, verbosity=0
+    )
+    for _ in range(2):
+        for _ in range(2):
+            with amp.scale_loss(sum(each.float().sum() for each in weights), optimizer) as loss:
+                loss.backward()
+            for each in weights:
+                each.grad = each.grad * 1
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [each.tolist() for each in nn.ParameterList(weights).state_dict().values()] == [[-1] * 3, [], -1]
+
+
+@every_level
+def test_clipping_by_amp_where_a_gradient_is_expanded(opt_level, half_dtype):
+    run = Run(opt_level, half_dtype)
+    run.backward()
+    run.model.first.grad = torch.ones(1, dtype=run.model.first.dtype).expand(4)
+    amp.clip_grad_norm_(run.optimizer, 1.0)
+    assert nn.utils.get_total_norm([each.grad for each in run.masters]).item() == pytest.approx(1, rel=1e-4)

@@ -406,6 +406,22 @@ class TestWeightsWithoutAMaster:
         amp.deinitialize()
         assert target.first.tolist() == [3.0] * 4
 
+    def test_are_written_to_by_way_of_data_as_well(self, opt_level, half_dtype):
+        target = Weights()
+        amp.initialize(target, opt_level=opt_level, half_dtype=half_dtype, verbosity=0)
+        saved = target.state_dict()
+        saved["first"].data[1] = 9
+        with torch.no_grad():
+            target.first[0] = 7
+        target(1.0)
+        assert target.first.tolist() == [7, 9, *START[2:]]
+
+    def test_are_given_away_once_however_often_they_are_saved(self, opt_level, half_dtype):
+        target = Weights()
+        amp.initialize(target, opt_level=opt_level, half_dtype=half_dtype, verbosity=0)
+        places = {target.state_dict()["first"].data_ptr() for _ in range(5)}
+        assert len(places) == 1
+
     def test_that_are_only_saved_are_left_as_somebody_else_writes_them(self, opt_level, half_dtype):
         target = Weights()
         amp.initialize(target, opt_level=opt_level, half_dtype=half_dtype, verbosity=0)
@@ -470,3 +486,76 @@ class TestAverages:
             assert average(torch.randn(4, 4)).dtype in (torch.float32, half_dtype)
         amp.deinitialize()
         assert average(torch.randn(4, 4)).dtype is torch.float32
+
+
+@every_half
+class TestWithMasters:
+    def test_writes_before_a_group_is_added_stay(self, half_dtype):
+        weights = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+        optimizer = torch.optim.SGD(weights[:2], lr=0.5)
+        model = nn.ParameterList(weights)
+        amp.initialize(model, optimizer, opt_level="O2", half_dtype=half_dtype, loss_scale=1, verbosity=0)
+        masters = optimizer.param_groups[0]["params"]
+        with torch.no_grad():
+            weights[0].fill_(6)
+            masters[1].fill_(7)
+        optimizer.add_param_group({"params": [weights[2]]})
+        assert [each.tolist() for each in model.state_dict().values()] == [[6] * 3, [7] * 3, [1] * 3]
+        assert [each.tolist() for each in weights] == [[6] * 3, [7] * 3, [1] * 3]
+
+    @pytest.mark.parametrize("way", ["data", "counted"])
+    def test_a_kept_list_of_masters_is_written_to_after_loading(self, way, half_dtype):
+        run = Run("O2", half_dtype)
+        masters = run.masters
+        saved = copy.deepcopy(run.model.state_dict())
+        run.backward()
+        run.optimizer.step()
+        run.model.load_state_dict(saved)
+        for master in masters:
+            if way == "data":
+                master.data.fill_(3)
+            else:
+                with torch.no_grad():
+                    master.fill_(3)
+        run.optimizer.step()
+        assert run.weights == [3] * 8
+        run.model(1.0)
+        assert run.model.first.tolist() == [3] * 4
+
+    def test_values_of_a_state_dict_are_written_to_by_way_of_data(self, half_dtype):
+        run = Run("O2", half_dtype)
+        run.model.state_dict()["first"].data.fill_(3)
+        run.model(1.0)
+        assert run.model.first.tolist() == [3] * 4
+
+    def test_buffers_are_written_to_through_a_state_dict(self, half_dtype):
+        model = Weights()
+        model.register_buffer("shift", torch.ones(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        amp.initialize(model, optimizer, opt_level="O2", half_dtype=half_dtype, verbosity=0)
+        model.state_dict()["shift"].fill_(9)
+        model(1.0)
+        assert model.shift.tolist() == [9, 9]
+
+    @pytest.mark.parametrize("order", ["optimizer", "optimizer and model", "model and optimizer"])
+    def test_deep_copies_of_the_optimizer_go_on_in_float32(self, order, half_dtype):
+        model = Weights()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+        amp.initialize(model, optimizer, opt_level="O2", half_dtype=half_dtype, loss_scale=1, verbosity=0)
+        with amp.scale_loss(model(1.0), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+        wanted = [master.tolist() for master in amp.master_params(optimizer)]
+        copied = {
+            "optimizer": lambda: (copy.deepcopy(optimizer), None),
+            "optimizer and model": lambda: copy.deepcopy((optimizer, model)),
+            "model and optimizer": lambda: copy.deepcopy((model, optimizer))[::-1],
+        }[order]()
+        parameters = copied[0].param_groups[0]["params"]
+        assert [parameter.tolist() for parameter in parameters] == wanted
+        if copied[1] is not None:
+            assert all(a is b for a, b in zip(parameters, copied[1].parameters(), strict=True))
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        copied[0].step()
+        assert {value.dtype for state in copied[0].state.values() for value in state.values()} == {torch.float32}

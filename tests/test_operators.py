@@ -574,6 +574,8 @@ class TestFollow:
         swapped = original.clone()
         swapped[[0, CHUNK]] = original[[CHUNK, 0]]
         assert wanted not in {fingerprint(each) for each in (*changes, swapped)}
+        positive = torch.arange(1, 7387, device=device).remainder(97).add(1).half()
+        assert len({fingerprint(each) for each in (positive, -positive, positive * 2, positive * 0.5)}) == 4
         constant = torch.ones(size, device=device).half()
         assert fingerprint(constant) != fingerprint(constant * 0)
 
