@@ -84,6 +84,7 @@ class MasterWeights:
     Attributes:
         wanted: as given.
         gradients: theirs and those of the half parameters.
+        is_stepping: whether the optimizer is at work, which writes to masters and keeps nothing of them.
     """
 
     def __init__(
@@ -92,7 +93,9 @@ class MasterWeights:
         self.wanted = wanted
         self._name_of = name_of
         self._is_being_copied = False
-        self._heard: set[int] = set()  # ids of tensors that somebody may have written to unseen
+        self.is_stepping = False
+        self._heard: set[int] = set()  # ids of half parameters that somebody may have written to unseen since
+        self._shared: set[int] = set()  # ids of those of whose masters somebody may have another tensor
         self._groups: list[_Group] = []
         self._places: dict[int, tuple[_Group, int]] = {}  # by id of the half parameter
         self._optimizer = weakref.ref(optimizer)
@@ -178,6 +181,7 @@ class MasterWeights:
         self._pairs.clear()
         self._parameters.clear()
         self._groups.clear()
+        self._shared.clear()
         self._places.clear()
         self._half_marks, self._full_marks = Marks([], []), Marks([], [])
 
@@ -203,16 +207,13 @@ class MasterWeights:
 
     # Weights
 
-    def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of the masters, or a half parameter that has one."""
-        return id(tensor) in self._parameters or id(tensor) in self._pairs
-
     def hear(self, tensor: Tensor) -> None:
         """Takes note that somebody may write unseen to a tensor of a pair, or to another one of its memory."""
-        if self.has(tensor):
+        if id(tensor) in self._pairs:
             self._heard.add(id(tensor))
-        elif self._full_marks.has_address(address := tensor.data_ptr()):
-            self._heard |= {id(pair.master) for pair in self._pairs.values() if pair.master.data_ptr() == address}
+        elif not self.is_stepping and self._full_marks.has_address(address := tensor.data_ptr()):
+            # For good: it may be kept, and written to later.
+            self._shared |= {key for key, pair in self._pairs.items() if pair.master.data_ptr() == address}
 
     def synchronise(self, by_value: bool = False) -> None:
         """Takes over what somebody wrote into half weights or masters since `write`.
@@ -236,7 +237,7 @@ class MasterWeights:
         else:
             self._half_marks.renew()
             self._full_marks.renew()
-            self._heard -= self._pairs.keys()
+            self._heard.clear()
 
     def _follow_by_value(self, but: list[Pair]) -> None:
         """Has masters be what half weights are, in the elements in which these are not the masters, rounded."""
@@ -255,12 +256,12 @@ class MasterWeights:
 
     def synchronise_all(self) -> None:
         """`synchronise` before a forward: also what somebody may have written unseen, into whichever of the two."""
-        if not self._heard:
+        if not self._heard and not self._shared:
             self.synchronise()
             return
         self.synchronise(by_value=True)
         with torch.no_grad():
-            pairs = [pair for pair in self._pairs.values() if id(pair.master) in self._heard]
+            pairs = [self._pairs[key] for key in self._shared]
             # In a way that is not counted: graphs that half weights are part of stay sound where nothing has changed.
             kernels.copy_to_half([pair.master for pair in pairs], [data_of(pair.parameter) for pair in pairs])
         self._note_in_step()

@@ -534,11 +534,12 @@ class AdoptedOptimizer:
 
         def write(*_: object) -> None:
             nonlocal written
-            written = True
+            written, self.masters.is_stepping = True, False
             self.masters.check_that_masters_are_updated()
             self.masters.write()
 
         hooks = self._hook_step(write)
+        self.masters.is_stepping = True
         try:
             yield
         except BaseException:
@@ -551,6 +552,7 @@ class AdoptedOptimizer:
             else:  # a step that fires no hooks
                 write()
         finally:
+            self.masters.is_stepping = False
             for hook in hooks:
                 hook.remove()
 

@@ -522,6 +522,19 @@ class TestWithMasters:
         run.model(1.0)
         assert run.model.first.tolist() == [3] * 4
 
+    def test_data_of_a_master_that_was_kept_is_written_to_later(self, half_dtype):
+        run = Run("O2", half_dtype)
+        kept = [master.data for master in run.masters]
+        for value in (3.0, 5.0):
+            run.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.model(1.0)
+            for each in kept:
+                each.fill_(value)
+            run.model(1.0)
+            assert run.model.first.tolist() == [value] * 4
+
     def test_values_of_a_state_dict_are_written_to_by_way_of_data(self, half_dtype):
         run = Run("O2", half_dtype)
         run.model.state_dict()["first"].data.fill_(3)

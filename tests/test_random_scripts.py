@@ -46,11 +46,13 @@ class World(Run):
 
     Attributes:
         has_edited_masters: whether gradients of masters were edited since the last block.
+        has_edited_weights: whether masters were written to since the last forward or step.
         doomed: passes since one that overflowed and was not cleared; None: there was none.
     """
 
     doomed: int | None = None
     has_edited_masters = False
+    has_edited_weights = False
     saved: Any = None
 
     @property
@@ -59,7 +61,7 @@ class World(Run):
 
     def pass_(self, factor: float, overflows: bool = False, delayed: bool = False) -> None:
         """One block, or two of which the first is delayed."""
-        self.has_edited_masters = False
+        self.has_edited_masters = self.has_edited_weights = False
         if self.doomed is not None or overflows:
             self.doomed = 0 if self.doomed is None else self.doomed + 1
         for is_first in (True, False) if delayed else (False,):
@@ -77,12 +79,19 @@ class World(Run):
             MEANS[name](parameters)
 
     def edit_weights(self, name: str, of_masters: bool) -> None:
-        parameters = self.masters if of_masters and name not in UNSEEN else list(self.model.parameters())
+        # Where a write to masters is not counted one to the model counts that comes before the next forward.
+        of_masters = (of_masters or self.has_edited_weights) and name not in UNSEEN
+        if name in UNSEEN and self.has_edited_weights:
+            return
+        self.has_edited_weights = of_masters
+        parameters = self.masters if of_masters else list(self.model.parameters())
         {**WEIGHT_MEANS, **UNSEEN}[name](parameters)
 
     def clear(self, name: str) -> None:
         if name in ZEROING and self.doomed is not None and self.doomed > 0:
             name = "optimizer"  # zeros that amp itself has put there cannot be told from others
+        if name == "data.zero_" and self.has_edited_masters:  # what half parameters show may be zeros already
+            name = "optimizer"
         if name == "data.zero_":
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
@@ -97,13 +106,14 @@ class World(Run):
         if not self.is_plain:
             assert amp.step_was_skipped(self.optimizer) is (self.doomed is not None)
         self.optimizer.zero_grad()
-        self.doomed, self.has_edited_masters = None, False
+        self.doomed, self.has_edited_masters, self.has_edited_weights = None, False, False
 
     def save(self) -> None:
         self.saved = copy.deepcopy(self.model.state_dict())
 
     def load(self) -> None:
         if self.saved is not None:
+            self.has_edited_weights = False
             self.model.load_state_dict(self.saved)
 
     def rebuild(self, name: str) -> None:
@@ -120,7 +130,7 @@ class World(Run):
             for parameter in self.masters if self.has_edited_masters else self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.data.clamp_(-LARGE, LARGE)
-        for parameter in self.model.parameters():
+        for parameter in self.masters if self.has_edited_weights else self.model.parameters():
             parameter.data.clamp_(-LARGE, LARGE)
 
 
@@ -146,7 +156,7 @@ def script(seed: int, may_overflow: bool) -> list[tuple[str, Event]]:
         elif kind == "clear":
             event("clear", chance.choice([*CLEARING, *ZEROING]))
         elif kind == "others":
-            choices = [("save",), ("load",), ("rebuild", chance.choice(["params =", "pop and add", "clear and add"]))]
+            choices = [("save",), ("load",), ("rebuild", chance.choice(["__init__", "clear and add"]))]
             event(*chance.choice(choices))
         else:
             event("step")
