@@ -299,6 +299,7 @@ class MasterGradients:
         if self._are_as_left():
             replaced = []
         else:
+            self._left = []  # ids of tensors that may die now
             self.follow_clearing()
             replaced = list(filter(self._was_replaced, self._pairs.values()))
             self._shown = [part for shown in self._shown if (part := shown.part()) is not None]
@@ -469,6 +470,8 @@ class MasterGradients:
             if full is None or full is not was or full._version != version:
                 pair.clear()
                 pair.kept = full  # if it was set to zeros
+        self._shown = [part for shown in self._shown if (part := shown.part()) is not None]  # which hold gradients
+        self._left.clear()
         self._is_clear = self.are_bare()
 
     def clear(self) -> None:

@@ -630,3 +630,37 @@ class TestReducedByHand:
             ((one, _), _) = two.run(run_both, "O2", half, "cpu", {})
             for found, wanted in zip(first, one["masters"], strict=True):
                 torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+
+
+def broadcast_weights(level: str, half: torch.dtype, how: str) -> list[list[Tensor]]:
+    """What a layer computes, once weights of the second process were sent to all in some way."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    amp.initialize(model, optimizer, opt_level=level, half_dtype=half, **SCALE)
+    batch = torch.ones(2, 4)
+    seen = [model(batch).float().detach()]
+    for parameter in amp.master_params(optimizer) if how == "masters" else model.parameters():
+        dist.broadcast(parameter.data if how == "data" else parameter, 1)
+    seen.append(model(batch).float().detach())
+    backward(model(batch).float().sum(), optimizer)
+    optimizer.step()
+    seen.append(model(batch).float().detach())
+    return [seen, [each.detach() for each in amp.master_params(optimizer)]]
+
+
+class TestWeightsSentByHand:
+    @LEVELS
+    @HALVES
+    @pytest.mark.parametrize("how", ["parameter", "data", "masters"])
+    @pytest.mark.covering(2)
+    def test_count_for_the_next_forward_and_step(self, two, level, half, how):
+        (first, first_masters), (second, second_masters) = two.run(broadcast_weights, level, half, how)
+        assert not torch.equal(first[0], second[0])
+        for found, wanted in zip(first[1:], second[1:], strict=True):
+            assert torch.equal(found, wanted)
+        assert not torch.equal(first[1], first[0])
+        assert not torch.equal(first[2], first[1])
+        rounding = torch.finfo(half).eps
+        for found, wanted in zip(first_masters, second_masters, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=rounding, atol=rounding)
