@@ -1,8 +1,8 @@
-"""Copies and averages of a converted model: they have float32 weights, with all bits that are kept.
+"""Makes deep copies and averages of a converted model float32.
 
-A copy of half weights would lose whatever is too small for them: an average of weights that follows slowly would never
-leave its first value. So a deep copy of a converted module is float32, as it would be without amp, and what
-`torch.optim.swa_utils.AveragedModel` averages are the masters. Must not know optimizers.
+A half copy loses small updates: an average of weights with decay 0.999 would never leave its first value. So a deep
+copy of a converted module has the masters' float32 values, and `torch.optim.swa_utils.AveragedModel` averages the
+masters. Must not know optimizers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ FullOf = Callable[[Tensor], Tensor | None]
 
 
 def widen(ledger: PatchLedger, full_of: FullOf) -> None:
-    """Has deep copies and averages be float32.
+    """Patches deep copies of modules and `AveragedModel` to use float32 values.
 
     Args:
-        ledger: takes note of what is installed.
-        full_of: looks a tensor up.
+        ledger: records the patches.
+        full_of: looks up the float32 values of a tensor.
     """
     within = _Within()
     ledger.set(nn.Module, "__deepcopy__", _noting(within))
@@ -44,7 +44,7 @@ def widen(ledger: PatchLedger, full_of: FullOf) -> None:
 
 
 class _Within(threading.local):
-    """How many modules this thread is in the middle of copying: tensors by themselves are copied as they are."""
+    """How many modules this thread is copying; a tensor outside of any module is copied as it is."""
 
     modules = 0
 
@@ -75,7 +75,7 @@ def _widening(original: Callable[..., Any], full_of: FullOf, within: _Within) ->
 
 
 class _Full:
-    """A model whose parameters and buffers are float32, for who walks through them."""
+    """A view of a model whose parameters and buffers are float32."""
 
     def __init__(self, model: nn.Module, full_of: FullOf) -> None:
         self._model = model

@@ -1,11 +1,9 @@
-"""The gradients of half parameters and of their float32 masters: which of two copies counts, and when.
+"""The gradients of half parameters and of their float32 masters: which of the two copies counts, and when.
 
-Backward leaves half gradients in the model's parameters, where DDP reduces them. At the end of a block they are added
-to the masters' in float32, and the half parameter then shows the master's gradient in half, for whoever looks at
-gradients or changes them. Later both are compared by what they hold, and not by how often torch has counted writes,
-since many ways to write are not counted: a half gradient that is still the one that was left stands for the master's
-bits; elements in which it was changed are the user's values, and become the master's. Nothing of that is read back to
-the host.
+Backward leaves half gradients in the model's parameters, where DDP reduces them. The end of a block adds them to the
+masters' gradients in float32. The half parameter then shows the master's gradient, rounded, so that users can read and
+edit it. Torch does not count every write to a tensor, so the values decide, and not the version counters. An element
+that nobody has edited leaves the master its bits. An edited element becomes the master's. The host reads none of this.
 
 Owns the gradients of the pairs between two blocks. Must know neither scales nor whether a step is skipped.
 """
@@ -37,9 +35,9 @@ _VERSION = operator.attrgetter("_version")
 class _Gradient(enum.Enum):
     """What a half parameter's gradient is."""
 
-    NEW = "what backward has left since, or nothing: the master is to get it"
-    SHOWN = "the master's, in half"
-    BASE = "zeros that backward adds to, below which the master keeps what was there before"
+    NEW = "from a backward since, or None; the master does not have it yet"
+    SHOWN = "the master's gradient, in half"
+    BASE = "zeros that backward adds to; the master keeps the sum of earlier blocks"
 
 
 @dataclass(slots=True, eq=False)
@@ -48,12 +46,12 @@ class Pair:
 
     Attributes:
         parameter: the model's.
-        backing: what stands behind it.
+        backing: the conversion's record of it.
         master: the optimizer's.
-        kept: a gradient of the master's that the half parameter does not show, and that another adds to.
+        kept: a gradient of the master that the half parameter does not show; a new one is added to it.
         gradient: what the half parameter's gradient is.
-        left: that gradient as amp left it; None if there was none.
-        left_version: of that tensor.
+        left: the half gradient that amp left there, or None.
+        left_version: its version then.
     """
 
     parameter: nn.Parameter
@@ -65,47 +63,47 @@ class Pair:
     left_version: int = 0
 
     def leave(self, gradient: _Gradient) -> None:
-        """Takes note of the gradient that is left in the half parameter."""
+        """Records the gradient that the half parameter has now."""
         grad = self.parameter.grad
         self.gradient, self.left, self.left_version = gradient, grad, 0 if grad is None else grad._version
 
     def clear(self) -> None:
-        """There is no gradient in the half parameter."""
+        """Sets the half parameter's gradient to None."""
         self.parameter.grad = None
         self.gradient, self.left, self.left_version = _Gradient.NEW, None, 0
 
     @property
     def was_written(self) -> bool:
-        """Whether torch has counted a write to the gradient that was left, or another one is there."""
+        """Returns whether torch has counted a write to the half gradient, or another tensor is there."""
         grad = self.parameter.grad
         return grad is not self.left or (grad is not None and grad._version != self.left_version)
 
     @property
     def was_cleared(self) -> bool:
-        """Whether somebody set the gradient that was left to None, whatever has come since."""
+        """Returns whether the user set the half gradient to None, even if there is a new one since."""
         left = self.left
         if left is None:
             return False
         grad = self.parameter.grad
         if grad is None or grad is left or self.gradient is _Gradient.SHOWN:
             return grad is None
-        # Another tensor may hold the sum all the same: where something was added to the one that was left, of sparse
-        # gradients, and of those with a graph.
+        # A new tensor may hold the sum as well: after an addition to the old one, for sparse gradients, and for
+        # gradients with a graph.
         return left._version == self.left_version and left.layout is torch.strided and not grad.requires_grad
 
 
 class _Shown:
-    """Dense gradients of one device that show their masters', as they were left.
+    """Dense half gradients of one device that show those of their masters.
 
     Args:
-        pairs: whose.
+        pairs: the parameters and masters.
 
     Attributes:
         pairs: as given.
-        grads: the half ones.
-        fulls: the masters'.
-        fingerprints: of the half ones.
-        versions: of the masters'.
+        grads: the half gradients.
+        fulls: the masters' gradients.
+        fingerprints: of the half gradients, when amp wrote them.
+        versions: of the masters' gradients, then.
     """
 
     __slots__ = ("fingerprints", "fulls", "grads", "pairs", "versions")
@@ -117,16 +115,16 @@ class _Shown:
         self.versions = list(map(_VERSION, self.fulls))
 
     def follow(self) -> Tensor | None:
-        """Has masters follow what was written to the half gradients since, all of which are still there.
+        """Copies edited elements of the half gradients into the masters' gradients.
 
         Returns:
-            Where somebody has written to masters' gradients as well, as far as torch counts it, whether both were
-            written to of one: 1 element; else None.
+            A tensor of 1 element: whether the user wrote to both gradients of some pair. None if torch has counted no
+            write to a master's gradient.
         """
         now = kernels.fingerprints(self.grads)
         versions = list(map(_VERSION, self.fulls))
         both = None
-        if versions != self.versions:  # as after clipping; whether the half ones were changed nobody waits to hear
+        if versions != self.versions:  # as after clipping the masters' gradients
             changed = (self.fingerprints != now).unbind()
             pieces = zip(changed, versions, self.versions, strict=True)
             both = torch.stack([is_changed for is_changed, version, before in pieces if version != before]).any()[None]
@@ -135,7 +133,7 @@ class _Shown:
         return both
 
     def part(self) -> _Shown | None:
-        """What is left of it: the pairs in which these very tensors are still there."""
+        """Returns the pairs whose gradients are still these tensors; None if there are none."""
         kept = [
             index
             for index, pair in enumerate(self.pairs)

@@ -1,11 +1,11 @@
-"""Ways to write to a tensor that torch does not count: told of, where Python goes past here.
+"""Announces writes to tensors that torch does not count: by way of ``Tensor.data``, and by collectives.
 
-A write through ``Tensor.data`` leaves the tensor's version as it was, and so do the collectives of `torch.distributed`
-that write into their argument. Whoever asks versions whether a weight has changed would not hear of them. While these
-patches are in place the collectives count their write, and whoever reads or sets ``data`` is announced: it may be
-written to next.
+A write through ``Tensor.data`` leaves the tensor's version counter as it was. So do collectives that write into their
+argument, such as `torch.distributed.broadcast`. The cache of casts and the masters go by versions, and would miss these
+writes. While the patches of this module are in place, reading or setting ``data`` announces the tensor, since a write
+may come next, and a collective increments the version of a parameter.
 
-What neither sees are views of memory: numpy, DLPack, a tensor's storage. Must not know what becomes of it.
+Views of memory (numpy, DLPack, a storage) stay unseen. Must not know what the announcement is for.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _COLLECTIVES = {"all_reduce": "tensor", "broadcast": "tensor", "reduce": "tensor
 
 
 def data_of(tensor: Tensor) -> Tensor:
-    """``tensor.data``, which nobody is told of."""
+    """Returns ``tensor.data`` without announcing it."""
     return _DATA.__get__(tensor)  # type: ignore[no-any-return]
 
 
 def announce(ledger: PatchLedger, hear: Callable[[Tensor], object]) -> None:
-    """Has ``hear`` be told of tensors that somebody may write to unseen.
+    """Calls ``hear`` with every tensor that the user may write to uncounted.
 
     Args:
-        ledger: takes note of what is installed.
-        hear: called with the tensor, before a write by way of ``data``, after one by a collective.
+        ledger: records the patches.
+        hear: called before a write by way of ``data``, and after one by a collective.
     """
 
     def get(tensor: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def _counting(collective: Callable[..., Any], argument: str, hear: Callable[[Ten
         result = collective(*args, **kwargs)
         written = args[place] if len(args) > place else kwargs.get(argument)
         if isinstance(written, Tensor) and not torch.compiler.is_compiling():
-            # Of other tensors a write that is counted now and not without amp would break graphs.
+            # Counting writes to other tensors could break graphs that are sound without amp.
             if isinstance(written, nn.Parameter) and not written.is_inference():
                 increment_version(written)
             hear(written)
