@@ -62,12 +62,13 @@ class Marks:
         tensors: as many.
     """
 
-    __slots__ = ("_addresses", "_marks", "_tensors", "_versions")
+    __slots__ = ("_addresses", "_known_addresses", "_marks", "_tensors", "_versions")
 
     def __init__(self, marks: list[Mark], tensors: list[Tensor]) -> None:
         self._marks, self._tensors = marks, tensors
         self._versions: list[int] = []
         self._addresses: list[int] = []
+        self._known_addresses: frozenset[int] | None = None
 
     def are_now(self) -> bool:
         """Whether nothing was written since `renew`."""
@@ -83,11 +84,16 @@ class Marks:
                 mark.version = version
             else:
                 mark.renew(tensor)
-        return self._addresses != before
+        if self._addresses == before:
+            return False
+        self._known_addresses = None
+        return True
 
     def has_address(self, address: int) -> bool:
-        """Whether one of the tensors began there at that moment."""
-        return address in self._addresses
+        """Returns whether the memory of one of the tensors began there at that moment."""
+        if self._known_addresses is None:
+            self._known_addresses = frozenset(self._addresses)
+        return address in self._known_addresses
 
 
 @dataclass(slots=True, eq=False)

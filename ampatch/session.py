@@ -210,7 +210,7 @@ class Session:
         """Somebody may write to a tensor in a way that torch does not count."""
         if isinstance(tensor, nn.Parameter):
             self.cache.forget(tensor)
-        if self.has_masters and type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
+        if self.has_masters and unseen_writes.has_memory(tensor):
             for adopted in list(self._optimizers.values()):
                 adopted.masters.hear(tensor)
 

@@ -24,6 +24,8 @@ from ampatch.patching import PatchLedger
 
 _DATA: Any = torch._C.TensorBase.__dict__["data"]
 
+_ORDINARY = frozenset({Tensor, nn.Parameter})
+
 # The collectives that write into what they are given, by the name of that argument.
 _COLLECTIVES = {"all_reduce": "tensor", "broadcast": "tensor", "reduce": "tensor", "recv": "tensor", "irecv": "tensor"}
 
@@ -31,6 +33,16 @@ _COLLECTIVES = {"all_reduce": "tensor", "broadcast": "tensor", "reduce": "tensor
 def data_of(tensor: Tensor) -> Tensor:
     """Returns ``tensor.data`` without announcing it."""
     return _DATA.__get__(tensor)  # type: ignore[no-any-return]
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Returns whether a tensor is an ordinary one, with memory of its own that has an address."""
+    return (
+        type(tensor) in _ORDINARY
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
 
 
 def announce(ledger: PatchLedger, hear: Callable[[Tensor], object]) -> None:

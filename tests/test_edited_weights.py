@@ -572,3 +572,24 @@ class TestWithMasters:
             parameter.grad = torch.ones_like(parameter)
         copied[0].step()
         assert {value.dtype for state in copied[0].state.values() for value in state.values()} == {torch.float32}
+
+    def test_data_of_tensors_without_an_address_is_no_trouble(self, half_dtype):
+        run = Run("O2", half_dtype)
+        with pytest.raises(RuntimeError, match="under vmap"):  # as without amp
+            torch.func.vmap(lambda row: row.data * 2)(torch.ones(2, 2))
+        assert torch.ones(2).to_sparse().data.to_dense().tolist() == [1, 1]
+        assert torch.ones(2, device="meta").data.is_meta
+        run.backward()
+        run.optimizer.step()
+
+
+@every_level
+def test_data_in_compiled_code(opt_level, half_dtype):
+    run = Run(opt_level, half_dtype)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def doubled(tensor: Tensor) -> Tensor:
+        return tensor.data * 2
+
+    assert doubled(torch.ones(2)).tolist() == [2, 2]
+    assert doubled(run.model.first).tolist() == [2 * value for value in START]
