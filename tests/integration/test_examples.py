@@ -20,6 +20,7 @@ UNDER_TORCHRUN = [("ddp", "--opt-level", "O1"), ("ddp", "--opt-level", "O2"), ("
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 SCRIPTS = [
+    "adapters",
     "accumulation",
     pytest.param("compile", marks=NEEDS_COMPILER),
     "gan",
