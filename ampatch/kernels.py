@@ -251,7 +251,7 @@ def fingerprints(halves: list[Tensor]) -> Tensor:
     """A number for each tensor: another if one element is, and if several are but for one case in 2**32; float64.
 
     Args:
-        halves: dense tensors of float16 or bfloat16, of one device; one or more, none of them empty.
+        halves: dense tensors of float16, bfloat16 or float32, of one device; one or more, none of them empty.
     """
     found = torch.empty(len(halves), dtype=torch.float64, device=halves[0].device)
     _implementation_of_all(halves).fingerprint(halves, found)

@@ -95,6 +95,9 @@ class MasterWeights:
         self._is_being_copied = False
         self.is_stepping = False
         self._heard: set[int] = set()  # ids of half parameters that somebody may have written to unseen since
+        self._before: dict[
+            int, Tensor
+        ] = {}  # fingerprints of masters whose data was taken, by id of the half parameter
         self._shared: set[int] = set()  # ids of those of whose masters somebody may have another tensor
         self._groups: list[_Group] = []
         self._places: dict[int, tuple[_Group, int]] = {}  # by id of the half parameter
@@ -182,6 +185,7 @@ class MasterWeights:
         self._parameters.clear()
         self._groups.clear()
         self._shared.clear()
+        self._before.clear()
         self._places.clear()
         self._half_marks, self._full_marks = Marks([], []), Marks([], [])
 
@@ -212,8 +216,11 @@ class MasterWeights:
         if id(tensor) in self._pairs:
             self._heard.add(id(tensor))
         elif not self.is_stepping and self._full_marks.has_address(address := tensor.data_ptr()):
-            # For good: it may be kept, and written to later.
-            self._shared |= {key for key, pair in self._pairs.items() if pair.master.data_ptr() == address}
+            for key, pair in self._pairs.items():
+                if pair.master.data_ptr() == address and pair.master.numel():
+                    self._shared.add(key)  # for good: the tensor may be kept, and written to later
+                    if key not in self._before:
+                        self._before[key] = kernels.fingerprints([pair.master.detach()])
 
     def synchronise(self, by_value: bool = False) -> None:
         """Takes over what somebody wrote into half weights or masters since `write`.
@@ -228,6 +235,7 @@ class MasterWeights:
         is_counted = not (self._half_marks.are_now() and self._full_marks.are_now())
         if not is_counted and not by_value:
             return
+        self._check_not_both_written()
         written = [pair for pair in self._pairs.values() if is_counted and not pair.backing.is_in_step(pair.parameter)]
         self._follow_by_value(written)
         for pair in written:
@@ -238,6 +246,17 @@ class MasterWeights:
             self._half_marks.renew()
             self._full_marks.renew()
             self._heard.clear()
+
+    def _check_not_both_written(self) -> None:
+        """Raises `UsageError` where the user has written to a master by way of ``data``, and to its half parameter."""
+        before, self._before = self._before, {}
+        for key, fingerprint in before.items():  # asked of the device only where the user has taken data of a master
+            pair = self._pairs[key]
+            if not bool(kernels.fingerprints([pair.master.detach()]) != fingerprint) or not self._was_written(pair):
+                continue
+            if not _are_alike(pair):
+                self._before = before
+                raise UsageError(self._both_written(pair))
 
     def _follow_by_value(self, but: list[Pair]) -> None:
         """Has masters be what half weights are, in the elements in which these are not the masters, rounded."""
@@ -298,15 +317,18 @@ class MasterWeights:
         backing, parameter = pair.backing, pair.parameter
         # Asked of the device only where somebody has written to masters.
         if backing.was_updated and self._was_written(pair) and not _are_alike(pair):
-            raise UsageError(
-                f"{self._name_of(parameter)}: half weights and their float32 master were both written to since they "
-                "last were the same, and which of the two counts nobody can say. Write to one of them; now, under "
-                "torch.no_grad(), type parameter.copy_(master) or master.copy_(parameter)."
-            )
+            raise UsageError(self._both_written(pair))
         try:
             backing.synchronise(parameter)
         except UsageError as error:
             raise UsageError(f"{self._name_of(parameter)}: {error}") from None
+
+    def _both_written(self, pair: Pair) -> str:
+        return (
+            f"{self._name_of(pair.parameter)}: half weights and their float32 master were both written to since they "
+            "last were the same, and which of the two counts nobody can say. Write to one of them; now, under "
+            "torch.no_grad(), type parameter.copy_(master) or master.copy_(parameter)."
+        )
 
     def _was_written(self, pair: Pair) -> bool:
         """Whether somebody has written to half weights since they were the master, rounded, by whatever means."""
@@ -321,6 +343,7 @@ class MasterWeights:
         """Takes note that half weights are the masters, rounded."""
         halves_moved, masters_moved = self._half_marks.renew(), self._full_marks.renew()
         self._heard.clear()
+        self._before.clear()
         if halves_moved or masters_moved:
             by_device: dict[torch.device, list[Pair]] = {}
             for pair in self._pairs.values():

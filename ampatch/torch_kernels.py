@@ -74,7 +74,7 @@ def fingerprint(halves: list[Tensor], fingerprints: Tensor) -> None:
     """Sets a number for each tensor which is another one if one element is, and else but for one case in 2**32.
 
     Args:
-        halves: of float16 or bfloat16; none is empty.
+        halves: of float16, bfloat16 or float32; none is empty.
         fingerprints: float64, as many as there are tensors.
     """
     sums: list[Tensor] = []  # of pieces, tensor by tensor
@@ -82,7 +82,7 @@ def fingerprint(halves: list[Tensor], fingerprints: Tensor) -> None:
     for batch in _batches(halves):
         pieces = batch.columns[0]
         lengths = [piece.numel() for piece in pieces]
-        words = torch.cat([piece.resolve_neg().reshape(-1).view(torch.int16) for piece in pieces]).to(torch.int32)
+        words = torch.cat([_bits(piece) for piece in pieces])
         table = _indices(1 << max(lengths).bit_length(), words.device)
         words += torch.cat([table[:length] for length in lengths])
         for index, part in zip(batch.indices, words.split(lengths), strict=True):
@@ -208,6 +208,12 @@ def _shown(full: Tensor, dtype: torch.dtype) -> Tensor:
     size = full.abs()
     vanishes = (size < _LEAST[dtype]).logical_and_(size != 0)
     return torch.where(vanishes, size.fill_(_LEAST[dtype]).copysign_(full), full)
+
+
+def _bits(piece: Tensor) -> Tensor:
+    """Returns the bits of elements as a new flat tensor of int32."""
+    bits = torch.int16 if piece.element_size() == 2 else torch.int32
+    return piece.resolve_neg().reshape(-1).view(bits).to(torch.int32)
 
 
 def _sums_of(numbers: Tensor, lengths: list[int]) -> Tensor:

@@ -114,6 +114,7 @@ class Model:
         self.inv_scale = torch.tensor(1 / SCALE, device=device)
         self.found_inf = torch.zeros((), device=device)
         self.sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
+        self.fingerprints = torch.zeros(len(shapes), dtype=torch.float64, device=device)
         self.scale = (
             torch.tensor(SCALE, device=device),
             torch.zeros((), dtype=torch.int32, device=device),  # clean steps
@@ -165,6 +166,22 @@ def unscale_into(operators: ModuleType, name: str, back: bool) -> Call:
 
 def copy_to_half(operators: ModuleType) -> Call:
     return lambda model: operators.copy_to_half(model.wide.tensors, model.grads.tensors)
+
+
+def show(operators: ModuleType) -> Call:
+    return lambda model: operators.show(model.wide.tensors, model.grads.tensors)
+
+
+def fingerprint(operators: ModuleType) -> Call:
+    return lambda model: operators.fingerprint(model.grads.tensors, model.fingerprints)
+
+
+def follow(operators: ModuleType, was_written: bool) -> Call:
+    def call(model: Model) -> None:
+        before = model.fingerprints
+        operators.follow(model.grads.tensors, model.wide.tensors, before, before + was_written, True)
+
+    return call
 
 
 def update_scale(operators: ModuleType) -> Call:
@@ -227,6 +244,14 @@ def operations(dtype: torch.dtype) -> Iterator[Operation]:
                 name_here = f"{name}, write back" if back else name
                 yield Operation(name_here, ours, torchs, size + back * n, torchs_size + back * (w + n))
         yield Operation("copy_to_half", copy_to_half(extension_kernels), copy_to_half(torch_kernels), w + n, w + n)
+        # torch's, in pieces that a cache may hold: what it reads and writes of the tensors themselves.
+        yield Operation("show", show(extension_kernels), show(torch_kernels), w + n, w + n)
+        yield Operation(
+            "fingerprint", fingerprint(extension_kernels), fingerprint(torch_kernels), n, n, same_bits=False
+        )
+        for name, is_written, size in (("follow, nothing written", False, 0), ("follow, all written", True, n + w)):
+            ours, torchs = (follow(each, is_written) for each in (extension_kernels, torch_kernels))
+            yield Operation(name, ours, torchs, size, n + 2 * w)
     # torch's: check-and-unscale (2n), the norm (n), and to clip a multiplication (2n).
     yield Operation("found_inf_norm", norm, torchs_norm, n, 3 * n, same_bits=False)
     # Here n more are to come: the fused step that unscales writes the gradients. The last row counts them.

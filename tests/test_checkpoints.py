@@ -394,13 +394,21 @@ class TestWhole:
         images, _ = batch(3)
         run.model.eval()
         model, optimizer = duplicate((run.model, run.optimizer))
-        assert_same_state([*model.parameters(), *model.buffers()], before["weights"])
+        # With masters a deep copy is float32, as an average of weights has to be, and so computes in float32.
+        is_float32 = duplicate is copy.deepcopy and level.startswith(("O2", "O5"))
+        if is_float32:
+            assert_same_state(model.state_dict(), run.model.state_dict())
+        else:
+            assert_same_state([*model.parameters(), *model.buffers()], before["weights"])
         assert optimizer.param_groups[0]["params"] == list(model.parameters())
         assert list(optimizer.state) == [parameter for parameter in model.parameters() if parameter.requires_grad]
         for index, parameter in enumerate(model.parameters()):  # without a master, the state is of the parameter's type
             for key, value in before["optimizer"]["state"].get(index, {}).items():
                 assert_same_bits(optimizer.state[parameter][key], value.to(parameter.dtype))
-        assert_same_bits(model(images), run.model(images))
+        if is_float32:
+            torch.testing.assert_close(model(images), run.model(images), rtol=0.05, atol=0.05)
+        else:
+            assert_same_bits(model(images), run.model(images))
         model.train()
         loss_of(model, 3).backward()
         optimizer.step()

@@ -199,6 +199,31 @@ class TestOfBoth:
         run.optimizer.step()
         assert run.weights[4:] == (torch.full((4,), 2.0) - 0.5 * torch.tensor([4.0, 3, -2, 1])).tolist()
 
+    @pytest.mark.parametrize("half_way", ["counted", "data", "storage"])
+    def test_by_way_of_data_is_an_error_too(self, half_way, half_dtype):
+        run = Run("O2", half_dtype)
+        for master in run.masters:
+            master.data.clamp_(-2, 2)
+        if half_way == "counted":
+            in_place(run.model.second)
+        elif half_way == "data":
+            run.model.second.data.mul_(2)
+        else:
+            run.model.second.untyped_storage().fill_(0)
+        with pytest.raises(UsageError, match=r"^second: half weights and their float32 master were both written"):
+            run.optimizer.step()
+        with torch.no_grad():
+            run.model.second.copy_(list(run.optimizer.param_groups[0]["params"])[1])
+        run.model(1.0)
+        assert max(map(abs, run.weights)) == 2
+
+    def test_is_no_error_where_data_of_masters_is_only_read(self, half_dtype):
+        run = Run("O2", half_dtype)
+        assert [master.data.abs().max().item() for master in run.masters] == [16, 16]
+        run.model.second.data.mul_(2)
+        run.model(1.0)
+        assert run.weights[4:] == [2 * value for value in reversed(START)]
+
     def test_that_are_alike_is_none(self, half_dtype):
         run = Run("O2", half_dtype)
         with torch.no_grad():

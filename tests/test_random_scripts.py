@@ -79,7 +79,7 @@ class World(Run):
             MEANS[name](parameters)
 
     def edit_weights(self, name: str, of_masters: bool) -> None:
-        # Where a write to masters is not counted one to the model counts that comes before the next forward.
+        # To write to masters and then to the model is an error.
         of_masters = (of_masters or self.has_edited_weights) and name not in UNSEEN
         if name in UNSEEN and self.has_edited_weights:
             return
