@@ -116,12 +116,6 @@ def next_state(state: ScaleState, overflow: bool, policy: ScalePolicy) -> ScaleS
     return ScaleState(min(max(scale, policy.floor), policy.ceiling), unskipped, left)
 
 
-def check_loss(loss: object) -> None:
-    """Raises `OptionError` where something is no floating tensor."""
-    if not isinstance(loss, Tensor) or not loss.is_floating_point():
-        raise OptionError(f"the loss is {_kind(loss)}; expected a floating tensor.")
-
-
 class LossScaler:
     """A loss scale by itself, for loops that do without ``amp.scale_loss``.
 
@@ -219,8 +213,7 @@ class LossScaler:
         Raises:
             OptionError: it is no floating tensor.
         """
-        check_loss(loss)
-        self.to(loss.device)
+        self.follow(loss)
         loss = loss.float()
         # By a copy, since an update before backward would change what autograd keeps.
         return loss if self.is_one else loss * self.snapshot()
@@ -311,8 +304,18 @@ class LossScaler:
                 self._kept = self._scale.clone()
         return self._kept
 
+    def follow(self, loss: object) -> None:
+        """Moves to the device of a loss that is to be scaled.
+
+        Raises:
+            OptionError: it is no floating tensor.
+        """
+        if not isinstance(loss, Tensor) or not loss.is_floating_point():
+            raise OptionError(f"the loss is {_kind(loss)}; expected a floating tensor.")
+        self.to(loss.device)
+
     def to(self, device: torch.device) -> None:
-        """Moves the state to a device; a scale follows the losses that it meets."""
+        """Moves the state to a device."""
         if self._scale.device != device:
             self._scale = self._scale.to(device)
             self._unskipped = self._unskipped.to(device)

@@ -12,11 +12,12 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -39,7 +40,7 @@ from ampatch.conversion_plan import KeepFloat32
 from ampatch.distributed import Processes
 from ampatch.errors import OptionError, UsageError, warn
 from ampatch.function_patches import FunctionPatches, Registration
-from ampatch.loss_scaler import LossScaler, ScalePolicy, check_loss
+from ampatch.loss_scaler import LossScaler, ScalePolicy
 from ampatch.master_weights import MasterWeights, dropping_sums
 from ampatch.opt_levels import HALVES, Properties
 from ampatch.optimizers import AdoptedOptimizer, OptimizerLike, check_not_stepping, check_optimizer
@@ -49,6 +50,9 @@ from ampatch.scaling import Scaling
 from ampatch.switch import Switch
 from ampatch.weight_cache import WeightCache
 from ampatch.wrappers import Adapters
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +160,7 @@ class Session:
         self.processes = Processes()
         self.conversion = Conversion(self._is_of_model)
         self._converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules in models of which weights are half
+        self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those among them that compute in float32
         self._watched: set[int] = set()  # ids of losses whose first block was looked at
         self.loading: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
         self._adapters = Adapters(
@@ -176,7 +181,8 @@ class Session:
         self.ledger.set(DistributedDataParallel, "__init__", self._seeing_wrappers(DistributedDataParallel.__init__))
         self.ledger.set(GradScaler, "_unscale_grads_", self._refusing_to_unscale(GradScaler._unscale_grads_))
         if self.has_masters:
-            self.ledger.set(nn.Module, "zero_grad", dropping_sums(nn.Module.zero_grad, self._masters_in_use()))
+            in_use = self._while_active(lambda session: session._masters_of(None))
+            self.ledger.set(nn.Module, "zero_grad", dropping_sums(nn.Module.zero_grad, lambda: in_use() or ()))
         if self.patches_functions:
             compilers.read_tables()
             compilers.instruct(self.ledger, self._functions.original_of, (hooks.before_forward, hooks.after_forward))
@@ -190,21 +196,13 @@ class Session:
             self.ledger.on_undo(handle.remove)
             compilers.forget_compiled()
         if self.has_masters:
-            copies.widen(self.ledger, self._full_of())
+            copies.widen(self.ledger, self._while_active(lambda session, tensor: session.conversion.full_of(tensor)))
         if self.has_half_weights:
-            self._follow_new_modules()
+            handle = register_module_module_registration_hook(self._while_active(Session._take_in))
+            self.ledger.on_undo(handle.remove)
         if self.has_masters or self.patches_functions:
-            unseen_writes.announce(self.ledger, self._while_here(Session.hear))
+            unseen_writes.announce(self.ledger, self._while_active(Session.hear))
         self.switch.active = True
-
-    def _full_of(self) -> copies.FullOf:
-        active = self._while_active()
-
-        def full_of(tensor: Tensor) -> Tensor | None:
-            session = active()
-            return None if session is None else session.conversion.full_of(tensor)
-
-        return full_of
 
     def hear(self, tensor: Tensor) -> None:
         """Somebody may write to a tensor in a way that torch does not count."""
@@ -263,6 +261,7 @@ class Session:
         """Takes models and optimizers in; if one of them cannot be, then none of them is."""
         mark, first, device_types = self.ledger.mark(), self.conversion.mark(), set(self.device_types)
         known_models, known_optimizers = set(self._models), set(self._optimizers)
+        converted, guarded = set(self._converted), set(self._guarded)
         try:
             for model in models:
                 self.adopt_model(model)
@@ -274,6 +273,8 @@ class Session:
             self.conversion.restore(since=first)
             self.conversion.forget_unclaimed()
             self._models &= known_models
+            self._converted &= converted
+            self._guarded &= guarded
             for key in set(self._optimizers) - known_optimizers:
                 del self._optimizers[key]
             self.device_types &= device_types
@@ -292,13 +293,64 @@ class Session:
         """
         self.device_types |= models.device_types(model)
         self._accelerator.serve(self.device_types)
-        if model in self._models:
-            self._convert_late(model)
-            return
+        is_new = model not in self._models
+        if is_new and self.has_half_weights:
+            self._check_is_no_part(model)
         self._models.add(model)
-        self._convert(model)
+        self._convert_weights(model)  # of a model that is known, what has come into it since
         if self.patches_functions:
             self._functions.rebind(model.modules())
+        if is_new:
+            self._hook(model)
+
+    def _check_is_no_part(self, model: nn.Module) -> None:
+        for other in self._models:
+            if model in other.modules() or other in model.modules():
+                raise UsageError(
+                    f"of the models that amp has, one ({type(model).__name__}) is a part of another, or has it as one "
+                    f"({type(other).__name__}), so that its outputs would be float32 inside a half model. Hand in the "
+                    "outer one only."
+                )
+
+    def _convert_weights(self, model: nn.Module) -> None:
+        properties = self.settings.properties
+        dtype = properties.cast_model_type
+        if dtype is None:
+            return
+        plan = conversion_plan.plan(model, dtype, bool(properties.keep_batchnorm_fp32), self.settings.keep_fp32)
+        self.conversion.convert(plan)
+        models.flatten_recurrent(model)
+        for module in plan.guarded:
+            if module not in self._guarded:
+                self._guarded.add(module)
+                models.hook_casts(
+                    module, self.ledger, inputs=torch.float32, outputs=dtype, widens_copies=self.has_masters
+                )
+        if self.has_half_weights:
+            self._hook_state_dict(model)
+
+    def _hook_state_dict(self, model: nn.Module) -> None:
+        hooks, new = self._hooks, [module for module in model.modules() if module not in self._converted]
+        models.hook_state_dict(
+            new, self.ledger, hooks.after_state_dict, hooks.before_load_state_dict, hooks.after_load_state_dict
+        )
+        self._converted.update(new)
+
+    def _take_in(self, parent: nn.Module, _: str, module: nn.Module | None) -> None:
+        """Has a module that is put into a converted model be saved and loaded as those are that were there."""
+        if module is not None and parent in self._converted:
+            self._hook_state_dict(module)
+
+    def _hook(self, model: nn.Module) -> None:
+        """Has the model's forwards cast, and tell of themselves."""
+        dtype, outputs = self.settings.properties.cast_model_type, self.settings.cast_model_outputs
+        if dtype is not None or outputs is not None:
+            models.hook_casts(
+                model, self.ledger, inputs=dtype, outputs=outputs or torch.float32, widens_copies=self.has_masters
+            )
+        if dtype is not None or self.patches_functions:
+            models.hook_forward(model, self.ledger, self._hooks.before_forward, self._hooks.after_forward)
+        if self.patches_functions:
             scripted = models.scripted_parts(model)
             if scripted:
                 warn(
@@ -314,71 +366,6 @@ class Session:
             self.processes.find_wrappers(model)
         if self.processes.gathers_weights:
             self.cache.keep_nothing()
-
-    def _convert(self, model: nn.Module) -> None:
-        properties, hooks = self.settings.properties, self._hooks
-        dtype, outputs = properties.cast_model_type, self.settings.cast_model_outputs
-        if dtype in HALVES:
-            for other in self._models - {model}:
-                if model in other.modules() or other in model.modules():
-                    raise UsageError(
-                        f"of the models that amp has, one ({type(model).__name__}) is a part of another, or has it as "
-                        f"one ({type(other).__name__}), so that its outputs would be float32 inside a half model. Hand "
-                        "in the outer one only."
-                    )
-        if dtype is not None:
-            plan = conversion_plan.plan(model, dtype, bool(properties.keep_batchnorm_fp32), self.settings.keep_fp32)
-            self.conversion.convert(plan)
-            models.flatten_recurrent(model)
-            for module in plan.guarded:
-                models.hook_casts(
-                    module, self.ledger, inputs=torch.float32, outputs=dtype, widens_copies=self.has_masters
-                )
-            if dtype in HALVES:
-                self._hook_state_dict(model)
-        if dtype is not None or outputs is not None:
-            outputs = outputs or torch.float32
-            models.hook_casts(model, self.ledger, inputs=dtype, outputs=outputs, widens_copies=self.has_masters)
-        if dtype is not None or self.patches_functions:
-            models.hook_forward(model, self.ledger, hooks.before_forward, hooks.after_forward)
-
-    def _hook_state_dict(self, module: nn.Module) -> None:
-        hooks, new = self._hooks, [each for each in module.modules() if each not in self._converted]
-        models.hook_state_dict(
-            new, self.ledger, hooks.after_state_dict, hooks.before_load_state_dict, hooks.after_load_state_dict
-        )
-        self._converted.update(new)
-
-    def _convert_late(self, model: nn.Module) -> None:
-        """Converts what has come into an adopted model since."""
-        properties = self.settings.properties
-        dtype = properties.cast_model_type
-        if self.patches_functions:
-            self._functions.rebind(model.modules())
-        if dtype is None:
-            return
-        known = set(self._converted)
-        plan = conversion_plan.plan(model, dtype, bool(properties.keep_batchnorm_fp32), self.settings.keep_fp32)
-        self.conversion.convert(plan)
-        for module in plan.guarded:
-            if module not in known:
-                models.hook_casts(
-                    module, self.ledger, inputs=torch.float32, outputs=dtype, widens_copies=self.has_masters
-                )
-        if dtype in HALVES:
-            self._hook_state_dict(model)
-
-    def _follow_new_modules(self) -> None:
-        """Has modules that are put into a converted model be saved and loaded as those are that were there."""
-        reference = weakref.ref(self)
-
-        def registered(parent: nn.Module, _: str, module: nn.Module | None) -> None:
-            session = reference()
-            if session is not None and session.switch.active and module is not None and parent in session._converted:
-                session._hook_state_dict(module)
-
-        handle = torch.nn.modules.module.register_module_module_registration_hook(registered)
-        self.ledger.on_undo(handle.remove)
 
     def _is_of_model(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter or buffer of a model that was converted, if only since."""
@@ -488,15 +475,6 @@ class Session:
             self._masters[model] = tuple(map(weakref.ref, found))
         return found
 
-    def _masters_in_use(self) -> Callable[[], set[MasterWeights]]:
-        active = self._while_active()
-
-        def in_use() -> set[MasterWeights]:
-            session = active()
-            return set() if session is None else session._masters_of(None)
-
-        return in_use
-
     def complete_masters(self) -> None:
         """Has masters be there for all half parameters that are updated: those that were unfrozen too."""
         for adopted in list(self._optimizers.values()):
@@ -528,8 +506,7 @@ class Session:
             The scaled loss, and what `end_pass` or `abandon_pass` is to be called with.
         """
         scaler = self.scaler(loss_id)
-        check_loss(loss)
-        scaler.to(loss.device)
+        scaler.follow(loss)
         if self.settings.adopts_on_use:
             new = {id(each): check_optimizer(each) for each in optimizers if not self.has_adopted(each)}
             if new:
@@ -611,7 +588,7 @@ class Session:
 
     def _seeing_wrappers(self, original: Callable[..., None]) -> Callable[..., None]:
         """A `DistributedDataParallel.__init__` that this session knows of."""
-        signature, active = inspect.signature(original), self._while_active()
+        signature, active = inspect.signature(original), self._while_active(lambda session: session)
 
         @functools.wraps(original)
         def __init__(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:  # noqa: N807
@@ -662,7 +639,7 @@ class Session:
 
     def _refusing_to_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A `GradScaler._unscale_grads_` that says so where amp has the gradients, or has scaled them too."""
-        active = self._while_active()
+        active = self._while_active(lambda session: session)
 
         @functools.wraps(original)
         def _unscale_grads_(scaler: GradScaler, optimizer: OptimizerLike, *args: Any, **kwargs: Any) -> Any:
@@ -680,25 +657,15 @@ class Session:
 
         return _unscale_grads_
 
-    def _while_here(self, method: Callable[[Session, Tensor], object]) -> Callable[[Tensor], None]:
+    def _while_active(self, method: Callable[Concatenate[Session, _P], _T]) -> Callable[_P, _T | None]:
+        """Binds a method for somebody who may keep it. It returns None once the session is taken down."""
         reference = weakref.ref(self)
 
-        def call(tensor: Tensor) -> None:
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
             session = reference()
-            if session is not None and session.switch.active:
-                method(session, tensor)
+            return method(session, *args, **kwargs) if session is not None and session.switch.active else None
 
         return call
-
-    def _while_active(self) -> Callable[[], Session | None]:
-        """Gives this session until it is taken down, to methods that somebody may keep for longer."""
-        reference = weakref.ref(self)
-
-        def active() -> Session | None:
-            session = reference()
-            return session if session is not None and session.switch.active else None
-
-        return active
 
 
 def _is_wrapped_by_scheduler(owner: object, name: str) -> bool:

@@ -259,6 +259,22 @@ class TestFailureHalfWay:
         amp.initialize(model, good, verbosity=0)
         assert live.has_adopted(good)
 
+    def test_of_a_session_with_half_weights_leaves_the_next_attempt_every_hook(self):
+        options = {"opt_level": "O2", "verbosity": 0, "keep_fp32": nn.LayerNorm}
+        first = amp.initialize(nn.Sequential(nn.LayerNorm(4)), **options)
+        first.append(nn.LayerNorm(4))  # in between, a part of a model that is known has come
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        good, closed = torch.optim.SGD(model.parameters(), lr=0.1), Closed(model.parameters(), lr=0.1)
+        with pytest.raises(OptionError):
+            amp.initialize([first, model], [good, closed], **options)
+        amp.initialize([first, model], good, **options)
+        assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+        seen: list[torch.dtype] = []
+        for kept in (*first, model[1]):
+            kept.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+        assert first(x()).dtype is model(x()).dtype is torch.float32
+        assert seen == [torch.float32] * 3
+
     def test_of_the_hooks_of_a_second_model(self, monkeypatch):
         first, second = Net(), Net()
         monkeypatch.setattr(second, "register_forward_hook", refuse("no hooks"), raising=False)
