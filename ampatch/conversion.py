@@ -90,9 +90,9 @@ class Marks:
         return True
 
     def has_address(self, address: int) -> bool:
-        """Returns whether the memory of one of the tensors began there at that moment."""
+        """Returns whether the memory of one of the tensors, which has some, began there at that moment."""
         if self._known_addresses is None:
-            self._known_addresses = frozenset(self._addresses)
+            self._known_addresses = frozenset(self._addresses) - {0}
         return address in self._known_addresses
 
 

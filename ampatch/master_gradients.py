@@ -24,7 +24,7 @@ from ampatch import kernels, optimizer_state
 from ampatch.compilers import is_capturing
 from ampatch.conversion import Backing
 from ampatch.errors import warn
-from ampatch.scaling import HostCopy
+from ampatch.host_copy import HostCopy
 
 # Asked of all pairs by `map`, since a line of Python for each takes several times as long.
 _GRAD = operator.attrgetter("grad")
@@ -92,27 +92,29 @@ class Pair:
         return left._version == self.left_version and left.layout is torch.strided and not grad.requires_grad
 
 
+@dataclass(slots=True, eq=False)
 class _Shown:
     """Dense half gradients of one device that show those of their masters.
 
-    Args:
-        pairs: the parameters and masters.
-
     Attributes:
-        pairs: as given.
+        pairs: the parameters and masters.
         grads: the half gradients.
         fulls: the masters' gradients.
         fingerprints: of the half gradients, when amp wrote them.
         versions: of the masters' gradients, then.
     """
 
-    __slots__ = ("fingerprints", "fulls", "grads", "pairs", "versions")
+    pairs: list[Pair]
+    grads: list[Tensor]
+    fulls: list[Tensor]
+    fingerprints: Tensor
+    versions: list[int]
 
-    def __init__(self, pairs: list[Pair]) -> None:
-        self.pairs = pairs
-        self.grads, self.fulls = _half_gradients(pairs), _full_gradients(pairs)
-        self.fingerprints = kernels.fingerprints(self.grads)
-        self.versions = list(map(_VERSION, self.fulls))
+    @classmethod
+    def of(cls, pairs: list[Pair]) -> _Shown:
+        """Takes note of what pairs show now."""
+        grads, fulls = _half_gradients(pairs), _full_gradients(pairs)
+        return cls(pairs, grads, fulls, kernels.fingerprints(grads), list(map(_VERSION, fulls)))
 
     def follow(self) -> Tensor | None:
         """Copies edited elements of the half gradients into the masters' gradients.
@@ -141,16 +143,14 @@ class _Shown:
         ]
         if not kept:
             return None
-        part = _Shown.__new__(_Shown)
-        part.pairs = [self.pairs[index] for index in kept]
-        part.grads, part.fulls = _half_gradients(part.pairs), _full_gradients(part.pairs)
-        part.fingerprints = torch.stack([self.fingerprints[index] for index in kept])
+        pairs = [self.pairs[index] for index in kept]
+        fulls = _full_gradients(pairs)
         # Another tensor in the master's gradient is a write to it.
-        before = [(self.fulls[index], self.versions[index]) for index in kept]
-        part.versions = [
-            version if full is was else -1 for full, (was, version) in zip(part.fulls, before, strict=True)
+        versions = [
+            self.versions[index] if full is self.fulls[index] else -1 for full, index in zip(fulls, kept, strict=True)
         ]
-        return part
+        fingerprints = torch.stack([self.fingerprints[index] for index in kept])
+        return _Shown(pairs, _half_gradients(pairs), fulls, fingerprints, versions)
 
 
 class MasterGradients:
@@ -166,9 +166,8 @@ class MasterGradients:
         self._halves = halves
         self._is_clear = True  # no pair knows of a gradient
         self._shown: list[_Shown] = []
-        self._left: list[
-            int
-        ] = []  # ids of the gradients on both sides, which pairs hold, if kernels follow all of them
+        # Ids of the gradients on both sides, which pairs hold, if kernels follow all of them.
+        self._left: list[int] = []
         # Of earlier times, whether gradients of half parameters and of their masters had both been changed.
         self._both_changed: list[HostCopy] = []
 
@@ -202,7 +201,7 @@ class MasterGradients:
         later_full: list[Tensor] = []
         strided = torch.strided
         for pair in pairs:
-            grad, full = gradient_of(pair.parameter), pair.master.grad
+            grad, full = _gradient_of(pair.parameter), pair.master.grad
             if grad.requires_grad or grad.layout is not strided or not (full is None or full.layout is strided):
                 _take(pair, inv_scale, found_inf)
                 continue
@@ -231,7 +230,7 @@ class MasterGradients:
 
     def new(self) -> list[Tensor]:
         """What backward left in half parameters, and `take` would take."""
-        return [gradient_of(pair.parameter) for pair in self._with_new()]
+        return [_gradient_of(pair.parameter) for pair in self._with_new()]
 
     def _with_new(self) -> list[Pair]:
         """The pairs in which there is something that the master is to get."""
@@ -248,18 +247,15 @@ class MasterGradients:
         """
         if self.are_at_rest():
             return
-        was_left = self._are_as_left()
-        self._follow_all_shown()
+        is_all_shown = self._follow_all_shown()
         self._tell_of_both()
-        if was_left:
+        if is_all_shown:
             return
-        is_new = _Gradient.NEW
         by_hand = [
             pair
-            for pair in self._pairs.values()
-            if pair.gradient is is_new and pair.master.grad is not pair.kept and pair.parameter.grad is not None
+            for pair in self._with_new()
+            if pair.gradient is _Gradient.NEW and pair.master.grad is not None and pair.master.grad is not pair.kept
         ]
-        by_hand = [pair for pair in by_hand if pair.master.grad is not None]
         for pair in by_hand:
             pair.leave(_Gradient.SHOWN)
         self.take()
@@ -292,43 +288,51 @@ class MasterGradients:
         """Whether torch has counted a write to what half parameters show, or something else is there."""
         return any(pair.was_written for pair in self._pairs.values())
 
-    def _follow_all_shown(self) -> None:
-        """Has masters follow what became of the gradients that showed theirs."""
-        if self._are_as_left():
-            replaced = []
-        else:
+    def _follow_all_shown(self) -> bool:
+        """Has masters follow what became of the gradients that showed theirs.
+
+        Returns:
+            Whether all gradients are those very tensors, so that there is nothing else.
+        """
+        is_all_shown = self._are_as_left()
+        replaced: list[Pair] = []
+        if not is_all_shown:
             self._left = []  # ids of tensors that may die now
             self.follow_clearing()
-            replaced = list(filter(self._was_replaced, self._pairs.values()))
+            replaced = self._follow_replaced()
             self._shown = [part for shown in self._shown if (part := shown.part()) is not None]
         for shown in self._shown:
             both = shown.follow()
             if both is not None and not is_capturing():
                 self._both_changed.append(HostCopy(both))
-        for pairs in _by_device(replaced):
+        for pairs in by_device(replaced):
             numbers = torch.zeros(len(pairs), dtype=torch.float64, device=pairs[0].master.device)
             kernels.follow(_half_gradients(pairs), _full_gradients(pairs), numbers, numbers + 1, of_gradients=True)
             for pair in pairs:
                 pair.leave(_Gradient.SHOWN)
         if replaced:
             self._note_shown()
+        return is_all_shown
 
-    def _was_replaced(self, pair: Pair) -> bool:
-        """Whether a dense half gradient is another tensor than the one that showed the master's, which is there.
+    def _follow_replaced(self) -> list[Pair]:
+        """Follows what was put in the place of gradients, shown ones or their masters'.
 
-        Where that cannot be followed element by element, the whole gradient is a new one if somebody has written to it.
+        Returns:
+            The pairs that have another dense half gradient, for the master's to follow element by element.
         """
-        grad, full = pair.parameter.grad, pair.master.grad
-        if grad is None or pair.gradient is not _Gradient.SHOWN:
-            return False
-        if full is None and not pair.was_written:
-            pair.clear()  # the master's was set to None
-        elif full is None or not (_is_plain(grad) and _is_plain(full)):
-            if pair.was_written:
+        dense: list[Pair] = []
+        for pair in self._pairs.values():
+            grad, full = pair.parameter.grad, pair.master.grad
+            if grad is None or pair.gradient is not _Gradient.SHOWN:
+                continue
+            if full is None and not pair.was_written:
+                pair.clear()  # the master's was set to None
+            elif _is_plain(grad) and _is_plain(full):
+                if grad is not pair.left and grad.numel():
+                    dense.append(pair)
+            elif pair.was_written:  # all of the gradient is a new one
                 pair.master.grad, pair.gradient = None, _Gradient.NEW
-        else:
-            return grad is not pair.left and bool(grad.numel())
-        return False
+        return dense
 
     def follow_clearing(self) -> None:
         """Drops the masters' gradients where somebody has set those of the half parameters to None.
@@ -372,7 +376,7 @@ class MasterGradients:
         for pair in self._pairs.values():
             if pair.master.grad is None:
                 pair.clear()
-            elif pair.gradient is _Gradient.SHOWN and not gradient_of(pair.parameter).requires_grad:
+            elif pair.gradient is _Gradient.SHOWN and not _gradient_of(pair.parameter).requires_grad:
                 if _is_plain(pair.parameter.grad) and _is_plain(pair.master.grad):
                     optimizer_state.writable_gradient(pair.parameter)
                     dense.append(pair)
@@ -391,7 +395,7 @@ class MasterGradients:
             for pair in self._pairs.values()
             if pair.gradient is _Gradient.SHOWN and _is_plain(pair.left) and pair.parameter.numel()
         ]
-        self._shown = list(map(_Shown, _by_device(pairs)))
+        self._shown = list(map(_Shown.of, by_device(pairs)))
         is_all = len(pairs) == sum(pair.gradient is _Gradient.SHOWN for pair in self._pairs.values())
         self._left = self._identities() if is_all else []
 
@@ -413,7 +417,7 @@ class MasterGradients:
         """Has what is shown make way for what backward will leave: zeros, so that clearing them can be seen."""
         shown = [pair for pair in self._pairs.values() if pair.gradient is _Gradient.SHOWN]
         for pair in shown:
-            grad = gradient_of(pair.parameter)
+            grad = _gradient_of(pair.parameter)
             if pair.master.grad is None or grad.layout is not torch.strided or grad.requires_grad:
                 pair.parameter.grad = None
             else:
@@ -428,7 +432,7 @@ class MasterGradients:
             grad = pair.parameter.grad
             was_written = grad is not None and grad is pair.left and grad._version != pair.left_version
             # Asked of the device only where somebody has written to it.
-            if was_written and pair.master.grad is not None and not bool(gradient_of(pair.parameter).any()):
+            if was_written and pair.master.grad is not None and not bool(_gradient_of(pair.parameter).any()):
                 pair.master.grad = None
 
     def leave_scaled(self) -> None:
@@ -481,8 +485,7 @@ class MasterGradients:
         self._is_clear = True
 
 
-def gradient_of(parameter: Tensor) -> Tensor:
-    """A parameter's gradient, which is there."""
+def _gradient_of(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
 
@@ -504,7 +507,8 @@ def _values(grads: list[Any]) -> list[Tensor]:
     return grads if set(map(type, grads)) == {Tensor} else list(map(kernels.values_of, grads))
 
 
-def _by_device(pairs: Iterable[Pair]) -> Iterable[list[Pair]]:
+def by_device(pairs: Iterable[Pair]) -> Iterable[list[Pair]]:
+    """Groups pairs by the device that they are on."""
     groups: dict[torch.device, list[Pair]] = {}
     for pair in pairs:
         groups.setdefault(pair.master.device, []).append(pair)
@@ -513,7 +517,7 @@ def _by_device(pairs: Iterable[Pair]) -> Iterable[list[Pair]]:
 
 def _take(pair: Pair, inv_scale: Tensor | None, found_inf: Tensor) -> None:
     """`MasterGradients.take` of a sparse gradient, or of one with a graph of its own."""
-    grad, full = gradient_of(pair.parameter), pair.master.grad
+    grad, full = _gradient_of(pair.parameter), pair.master.grad
     unscaled = grad.detach().to(torch.float32, copy=True)
     if inv_scale is not None:
         kernels.unscale_([unscaled], inv_scale, found_inf)
@@ -521,7 +525,7 @@ def _take(pair: Pair, inv_scale: Tensor | None, found_inf: Tensor) -> None:
         pair.master.grad = unscaled
     else:  # torch adds a sparse one to a dense one, and not the other way round
         pair.master.grad = full + unscaled if unscaled.layout is not torch.strided else unscaled + full
-    if grad.layout is not torch.strided or gradient_of(pair.master).layout is not torch.strided:
-        pair.parameter.grad = gradient_of(pair.master).to(grad.dtype)
+    if grad.layout is not torch.strided or _gradient_of(pair.master).layout is not torch.strided:
+        pair.parameter.grad = _gradient_of(pair.master).to(grad.dtype)
     elif inv_scale is not None:
         kernels.unscale_([grad], inv_scale, found_inf)  # it stays the user's to differentiate

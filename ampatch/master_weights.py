@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import operator
 import types
 import weakref
@@ -21,54 +22,72 @@ from torch import Tensor, nn
 from ampatch import kernels, optimizer_state
 from ampatch.conversion import Conversion, Mark, Marks
 from ampatch.errors import UsageError
-from ampatch.master_gradients import MasterGradients, Pair
+from ampatch.master_gradients import MasterGradients, Pair, by_device
 from ampatch.opt_levels import HALVES
 from ampatch.patching import PatchLedger
 from ampatch.unseen_writes import data_of
 
 _DTYPE = operator.attrgetter("dtype")
+_ALL = slice(None)
 
 
 class _Group:
-    """Pairs of one device, and the fingerprints of half weights when they last were their masters, rounded.
+    """Pairs of one device, and the fingerprints of their tensors when half weights last were the masters, rounded.
 
     Args:
         pairs: none of them empty. The memory of neither side may be exchanged for as long as this is in use.
+        watches_masters: whether masters get fingerprints too.
     """
 
-    def __init__(self, pairs: list[Pair]) -> None:
+    def __init__(self, pairs: list[Pair], *, watches_masters: bool) -> None:
         self.pairs = pairs
+        self._of_masters: Tensor | None = None
         with torch.inference_mode(False):  # they are changed outside of it as well
             self._halves = [kernels.values_of(pair.parameter.detach()) for pair in pairs]
             self._masters = [kernels.values_of(pair.master.detach()) for pair in pairs]
-            self._fingerprints = kernels.fingerprints(self._halves)
+            self._of_halves = kernels.fingerprints(self._halves)
+        if watches_masters:
+            self.watch_masters()
 
-    def note(self) -> None:
+    def watch_masters(self) -> None:
+        """Takes fingerprints of masters from now on."""
+        with torch.inference_mode(False):
+            self._of_masters = kernels.fingerprints(self._masters)
+
+    def note(self, places: slice = _ALL) -> None:
         """Takes note that half weights are the masters, rounded."""
-        self._fingerprints.copy_(kernels.fingerprints(self._halves))
+        self._of_halves[places] = kernels.fingerprints(self._halves[places])
+        self._note_masters(places)
 
-    def follow(self) -> None:
-        """Has masters be what was written into half weights since, by whatever means."""
-        now = kernels.fingerprints(self._halves)
-        kernels.follow(self._halves, self._masters, self._fingerprints, now, of_gradients=False)
-        self._fingerprints.copy_(now)
-
-    def note_one(self, place: int) -> None:
+    def renew(self, place: int) -> None:
         """`note` of one pair, which may have other memory now."""
         pair = self.pairs[place]
         self._halves[place] = kernels.values_of(pair.parameter.detach())
         self._masters[place] = kernels.values_of(pair.master.detach())
-        self._fingerprints[place : place + 1] = kernels.fingerprints([self._halves[place]])
+        self.note(_only(place))
 
-    def follow_one(self, place: int) -> None:
-        """`follow` of one pair."""
-        before, now = self._fingerprints[place : place + 1], kernels.fingerprints([self._halves[place]])
-        kernels.follow([self._halves[place]], [self._masters[place]], before, now, of_gradients=False)
+    def follow(self, places: slice = _ALL) -> None:
+        """Has masters be what was written into half weights since, by whatever means."""
+        halves, before = self._halves[places], self._of_halves[places]
+        now = kernels.fingerprints(halves)
+        kernels.follow(halves, self._masters[places], before, now, of_gradients=False)
         before.copy_(now)
+        self._note_masters(places)
+
+    def _note_masters(self, places: slice) -> None:
+        if self._of_masters is not None:
+            self._of_masters[places] = kernels.fingerprints(self._masters[places])
 
     def was_written(self, place: int) -> bool:
-        """Returns whether somebody has written to half weights since; waits for the device."""
-        return bool(self._fingerprints[place] != kernels.fingerprints([self._halves[place]])[0])
+        """Returns whether somebody has written to a half weight since; waits for the device."""
+        return bool((kernels.fingerprints(self._halves[_only(place)]) != self._of_halves[_only(place)]).any())
+
+    def with_written_master(self) -> list[Pair]:
+        """Returns the pairs to whose masters somebody has written since, if these are watched; waits for the device."""
+        if self._of_masters is None:
+            return []
+        changed = (kernels.fingerprints(self._masters) != self._of_masters).tolist()
+        return list(itertools.compress(self.pairs, changed))
 
 
 class MasterWeights:
@@ -95,10 +114,7 @@ class MasterWeights:
         self._is_being_copied = False
         self.is_stepping = False
         self._heard: set[int] = set()  # ids of half parameters that somebody may have written to unseen since
-        self._before: dict[
-            int, Tensor
-        ] = {}  # fingerprints of masters whose data was taken, by id of the half parameter
-        self._shared: set[int] = set()  # ids of those of whose masters somebody may have another tensor
+        self._are_shared = False  # somebody may have another tensor of a master's memory, and write to it unseen
         self._groups: list[_Group] = []
         self._places: dict[int, tuple[_Group, int]] = {}  # by id of the half parameter
         self._optimizer = weakref.ref(optimizer)
@@ -184,17 +200,12 @@ class MasterWeights:
         self._pairs.clear()
         self._parameters.clear()
         self._groups.clear()
-        self._shared.clear()
-        self._before.clear()
+        self._are_shared = False
         self._places.clear()
         self._half_marks, self._full_marks = Marks([], []), Marks([], [])
 
     def __len__(self) -> int:
         return len(self._pairs)
-
-    def are_at_rest(self) -> bool:
-        """Whether there is no gradient in the half parameters, and none is known of; the masters' are not looked at."""
-        return not self._pairs or self.gradients.are_at_rest()
 
     def parameter_of(self, tensor: Tensor) -> Tensor:
         """The model's parameter behind a master; any other tensor is its own."""
@@ -215,12 +226,10 @@ class MasterWeights:
         """Takes note that somebody may write unseen to a tensor of a pair, or to another one of its memory."""
         if id(tensor) in self._pairs:
             self._heard.add(id(tensor))
-        elif not self.is_stepping and self._full_marks.has_address(address := tensor.data_ptr()):
-            for key, pair in self._pairs.items():
-                if pair.master.data_ptr() == address and pair.master.numel():
-                    self._shared.add(key)  # for good: the tensor may be kept, and written to later
-                    if key not in self._before:
-                        self._before[key] = kernels.fingerprints([pair.master.detach()])
+        elif not (self.is_stepping or self._are_shared) and self._full_marks.has_address(tensor.data_ptr()):
+            self._are_shared = True  # for good: the tensor may be kept, and written to later
+            for group in self._groups:
+                group.watch_masters()
 
     def synchronise(self, by_value: bool = False) -> None:
         """Takes over what somebody wrote into half weights or masters since `write`.
@@ -249,14 +258,10 @@ class MasterWeights:
 
     def _check_not_both_written(self) -> None:
         """Raises `UsageError` where the user has written to a master by way of ``data``, and to its half parameter."""
-        before, self._before = self._before, {}
-        for key, fingerprint in before.items():  # asked of the device only where the user has taken data of a master
-            pair = self._pairs[key]
-            if not bool(kernels.fingerprints([pair.master.detach()]) != fingerprint) or not self._was_written(pair):
-                continue
-            if not _are_alike(pair):
-                self._before = before
-                raise UsageError(self._both_written(pair))
+        for group in self._groups:
+            for pair in group.with_written_master():
+                if self._was_written(pair) and not _are_alike(pair):
+                    raise UsageError(self._both_written(pair))
 
     def _follow_by_value(self, but: list[Pair]) -> None:
         """Has masters be what half weights are, in the elements in which these are not the masters, rounded."""
@@ -266,24 +271,24 @@ class MasterWeights:
             return
         left_out = set(map(id, but))
         for pair in self._pairs.values():
-            if id(pair) not in left_out and pair.parameter.numel():
-                self._follow_one(pair)
+            if id(pair) not in left_out:
+                self._follow_one(pair.parameter)
 
-    def _follow_one(self, pair: Pair) -> None:
-        group, place = self._places[id(pair.parameter)]
-        group.follow_one(place)
+    def _follow_one(self, parameter: Tensor) -> None:
+        if parameter.numel():
+            group, place = self._places[id(parameter)]
+            group.follow(_only(place))
 
     def synchronise_all(self) -> None:
         """`synchronise` before a forward: also what somebody may have written unseen, into whichever of the two."""
-        if not self._heard and not self._shared:
-            self.synchronise()
-            return
-        self.synchronise(by_value=True)
-        with torch.no_grad():
-            pairs = [self._pairs[key] for key in self._shared]
-            # In a way that is not counted: graphs that half weights are part of stay sound where nothing has changed.
-            kernels.copy_to_half([pair.master for pair in pairs], [data_of(pair.parameter) for pair in pairs])
-        self._note_in_step()
+        self.synchronise(by_value=bool(self._heard) or self._are_shared)
+        if self._are_shared:
+            pairs = self._pairs.values()
+            with torch.no_grad():
+                # In a way that is not counted: graphs that half weights are part of stay sound where nothing has
+                # changed.
+                kernels.copy_to_half([pair.master for pair in pairs], [data_of(pair.parameter) for pair in pairs])
+            self._note_in_step()
 
     def synchronise_one(self, parameter: Tensor) -> None:
         """`synchronise` of one pair, by value."""
@@ -291,8 +296,8 @@ class MasterWeights:
         if not pair.backing.is_in_step(parameter):
             self._synchronise(pair)
             self.note_one(parameter)
-        elif parameter.numel():
-            self._follow_one(pair)
+        else:
+            self._follow_one(parameter)
 
     def note_one(self, parameter: Tensor) -> None:
         """Takes note that a half parameter is its master, rounded."""
@@ -300,7 +305,7 @@ class MasterWeights:
         pair.backing.note(parameter)
         if parameter.numel():
             group, place = self._places[id(parameter)]
-            group.note_one(place)
+            group.renew(place)
 
     def surrender(self) -> None:
         """`synchronise` for good: masters have all that half weights are, bar those that were converted since."""
@@ -331,11 +336,13 @@ class MasterWeights:
         )
 
     def _was_written(self, pair: Pair) -> bool:
-        """Whether somebody has written to half weights since they were the master, rounded, by whatever means."""
+        """Returns whether somebody has written to half weights since they were the master, rounded."""
         half_mark, parameter = pair.backing.half_mark, pair.parameter
         assert half_mark is not None
-        if not half_mark.is_now(parameter) or not parameter.numel():
-            return not half_mark.is_now(parameter)
+        if not half_mark.is_now(parameter):
+            return True
+        if not parameter.numel():
+            return False
         group, place = self._places[id(parameter)]
         return group.was_written(place)
 
@@ -343,13 +350,9 @@ class MasterWeights:
         """Takes note that half weights are the masters, rounded."""
         halves_moved, masters_moved = self._half_marks.renew(), self._full_marks.renew()
         self._heard.clear()
-        self._before.clear()
         if halves_moved or masters_moved:
-            by_device: dict[torch.device, list[Pair]] = {}
-            for pair in self._pairs.values():
-                if pair.parameter.numel():
-                    by_device.setdefault(pair.parameter.device, []).append(pair)
-            self._groups = list(map(_Group, by_device.values()))
+            pairs = [pair for pair in self._pairs.values() if pair.parameter.numel()]
+            self._groups = [_Group(some, watches_masters=self._are_shared) for some in by_device(pairs)]
             self._places = {
                 id(pair.parameter): (group, place) for group in self._groups for place, pair in enumerate(group.pairs)
             }
@@ -469,6 +472,10 @@ def dropping_sums(
             masters.gradients.drop_sums(set(map(id, module.parameters())))
 
     return zero_grad
+
+
+def _only(place: int) -> slice:
+    return slice(place, place + 1)
 
 
 def _marks_of(pair: Pair) -> tuple[Mark, Mark]:

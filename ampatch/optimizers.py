@@ -229,7 +229,7 @@ class AdoptedOptimizer:
         wanted = self.masters.wanted
         return (
             not self.passes
-            and (not wanted or self.masters.are_at_rest())
+            and (not wanted or self.masters.gradients.are_at_rest())
             and optimizer_state.are_bare(self.parameters(), may_be_half=not wanted)
         )
 

@@ -130,19 +130,23 @@ class ScaledPass:
         else:
             self._make_way()
 
-    def _make_way(self, *_: object) -> None:
-        """Backward begins: what half parameters show is taken over, and makes way for what it leaves."""
-        waiting, self._waiting = self._waiting, []
-        for gradients in waiting:
-            gradients.follow()
-            gradients.make_way()
-
-    def _stop_waiting(self) -> None:
-        """If backward has not begun: what half parameters show is taken over as it is, by whatever it has changed."""
+    def _stop_waiting(self) -> list[MasterGradients]:
+        """Returns those that still waited for backward."""
         waiting, self._waiting = self._waiting, []
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+        return waiting
+
+    def _make_way(self, *_: object) -> None:
+        """Backward begins: what half parameters show is taken over, and makes way for what it leaves."""
+        for gradients in self._stop_waiting():
+            gradients.follow()
+            gradients.make_way()
+
+    def _follow_unused(self) -> None:
+        """If backward has not begun: what half parameters show is taken over as it is, by whatever it has changed."""
+        waiting = self._stop_waiting()
         if not self.scaling.is_one and any(gradients.were_written() for gradients in waiting):
             self._is_used = False
         for gradients in waiting:
@@ -158,7 +162,7 @@ class ScaledPass:
         such that are not would be added up.
         """
         self.scaling.is_open = False
-        self._stop_waiting()
+        self._follow_unused()
         # To hand gradients on to masters sets them aside, where no later reduction would find them.
         if self._processes.has_wrappers:
             touches = not self.scaling.is_one or any(optimizer.masters for optimizer in self._optimizers)
@@ -216,9 +220,7 @@ class ScaledPass:
     def abandon(self) -> None:
         """The block raised, or memory ran out on the way: no gradient is left half done, the next pass starts clean."""
         self.scaling.is_open = False
-        self._waiting.clear()
-        if self._hook is not None:
-            self._hook.remove()
+        self._stop_waiting()
         for optimizer in self._optimizers:
             optimizer.drop_gradients()
             optimizer.passes.clear()

@@ -224,6 +224,18 @@ class TestOfBoth:
         run.model(1.0)
         assert run.weights[4:] == [2 * value for value in reversed(START)]
 
+    def test_of_which_one_is_an_old_alias_of_a_masters_data_is_an_error(self, half_dtype):
+        run = Run("O2", half_dtype)
+        aliases = [master.data for master in run.masters]
+        for value in (3.0, 5.0):  # half weights alone are no error, however often they are written to
+            run.model.second.data.fill_(value)
+            run.model(1.0)
+            assert run.weights[4:] == [value] * 4
+        aliases[1].mul_(2)
+        run.model.second.data.mul_(3)
+        with pytest.raises(UsageError, match=r"^second: half weights and their float32 master were both written"):
+            run.model(1.0)
+
     def test_that_are_alike_is_none(self, half_dtype):
         run = Run("O2", half_dtype)
         with torch.no_grad():

@@ -23,7 +23,7 @@ from torch.optim import lr_scheduler
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampatch import amp, scaling
+from ampatch import amp, host_copy
 from ampatch.errors import LossScaleError
 
 pytestmark = pytest.mark.usefixtures("far_away")
@@ -173,19 +173,19 @@ class _Methods(TorchFunctionMode):
 class Reads:
     """Counts what is read back from the device, and says where.
 
-    Not counted are the numbers of a `scaling.HostCopy`, which are on the host already; on the CPU that takes no copy.
+    Not counted are the numbers of a `host_copy.HostCopy`, which are on the host already; on the CPU that takes no copy.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: list[str] = []
         self._on_host: list[torch.UntypedStorage] = []  # kept, so that no other tensor gets their memory
-        original = scaling.HostCopy.__init__
+        original = host_copy.HostCopy.__init__
 
         def remember(copied: Any, on_device: Tensor) -> None:
             original(copied, on_device)
             self._on_host.append(copied._numbers.untyped_storage())
 
-        monkeypatch.setattr(scaling.HostCopy, "__init__", remember)
+        monkeypatch.setattr(host_copy.HostCopy, "__init__", remember)
         self._operators = _Operators(self._note)
         self._methods = _Methods(self._note, self._is_on_host)
 
@@ -222,7 +222,7 @@ class Post:
 @pytest.fixture
 def post(monkeypatch: pytest.MonkeyPatch) -> Post:
     made = Post()
-    monkeypatch.setattr(scaling.HostCopy, "has_arrived", property(lambda _: made.delivers))
+    monkeypatch.setattr(host_copy.HostCopy, "has_arrived", property(lambda _: made.delivers))
     return made
 
 
@@ -255,7 +255,7 @@ class TestReads:
         assert len(found) == 1
 
     def test_are_not_those_of_a_copy_on_the_host(self, reads):
-        copied, other = scaling.HostCopy(torch.ones(2)), torch.ones(2)
+        copied, other = host_copy.HostCopy(torch.ones(2)), torch.ones(2)
         with reads as found:
             assert copied.values == (1, 1)
             assert found == []

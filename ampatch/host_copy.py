@@ -1,0 +1,41 @@
+"""Numbers on their way from the device to the host, which nobody waits for until somebody reads them.
+
+Must not know what they mean.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """Copies numbers to the host without waiting for the device.
+
+    Args:
+        on_device: the numbers; not 0-dimensional.
+    """
+
+    def __init__(self, on_device: Tensor) -> None:
+        self._event: torch.Event | None = None
+        if on_device.device.type == "cpu":
+            self._numbers = on_device
+        else:
+            pinned = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
+            self._numbers = pinned.copy_(on_device, non_blocking=True)
+            self._event = torch.Event(on_device.device)
+            self._event.record()
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether they can be read without waiting."""
+        return self._event is None or self._event.query()
+
+    @functools.cached_property
+    def values(self) -> tuple[float, ...]:
+        """The numbers; waits for them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return tuple(self._numbers.tolist())
