@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,7 @@ __all__ = [
     "float_function",
     "frozen_weights",
     "get_loss_scale",
+    "grads_are_unscaled",
     "half_function",
     "init",
     "initialize",
@@ -79,11 +80,13 @@ __all__ = [
     "skipped_steps",
     "state_dict",
     "step_was_skipped",
+    "unscale_",
 ]
 
 logger = logging.getLogger("ampatch")
 
 _F = TypeVar("_F")
+_L = TypeVar("_L")
 
 
 def __dir__() -> list[str]:
@@ -318,13 +321,13 @@ def init(
 
 
 def scale_loss(
-    loss: Tensor,
+    loss: _L,
     optimizers: Any,
     loss_id: int = 0,
     model: nn.Module | None = None,  # noqa: ARG001 - Apex had it
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-) -> contextlib.AbstractContextManager[Tensor]:
+) -> contextlib.AbstractContextManager[_L]:
     """Scales a loss for the backward pass in the block, and unscales the gradients when the block ends.
 
     ::
@@ -334,7 +337,7 @@ def scale_loss(
         optimizer.step()
 
     Args:
-        loss: floating, usually 0-dimensional.
+        loss: floating, usually 0-dimensional; or several, in nested lists, tuples and dicts.
         optimizers: one, or a list: those whose parameters receive gradients in the block.
         loss_id: which of ``num_losses`` scales to use.
         model: accepted because Apex had it; not needed.
@@ -342,8 +345,8 @@ def scale_loss(
         delay_overflow_check: lets a later block decide about the scale.
 
     Returns:
-        A context manager that gives ``loss.float() * scale``, of the shape of ``loss``. With amp disabled the loss
-        itself.
+        A context manager that gives ``loss.float() * scale``, of the shape of ``loss``; of several the same lists,
+        tuples and dicts. With amp disabled the loss itself.
 
     Raises:
         UsageError: before ``amp.initialize``; or gradients of two scales would be added up.
@@ -358,13 +361,13 @@ def scale_loss(
     return _ScaledLoss(live, loss, optimizer_list, loss_id, delay_unscale, delay_overflow_check)
 
 
-class _ScaledLoss:
+class _ScaledLoss(Generic[_L]):
     """The block of `scale_loss`; a class, since a generator takes longer to enter and leave than what is done there."""
 
     def __init__(
         self,
         session: Session,
-        loss: Tensor,
+        loss: _L,
         optimizers: list[OptimizerLike],
         loss_id: int,
         delay_unscale: bool,
@@ -374,7 +377,8 @@ class _ScaledLoss:
         self._arguments = loss, optimizers, loss_id
         self._delays = delay_unscale, delay_overflow_check
 
-    def __enter__(self) -> Tensor:
+    def __enter__(self) -> _L:
+        scaled_loss: _L
         scaled_loss, self._pass = self._session.begin_pass(*self._arguments)
         del self._arguments  # the loss is the user's to let go of
         return scaled_loss
@@ -438,9 +442,11 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     """
     live = process.live
     checked = check_optimizer(optimizer)
-    if live is not None and live.has_adopted(optimizer):
-        live.adopted(optimizer).bring_up_to_date(weights_too=True)
-    return parameters_of(checked)
+    if live is None or not live.has_adopted(optimizer):
+        return parameters_of(checked)
+    adopted = live.adopted(optimizer)
+    adopted.bring_up_to_date(weights_too=True)
+    return adopted.parameters()
 
 
 def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
@@ -479,6 +485,40 @@ def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
     if live is not None and live.has_adopted(optimizer):
         return live.clip_grad_norm_(checked, most)
     return clip_unscaled(parameters_of(checked), most, Processes())
+
+
+def unscale_(optimizer: Any) -> None:
+    """Unscales the gradients that ``amp.scale_loss(..., delay_unscale=True)`` has left scaled, here and now.
+
+    For loops of one's own that look at gradients, or change them, between a block and the step::
+
+        with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled_loss:
+            scaled_loss.backward()
+        amp.unscale_(optimizer)
+        optimizer.step()
+
+    It looks for overflow, and lets the scale react. Gradients of other optimizers of that block are unscaled too. Does
+    nothing where gradients are unscaled already.
+
+    Raises:
+        OptionError: it is no optimizer.
+        UsageError: it was never handed to ``amp.initialize``; inside a block; or another optimizer has left gradients
+            of the same parameters scaled.
+    """
+    checked = check_optimizer(optimizer)
+    if not process.disabled:
+        _require_session("amp.unscale_").unscale_(checked)
+
+
+def grads_are_unscaled(optimizer: Any) -> bool:
+    """Whether no gradient of an optimizer is scaled, so that its norm is what it would be without amp.
+
+    Raises:
+        OptionError: it is no optimizer.
+        UsageError: it was never handed to ``amp.initialize``.
+    """
+    checked = check_optimizer(optimizer)
+    return process.disabled or _require_session("amp.grads_are_unscaled").adopted(checked).are_unscaled()
 
 
 def state_dict() -> dict[str, dict[str, float | int]]:

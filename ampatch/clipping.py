@@ -9,18 +9,22 @@ have to clip, and at the same time.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import clip_grad
 
 from ampatch import kernels
 from ampatch.distributed import Group, Processes, lay_out_gradient
 from ampatch.errors import UsageError
 from ampatch.optimizer_state import gradients_of
 from ampatch.optimizers import NOT_REDUCED, AdoptedOptimizer
+from ampatch.patching import PatchLedger
 from ampatch.scaled_pass import ScaledPass
 
 # Gradients that are summed up on their own: the groups over which their elements are spread, and this process's.
@@ -46,27 +50,82 @@ def clip(
             reduced over processes, and ``max_norm`` is not infinite.
     """
     optimizer.unfold()
-    scaling = optimizer.scaled_by
-    together = [each for each in everyone if scaling is not None and each.scaled_by is scaling]
-    optimizer.check_shared("amp.clip_grad_norm_ would clip", together)
-    if scaling is not None and scaling.is_open:
-        raise UsageError("amp.clip_grad_norm_ stands inside the amp.scale_loss block. Move it behind the block.")
-    if scaling is not None and scaling.is_postponed and not math.isinf(max_norm) and optimizer.has_gradients():
-        raise UsageError(f"amp.clip_grad_norm_ would clip gradients that are still scaled: {NOT_REDUCED}")
-    for each in together:
-        each.masters.gradients.follow_clearing()
-        each.masters.gradients.follow_zeroing()
-    if scaling is not None and not (optimizer.has_gradients() or processes.share(optimizer.parameters())):
-        optimizer.leave_scale()  # they were cleared since
-    elif scaling is not None:
-        scaled_pass = ScaledPass(scaling, together, processes)
-        if together == [optimizer] and _is_plain(optimizer):
+    scaled_pass = _left_by_a_block(
+        optimizer, everyone, processes, "amp.clip_grad_norm_", "clip", may_be_postponed=math.isinf(max_norm)
+    )
+    if scaled_pass is not None:
+        if scaled_pass.is_of_one and _is_plain(optimizer):
             return _clip_scaled(optimizer, scaled_pass, max_norm, processes)
         scaled_pass.finish()
     optimizer.bring_up_to_date()
     norm = clip_unscaled(optimizer.parameters(), max_norm, processes)
     optimizer.masters.gradients.show()
     return norm
+
+
+def unscale(optimizer: AdoptedOptimizer, everyone: Iterable[AdoptedOptimizer], processes: Processes) -> None:
+    """Unscales the gradients of an adopted optimizer, if a block has left that to be done.
+
+    Args:
+        optimizer: whose gradients; and those of all others of that block.
+        everyone: all optimizers of the session.
+        processes: those over which gradients may be spread.
+
+    Raises:
+        UsageError: inside the block; or the gradients are scaled by a block for another optimizer.
+    """
+    optimizer.unfold()
+    scaled_pass = _left_by_a_block(optimizer, everyone, processes, "amp.unscale_", "unscale", may_be_postponed=True)
+    if scaled_pass is not None:
+        scaled_pass.finish()
+    optimizer.bring_up_to_date()
+
+
+def _left_by_a_block(
+    optimizer: AdoptedOptimizer,
+    everyone: Iterable[AdoptedOptimizer],
+    processes: Processes,
+    caller: str,
+    does: str,
+    *,
+    may_be_postponed: bool,
+) -> ScaledPass | None:
+    """What a block has left to be ended, if its gradients are there still."""
+    scaling = optimizer.scaled_by
+    together = [each for each in everyone if scaling is not None and each.scaled_by is scaling]
+    optimizer.check_shared(f"{caller} would {does}", together)
+    if scaling is None:
+        return None
+    if scaling.is_open:
+        raise UsageError(f"{caller} stands inside the amp.scale_loss block. Move it behind the block.")
+    if scaling.is_postponed and not may_be_postponed and optimizer.has_gradients():
+        raise UsageError(f"{caller} would {does} gradients that are still scaled: {NOT_REDUCED}")
+    for each in together:
+        each.masters.gradients.follow_clearing()
+        each.masters.gradients.follow_zeroing()
+    if not (optimizer.has_gradients() or processes.share(optimizer.parameters())):
+        optimizer.leave_scale()  # they were cleared since
+        return None
+    return ScaledPass(scaling, together, processes)
+
+
+def watch(ledger: PatchLedger, adopted: Callable[[], Sequence[AdoptedOptimizer] | None]) -> None:
+    """Has torch's own clipping warn of gradients that are still scaled.
+
+    Args:
+        ledger: takes note of what is installed.
+        adopted: gives the optimizers whose gradients may be; None: there are none.
+    """
+    # Below all of torch's functions that clip and take norms, which many have bound before.
+    original = clip_grad._group_tensors_by_device_and_dtype  # type: ignore[attr-defined]
+
+    @functools.wraps(original)
+    def grouped(tensorlistlist: Any, *args: Any, **kwargs: Any) -> Any:
+        for each in adopted() or ():
+            each.check_not_scaled_when_clipped(tensorlistlist[0])
+        return original(tensorlistlist, *args, **kwargs)
+
+    ledger.set(clip_grad, "_group_tensors_by_device_and_dtype", grouped)
 
 
 def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, processes: Processes) -> Tensor:

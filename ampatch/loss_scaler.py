@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from ampatch import kernels
+from ampatch.casting import cast_tensors
 from ampatch.compilers import is_capturing
 from ampatch.distributed import Processes
 from ampatch.errors import AmpError, OptionError
 from ampatch.opt_levels import LossScale, check_loss_scale
+
+_L = TypeVar("_L")
 
 # The keys of a saved state. The first two of each are what a scaler cannot do without: the scale and its clean steps.
 _KEYS = ("loss_scale", "unskipped", "hysteresis_left", "dynamic")
@@ -116,6 +119,24 @@ def next_state(state: ScaleState, overflow: bool, policy: ScalePolicy) -> ScaleS
     return ScaleState(min(max(scale, policy.floor), policy.ceiling), unskipped, left)
 
 
+def scaled(loss: _L, scale: Tensor | None) -> _L:
+    """Multiplies losses by a scale.
+
+    Args:
+        loss: floating tensors, in nested lists, tuples and dicts.
+        scale: 0-dimensional float32; None: 1.
+
+    Returns:
+        The same in float32, each on its own device.
+    """
+    if not isinstance(loss, Tensor):
+        return cast_tensors(loss, lambda each: scaled(each, scale))  # type: ignore[return-value]
+    full = loss.float()
+    if scale is None:
+        return full  # type: ignore[return-value]
+    return full * (scale if scale.device == full.device else scale.to(full.device))  # type: ignore[return-value]
+
+
 class LossScaler:
     """A loss scale by itself, for loops that do without ``amp.scale_loss``.
 
@@ -201,22 +222,21 @@ class LossScaler:
             self._found_inf = torch.empty_like(self._scale)
         self._set(first_state(policy))
 
-    def scale(self, loss: Tensor) -> Tensor:
+    def scale(self, loss: _L) -> _L:
         """``loss`` in float32 times the scale.
 
         Args:
-            loss: floating, of any shape.
+            loss: floating, of any shape; or several, in nested lists, tuples and dicts.
 
         Returns:
-            float32, of the same shape, on the same device.
+            float32, of the same shape, on the same device; of several the same lists, tuples and dicts.
 
         Raises:
             OptionError: it is no floating tensor.
         """
         self.follow(loss)
-        loss = loss.float()
         # By a copy, since an update before backward would change what autograd keeps.
-        return loss if self.is_one else loss * self.snapshot()
+        return scaled(loss, None if self.is_one else self.snapshot())
 
     def unscale_(self, grads: Iterable[Tensor | None]) -> Tensor:
         """Divides gradients by the scale in place, and looks for overflow if the scale is dynamic.
@@ -305,14 +325,16 @@ class LossScaler:
         return self._kept
 
     def follow(self, loss: object) -> None:
-        """Moves to the device of a loss that is to be scaled.
+        """Moves to the device of a loss that is to be scaled, or of the first of several.
 
         Raises:
-            OptionError: it is no floating tensor.
+            OptionError: it is neither a floating tensor, nor lists, tuples and dicts of such.
         """
-        if not isinstance(loss, Tensor) or not loss.is_floating_point():
-            raise OptionError(f"the loss is {_kind(loss)}; expected a floating tensor.")
-        self.to(loss.device)
+        if isinstance(loss, Tensor):
+            _check_loss(loss)
+            self.to(loss.device)
+            return
+        self.to(_checked_losses(loss)[0].device)
 
     def to(self, device: torch.device) -> None:
         """Moves the state to a device."""
@@ -429,6 +451,25 @@ def _checked_gradients(grads: object) -> list[Tensor]:
         if grad.requires_grad and grad.is_leaf:
             raise OptionError(f"found a parameter of shape {tuple(grad.shape)} among the gradients; {expected}")
     return there
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        raise OptionError(
+            f"the loss is {_kind(loss)}; expected a floating tensor, or lists, tuples and dicts of floating tensors."
+        )
+
+
+def _checked_losses(losses: object) -> list[Tensor]:
+    """The losses in nested lists, tuples and dicts, which are one at least."""
+    if isinstance(losses, (list, tuple, dict)):
+        items = losses.values() if isinstance(losses, dict) else losses
+        found = [each for item in items for each in _checked_losses(item)]
+        if found:
+            return found
+        raise OptionError(f"the loss is an empty {type(losses).__name__}; expected one floating tensor or more.")
+    _check_loss(losses)
+    return [losses]  # type: ignore[list-item]
 
 
 def _kind(value: object) -> str:

@@ -179,6 +179,11 @@ class MasterGradients:
         """Whether there is no gradient in the half parameters."""
         return optimizer_state.are_bare(self._halves.values())
 
+    def shows(self, parameter: Tensor) -> bool:
+        """Whether a parameter's gradient shows that of its master, and so is not scaled."""
+        pair = self._pairs.get(id(parameter))
+        return pair is not None and pair.gradient is _Gradient.SHOWN
+
     # At the end of a block
 
     def take(self, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:

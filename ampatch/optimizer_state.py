@@ -128,20 +128,28 @@ def retyped(value: Any, before: torch.dtype, now: torch.dtype, parameter: Tensor
 
 
 class Snapshot:
-    """What an optimizer and its parameters are at a moment, to go back to."""
+    """What an optimizer and its parameters are at a moment, to go back to.
+
+    Tensors are brought back by value, and so stay the objects they are. What cannot be copied, such as a lock, is left
+    as it is.
+    """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._parameters = [(parameter, parameter.detach().clone()) for parameter in parameters_of(optimizer)]
-        themselves: dict[int, Any] = {id(parameter): parameter for parameter, _ in self._parameters}
-        self._groups = [_copied(_options(group), themselves) for group in optimizer.param_groups]
-        self._state = _copied(dict(_state(optimizer) or {}), themselves)
+        self._values: dict[int, tuple[Tensor, Tensor]] = {}  # by id: the tensor, and a copy
+        for parameter in parameters_of(optimizer):
+            self._keep(parameter)
+        self._groups = [self._copied(_options(group)) for group in optimizer.param_groups]
+        self._state = self._copied(dict(_state(optimizer) or {}))
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Brings all of it back, bit for bit; the parameters stay the objects they are."""
-        for parameter, values in self._parameters:
-            parameter.copy_(values)
+        """Brings all of it back, bit for bit."""
+        for tensor, values in self._values.values():
+            if tensor.shape == values.shape:
+                tensor.copy_(values)
+            else:
+                tensor.set_(values)  # type: ignore[call-overload]
         for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
             for name in _options(group).keys() - options.keys():
                 del group[name]
@@ -151,6 +159,24 @@ class Snapshot:
             state.clear()
             state.update(self._state)
 
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._values:
+            self._values[id(tensor)] = tensor, tensor.detach().clone()
+        return tensor
+
+    def _copied(self, value: Any) -> Any:
+        """A deep copy in which tensors are still themselves."""
+        if isinstance(value, dict):
+            copied = copy.copy(value)  # of its own class
+            copied.update({key: self._copied(item) for key, item in value.items()})
+            return copied
+        cast_tensors(value, self._keep)
+        themselves: dict[int, Any] = {key: tensor for key, (tensor, _) in self._values.items()}
+        try:
+            return copy.deepcopy(value, themselves)
+        except Exception:  # noqa: BLE001 - whatever its class raises
+            return value
+
 
 def _state(optimizer: Any) -> MutableMapping[Tensor, Any] | None:
     state = getattr(optimizer, "state", None)
@@ -159,8 +185,3 @@ def _state(optimizer: Any) -> MutableMapping[Tensor, Any] | None:
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
-
-
-def _copied(value: Any, themselves: dict[int, Any]) -> Any:
-    """A deep copy in which the parameters are still themselves."""
-    return copy.deepcopy(value, dict(themselves))

@@ -14,11 +14,11 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
@@ -42,8 +42,18 @@ logger = logging.getLogger("ampatch")
 NOT_REDUCED = (
     "the last amp.scale_loss was for a model under no_sync, and leaves them to be reduced over processes together with "
     "those of a later one. Run the last forward and backward of a step outside of no_sync; or, if you have reduced "
-    "the gradients yourself, call amp.clip_grad_norm_(optimizer, float('inf')), which unscales them."
+    "the gradients yourself, call amp.unscale_(optimizer)."
 )
+
+#: What to do about gradients that no scaler knows of; where they are is to be filled in.
+NO_SCALE = (
+    "{} that no amp.scale_loss was told of: small ones are lost in half precision, and nobody has looked whether "
+    "others overflowed. Type: with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward(), with every "
+    "optimizer that gets gradients in it; or amp.initialize(..., loss_scale=1) if none is to be scaled."
+)
+
+#: The attribute by which amp's own hooks for all optimizers are known.
+OWN_HOOK = "_is_of_ampatch"
 
 _IS_AT_HAND = operator.attrgetter("is_at_hand")
 _OVERFLOWED = operator.attrgetter("overflowed")
@@ -113,6 +123,7 @@ class AdoptedOptimizer:
         masters: as given.
         passes: what came through blocks with a dynamic scale since the last step, the latest last.
         scaled_by: what scale the gradients have at present; None: they are unscaled.
+        is_at_work: whether its step runs.
     """
 
     # So many passes without a step mean that there may never be one: they are not to pile up.
@@ -135,6 +146,7 @@ class AdoptedOptimizer:
         self.masters = masters
         self.passes: list[Scaling] = []
         self.scaled_by: Scaling | None = None
+        self.is_at_work = False
         self._optimizer = weakref.ref(optimizer)
         self._switch = switch
         self._after_step = after_step
@@ -144,10 +156,13 @@ class AdoptedOptimizer:
         self._dynamic = dynamic
         self._exact_hooks = exact_hooks
         self._announce = announce
-        self._has_met_scale = not dynamic  # where not, it may be that somebody has forgotten amp.scale_loss
+        self._warns_of_no_scale = dynamic  # once: who forgets amp.scale_loss forgets it in every step
+        self._has_other_scale = False
         self._uses_by_hand = LossScaler.uses_by_hand
+        self._stepped_with: tuple[TensorWeakRef, int] | None = None  # one gradient of the last step, and its version
         self._skipped_steps = 0
         self._last_was_skipped = False
+        self._has_told_of_loss = False
         self._unsettled: deque[list[Scaling]] = deque()  # steps that the optimizer ran or skipped by itself
         self._near_floor = False
         self._widened: list[tuple[Tensor, torch.dtype, torch.dtype | None, torch.dtype]] = []
@@ -172,7 +187,13 @@ class AdoptedOptimizer:
         def step(me: OptimizerLike, *args: Any, **kwargs: Any) -> Any:
             if me is not self._optimizer():  # the deep copy of an optimizer whose class copies every attribute
                 return type(me).step(me, *args, **kwargs)
-            return self.step(original, args, kwargs) if switch.active else original(*args, **kwargs)
+            if not switch.active:
+                return original(*args, **kwargs)
+            was_at_work, self.is_at_work = self.is_at_work, True
+            try:
+                return self.step(original, args, kwargs)
+            finally:
+                self.is_at_work = was_at_work
 
         # A bound method, because an LR scheduler made later asks step for its __func__, and because it is pickled
         # as the optimizer and this name.
@@ -277,6 +298,33 @@ class AdoptedOptimizer:
         """Whether the gradients are left scaled for the optimizer's own kernel, which is to unscale and clip them."""
         return self._folded is not None
 
+    def check_not_scaled_when_clipped(self, grads: Iterable[Tensor]) -> None:
+        """Torch is about to clip gradients, or to take their norm.
+
+        Those that are left to the optimizer's own kernel are divided first.
+
+        Warns:
+            AmpWarning: some of this optimizer's are among them, and still scaled.
+        """
+        if self.scaled_by is None or self.scaled_by.is_one:
+            return
+        clipped, shows = set(map(id, grads)), self.masters.gradients.shows
+        if any(
+            id(each.grad) in clipped and not shows(each) for each in self.model_parameters() if each.grad is not None
+        ):
+            if self.is_folded:
+                self.unfold()
+                return
+            warn(
+                "gradients are clipped, or their norm is taken, where amp.scale_loss has them scaled still, so that "
+                "the norm is too large by the loss scale. Do it behind the block, without delay_unscale=True; or type "
+                "amp.clip_grad_norm_(optimizer, max_norm) there."
+            )
+
+    def are_unscaled(self) -> bool:
+        """Whether no gradient is scaled."""
+        return self.scaled_by is None or self.scaled_by.is_one or not self.has_gradients()
+
     def may_fold(self) -> bool:
         """Whether the optimizer's own kernel could unscale and clip the gradients that are there."""
         # After an earlier pass that overflowed the kernel would leave them as they are.
@@ -377,12 +425,11 @@ class AdoptedOptimizer:
         return next((each for each in self.model_parameters() if each.grad is not None and id(each) in theirs), None)
 
     def note_other_scale(self) -> None:
-        """Takes note that somebody else has scaled the gradients, and unscales them now."""
-        self._has_met_scale = True
+        """Takes note that somebody else has scaled the gradients of the next step, and unscales them now."""
+        self._has_other_scale = True
 
     def remember(self, scaling: Scaling) -> None:
         """Takes note of a pass that the next step depends on."""
-        self._has_met_scale = True
         # Without gradients here it can have overflowed in another's only: whether these are cleared nobody sees here.
         self.passes.append(scaling if self.has_gradients() else scaling.confirmed(of_others=True))
         if len(self.passes) >= self._MANY_PASSES:
@@ -453,11 +500,14 @@ class AdoptedOptimizer:
         if folded is None and self.scaled_by is not None:
             self._check_unscaled("optimizer.step() was called on gradients that are")
         self.check_shared("optimizer.step() would use")
-        if not self._has_met_scale and _closure(args, kwargs) is None:
-            self._warn_of_no_scale()
+        closures: list[object] = []
+        if args or kwargs:
+            args, kwargs = self._with_casts(args, closures), self._with_casts(kwargs, closures)
         if folded is not None and not (folded.are(self.gradients()) and self._divides_by_itself(args, kwargs)):
             self.unfold()
         self._prepare_step()
+        if self._warns_of_no_scale:
+            self._look_for_scale()
         passes, self.passes = self.passes, []
         try:
             # A kernel that skips takes longer, and is for where somebody would have to wait.
@@ -475,7 +525,7 @@ class AdoptedOptimizer:
             if overflowed:
                 self._skip(overflowed)
                 return None
-            return self._step(original, args, kwargs)
+            return self._step(original, args, kwargs, bool(closures))
         finally:
             if self.masters.wanted:
                 self.masters.gradients.clear()
@@ -506,13 +556,29 @@ class AdoptedOptimizer:
         if self._near_floor and passes:
             self._near_floor = any(scaling.ended_at_floor for scaling in passes)
 
-    def _step(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = _closure(args, kwargs) if args or kwargs else None
-        if closure is not None:
-            with_casts = functools.partial(self._evaluate, closure)
-            args, kwargs = ((with_casts, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": with_casts})
+    def _with_casts(self, given: Any, found: list[object]) -> Any:
+        """What a step was called with, in which closures see casts on, wherever they stand.
+
+        Args:
+            given: anything.
+            found: the closures are added to it.
+        """
+        if type(given) in (list, tuple):
+            items = [self._with_casts(item, found) for item in given]
+            return given if all(map(operator.is_, items, given)) else type(given)(items)
+        if type(given) is dict:
+            values = {key: self._with_casts(item, found) for key, item in given.items()}
+            return given if all(map(operator.is_, values.values(), given.values())) else values
+        if not callable(given) or isinstance(given, (type, Tensor, nn.Module)):
+            return given
+        found.append(given)
+        return functools.partial(self._evaluate, given)
+
+    def _step(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], has_closure: bool
+    ) -> Any:
         # An overflow in a later evaluation of the closure finds the parameters moved already.
-        may_go_back = closure is not None and self._dynamic and not _evaluates_first(self._optimizer())
+        may_go_back = has_closure and self._dynamic and not _evaluates_first(self._optimizer())
         before = Snapshot(self._optimizer()) if may_go_back else None
         try:
             if not (self.masters.wanted and self.masters):
@@ -565,7 +631,7 @@ class AdoptedOptimizer:
         after: Any = getattr(optimizer, "_optimizer_step_post_hooks", None)
         if before is None or after is None:  # its __init__ was not called
             return []
-        if not (before or after or _global_optimizer_pre_hooks or _global_optimizer_post_hooks):
+        if not (before or after or _has_hooks(_global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
             return []
         hooks = [optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(write)]
         after.move_to_end(hooks[-1].id, last=False)
@@ -576,13 +642,15 @@ class AdoptedOptimizer:
         self.masters.gradients.follow()
         self.masters.synchronise(by_value=True)
 
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+    def _evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls the closure as the code around the step would."""
         self.masters.write()
         with self._switch.resumed():
-            result = closure()
+            result = closure(*args, **kwargs)
         self.unfold()
         self._check_unscaled("the closure of optimizer.step(closure) left gradients that are")
+        if self._warns_of_no_scale:
+            self._look_for_scale()
         self.masters.synchronise(by_value=True)
         self.masters.gradients.follow()
         passes, self.passes = self.passes, []
@@ -635,7 +703,7 @@ class AdoptedOptimizer:
             self._skips_by_itself(args, kwargs)
             and getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
             and not optimizer._optimizer_step_pre_hooks
-            and not _global_optimizer_pre_hooks
+            and not _has_hooks(_global_optimizer_pre_hooks)
         )
 
     def _settle(self, wait: bool) -> None:
@@ -650,20 +718,31 @@ class AdoptedOptimizer:
                 # The next overflow is to be an error that names parameters, while their gradients are there.
                 self._near_floor = any(scaling.ended_at_floor for scaling in overflowed)
                 self._announce_skip(overflowed)
+                self._tell_of_loss(overflowed)
 
-    def _warn_of_no_scale(self) -> None:
-        """Once: who forgets it forgets it in every step."""
+    def _look_for_scale(self) -> None:
+        """Warns once if the next step is to use gradients that came through no block, and no scaler of anybody's."""
         optimizer = self._optimizer()
-        # By a GradScaler, for a kernel that heeds it; or by a scaler of amp's, which is not told of optimizers.
-        is_judged = getattr(optimizer, "found_inf", None) is not None or LossScaler.uses_by_hand > self._uses_by_hand
-        self._has_met_scale = is_judged or self.has_gradients()
-        if self._has_met_scale and not is_judged:
-            warn(
-                f"this {type(optimizer).__name__} steps with gradients that no amp.scale_loss was told of: "
-                "small ones are lost in half precision, and nobody has looked whether others overflowed. Type: with "
-                "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward(), with every optimizer that "
-                "gets gradients in it; or amp.initialize(..., loss_scale=1) if none is to be scaled."
-            )
+        # By a GradScaler, if only for a kernel that heeds it; or by a scaler of amp's, which is not told of optimizers.
+        is_judged = (
+            self._has_other_scale
+            or getattr(optimizer, "found_inf", None) is not None
+            or LossScaler.uses_by_hand > self._uses_by_hand
+        )
+        self._has_other_scale, self._uses_by_hand = False, LossScaler.uses_by_hand
+        grad = next((each.grad for each in self.model_parameters() if each.grad is not None), None)
+        last, self._stepped_with = self._stepped_with, None
+        if grad is None:
+            return
+        is_same = last is not None and last[0]() is grad and last[1] == grad._version
+        is_known = is_judged or is_same or bool(self.passes)
+        if not is_known and any(bool(kernels.values_of(each).any()) for each in self._gradients_of_model()):
+            self._warns_of_no_scale = False
+            warn(NO_SCALE.format(f"this {type(optimizer).__name__} steps with gradients"))
+        self._stepped_with = TensorWeakRef(grad), grad._version
+
+    def _gradients_of_model(self) -> list[Tensor]:
+        return optimizer_state.gradients_of(self.model_parameters())
 
     def _check_unscaled(self, what: str) -> None:
         if self.scaled_by is None:
@@ -692,6 +771,7 @@ class AdoptedOptimizer:
             # An LR scheduler warns of a scheduler step before the first optimizer step unless this says that there was
             # one.
             optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._tell_of_loss(overflowed)
         for scaling in overflowed:
             if scaling.began_at_floor:
                 raise LossScaleError(
@@ -701,6 +781,19 @@ class AdoptedOptimizer:
                     "half_dtype=torch.bfloat16 no loss scale is needed."
                 )
         self._announce_skip(overflowed)
+
+    def _tell_of_loss(self, overflowed: Sequence[Scaling]) -> None:
+        """Warns once where it is not the scale that gradients overflow for."""
+        if self._has_told_of_loss:
+            return
+        losses = [loss for each in overflowed if (loss := each.loss_that_is_not_finite) is not None]
+        if losses:
+            self._has_told_of_loss = True
+            warn(
+                f"the loss of a skipped step is {losses[0]} before it is scaled, so that no loss scale can help. Look "
+                "for inputs that are not finite, weights that are not (a learning rate that is too high), or values in "
+                "the forward that leave float16's range: half_dtype=torch.bfloat16 has that of float32."
+            )
 
     def _announce_skip(self, overflowed: Sequence[Scaling]) -> None:
         if self._announce:
@@ -731,9 +824,9 @@ class _ClosureOverflowedError(BaseException):
         self.result = result
 
 
-def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    closure = args[0] if args else kwargs.get("closure")
-    return closure if callable(closure) else None
+def _has_hooks(*hooks: Mapping[int, Callable[..., Any]]) -> bool:
+    """Whether there are hooks beside amp's own."""
+    return any(not hasattr(hook, OWN_HOOK) for table in hooks for hook in table.values())
 
 
 def _evaluates_first(optimizer: object) -> bool:

@@ -13,6 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
 from ampatch import kernels
+from ampatch.casting import tensors_in
 from ampatch.distributed import Processes
 from ampatch.errors import UsageError, warn
 from ampatch.master_gradients import MasterGradients
@@ -31,17 +32,25 @@ class ScaledPass:
 
     Attributes:
         scaling: as given.
+        has_told: whether its end has warned that something else went backward.
     """
 
+    has_told = False
     _is_used = True
-    _hook: RemovableHandle | None = None
 
     def __init__(self, scaling: Scaling, optimizers: Sequence[AdoptedOptimizer], processes: Processes) -> None:
         self.scaling = scaling
         self._processes = processes
         self._scaler = scaling.scaler
         self._optimizers = list(dict.fromkeys(optimizers))
+        self._before: list[tuple[int, int]] = []  # the gradients that were there when it began
         self._waiting: list[MasterGradients] = []  # those that make way when backward begins
+        self._hooks: list[RemovableHandle] = []  # that tell of it
+
+    @property
+    def is_of_one(self) -> bool:
+        """Whether it is for one optimizer only."""
+        return len(self._optimizers) == 1
 
     def begins_at_rest(self) -> bool:
         """Begins if there is nothing to bring to the scale, as in most steps: no gradient, and no pass since the last.
@@ -57,11 +66,16 @@ class ScaledPass:
         self.scaling.is_open = True
         return True
 
-    def watch(self, scaled_loss: Tensor) -> None:
+    def watch(self, scaled_loss: object) -> None:
         """Has the end of the block warn if nothing went backward through the scaled loss, and there are gradients."""
-        if scaled_loss.requires_grad and not is_functorch_wrapped_tensor(scaled_loss):
-            self._is_used = False
-            scaled_loss.register_hook(self._note_use)
+        losses = _hookable(scaled_loss)
+        self._is_used = not losses
+        for each in losses:
+            each.register_hook(self._note_use)
+
+    def _there(self) -> list[tuple[int, int]]:
+        """The gradients that are there, with what torch has counted of writes to them."""
+        return [(id(each.grad), each.grad._version) for each in self._model_parameters() if each.grad is not None]
 
     def _note_use(self, _: Tensor) -> None:
         self._is_used = True
@@ -76,14 +90,14 @@ class ScaledPass:
                 return True
         return False
 
-    def begin(self, scaled_loss: Tensor) -> None:
+    def begin(self, scaled_loss: object) -> None:
         """Brings what gradients there are to the scale, so that backward adds to them what is of their kind.
 
         Those of half parameters with masters make way only when backward begins: until then the user may clear or
         change them.
 
         Args:
-            scaled_loss: what backward is to begin with.
+            scaled_loss: what backward is to begin with, or nested lists, tuples and dicts of that.
 
         Raises:
             UsageError: they are scaled already, by another scale or by a block around this one.
@@ -118,24 +132,25 @@ class ScaledPass:
                     optimizer.masters.gradients.follow_zeroing()
                 optimizer.scaled_by = self.scaling
             self._wait_for_backward(unscaled, scaled_loss)
+            self._before = self._there()
         except BaseException:
             self.abandon()
             raise
         self.scaling.is_open = True
 
-    def _wait_for_backward(self, optimizers: Sequence[AdoptedOptimizer], scaled_loss: Tensor) -> None:
+    def _wait_for_backward(self, optimizers: Sequence[AdoptedOptimizer], scaled_loss: object) -> None:
         self._waiting = [each.masters.gradients for each in optimizers if not each.masters.gradients.are_at_rest()]
-        if self._waiting and scaled_loss.requires_grad and not is_functorch_wrapped_tensor(scaled_loss):
-            self._hook = scaled_loss.register_hook(self._make_way)
-        else:
+        if self._waiting:
+            self._hooks = [each.register_hook(self._make_way) for each in _hookable(scaled_loss)]
+        if not self._hooks:
             self._make_way()
 
     def _stop_waiting(self) -> list[MasterGradients]:
         """Returns those that still waited for backward."""
         waiting, self._waiting = self._waiting, []
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
         return waiting
 
     def _make_way(self, *_: object) -> None:
@@ -162,6 +177,7 @@ class ScaledPass:
         such that are not would be added up.
         """
         self.scaling.is_open = False
+        self._is_used = self._is_used or self._there() == self._before
         self._follow_unused()
         # To hand gradients on to masters sets them aside, where no later reduction would find them.
         if self._processes.has_wrappers:
@@ -177,6 +193,7 @@ class ScaledPass:
         else:
             self.finish(delay_overflow_check)
         if not self._is_used and any(optimizer.has_gradients() for optimizer in self._optimizers):
+            self.has_told = True
             warn(
                 "nothing went backward through the scaled loss of this amp.scale_loss, and new gradients are divided "
                 "by the scale all the same. Type: with amp.scale_loss(loss, optimizer) as scaled_loss: "
@@ -278,6 +295,11 @@ class ScaledPass:
                 "type than its parameters. Put all passes before the last one of a step under no_sync(), or use "
                 "opt_level='O2', which has float32 masters."
             )
+
+
+def _hookable(loss: object) -> list[Tensor]:
+    """The losses that tell when backward comes to them."""
+    return [each for each in tensors_in(loss) if each.requires_grad and not is_functorch_wrapped_tensor(each)]
 
 
 def _in_place(optimizers: Sequence[AdoptedOptimizer], but: Collection[int] = ()) -> list[Tensor]:

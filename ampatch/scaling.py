@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
+from ampatch.casting import tensors_in
 from ampatch.host_copy import HostCopy
-from ampatch.loss_scaler import LossScaler
+from ampatch.loss_scaler import LossScaler, scaled
 
 logger = logging.getLogger("ampatch")
 
@@ -56,11 +60,18 @@ class Scaling:
         self.scale = scaler.snapshot()
         self._age = scaler.age
         self._announced: list[bool] = []  # one that its copies have too
+        self._losses: list[Tensor] = []
 
-    def apply(self, loss: Tensor) -> Tensor:
-        """A floating loss in float32 times the scale as it was, whatever becomes of it until backward."""
-        loss = loss.float()
-        return loss if self.is_one else loss * self.scale
+    def apply(self, loss: Any) -> Any:
+        """Losses in float32 times the scale as it was, whatever becomes of it until backward; see `scaled`."""
+        if self.is_one:
+            return scaled(loss, None)
+        result = scaled(loss, self.scale)
+        if self.scaler.dynamic:
+            # Not the losses themselves, which may be views of much.
+            values = (each.detach() for each in tensors_in(result) if not is_functorch_wrapped_tensor(each))
+            self._losses = [each.sum() if each.dim() else each for each in values]
+        return result
 
     def go_on_from(self, earlier: Scaling) -> None:
         """Stays at the scale of an earlier use, although it may have moved since."""
@@ -97,7 +108,9 @@ class Scaling:
     def send(self) -> None:
         """Starts to copy what `overflowed` and `announce` need to the host."""
         assert self.found_inf is not None
-        values = torch.stack([self.found_inf, self.scale, self.scaler.snapshot()])
+        device = self.found_inf.device
+        losses = (each if each.device == device else each.to(device) for each in self._losses)
+        values = torch.stack([self.found_inf, self.scale, self.scaler.snapshot(), *losses])
         self._sent = HostCopy(values)
 
     @property
@@ -131,11 +144,16 @@ class Scaling:
         """Whether the scale was at its floor when it was sent; waits for the device."""
         return self._values[2] <= self.scaler.policy.floor
 
+    @property
+    def loss_that_is_not_finite(self) -> float | None:
+        """The loss, or the sum of its elements, if no scale could have helped; waits for the device."""
+        return next((loss for loss in self._values[3:] if not math.isfinite(loss)), None)
+
     def announce(self) -> None:
         """Logs the skipped step, once however many optimizers skip for it."""
         if not self._announced:
             self._announced.append(True)
-            _, before, now = self._values
+            _, before, now, *_ = self._values
             change = "reducing loss scale to" if now < before else "keeping loss scale at"
             logger.warning("Gradient overflow. Skipping step, loss scaler %d %s %s", self.scaler_id, change, now)
 

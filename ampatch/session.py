@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampatch import (
     autocast_gates,
@@ -33,6 +33,7 @@ from ampatch import (
     optimizer_state,
     unseen_writes,
 )
+from ampatch.bystanders import Bystanders
 from ampatch.calls import Accelerator
 from ampatch.cast_lists import CastLists
 from ampatch.conversion import Conversion
@@ -43,7 +44,7 @@ from ampatch.function_patches import FunctionPatches, Registration
 from ampatch.loss_scaler import LossScaler, ScalePolicy
 from ampatch.master_weights import MasterWeights, dropping_sums
 from ampatch.opt_levels import HALVES, Properties
-from ampatch.optimizers import AdoptedOptimizer, OptimizerLike, check_not_stepping, check_optimizer
+from ampatch.optimizers import OWN_HOOK, AdoptedOptimizer, OptimizerLike, check_not_stepping, check_optimizer
 from ampatch.patching import PatchLedger
 from ampatch.scaled_pass import ScaledPass
 from ampatch.scaling import Scaling
@@ -53,6 +54,8 @@ from ampatch.wrappers import Adapters
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+_MOST_WRAPPERS = 8  # around one another; they could go round in a ring
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +158,21 @@ class Session:
         self.device_types = set(device_types)
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: dict[int, AdoptedOptimizer] = {}  # by id: an optimizer may not be hashable
+        is_scaled = not all(scaler.is_one for scaler in self.scalers)
+        self._bystanders = Bystanders(
+            self._optimizers,
+            lambda: None if settings.adopts_on_use else self.parameter_ids(),
+            is_scaled=is_scaled,
+            has_masters=self.has_masters,
+        )
+        self._hears_steps = is_scaled or self.has_masters or self.patches_functions
         self._masters: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[MasterWeights], ...]]
         self._masters = weakref.WeakKeyDictionary()  # those found in a model so far
         self.processes = Processes()
         self.conversion = Conversion(self._is_of_model)
         self._converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules in models of which weights are half
         self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those among them that compute in float32
-        self._watched: set[int] = set()  # ids of losses whose first block was looked at
+        self._told_of: set[int] = set()  # the numbers of losses for which something else went backward
         self.loading: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
         self._adapters = Adapters(
             settings.properties.half_dtype, self.cache, self.device_types, allow_banned=settings.allow_banned
@@ -192,14 +203,21 @@ class Session:
             # What a region casts when it is recomputed is needed for its backward, which comes next.
             self.switch.follow_checkpoints(self.ledger, self.cache.end_iteration)
             self.switch.follow_replicas(self.ledger)
-            handle = register_optimizer_step_post_hook(_forget_casts(weakref.ref(self.cache)))
-            self.ledger.on_undo(handle.remove)
+            forget = _forget_casts(weakref.ref(self.cache))
+            setattr(forget, OWN_HOOK, True)
+            self.ledger.on_undo(register_optimizer_step_post_hook(forget).remove)
             compilers.forget_compiled()
         if self.has_masters:
             copies.widen(self.ledger, self._while_active(lambda session, tensor: session.conversion.full_of(tensor)))
         if self.has_half_weights:
             handle = register_module_module_registration_hook(self._while_active(Session._take_in))
             self.ledger.on_undo(handle.remove)
+        if not all(scaler.is_one for scaler in self.scalers):
+            clipping.watch(self.ledger, self._while_active(lambda session: list(session._optimizers.values())))
+        if self._hears_steps:
+            hear = self._while_active(lambda session, *step: session._bystanders.hear(*step))
+            setattr(hear, OWN_HOOK, True)
+            self.ledger.on_undo(register_optimizer_step_pre_hook(hear).remove)
         if self.has_masters or self.patches_functions:
             unseen_writes.announce(self.ledger, self._while_active(Session.hear))
         self.switch.active = True
@@ -421,8 +439,17 @@ class Session:
         self.ledger.on_undo(finalizer.detach, optimizer)
 
     def has_adopted(self, optimizer: object) -> bool:
-        """Whether the optimizer is this session's."""
-        return id(optimizer) in self._optimizers
+        """Whether the optimizer, or one inside it, is this session's."""
+        return self._find(optimizer) is not None
+
+    def _find(self, optimizer: Any) -> AdoptedOptimizer | None:
+        """What is known of an optimizer, or of the one that it is wrapped around, as frameworks do."""
+        for _ in range(_MOST_WRAPPERS):
+            adopted = self._optimizers.get(id(optimizer))
+            if adopted is not None:
+                return adopted
+            optimizer = getattr(optimizer, "optimizer", None)
+        return None
 
     def adopted(self, optimizer: object) -> AdoptedOptimizer:
         """What is known of an optimizer.
@@ -430,7 +457,7 @@ class Session:
         Raises:
             UsageError: it was never handed to ``amp.initialize``.
         """
-        adopted = self._optimizers.get(id(optimizer))
+        adopted = self._find(optimizer)
         if adopted is None:
             check_optimizer(optimizer)
             raise UsageError(
@@ -499,11 +526,16 @@ class Session:
             )
         return self.scalers[loss_id]
 
-    def begin_pass(self, loss: Tensor, optimizers: Sequence[OptimizerLike], loss_id: int) -> tuple[Tensor, ScaledPass]:
+    def begin_pass(self, loss: Any, optimizers: Sequence[OptimizerLike], loss_id: int) -> tuple[Any, ScaledPass]:
         """What ``amp.scale_loss`` does before its block.
 
+        Args:
+            loss: one, or nested lists, tuples and dicts of them.
+            optimizers: whose parameters get gradients.
+            loss_id: the number of the scale.
+
         Returns:
-            The scaled loss, and what `end_pass` or `abandon_pass` is to be called with.
+            The scaled loss, of the same form, and what `end_pass` or `abandon_pass` is to be called with.
         """
         scaler = self.scaler(loss_id)
         scaler.follow(loss)
@@ -526,8 +558,7 @@ class Session:
         # The graph holds the casts that backward needs, and lets go of each when it has been there. Kept here as well,
         # all of them would be there still when the last gradient is made.
         self.cache.end_iteration()
-        if loss_id not in self._watched and not scaler.is_one:
-            self._watched.add(loss_id)  # who goes backward from another loss does so in every step
+        if not scaler.is_one and loss_id not in self._told_of:
             scaled_pass.watch(scaled)
         return scaled, scaled_pass
 
@@ -539,6 +570,8 @@ class Session:
             else:  # nobody would unscale them after `take_down`
                 scaled_pass.finish(delay_overflow_check)
         finally:
+            if scaled_pass.has_told:  # who goes backward from another loss does so in every step
+                self._told_of.add(scaled_pass.scaling.scaler_id)
             self.cache.end_iteration()
 
     def abandon_pass(self, scaled_pass: ScaledPass) -> None:
@@ -565,6 +598,10 @@ class Session:
     def clip_grad_norm_(self, optimizer: OptimizerLike, max_norm: float) -> Tensor:
         """`clipping.clip` of an optimizer."""
         return clipping.clip(self.adopted(optimizer), max_norm, list(self._optimizers.values()), self.processes)
+
+    def unscale_(self, optimizer: OptimizerLike) -> None:
+        """`clipping.unscale` of an optimizer."""
+        clipping.unscale(self.adopted(optimizer), list(self._optimizers.values()), self.processes)
 
     # Inference
 
@@ -653,6 +690,8 @@ class Session:
                 )
             if adopted is not None:
                 adopted.note_other_scale()
+            elif session is not None:
+                session._bystanders.let_pass(optimizer)
             return original(scaler, optimizer, *args, **kwargs)
 
         return _unscale_grads_

@@ -78,6 +78,7 @@ OWN_ATTRIBUTES = {
     "torch.optim.Optimizer": torch.optim.Optimizer,
     "torch.optim.swa_utils.AveragedModel": torch.optim.swa_utils.AveragedModel,
     "torch.amp.GradScaler": torch.amp.GradScaler,
+    "torch.nn.utils.clip_grad": torch.nn.utils.clip_grad,
     "torch.functional": torch.functional,
     "torch.utils.checkpoint": torch.utils.checkpoint,
     "torch.utils.checkpoint._CheckpointFrame": torch.utils.checkpoint._CheckpointFrame,

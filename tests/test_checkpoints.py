@@ -180,6 +180,7 @@ def go_on(folder: Path) -> None:
     """Goes on from every checkpoint of a folder, loaded before ``amp.initialize`` and after it."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "the loss of a skipped step is")
     for path in sorted(folder.glob("*.saved")):
         for when in ("before", "after"):
             saved = torch.load(path, weights_only=True)  # anew: an optimizer goes on in the tensors that it loads

@@ -361,9 +361,11 @@ class TestFoldedGradientsThatChange:
         if clip_first:
             backward(loss_of(model, 0), optimizer, delay_unscale=True)
             amp.clip_grad_norm_(optimizer, MAX_NORM)
+            optimizer.step()
         else:
             loss_of(model, 1).backward()
-        optimizer.step()
+            with pytest.warns(AmpWarning, match="no amp.scale_loss was told of"):
+                optimizer.step()
         result = weights(optimizer)
         amp.deinitialize()
         return result
@@ -384,13 +386,20 @@ class TestFoldedGradientsThatChange:
         for actual, expected in zip(weights(optimizer), wanted, strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
 
-    @pytest.mark.parametrize("how", ["backward", "clip"])
+    def test_torchs_own_clipping_finds_them_divided(self):
+        model, optimizer = self.folded()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM / 2)
+        assert norm.item() == pytest.approx(MAX_NORM, rel=1e-4)
+        assert norm_of(gradients(optimizer)) == pytest.approx(MAX_NORM / 2, rel=1e-4)
+        optimizer.step()
+
+    @pytest.mark.parametrize("how", ["backward", "multiply"])
     def test_a_write_to_them_is_warned_of(self, how):
         model, optimizer = self.folded()
         if how == "backward":
             loss_of(model, 1).backward()
         else:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            model[0].weight.grad.mul_(2)
         with pytest.warns(AmpWarning, match="changed after amp.clip_grad_norm_, which had left them scaled"):
             optimizer.step()
 

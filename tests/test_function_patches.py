@@ -143,6 +143,7 @@ class TestNamespaces:
         assert changed - {str(path) for path in RULES} - second_names == {
             "torch.nn.RNNBase.check_input",
             "torch.Tensor.data",
+            "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype",
             *(f"torch.distributed.{name}" for name in COLLECTIVES),
             *(f"torch.distributed.distributed_c10d.{name}" for name in COLLECTIVES),
             "torch.backends.mha._is_fastpath_enabled",

@@ -842,6 +842,7 @@ def test_wrong_scale_or_a_missing_penalty_is_beyond_the_tolerances_below():
         assert distance(updates(wrong_by), wanted) > 10 * max(PENALTY_TOLERANCES.values())
 
 
+@pytest.mark.filterwarnings("ignore:this SGD updates half weights of a model that amp has")
 @every_level
 @pytest.mark.parametrize("adopted", [False, True], ids=["model", "model-and-optimizer"])
 @pytest.mark.covering(1)

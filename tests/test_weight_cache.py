@@ -301,14 +301,15 @@ def move_within_a_storage(model: Thrice) -> None:
     model.weight.data = flat[16:].view(4, 4)
 
 
-def step(model: Thrice) -> None:
+def step(model: Thrice, *, fused: bool = False) -> None:
     model.weight.grad = torch.ones_like(model.weight)
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    with warnings.catch_warnings():  # of an optimizer that amp was not handed
+        warnings.simplefilter("ignore", amp.AmpWarning)
+        torch.optim.SGD(model.parameters(), lr=1.0, fused=fused).step()
 
 
 def step_fused(model: Thrice) -> None:
-    model.weight.grad = torch.ones_like(model.weight)
-    torch.optim.SGD(model.parameters(), lr=1.0, fused=True).step()
+    step(model, fused=True)
 
 
 def step_adopted(model: Thrice) -> None:
