@@ -62,13 +62,12 @@ class Marks:
         tensors: as many.
     """
 
-    __slots__ = ("_addresses", "_known_addresses", "_marks", "_tensors", "_versions")
+    __slots__ = ("_addresses", "_marks", "_tensors", "_versions")
 
     def __init__(self, marks: list[Mark], tensors: list[Tensor]) -> None:
         self._marks, self._tensors = marks, tensors
         self._versions: list[int] = []
         self._addresses: list[int] = []
-        self._known_addresses: frozenset[int] | None = None
 
     def are_now(self) -> bool:
         """Whether nothing was written since `renew`."""
@@ -84,16 +83,7 @@ class Marks:
                 mark.version = version
             else:
                 mark.renew(tensor)
-        if self._addresses == before:
-            return False
-        self._known_addresses = None
-        return True
-
-    def has_address(self, address: int) -> bool:
-        """Returns whether the memory of one of the tensors, which has some, began there at that moment."""
-        if self._known_addresses is None:
-            self._known_addresses = frozenset(self._addresses) - {0}
-        return address in self._known_addresses
+        return self._addresses != before
 
 
 @dataclass(slots=True, eq=False)
@@ -159,6 +149,9 @@ class Backing:
             self.full.data = data_of(self.full).to(half.device)
         if self.was_updated and self.half_mark is not None and self.half_mark.is_now(half):
             half.copy_(self.full)
+        elif self.half_mark is not None and self.half_mark.address != half.data_ptr():
+            # It has other data now. A state dict that was taken before is to keep the values, as in plain torch.
+            self.full.data = self.values(half)
         else:
             self.full.copy_(self.values(half))
         self.note(half)

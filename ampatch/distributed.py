@@ -57,7 +57,7 @@ class Processes:
     def __init__(self) -> None:
         self.has_wrappers = False
         # In the order in which they were found, which is the same everywhere: the outer ones first.
-        self._replicating: weakref.WeakKeyDictionary[nn.Module, _Next] = weakref.WeakKeyDictionary()
+        self._replicating: weakref.WeakKeyDictionary[nn.Module, _Replica] = weakref.WeakKeyDictionary()
         self._flattening: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # of FSDP1
         self._sharding: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # of FSDP2
         self._layouts: dict[tuple[Any, tuple[Any, ...]], _Spread] = {}
@@ -80,30 +80,34 @@ class Processes:
         """Whether there is a model whose layers have whole weights only while they are at work."""
         return bool(self._flattening) or bool(self._sharding)
 
-    def add(self, wrapper: DistributedDataParallel) -> None:
+    def add(self, wrapper: DistributedDataParallel) -> _Replica:
         """Takes note of a wrapper."""
-        self._replicating.setdefault(wrapper, _Next.AS_IT_IS_TOLD)
         self.has_wrappers = True
+        replica = self._replicating.get(wrapper)
+        if replica is None:
+            ignored = wrapper.parameters_to_ignore
+            reduced = (each for name, each in wrapper.module.named_parameters() if name not in ignored)
+            replica = self._replicating[wrapper] = _Replica(frozenset(map(id, reduced)))
+        return replica
 
     def note_forward(self, wrapper: DistributedDataParallel) -> None:
         """A wrapper runs forward: now it decides whether the next backward reduces gradients.
 
         Once it is to reduce them, forwards that are not to do not change that until there was a backward.
         """
-        if torch.is_grad_enabled() and self._replicating.get(wrapper) is not _Next.REDUCES:
-            self.add(wrapper)
-            self._replicating[wrapper] = _Next.REDUCES if wrapper.require_backward_grad_sync else _Next.POSTPONES
+        replica = self.add(wrapper)
+        if torch.is_grad_enabled() and replica.next is not _Next.REDUCES:
+            replica.next = _Next.REDUCES if wrapper.require_backward_grad_sync else _Next.POSTPONES
 
     def watch_backward(self, wrapper: DistributedDataParallel, outputs: object) -> None:
         """Has the backward of a wrapper's forward tell that it reduces what was to be reduced, wherever it runs."""
-        if self._replicating.get(wrapper) is not _Next.REDUCES:
+        replica = self.add(wrapper)
+        if replica.next is not _Next.REDUCES:
             return
-        replicating, reference = weakref.ref(self), weakref.ref(wrapper)
 
         def begun(_: Tensor) -> None:
-            processes, ran = replicating(), reference()
-            if processes is not None and ran is not None and processes._replicating.get(ran) is _Next.REDUCES:
-                processes._replicating[ran] = _Next.IS_REDUCED
+            if replica.next is _Next.REDUCES:
+                replica.next = _Next.IS_REDUCED
 
         for tensor in torch.utils._pytree.tree_leaves(outputs):
             if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
@@ -111,15 +115,25 @@ class Processes:
 
     def begin_block(self) -> None:
         """A block begins: what was to be reduced by a backward until then is reduced."""
-        for wrapper, next_backward in list(self._replicating.items()):
-            if next_backward is _Next.IS_REDUCED:
-                self._replicating[wrapper] = _Next.AS_IT_IS_TOLD
+        for replica in list(self._replicating.values()):
+            replica.was_reduced = replica.next is _Next.IS_REDUCED
+            if replica.was_reduced:
+                replica.next = _Next.NONE
 
-    def end_block(self) -> None:
-        """A block has ended: what was to be reduced is reduced."""
-        for wrapper, next_backward in list(self._replicating.items()):
-            if next_backward in (_Next.REDUCES, _Next.IS_REDUCED):
-                self._replicating[wrapper] = _Next.AS_IT_IS_TOLD
+    def end_block(self, parameters: Iterable[Tensor]) -> None:
+        """A block has ended: what was to be reduced of these parameters is reduced."""
+        for replica in self._replicas_of(parameters):
+            if replica.next in (_Next.REDUCES, _Next.IS_REDUCED):
+                replica.next = _Next.NONE
+
+    def are_reduced(self, parameters: Iterable[Tensor]) -> bool:
+        """Returns whether a backward between two blocks has reduced all gradients of these that are to be reduced."""
+        return all(replica.was_reduced for replica in self._replicas_of(parameters))
+
+    def _replicas_of(self, parameters: Iterable[Tensor]) -> list[_Replica]:
+        """The wrappers that reduce gradients of these."""
+        ids = set(map(id, parameters)) if self._replicating else set()
+        return [replica for replica in list(self._replicating.values()) if not ids.isdisjoint(replica.ids)]
 
     @property
     def replicates(self) -> bool:
@@ -132,12 +146,19 @@ class Processes:
         return any(id(parameter) in replicated for parameter in parameters)
 
     def is_postponed(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether the last backward has left the gradient of one of these to be reduced with those of a later one."""
+        """Whether the last backward has left the gradient of one of these to be reduced with those of a later one.
+
+        So does a backward that has not come through the wrapper, as of an auxiliary loss of the module inside.
+        """
+        parameters = list(parameters)
+        replicas = self._replicas_of(parameters)
+        if any(replica.next is _Next.POSTPONES for replica in replicas):
+            return True
+        if not any(replica.next in (_Next.REDUCES, _Next.IS_REDUCED) for replica in replicas):
+            ids = frozenset().union(*(replica.ids for replica in replicas))
+            if any(parameter.grad is not None and id(parameter) in ids for parameter in parameters):
+                return True
         postponed: set[int] = set()
-        for wrapper, next_backward in list(self._replicating.items()):
-            is_told = next_backward is _Next.AS_IT_IS_TOLD and not wrapper.require_backward_grad_sync
-            if is_told or next_backward is _Next.POSTPONES:
-                postponed.update(map(id, wrapper.parameters()))
         for module in list(self._flattening):
             if not module._sync_gradients:
                 postponed.update(map(id, module.parameters()))
@@ -185,8 +206,21 @@ class Processes:
         """
         if _is_alone():
             return
-        for group in dict.fromkeys(group for spread in self._spreads(parameters) for group in spread.holders):
+        parameters = list(parameters)
+        groups = dict.fromkeys(group for spread in self._spreads(parameters) for group in spread.holders)
+        groups.update(dict.fromkeys(self._groups_beside(parameters)))
+        for group in groups:
             group.reduce_(found_inf, dist.ReduceOp.MAX)
+
+    def _groups_beside(self, parameters: list[Tensor]) -> Iterator[Group]:
+        """Yields the groups of wrappers, where some parameters of the same optimizers are reduced by no wrapper."""
+        replicas = self._replicas_of(parameters)
+        ids = frozenset().union(*(replica.ids for replica in replicas))
+        if replicas and not ids.issuperset(map(id, parameters)):
+            wrapper: Any
+            for wrapper, replica in list(self._replicating.items()):
+                if replica in replicas:
+                    yield Group(wrapper.process_group, wrapper.device_type)
 
     def share(self, parameters: Iterable[Tensor]) -> bool:
         """Whether other processes have pieces of these, so that all have to do the same, gradients or not."""
@@ -225,7 +259,22 @@ class _Next(enum.Enum):
     REDUCES = "it reduces them, as it was told at a forward that none has followed yet"
     IS_REDUCED = "there was one, which has reduced them"
     POSTPONES = "it leaves them, as it was told at the last forward"
-    AS_IT_IS_TOLD = "what the wrapper's flag says: there was no forward yet, or a backward has followed it"
+    NONE = "there is none to come: no forward yet, or a backward has followed it"
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    """What is known of a wrapper that replicates a model.
+
+    Attributes:
+        ids: of the parameters that it reduces.
+        next: what its next backward does.
+        was_reduced: whether a backward before the present block has reduced what is there.
+    """
+
+    ids: frozenset[int]
+    next: _Next = _Next.NONE
+    was_reduced: bool = False
 
 
 @dataclass(frozen=True, slots=True)

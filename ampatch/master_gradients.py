@@ -32,6 +32,18 @@ _MASTER = operator.attrgetter("master")
 _VERSION = operator.attrgetter("_version")
 
 
+_BOTH_CHANGED = (
+    "gradients of half parameters were changed after those of their float32 masters had been, by clipping them for "
+    "one, and show what these were before. What the half parameters have counts. Change one of the two only: those of "
+    "the model's parameters, or of amp.master_params(optimizer)."
+)
+_EDITED_WHILE_SCALED = (
+    "gradients that a block of amp.scale_loss had left scaled were changed before the next block. What earlier blocks "
+    "had left stays as it was. Change gradients behind a block that unscales them; or leave all blocks but the last "
+    "scaled, with delay_unscale=True or under no_sync."
+)
+
+
 class _Gradient(enum.Enum):
     """What a half parameter's gradient is."""
 
@@ -166,10 +178,12 @@ class MasterGradients:
         self._halves = halves
         self._is_clear = True  # no pair knows of a gradient
         self._shown: list[_Shown] = []
+        # The pairs whose masters have sums of blocks before a delayed one, with the fingerprint of what that left.
+        self._scaled: list[tuple[Pair, Tensor]] = []
         # Ids of the gradients on both sides, which pairs hold, if kernels follow all of them.
         self._left: list[int] = []
-        # Of earlier times, whether gradients of half parameters and of their masters had both been changed.
-        self._both_changed: list[HostCopy] = []
+        # Warnings, with numbers on their way to the host: whether one of them is not 0.
+        self._to_tell: list[tuple[HostCopy, str]] = []
 
     def are_at_rest(self) -> bool:
         """Whether there is no gradient in the half parameters, and none is known of; the masters' are not looked at."""
@@ -244,8 +258,11 @@ class MasterGradients:
 
     # Between blocks
 
-    def follow(self) -> None:
+    def follow(self, *, takes_new: bool = True) -> None:
         """Takes over what became of gradients since they were shown: cleared, changed, replaced, or new.
+
+        Args:
+            takes_new: whether masters get what backward has left outside of blocks.
 
         Warns:
             AmpWarning: somebody has set gradients of masters whose half parameters have one by backward.
@@ -253,8 +270,8 @@ class MasterGradients:
         if self.are_at_rest():
             return
         is_all_shown = self._follow_all_shown()
-        self._tell_of_both()
-        if is_all_shown:
+        self._tell()
+        if is_all_shown or not takes_new:
             return
         by_hand = [
             pair
@@ -277,17 +294,13 @@ class MasterGradients:
         for shown in self._shown:
             shown.versions = list(map(_VERSION, shown.fulls))
 
-    def _tell_of_both(self) -> None:
-        if not self._both_changed or is_capturing():
+    def _tell(self) -> None:
+        if not self._to_tell or is_capturing():
             return
-        arrived = [copied for copied in self._both_changed if copied.has_arrived]
-        self._both_changed = [copied for copied in self._both_changed if not copied.has_arrived]
-        if any(any(copied.values) for copied in arrived):
-            warn(
-                "gradients of half parameters were changed after those of their float32 masters had been, by clipping "
-                "them for one, and show what these were before. What the half parameters have counts. Change one of "
-                "the two only: those of the model's parameters, or of amp.master_params(optimizer)."
-            )
+        arrived = [each for each in self._to_tell if each[0].has_arrived]
+        self._to_tell = [each for each in self._to_tell if not each[0].has_arrived]
+        for message in dict.fromkeys(message for copied, message in arrived if any(copied.values)):
+            warn(message)
 
     def were_written(self) -> bool:
         """Whether torch has counted a write to what half parameters show, or something else is there."""
@@ -309,7 +322,7 @@ class MasterGradients:
         for shown in self._shown:
             both = shown.follow()
             if both is not None and not is_capturing():
-                self._both_changed.append(HostCopy(both))
+                self._to_tell.append((HostCopy(both), _BOTH_CHANGED))
         for pairs in by_device(replaced):
             numbers = torch.zeros(len(pairs), dtype=torch.float64, device=pairs[0].master.device)
             kernels.follow(_half_gradients(pairs), _full_gradients(pairs), numbers, numbers + 1, of_gradients=True)
@@ -431,14 +444,33 @@ class MasterGradients:
             pair.leave(_Gradient.BASE)
         self._forget_shown()
 
+    def scale_new(self, scale: Tensor) -> None:
+        """Multiplies what backward has left outside of blocks, for more to be added to it.
+
+        Args:
+            scale: 0-dimensional float32.
+        """
+        new = [pair for pair in self._with_new() if pair.gradient is _Gradient.NEW]
+        kernels.multiply_(optimizer_state.gradients_of(pair.parameter for pair in new), scale)
+        for pair in new:
+            pair.leave(_Gradient.BASE)
+
     def follow_zeroing(self) -> None:
         """Drops the masters' gradients where somebody has zeroed what a delayed block left in the half parameters."""
-        for pair in self._pairs.values():
-            grad = pair.parameter.grad
-            was_written = grad is not None and grad is pair.left and grad._version != pair.left_version
-            # Asked of the device only where somebody has written to it.
-            if was_written and pair.master.grad is not None and not bool(_gradient_of(pair.parameter).any()):
-                pair.master.grad = None
+        scaled, self._scaled = self._scaled, []
+        edited: list[Tensor] = []
+        for pair, before in scaled:
+            grad, full = pair.parameter.grad, pair.master.grad
+            if _is_plain(grad) and _is_plain(full):
+                assert grad is not None
+                assert full is not None
+                # By the value, as torch does not count every write; on the device.
+                values = kernels.values_of(grad)
+                changed, left = kernels.fingerprints([values])[0] != before, values.any()
+                full.masked_fill_(changed & ~left, 0)
+                edited.append(changed & left)
+        if edited and not is_capturing():
+            self._to_tell.append((HostCopy(torch.stack(edited)), _EDITED_WHILE_SCALED))
 
     def leave_scaled(self) -> None:
         """Takes note of gradients that stay scaled for a later block, to see whether they are cleared until then."""
@@ -447,6 +479,14 @@ class MasterGradients:
         for pair in self._pairs.values():
             if pair.gradient is not _Gradient.SHOWN:
                 pair.leave(_Gradient.BASE)
+        with_sums = [
+            pair
+            for pair in self._pairs.values()
+            if pair.gradient is _Gradient.BASE and _is_plain(pair.left) and _is_plain(pair.master.grad)
+        ]
+        self._scaled = []
+        for pairs in by_device(pair for pair in with_sums if pair.parameter.numel()):
+            self._scaled += zip(pairs, kernels.fingerprints(_half_gradients(pairs)).unbind(), strict=True)
 
     # For good
 

@@ -115,6 +115,7 @@ class MasterWeights:
         self.is_stepping = False
         self._heard: set[int] = set()  # ids of half parameters that somebody may have written to unseen since
         self._are_shared = False  # somebody may have another tensor of a master's memory, and write to it unseen
+        self._storages: set[int] | None = None  # where the masters' memory begins, once it was asked for
         self._groups: list[_Group] = []
         self._places: dict[int, tuple[_Group, int]] = {}  # by id of the half parameter
         self._optimizer = weakref.ref(optimizer)
@@ -200,7 +201,7 @@ class MasterWeights:
         self._pairs.clear()
         self._parameters.clear()
         self._groups.clear()
-        self._are_shared = False
+        self._are_shared, self._storages = False, None
         self._places.clear()
         self._half_marks, self._full_marks = Marks([], []), Marks([], [])
 
@@ -226,10 +227,16 @@ class MasterWeights:
         """Takes note that somebody may write unseen to a tensor of a pair, or to another one of its memory."""
         if id(tensor) in self._pairs:
             self._heard.add(id(tensor))
-        elif not (self.is_stepping or self._are_shared) and self._full_marks.has_address(tensor.data_ptr()):
+        elif not (self.is_stepping or self._are_shared) and self._is_of_master(tensor):
             self._are_shared = True  # for good: the tensor may be kept, and written to later
             for group in self._groups:
                 group.watch_masters()
+
+    def _is_of_master(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor is a master, or shares memory with one."""
+        if self._storages is None:
+            self._storages = {pair.master.untyped_storage().data_ptr() for pair in self._pairs.values()} - {0}
+        return id(tensor) in self._parameters or tensor.untyped_storage().data_ptr() in self._storages
 
     def synchronise(self, by_value: bool = False) -> None:
         """Takes over what somebody wrote into half weights or masters since `write`.
@@ -351,6 +358,7 @@ class MasterWeights:
         halves_moved, masters_moved = self._half_marks.renew(), self._full_marks.renew()
         self._heard.clear()
         if halves_moved or masters_moved:
+            self._storages = None
             pairs = [pair for pair in self._pairs.values() if pair.parameter.numel()]
             self._groups = [_Group(some, watches_masters=self._are_shared) for some in by_device(pairs)]
             self._places = {

@@ -40,9 +40,10 @@ logger = logging.getLogger("ampatch")
 
 #: What to do about gradients that a postponed pass has left.
 NOT_REDUCED = (
-    "the last amp.scale_loss was for a model under no_sync, and leaves them to be reduced over processes together with "
-    "those of a later one. Run the last forward and backward of a step outside of no_sync; or, if you have reduced "
-    "the gradients yourself, call amp.unscale_(optimizer)."
+    "the backward in the last amp.scale_loss was under no_sync, or did not go through the wrapper (such as "
+    "DistributedDataParallel), which is to reduce them together with those of a later one. Run the last forward and "
+    "backward of a step through the wrapper, outside of no_sync; or, if you have reduced the gradients yourself, call "
+    "amp.unscale_(optimizer)."
 )
 
 #: What to do about gradients that no scaler knows of; where they are is to be filled in.

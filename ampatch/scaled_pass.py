@@ -155,9 +155,12 @@ class ScaledPass:
 
     def _make_way(self, *_: object) -> None:
         """Backward begins: what half parameters show is taken over, and makes way for what it leaves."""
+        are_reduced = self._processes.are_reduced(self._model_parameters())
         for gradients in self._stop_waiting():
-            gradients.follow()
+            gradients.follow(takes_new=are_reduced)
             gradients.make_way()
+            if not are_reduced:  # DDP reduces what is there together with what comes
+                gradients.scale_new(self.scaling.scale)
 
     def _follow_unused(self) -> None:
         """If backward has not begun: what half parameters show is taken over as it is, by whatever it has changed."""
@@ -186,7 +189,7 @@ class ScaledPass:
                 self._processes.is_postponed(self._model_parameters())
                 or self._processes.has_unreduced(self._model_parameters())
             )
-            self._processes.end_block()
+            self._processes.end_block(self._model_parameters())
         if delay_unscale or self.scaling.is_postponed:
             for optimizer in self._optimizers:
                 optimizer.note_scaled()

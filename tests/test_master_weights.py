@@ -476,6 +476,15 @@ CLEARINGS: dict[str, Callable[[nn.Module, Any], object]] = {
 }
 
 
+ZEROINGS = {
+    "counted": lambda grad: grad.zero_(),
+    "data": lambda grad: grad.data.zero_(),
+    "other data": lambda grad: setattr(grad, "data", torch.zeros_like(grad)),
+    "numpy": lambda grad: grad.numpy().fill(0),
+    "storage": lambda grad: grad.untyped_storage().fill_(0),
+}
+
+
 class TestClearing:
     @pytest.mark.parametrize("clear", CLEARINGS.values(), ids=CLEARINGS)
     @pytest.mark.parametrize("delay_unscale", [False, True], ids=["unscaled", "scaled"])
@@ -514,6 +523,32 @@ class TestClearing:
         assert masters(optimizer)[0].grad is not None
         optimizer.step()
         assert [parameter.grad for parameter in (*masters(optimizer), *model.parameters())] == [None] * 4
+
+    @pytest.mark.parametrize("clear", ZEROINGS.values(), ids=ZEROINGS)
+    def test_what_a_delayed_block_has_left_drops_the_sums_of_earlier_ones(self, clear):
+        model = network()
+        reference, optimizer = Reference(model, torch.float16, SGD), SGD(model.parameters())
+        initialize(model, optimizer)
+        backward(loss_of(model, 0), optimizer)
+        backward(loss_of(model, 0), optimizer, delay_unscale=True)
+        for parameter in model.parameters():
+            clear(parameter.grad)
+        backward(loss_of(model, 1), optimizer)
+        reference.backward(1)
+        for master, wanted in zip(masters(optimizer), reference.masters, strict=True):
+            assert_same_bits(master.grad, wanted.grad)
+
+    @pytest.mark.parametrize("edit", [lambda grad: grad.mul_(0.5), lambda grad: grad.data.mul_(0.5)])
+    def test_what_a_delayed_block_has_left_in_part_is_warned_of(self, edit):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        backward(loss_of(model, 0), optimizer)
+        backward(loss_of(model, 0), optimizer, delay_unscale=True)
+        edit(next(model.parameters()).grad)
+        backward(loss_of(model, 1), optimizer)
+        with pytest.warns(AmpWarning, match="had left scaled were changed before the next block"):
+            optimizer.step()
 
     def test_inside_a_block_before_backward(self):
         model = network()
@@ -648,6 +683,45 @@ class TestWritingWeights:
 
 
 class TestStateDict:
+    @pytest.mark.parametrize("exchange", [lambda p, data: setattr(p, "data", data), lambda p, data: p.set_(data)])
+    def test_taken_before_weights_got_other_data_gives_back_what_they_were(self, exchange):
+        model = network()
+        initialize(model, SGD(model.parameters()))
+        saved = model.state_dict()
+        wanted = copy.deepcopy(saved)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                exchange(parameter, torch.full_like(parameter, 0.125))
+        loss_of(model, 0)  # a forward has masters follow
+        assert_same_state(saved, wanted)
+        model.load_state_dict(saved)
+        assert_same_state(model.state_dict(), wanted)
+
+    def test_masters_written_to_by_way_of_their_parts_count_for_the_next_forward(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        for master in masters(optimizer):
+            master.detach()[1:].data.fill_(0.5)
+        loss_of(model, 0)
+        for parameter in model.parameters():
+            assert bool((parameter[1:] == 0.5).all())
+
+    def test_masters_that_got_other_data_count_when_that_is_written_to(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        flat = torch.zeros(sum(master.numel() for master in masters(optimizer)))
+        start = 0
+        for master in masters(optimizer):
+            piece = flat[start : start + master.numel()].view_as(master)
+            start += master.numel()
+            master.data = piece.copy_(master.detach())
+        loss_of(model, 0)
+        flat.mul_(0).add_(0.25)
+        loss_of(model, 0)
+        assert all(bool((parameter == 0.25).all()) for parameter in model.parameters())
+
     def test_is_float32_with_the_masters_bits_for_the_whole_and_for_every_part(self, half_dtype):
         model = nn.Sequential(network(), nn.BatchNorm1d(3))
         optimizer = SGD(model.parameters())
