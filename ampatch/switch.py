@@ -138,7 +138,8 @@ class Switch:
 class _Region:
     """A block in which casts are off for one reason or several, or on for none.
 
-    A class, since every step of an optimizer is one, and a generator takes longer.
+    A class, since every step of an optimizer is one, and a generator takes longer. Regions need not end in the reverse
+    order of their beginnings: those of two generators do not, nor those of two tasks of asyncio.
     """
 
     __slots__ = ("_before", "_off", "_signal")
@@ -157,8 +158,13 @@ class _Region:
 
     @traced_within_others
     def __exit__(self, *_: object) -> None:
-        Switch.thread.off = self._before
-        torch.set_autocast_enabled(_SIGNAL, self._signal)
+        thread = Switch.thread
+        if thread.off == self._off:
+            thread.off = self._before
+            torch.set_autocast_enabled(_SIGNAL, self._signal)
+        else:  # some that began later are not over, or some that began earlier are
+            thread.off = max(0, thread.off - self._off + self._before)
+            torch.set_autocast_enabled(_SIGNAL, thread.off > 0)
 
 
 @contextlib.contextmanager

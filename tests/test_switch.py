@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from ampatch import amp
 from ampatch.patching import PatchLedger
+from ampatch.process import process
 from ampatch.switch import Switch
 
 
@@ -55,6 +58,53 @@ class TestDisableCasts:
             with amp.disable_casts():
                 assert product_dtype() is torch.float32
             assert product_dtype() is torch.float32
+
+    @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+    def test_ends_with_the_last_of_regions_that_overlap(self, order):
+        def region() -> Iterator[None]:
+            with amp.disable_casts():
+                yield
+
+        with casts_on():
+            regions = [region() for _ in range(3)]
+            for each in regions:
+                next(each)
+            for number in order:
+                assert product_dtype() is torch.float32
+                regions[number].close()
+            assert product_dtype() is torch.bfloat16
+        with casts_on():
+            assert product_dtype() is torch.bfloat16
+
+    def test_ends_with_the_last_of_tasks_that_overlap(self):
+        async def without_casts(wait: int) -> None:
+            with amp.disable_casts():
+                for _ in range(wait):
+                    await asyncio.sleep(0)
+                    assert product_dtype() is torch.float32
+
+        async def both() -> None:
+            await asyncio.gather(without_casts(2), without_casts(4))
+
+        with casts_on():
+            asyncio.run(both())
+            assert product_dtype() is torch.bfloat16
+
+    def test_a_step_within_regions_that_overlap_leaves_them_as_they_are(self):
+        def region() -> Iterator[None]:
+            with amp.disable_casts():
+                yield
+
+        with casts_on():
+            switch = process.live.switch
+            first, second = region(), region()
+            next(first)
+            with switch.suspended():
+                next(second)
+                first.close()
+            assert product_dtype() is torch.float32
+            second.close()
+            assert product_dtype() is torch.bfloat16
 
     @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit])
     def test_restores_where_the_block_raises(self, error):
