@@ -314,7 +314,7 @@ def _names(seen: _Seen) -> Iterator[str]:
     held += _lost(users.values(), seen, originals.keys())
     yield from _problems("in loaded modules", [f"{_name_of(owner)}.{name}: {path}" for owner, name, path in held])
     yield f"in torch's own modules, which are left alone: {len(bindings(torchs.values(), originals))}"
-    yield "not looked for: what lists, dicts, closures, partials and other objects hold"
+    yield "not looked for: closures, default arguments, and containers that no model of amp leads to"
 
 
 def _lost(modules: Iterable[object], seen: _Seen, originals: Iterable[int]) -> Iterator[tuple[object, str, str]]:

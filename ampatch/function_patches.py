@@ -17,10 +17,12 @@ from dataclasses import dataclass
 
 import torch
 import wrapt
+from torch import nn
 
 from ampatch.calls import Accelerator
 from ampatch.cast_lists import Rule, Treatment, why_unfit
 from ampatch.errors import AmpWarning, did_you_mean
+from ampatch.kept_functions import replace_kept
 from ampatch.patching import MISSING, PatchLedger, RefusedError, bindings, loaded_modules, rebind
 from ampatch.paths import Path, PathError, find_owner
 from ampatch.switch import Switch
@@ -66,6 +68,8 @@ class FunctionPatches:
         self._switch = switch
         # The one wrapper of each function that stands in modules, by the original's id, under whatever names it stands.
         self._wrappers: dict[int, Function] = {}
+        # Of methods the last one that it has got, by the original's id.
+        self._methods: dict[int, Function] = {}
         # The original of every wrapper, those of methods included, by the wrapper's id.
         self._originals: dict[int, tuple[Function, Function]] = {}
         # Rules of modules that are not imported yet.
@@ -102,17 +106,44 @@ class FunctionPatches:
         kept: dict[int, Function] = {
             id(wrapper): wrapper for wrapper in list(_original_of) if id(wrapper) not in self._originals
         }
-        wanted = {key: self._originals[id(wrapper)][1] for key, wrapper in self._wrappers.items()}
+        wanted = {key: self._originals[id(wrapper)][1] for key, wrapper in (self._methods | self._wrappers).items()}
         for owner, name, found in bindings(owners, {**wanted, **kept}):
             original = found
             if id(found) in kept:
                 original = _original_of[kept[id(found)]]
                 setattr(owner, name, original)
-            wrapper = self._wrappers.get(id(original))
+            wrapper = self._wrapper_of(original)
             if wrapper is not None:
                 # An owner that keeps its attributes elsewhere keeps the original.
                 with contextlib.suppress(AttributeError, RefusedError):
                     self._ledger.set(owner, name, wrapper)
+
+    def rebind_model(self, model: nn.Module) -> None:
+        """Does what `rebind` does for a model's modules, and for what these keep in containers and partials.
+
+        So are containers in the Python modules of their classes changed, such as tables of activations.
+        """
+        modules = list(model.modules())
+        self.rebind(modules)
+        homes = {base.__module__ for kind in set(map(type, modules)) for base in kind.__mro__}
+        of_users = [
+            sys.modules[name] for name in homes & sys.modules.keys() if name.partition(".")[0] not in _NOT_USERS
+        ]
+        for holder in (*modules, *of_users):
+            if replace_kept(holder, self._replacement_of):
+                self._ledger.on_undo(functools.partial(_restore_kept, weakref.ref(holder)), holder)
+
+    def _replacement_of(self, value: object) -> object | None:
+        """The wrapper of a function; for a wrapper of an earlier session that one of this, or the original."""
+        wrapper = self._wrapper_of(value)
+        if wrapper is not None or id(value) in self._originals:
+            return wrapper
+        original = _original(value)
+        return None if original is None else self._wrapper_of(original) or original
+
+    def _wrapper_of(self, value: object) -> object | None:
+        wrapper = self._wrappers.get(id(value)) or self._methods.get(id(value))
+        return wrapper if wrapper is not None and self._originals[id(wrapper)][1] is value else None
 
     def release(self, owners: Iterable[object]) -> None:
         """After the ledger was undone: ``owners`` and modules that took a wrapper from its place get the original.
@@ -122,6 +153,7 @@ class FunctionPatches:
         """
         released = [(weakref.ref(wrapper), original) for wrapper, original in self._originals.values()]
         self._wrappers.clear()
+        self._methods.clear()
         self._originals.clear()
         for reference, original in released:
             wrapper = reference()
@@ -207,10 +239,15 @@ class FunctionPatches:
             wrapper = self._accelerator.accelerate(wrapper, original, adapter.plainly, reason)
             self._originals[id(wrapper)] = (wrapper, original)
             _original_of[wrapper] = original
-            if not is_class:
-                self._wrappers[id(original)] = wrapper
+            (self._methods if is_class else self._wrappers)[id(original)] = wrapper
         self._ledger.set(owner, name, wrapper if kind is None else kind(wrapper))
 
+
+# Packages whose tables are not the users'.
+_OF_OTHERS = frozenset({"torch", "ampatch", "builtins", "abc", "typing"})
+
+# Packages whose tables are not the users'.
+_NOT_USERS = frozenset({"torch", "ampatch", "builtins", "abc", "typing"})
 
 # The originals of all wrappers that anybody still has, those of earlier sessions included.
 _original_of: weakref.WeakKeyDictionary[Function, Function] = weakref.WeakKeyDictionary()
@@ -218,6 +255,17 @@ _original_of: weakref.WeakKeyDictionary[Function, Function] = weakref.WeakKeyDic
 # wrapt's hooks on imports cannot be removed, and are used up by the import. Here: the modules that have one now.
 _hooked: set[str] = set()
 _waiting: weakref.WeakSet[FunctionPatches] = weakref.WeakSet()
+
+
+def _original(value: object) -> object | None:
+    """The original of any session's wrapper; None of anything else."""
+    return _original_of.get(value) if isinstance(value, types.FunctionType) else None
+
+
+def _restore_kept(reference: weakref.ref[object]) -> None:
+    holder = reference()
+    if holder is not None:
+        replace_kept(holder, _original)
 
 
 def _watch(namespace: str, patches: FunctionPatches) -> None:

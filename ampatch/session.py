@@ -317,7 +317,7 @@ class Session:
         self._models.add(model)
         self._convert_weights(model)  # of a model that is known, what has come into it since
         if self.patches_functions:
-            self._functions.rebind(model.modules())
+            self._functions.rebind_model(model)
         if is_new:
             self._hook(model)
 

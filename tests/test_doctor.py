@@ -330,10 +330,11 @@ class TestNamesWithoutCasts:
         with casts_on():
             assert unreached() == ["frozen.product: torch.matmul"]
 
-    def test_a_name_bound_to_a_method(self, module):
-        module("early", "import torch\nproduct = torch.Tensor.matmul\n")
+    def test_a_name_bound_to_a_method_is_cast_as_the_method_is(self, module):
+        early = module("early", "import torch\nproduct = torch.Tensor.matmul\n")
         with casts_on():
-            assert unreached() == ["early.product: torch.Tensor.matmul"]
+            assert unreached() == []
+            assert early.product(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
 
     def test_a_name_under_two_entries_of_sys_modules_counts_once(self, module, monkeypatch):
         with casts_on():

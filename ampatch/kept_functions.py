@@ -1,0 +1,99 @@
+"""Replaces functions that objects keep in containers and partials, such as a model's table of activations.
+
+Lists and dicts are changed in place, since others may hold them too. Tuples and partials are made anew. Owns nothing;
+must not know which functions are replaced, nor by what.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+# Gives the function to take another's place, or None. Asked of every value.
+Replacement = Callable[[object], object | None]
+
+_LISTS = (list, collections.deque)
+_DICTS = (dict, collections.OrderedDict, collections.defaultdict)
+_OPENED = frozenset({*_LISTS, *_DICTS, tuple, functools.partial, types.SimpleNamespace})
+# What torch itself keeps in every module.
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def replace_kept(holder: object, replacement_of: Replacement) -> bool:
+    """Replaces functions in what an object's attributes contain, at any depth; not those that are attributes.
+
+    Args:
+        holder: a module of a model, or one of Python's.
+        replacement_of: gives the function to take another's place.
+
+    Returns:
+        Whether there were any.
+    """
+    walk = _Walk(replacement_of)
+    attributes: Mapping[str, object] = object.__getattribute__(holder, "__dict__")
+    for name, value in list(attributes.items()):
+        if type(value) in _OPENED and not (name in _OF_MODULES and isinstance(holder, nn.Module)):
+            replaced = walk.replaced(value)
+            if replaced is not value:
+                with contextlib.suppress(AttributeError):  # of an owner that lets nobody set it
+                    setattr(holder, name, replaced)
+    return walk.has_replaced
+
+
+class _Walk:
+    def __init__(self, replacement_of: Replacement) -> None:
+        self.has_replaced = False
+        self._replacement_of = replacement_of
+        self._open: set[int] = set()  # ids of containers that are being walked: one may hold itself
+
+    def replaced(self, value: Any) -> Any:
+        """Returns the value itself, or what is to take its place."""
+        kind = type(value)
+        if kind not in _OPENED:
+            replacement = self._replacement_of(value)
+            self.has_replaced = self.has_replaced or replacement is not None
+            return value if replacement is None else replacement
+        if id(value) in self._open:
+            return value
+        self._open.add(id(value))
+        try:
+            if kind in _LISTS:
+                return self._in_place(value, list(enumerate(value)))
+            if kind in _DICTS:
+                return self._in_place(value, list(value.items()))
+            if kind is types.SimpleNamespace:
+                self._in_place(vars(value), list(vars(value).items()))
+                return value
+            if kind is tuple:
+                items = tuple(map(self.replaced, value))
+                return value if _are_same(items, value) else items
+            return self._partial(value)
+        finally:
+            self._open.discard(id(value))
+
+    def _in_place(self, container: Any, items: list[tuple[Any, object]]) -> Any:
+        for key, item in items:
+            replaced = self.replaced(item)
+            if replaced is not item:
+                container[key] = replaced
+        return container
+
+    def _partial(self, partial: functools.partial[Any]) -> functools.partial[Any]:
+        before = (partial.func, *partial.args, *partial.keywords.values())
+        after = [self.replaced(item) for item in before]
+        if _are_same(after, before):
+            return partial
+        split = 1 + len(partial.args)
+        made = functools.partial(after[0], *after[1:split], **dict(zip(partial.keywords, after[split:], strict=True)))
+        vars(made).update(vars(partial))
+        return made
+
+
+def _are_same(items: Iterable[object], others: Iterable[object]) -> bool:
+    return all(item is other for item, other in zip(items, others, strict=True))

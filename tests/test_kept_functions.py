@@ -1,0 +1,136 @@
+"""Functions that models keep in containers and partials: they are cast, and given back."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import gc
+import types
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import HALF_DTYPES, dtype_name
+from torch import Tensor, nn
+
+from ampatch import amp
+from ampatch.kept_functions import replace_kept
+
+TABLE: dict[str, Any] = {"linear": F.linear, "others": [(F.linear, 1)]}
+
+
+class Keeping(nn.Module):
+    """Calls what it keeps on its weight."""
+
+    def __init__(self, kept: Any = None, call: Any = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.kept, self.call = kept, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.kept, x, self.weight)
+
+
+KEPT: dict[str, tuple[Any, Any]] = {
+    "partial": (lambda: functools.partial(F.linear, bias=None), lambda kept, *args: kept(*args)),
+    "partial of a partial": (
+        lambda: functools.partial(functools.partial(F.linear), bias=None),
+        lambda kept, *args: kept(*args),
+    ),
+    "argument of a partial": (
+        lambda: functools.partial(lambda f, *args: f(*args), F.linear),
+        lambda kept, *args: kept(*args),
+    ),
+    "list": (lambda: [None, F.linear], lambda kept, *args: kept[1](*args)),
+    "deque": (lambda: collections.deque([F.linear]), lambda kept, *args: kept[0](*args)),
+    "tuple": (lambda: (1, (F.linear, "x")), lambda kept, *args: kept[1][0](*args)),
+    "dict": (lambda: {"f": F.linear}, lambda kept, *args: kept["f"](*args)),
+    "defaultdict": (lambda: collections.defaultdict(list, f=[F.linear]), lambda kept, *args: kept["f"][0](*args)),
+    "partial in a dict": (lambda: {"f": functools.partial(F.linear)}, lambda kept, *args: kept["f"](*args)),
+    "namespace": (lambda: types.SimpleNamespace(f=F.linear), lambda kept, *args: kept.f(*args)),
+    "method of Tensor": (lambda: [torch.Tensor.matmul], lambda kept, x, weight: kept[0](x, weight)),
+    "method of Tensor, by itself": (lambda: torch.Tensor.matmul, lambda kept, *args: kept(*args)),
+    "function, by itself": (lambda: F.linear, lambda kept, *args: kept(*args)),
+    "table of its Python module": (lambda: TABLE, lambda _, *args: TABLE["others"][0][0](*args)),
+}
+
+
+@pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize(("make", "call"), KEPT.values(), ids=KEPT)
+def test_are_cast_and_given_back(make, call, half):
+    model = Keeping(make(), call)
+    x = torch.ones(2, 4)
+    for _ in range(2):
+        assert model(x).dtype is torch.float32
+        amp.initialize(model, half_dtype=half, verbosity=0)
+        assert model(x).dtype is half
+        amp.deinitialize()
+    assert model(x).dtype is torch.float32
+    for found in (F.linear, torch.Tensor.matmul):
+        assert not hasattr(found, "__wrapped__")
+    assert str(make()).partition(" at ")[0] == str(model.kept).partition(" at ")[0]
+
+
+def test_stay_in_the_containers_that_they_are_in():
+    kept = [F.linear]
+    model = Keeping({"f": kept}, lambda found, *args: found["f"][0](*args))
+    amp.initialize(model, verbosity=0)
+    assert model.kept["f"] is kept
+    assert kept[0] is not F.linear.__wrapped__
+    amp.deinitialize()
+    assert kept == [F.linear]
+
+
+def test_of_copies_are_cast_by_the_next_session():
+    model = Keeping([F.linear], lambda kept, *args: kept[0](*args))
+    amp.initialize(model, verbosity=0)
+    copied = copy.deepcopy(model)
+    amp.deinitialize()
+    assert copied(torch.ones(2, 4)).dtype is torch.float32
+    amp.initialize(copied, verbosity=0)
+    assert copied(torch.ones(2, 4)).dtype is torch.bfloat16
+
+
+def test_that_somebody_has_replaced_since_are_left_alone():
+    model = Keeping([F.linear, F.linear], None)
+    amp.initialize(model, verbosity=0)
+    model.kept[0] = F.relu
+    model.kept.pop()
+    relu = model.kept[0]
+    amp.deinitialize()
+    assert model.kept == [F.relu]
+    assert relu is F.relu
+
+
+def test_containers_that_hold_themselves_are_walked_once():
+    ring: list[Any] = [F.linear]
+    ring.append({"ring": ring})
+    model = Keeping(ring, lambda kept, *args: kept[1]["ring"][0](*args))
+    amp.initialize(model, verbosity=0)
+    assert model(torch.ones(2, 4)).dtype is torch.bfloat16
+
+
+def test_models_that_keep_them_are_let_go():
+    model = Keeping(None, lambda kept, *args: kept[0](*args))
+    model.kept = [F.linear, model.forward]
+    amp.initialize(model, verbosity=0)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_attributes_of_attributes_stay():
+    class Sealed:
+        def __init__(self) -> None:
+            object.__setattr__(self, "kept", (1, 2))
+
+        def __setattr__(self, name: str, value: object) -> None:
+            raise AttributeError(name)
+
+    sealed = Sealed()
+    assert replace_kept(sealed, lambda value: 3 if value == 2 else None)
+    assert sealed.kept == (1, 2)
