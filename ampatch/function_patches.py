@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import torch
 import wrapt
-from torch import nn
+from torch import fx, nn
 
 from ampatch.calls import Accelerator
 from ampatch.cast_lists import Rule, Treatment, why_unfit
 from ampatch.errors import AmpWarning, did_you_mean
-from ampatch.kept_functions import replace_kept
+from ampatch.kept_functions import Replacement, replace_kept
 from ampatch.patching import MISSING, PatchLedger, RefusedError, bindings, loaded_modules, rebind
 from ampatch.paths import Path, PathError, find_owner
 from ampatch.switch import Switch
@@ -132,6 +132,8 @@ class FunctionPatches:
         for holder in (*modules, *of_users):
             if replace_kept(holder, self._replacement_of):
                 self._ledger.on_undo(functools.partial(_restore_kept, weakref.ref(holder)), holder)
+            if isinstance(holder, fx.GraphModule) and _retarget(holder, self._replacement_of):
+                self._ledger.on_undo(functools.partial(_restore_graph, weakref.ref(holder)), holder)
 
     def _replacement_of(self, value: object) -> object | None:
         """The wrapper of a function; for a wrapper of an earlier session that one of this, or the original."""
@@ -260,6 +262,24 @@ _waiting: weakref.WeakSet[FunctionPatches] = weakref.WeakSet()
 def _original(value: object) -> object | None:
     """The original of any session's wrapper; None of anything else."""
     return _original_of.get(value) if isinstance(value, types.FunctionType) else None
+
+
+def _retarget(module: fx.GraphModule, replacement_of: Replacement) -> bool:
+    """Replaces the functions that a traced graph calls; returns whether there were any."""
+    has_changed = False
+    for node in module.graph.nodes:
+        target = replacement_of(node.target) if node.op == "call_function" else None
+        if target is not None:
+            node.target, has_changed = target, True
+    if has_changed:
+        module.recompile()
+    return has_changed
+
+
+def _restore_graph(reference: weakref.ref[fx.GraphModule]) -> None:
+    module = reference()
+    if module is not None:
+        _retarget(module, _original)
 
 
 def _restore_kept(reference: weakref.ref[object]) -> None:

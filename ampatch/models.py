@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from ampatch import calls
 from ampatch.casting import cast_floating
 from ampatch.compilers import traced_within_others
-from ampatch.errors import OptionError, UsageError
+from ampatch.errors import OptionError, UsageError, warn
 from ampatch.patching import PatchLedger
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -72,6 +72,18 @@ def scripted_parts(model: nn.Module) -> list[str]:
     return list(parts.values())
 
 
+def exported_parts(model: nn.Module) -> list[str]:
+    """Returns the names of graphs that call torch's operators, below its functions: what ``torch.export`` makes."""
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, fx.GraphModule)
+        and any(
+            node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) for node in module.graph.nodes
+        )
+    ]
+
+
 def _own_functions(kind: type) -> Iterator[types.FunctionType]:
     """The methods of a class and of those it derives from, without torch's own."""
     for base in kind.__mro__:
@@ -104,6 +116,40 @@ def _first_parameter(module: nn.Module) -> nn.Parameter | None:
 def device_types(model: nn.Module) -> set[str]:
     """The types of all devices that the model's parameters are on; "meta" is none, as there they are yet to be put."""
     return {parameter.device.type for parameter in model.parameters()} - {"meta"}
+
+
+def warn_of_slow_half(model: nn.Module, half: torch.dtype) -> None:
+    """Warns if a GPU that a model is on is no faster in a half type than in float32.
+
+    Float16 has tensor cores from compute capability 7.0 on, bfloat16 from 8.0 on (NVIDIA's CUDA C++ Programming Guide,
+    "Compute Capabilities"). Other vendors' devices are not asked.
+
+    Args:
+        model: any.
+        half: the type that it is to compute in.
+
+    Warns:
+        AmpWarning: once, of the first such GPU.
+    """
+    if torch.version.hip is not None:
+        return
+    least = (8, 0) if half is torch.bfloat16 else (7, 0)
+    for device in _gpus(model):
+        capability = torch.cuda.get_device_capability(device)
+        if capability < least:
+            other = "; or half_dtype=torch.float16" if capability >= (7, 0) else ""
+            warn(
+                f"{torch.cuda.get_device_name(device)} has compute capability {'.'.join(map(str, capability))}, and no "
+                f"tensor cores for {half}: training saves memory, and is not faster than in float32, or slower. Type "
+                f"opt_level='O0' for float32{other}."
+            )
+            return
+
+
+def _gpus(model: nn.Module) -> list[torch.device]:
+    """Returns the CUDA devices that a model's parameters are on, each once."""
+    devices = dict.fromkeys(parameter.device for parameter in model.parameters())
+    return [device for device in devices if device.type == "cuda"]
 
 
 def check_device(model: nn.Module, known: Set[str]) -> None:

@@ -368,12 +368,21 @@ class Session:
             )
         if dtype is not None or self.patches_functions:
             models.hook_forward(model, self.ledger, self._hooks.before_forward, self._hooks.after_forward)
+        if self.has_half_weights or self.patches_functions:
+            models.warn_of_slow_half(model, self.settings.properties.half_dtype)
         if self.patches_functions:
             scripted = models.scripted_parts(model)
             if scripted:
                 warn(
                     f"TorchScript has compiled {', '.join(scripted)}: nothing in there is cast, and so it computes in "
                     "the types that it is given. Use the Python code that it was made of, or hand it tensor.float()."
+                )
+            exported = models.exported_parts(model)
+            if exported:
+                warn(
+                    f"torch.export has made {', '.join(exported)}; the graphs call operators below torch's functions: "
+                    "nothing in there is cast. Hand the module that was exported to amp.initialize, and export it "
+                    "afterwards, which records the casts."
                 )
             # A cast's graph holds its weight, and so would keep a model's weights when the model has gone.
             self.ledger.on_undo(weakref.finalize(model, self.cache.end_iteration).detach, model)

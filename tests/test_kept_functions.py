@@ -134,3 +134,37 @@ def test_attributes_of_attributes_stay():
     sealed = Sealed()
     assert replace_kept(sealed, lambda value: 3 if value == 2 else None)
     assert sealed.kept == (1, 2)
+
+
+class Traced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.matmul(x, self.weight), self.weight).softmax(-1) @ self.weight
+
+
+@pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+def test_of_a_graph_that_was_traced_before_are_cast(half):
+    model, graph = Traced(), torch.fx.symbolic_trace(Traced())
+    x, code = torch.ones(2, 4), graph.code
+    for _ in range(2):
+        amp.initialize([model, graph], half_dtype=half, verbosity=0)
+        assert graph(x).dtype is half
+        assert torch.equal(graph(x), model(x))
+        amp.deinitialize()
+        assert graph.code == code
+        assert graph(x).dtype is torch.float32
+
+
+def test_of_a_graph_that_was_exported_before_are_warned_of():
+    graph = torch.export.export(Traced(), (torch.ones(2, 4),)).module()
+    with pytest.warns(amp.AmpWarning, match=r"torch\.export has made 1; the graphs call operators below"):
+        amp.initialize(nn.Sequential(nn.Linear(4, 4), graph), verbosity=0)
+
+
+def test_of_a_model_that_is_exported_afterwards_are_cast():
+    model = amp.initialize(Traced(), verbosity=0)
+    graph = torch.export.export(model, (torch.ones(2, 4),)).module()
+    assert graph(torch.ones(2, 4)).dtype is torch.bfloat16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ampatch import amp, models
-from ampatch.errors import OptionError, UsageError
+from ampatch.errors import AmpWarning, OptionError, UsageError
 from ampatch.patching import PatchLedger
 from ampatch.process import process
 
@@ -179,3 +179,47 @@ def test_parameters_are_named_as_their_model_names_them():
         id(model[0].bias): "0.bias",
         id(other.weight): "weight",
     }
+
+
+class TestSlowHalf:
+    """GPUs of which there is none here: what torch tells of them is put in its place."""
+
+    @pytest.fixture
+    def gpu(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+        def made(major: int, minor: int) -> None:
+            monkeypatch.setattr(models, "_gpus", lambda _: [torch.device("cuda", 0)])
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, minor))
+            monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
+
+        return made
+
+    @pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
+    @pytest.mark.parametrize(
+        ("capability", "half", "hint"),
+        [
+            (
+                (6, 1),
+                torch.float16,
+                r"6\.1, and no tensor cores for torch\.float16.* Type opt_level='O0' for float32\.$",
+            ),
+            ((6, 1), torch.bfloat16, r"6\.1, and no tensor cores for torch\.bfloat16.* for float32\.$"),
+            (
+                (7, 5),
+                torch.bfloat16,
+                r"7\.5, and no tensor cores for torch\.bfloat16.*; or half_dtype=torch\.float16\.$",
+            ),
+        ],
+    )
+    def test_is_warned_of_once(self, gpu, capability, half, hint, opt_level):
+        gpu(*capability)
+        with pytest.warns(AmpWarning, match=hint) as told:
+            amp.initialize(nn.Linear(2, 2), opt_level=opt_level, half_dtype=half, verbosity=0)
+        assert len(told) == 1
+
+    @pytest.mark.parametrize(
+        ("capability", "half", "opt_level"),
+        [((7, 0), torch.float16, "O1"), ((8, 0), torch.bfloat16, "O2"), ((6, 1), torch.float16, "O0")],
+    )
+    def test_is_not_where_there_is_none(self, gpu, capability, half, opt_level):
+        gpu(*capability)
+        amp.initialize(nn.Linear(2, 2), opt_level=opt_level, half_dtype=half, verbosity=0)

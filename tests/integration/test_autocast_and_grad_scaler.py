@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -366,3 +366,64 @@ class TestSharedCaches:
         assert amp.cast_counts().cache_hits == 1
         (first.float().sum() + second.float().sum()).backward()
         assert model.weight.grad.abs().sum() > 0
+
+
+class ByTorch(torch.autograd.Function):
+    seen: ClassVar[list[torch.dtype]] = []
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return noted(ByTorch, torch.mm(x, weight))
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return noted(ByTorch, torch.mm(grad, weight.t())), noted(ByTorch, torch.mm(x.t(), grad))
+
+
+class ByAmp(torch.autograd.Function):
+    """The same, as the guide has it."""
+
+    seen: ClassVar[list[torch.dtype]] = []
+
+    @staticmethod
+    @amp.float_function
+    @amp.disable_casts()
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return noted(ByAmp, torch.mm(x, weight))
+
+    @staticmethod
+    @amp.disable_casts()
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return noted(ByAmp, torch.mm(grad, weight.t())), noted(ByAmp, torch.mm(x.t(), grad))
+
+
+def noted(function: Any, result: Tensor) -> Tensor:
+    function.seen.append(result.dtype)
+    return result
+
+
+@pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+def test_custom_fwd_with_cast_inputs_has_an_equal(half):
+    torch.manual_seed(0)
+    values, weights = torch.randn(3, 4), torch.randn(4, 4)
+    found: list[tuple[Tensor, ...]] = []
+    for function, casts in ((ByTorch, torch.autocast("cpu", half)), (ByAmp, casts_on(half))):
+        function.seen.clear()
+        x, weight = values.clone().requires_grad_(), weights.clone().requires_grad_()
+        with casts:
+            hidden = torch.mm(x, weight)
+            assert hidden.dtype is half
+            result = function.apply(hidden, weight)
+            result.square().sum().backward()
+        assert x.grad is not None
+        assert weight.grad is not None
+        found.append((result.detach(), x.grad, weight.grad))
+    assert ByTorch.seen == ByAmp.seen == [torch.float32] * 3
+    for by_torch, by_amp in zip(*found, strict=True):
+        assert torch.equal(by_torch, by_amp)
