@@ -345,11 +345,12 @@ def scale_loss(
         delay_overflow_check: lets a later block decide about the scale.
 
     Returns:
-        A context manager that gives ``loss.float() * scale``, of the shape of ``loss``; of several the same lists,
-        tuples and dicts. With amp disabled the loss itself.
+        A context manager, to be entered once, that gives ``loss.float() * scale``, of the shape of ``loss``; of several
+        the same lists, tuples and dicts. With amp disabled the loss itself.
 
     Raises:
-        UsageError: before ``amp.initialize``; or gradients of two scales would be added up.
+        UsageError: before ``amp.initialize``; gradients of two scales would be added up; or what it returns is entered
+            a second time.
         OptionError: ``loss_id`` is out of range, or an argument is of the wrong kind.
     """
     if process.disabled:
@@ -374,16 +375,25 @@ class _ScaledLoss(Generic[_L]):
         delay_overflow_check: bool,
     ) -> None:
         self._session = session
-        self._arguments = loss, optimizers, loss_id
+        self._arguments: tuple[_L, list[OptimizerLike], int] | None = (loss, optimizers, loss_id)
         self._delays = delay_unscale, delay_overflow_check
+        self._is_open = False
 
     def __enter__(self) -> _L:
+        if self._arguments is None:
+            raise UsageError(
+                f"this amp.scale_loss block {'is open already' if self._is_open else 'has ended'}, and a block can be "
+                "entered only once. Call amp.scale_loss(loss, optimizer) anew for each backward pass: with "
+                "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()."
+            )
         scaled_loss: _L
         scaled_loss, self._pass = self._session.begin_pass(*self._arguments)
-        del self._arguments  # the loss is the user's to let go of
+        self._arguments = None  # the loss is the user's to let go of
+        self._is_open = True
         return scaled_loss
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._is_open = False
         if kind is None:
             self._session.end_pass(self._pass, *self._delays)
         else:

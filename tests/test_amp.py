@@ -632,6 +632,61 @@ class TestScaleLoss:
         assert_same_bits(model.weight.grad, expected)
 
 
+class TestScaleLossIsEnteredOnce:
+    """What `scale_loss` returns is one block: its loss is gone when the block has begun."""
+
+    @pytest.mark.parametrize("loss_scale", [1.0, "dynamic"])
+    def test_again_after_its_end_raises_and_says_what_to_call(self, model, optimizer, loss_scale):
+        initialize(model, optimizer, loss_scale=loss_scale)
+        block = amp.scale_loss(loss_of(model), optimizer)
+        with block as scaled_loss:
+            scaled_loss.backward()
+        before = model.weight.grad.clone()
+        with (
+            pytest.raises(UsageError, match=r"has ended.*only once\. Call amp\.scale_loss\(loss, optimizer\) anew"),
+            block,
+        ):
+            pytest.fail("the block was entered")
+        assert_same_bits(model.weight.grad, before)
+        optimizer.step()
+
+    def test_again_after_it_raised_raises_too(self, model, optimizer):
+        initialize(model, optimizer, loss_scale="dynamic")
+        block = amp.scale_loss(loss_of(model), optimizer)
+        with pytest.raises(ZeroDivisionError), block:
+            raise ZeroDivisionError
+        with pytest.raises(UsageError, match="has ended"), block:
+            pytest.fail("the block was entered")
+
+    def test_again_while_it_is_open_raises_and_abandons_the_pass(self, model, optimizer):
+        initialize(model, optimizer, loss_scale="dynamic")
+        block = amp.scale_loss(loss_of(model), optimizer)
+        with pytest.raises(UsageError, match=r"is open already.*Call amp\.scale_loss"), block as scaled_loss:
+            scaled_loss.backward()
+            with block:
+                pytest.fail("the block was entered")
+        assert model.weight.grad is None
+        backward(loss_of(model), optimizer)
+        assert model.weight.grad.isfinite().all()
+
+    def test_a_block_that_could_not_begin_may_be_entered_again(self, model, optimizer):
+        initialize(model)
+        block = amp.scale_loss(loss_of(model), optimizer)
+        with pytest.raises(UsageError, match="never handed"), block:
+            pytest.fail("the block was entered")
+        initialize(model, [optimizer])
+        with block as scaled_loss:
+            scaled_loss.backward()
+        assert model.weight.grad is not None
+
+    def test_where_amp_is_disabled_it_does_nothing_as_often_as_one_likes(self, model, optimizer):
+        amp.initialize(model, optimizer, enabled=False)
+        block = amp.scale_loss(3, optimizer)
+        for _ in range(2):
+            with block as loss:
+                assert loss == 3
+
+
 class TestState:
     @pytest.fixture
     def saved(self, model, optimizer) -> dict[str, Any]:
