@@ -98,18 +98,18 @@ def initialize(
     optimizers: Any = None,
     enabled: bool = True,
     opt_level: str = "O1",
-    cast_model_type: torch.dtype | None = None,
+    cast_model_type: torch.dtype | str | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | None = None,
     loss_scale: float | str | None = None,
-    cast_model_outputs: torch.dtype | None = None,
+    cast_model_outputs: torch.dtype | str | None = None,
     num_losses: int = 1,
     verbosity: int = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
     *,
-    half_dtype: torch.dtype | None = None,
+    half_dtype: torch.dtype | str | None = None,
     cast_lists: Overlay | None = None,
     init_scale: float = 2.0**16,
     scale_factor: float = 2.0,
@@ -117,11 +117,12 @@ def initialize(
     hysteresis: int = 1,
     exact_hooks: bool = False,
     keep_fp32: Any = None,
-    patch_torch_functions_type: torch.dtype | None = None,
+    patch_torch_functions_type: torch.dtype | str | None = None,
 ) -> Any:
     """Sets up mixed precision for models and their optimizers.
 
-    May be called again: further models join under the same settings.
+    May be called again: further models join under the same settings. An argument that is a type takes the dtype or its
+    name: "float16", "half" or "fp16"; "bfloat16" or "bf16"; "float32".
 
     Args:
         models: a module, or a list of modules, not wrapped for several processes or devices, nor compiled by
@@ -272,13 +273,14 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
     *,
-    half_dtype: torch.dtype | None = None,
+    half_dtype: torch.dtype | str | None = None,
     cast_lists: Overlay | None = None,
-    patch_type: torch.dtype | None = None,
+    patch_type: torch.dtype | str | None = None,
 ) -> Handle:
     """Patches torch's functions without adopting a model.
 
-    An optimizer is adopted by the first `scale_loss` that it is given to.
+    An optimizer is adopted by the first `scale_loss` that it is given to. A type may be given by its name, as to
+    `initialize`.
 
     Args:
         enabled: False does nothing.
@@ -760,7 +762,11 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _half_dtype(
-    given: torch.dtype | None, alias: torch.dtype | None, alias_name: str, opt_level: str, models: Iterable[nn.Module]
+    given: torch.dtype | str | None,
+    alias: torch.dtype | str | None,
+    alias_name: str,
+    opt_level: str,
+    models: Iterable[nn.Module],
 ) -> torch.dtype:
     """The half type asked for; else the live session's, so that a second model joins; else what suits the device."""
     checked = None if given is None else opt_levels.check_half_dtype(given)

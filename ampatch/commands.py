@@ -259,11 +259,12 @@ def _add_half_dtype(parser: argparse.ArgumentParser, help_text: str) -> None:
 
 
 def _half_dtype(text: str) -> tuple[torch.dtype]:
-    from ampatch.opt_levels import HALF_DTYPES
+    from ampatch.opt_levels import check_half_dtype
 
-    if text not in HALF_DTYPES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(HALF_DTYPES)}")
-    return (HALF_DTYPES[text],)
+    try:
+        return (check_half_dtype(text, "the half type"),)
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _file(text: str) -> str:

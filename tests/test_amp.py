@@ -234,6 +234,34 @@ class TestHalfDtype:
         initialize(model, **{name: half_dtype})
         assert product().dtype is half_dtype
 
+    @pytest.mark.parametrize("name", ["half_dtype", "patch_torch_functions_type"])
+    @pytest.mark.parametrize(
+        ("text", "half_dtype"),
+        [
+            *((text, torch.float16) for text in ("float16", "torch.float16", "half", "fp16")),
+            *((text, torch.bfloat16) for text in ("bfloat16", "torch.bfloat16", "bf16")),
+        ],
+    )
+    @pytest.mark.covering(1)
+    def test_may_be_named(self, model, name, text, half_dtype):
+        initialize(model, **{name: text})
+        assert product().dtype is half_dtype
+        initialize(nn.Linear(1, 1), half_dtype=half_dtype)  # the same settings
+
+    @pytest.mark.parametrize("name", ["half_dtype", "patch_type"])
+    def test_may_be_named_to_init(self, name):
+        with amp.init(**{name: "float16"}):
+            assert product().dtype is torch.float16
+
+    def test_of_weights_and_outputs_may_be_named(self, model):
+        initialize(model, opt_level="O2", cast_model_type="bfloat16", cast_model_outputs="float64")
+        assert model.weight.dtype is torch.bfloat16
+        assert model(torch.ones(1, 3)).dtype is torch.float64
+
+    def test_may_be_named_twice_if_it_is_the_same(self, model):
+        initialize(model, half_dtype="half", patch_torch_functions_type=torch.float16)
+        assert product().dtype is torch.float16
+
     def test_may_be_said_twice_if_it_is_the_same(self, model):
         initialize(model, half_dtype=torch.float16, patch_torch_functions_type=torch.float16)
         assert product().dtype is torch.float16
@@ -661,10 +689,8 @@ class TestScaleLossIsEnteredOnce:
     def test_again_while_it_is_open_raises_and_abandons_the_pass(self, model, optimizer):
         initialize(model, optimizer, loss_scale="dynamic")
         block = amp.scale_loss(loss_of(model), optimizer)
-        with pytest.raises(UsageError, match=r"is open already.*Call amp\.scale_loss"), block as scaled_loss:
-            scaled_loss.backward()
-            with block:
-                pytest.fail("the block was entered")
+        with pytest.raises(UsageError, match=r"is open already.*Call amp\.scale_loss"), block, block:
+            pytest.fail("the block was entered twice")
         assert model.weight.grad is None
         backward(loss_of(model), optimizer)
         assert model.weight.grad.isfinite().all()

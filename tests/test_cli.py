@@ -80,8 +80,8 @@ class TestCommandLine:
             (["--verbose", "demo"], "ampatch: error: unrecognized arguments: --verbose"),
             (["lists"], "ampatch lists: error: the following arguments are required: COMMAND"),
             (
-                ["lists", "show", "--half-dtype", "half"],
-                "ampatch lists show: error: argument --half-dtype: 'half' is not",
+                ["lists", "show", "--half-dtype", "flaot16"],
+                "ampatch lists show: error: argument --half-dtype: the half type is 'flaot16'; expected",
             ),
             (
                 ["lists", "show", "--cast-lists"],
@@ -201,12 +201,12 @@ class TestShow:
 
         assert capsys.readouterr().out.splitlines() == list_reports.policy(shipped())
 
-    @pytest.mark.parametrize("name", ["float16", "bfloat16"])
+    @pytest.mark.parametrize("name", ["float16", "bfloat16", "fp16", "torch.bfloat16"])
     def test_or_of_one(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["lists", "show", "--half-dtype", name]) == 0
 
         lines = capsys.readouterr().out.splitlines()
-        assert any(line.startswith("torch.exp ") for line in lines) == (name == "float16")
+        assert any(line.startswith("torch.exp ") for line in lines) == (name in ("float16", "fp16"))
         assert not any("only" in line for line in lines)
 
     def test_files_are_laid_over_the_lists_in_their_order(

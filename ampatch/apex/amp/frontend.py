@@ -28,7 +28,11 @@ _INIT = inspect.signature(amp.init)
 def initialize(*args: Any, **kwargs: Any) -> Any:  # noqa: D103 - it has that of the one it wraps
     given = _INITIALIZE.bind(*args, **kwargs).arguments
     level = opt_levels.LEVELS.get(str(given.get("opt_level", "O1")))
-    if level is not None and level.half_dtype is None and given.get("cast_model_type") is not torch.bfloat16:
+    if (
+        level is not None
+        and level.half_dtype is None
+        and opt_levels.dtype_of(given.get("cast_model_type")) is not torch.bfloat16
+    ):
         _mean_float16(given, "patch_torch_functions_type")
     patches = given.get("patch_torch_functions")
     if patches is None:
