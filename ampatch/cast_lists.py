@@ -10,6 +10,7 @@ import contextlib
 import enum
 import functools
 import operator
+import os
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ class Treatment(enum.Enum):
 
 UNLISTED = "unlisted"
 
-#: What `cast_lists=` takes: a file, several laid one over the other, or the same as a mapping.
+#: What `cast_lists=` takes: a file, several laid one over the other, or the same as a mapping. "~" is the user's home.
 Overlay = str | PathLike[str] | Mapping[str, object] | Sequence["str | PathLike[str] | Mapping[str, object]"]
 
 
@@ -92,13 +93,14 @@ class CastLists:
         """These lists with a user's changes laid over them.
 
         Args:
-            overlay: the path of a YAML file, a mapping of the same form, or a sequence of these, laid in their order.
+            overlay: the path of a YAML file, in which "~" is the user's home, a mapping of the same form, or a sequence
+                of these, laid in their order.
 
         Raises:
             CastListError: anything is wrong with the overlay.
             OptionError: the overlay is of no kind that can be read.
         """
-        several = isinstance(overlay, Sequence) and not isinstance(overlay, (str, bytes))
+        several = isinstance(overlay, Sequence) and not isinstance(overlay, (str, bytes, PathLike))
         lists = self
         for part in overlay if several else [overlay]:  # type: ignore[union-attr]
             lists = lists._with(_read_overlay(part))
@@ -151,7 +153,7 @@ def _read_overlay(overlay: object) -> Changes:
     if isinstance(overlay, Mapping):
         parsed = _Parsed("cast_lists")
     elif isinstance(overlay, (str, PathLike)) and fspath(overlay):
-        parsed = _Parsed(fspath(overlay))
+        parsed = _Parsed(os.path.expanduser(os.fsdecode(overlay)))  # noqa: PTH111 - Path's raises for an unknown user
     else:
         raise OptionError(f"cast_lists holds {overlay!r}; expected the path of a YAML file, or a mapping.")
     try:

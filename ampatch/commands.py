@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -271,7 +272,8 @@ def _file(text: str) -> str:
     # An empty name would be taken for the current folder.
     if not text:
         raise argparse.ArgumentTypeError("the name of a file is empty")
-    return text
+    # In quotes, or after an equals sign, the shell leaves "~" as it is.
+    return os.path.expanduser(text)  # noqa: PTH111 - Path's raises for an unknown user
 
 
 def _print(lines: Iterable[str]) -> None:

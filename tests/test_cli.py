@@ -311,6 +311,24 @@ class TestCheck:
         assert output.buffer.getvalue().startswith(rb"\udcff\u20ac.yaml: ")
 
 
+class TestHome:
+    """What the shell leaves as it is: a "~" in quotes."""
+
+    @pytest.fixture(autouse=True)
+    def home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "own.yaml").write_text(SOUND)
+        monkeypatch.setenv("HOME", str(tmp_path))
+
+    def test_check(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["lists", "check", "~/own.yaml"]) == 0
+        assert capsys.readouterr().out.startswith(f"{tmp_path}/own.yaml is sound")
+
+    @pytest.mark.parametrize("arguments", [["--cast-lists", "~/own.yaml"], ["--cast-lists=~/own.yaml"]], ids=" ".join)
+    def test_show(self, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["lists", "show", *arguments]) == 0
+        assert f"{tmp_path}/own.yaml:2" in capsys.readouterr().out
+
+
 class TestDiff:
     @pytest.mark.parametrize("name", PEERS)
     @pytest.mark.parametrize("dtype", list_reports.BOTH, ids=str)
