@@ -9,9 +9,9 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -87,10 +87,71 @@ logger = logging.getLogger("ampatch")
 
 _F = TypeVar("_F")
 _L = TypeVar("_L")
+_Models = TypeVar("_Models", bound=nn.Module | Sequence[nn.Module])
+_Optimizers = TypeVar("_Optimizers")
 
 
 def __dir__() -> list[str]:
     return __all__  # what is imported for it is nothing to complete names with
+
+
+# A type checker keeps the classes of what is handed in: what comes back are the very same objects.
+@overload
+def initialize(
+    models: _Models,
+    optimizers: None = ...,
+    enabled: bool = ...,
+    opt_level: str = ...,
+    cast_model_type: torch.dtype | str | None = ...,
+    patch_torch_functions: bool | None = ...,
+    keep_batchnorm_fp32: bool | str | None = ...,
+    master_weights: bool | None = ...,
+    loss_scale: float | str | None = ...,
+    cast_model_outputs: torch.dtype | str | None = ...,
+    num_losses: int = ...,
+    verbosity: int = ...,
+    min_loss_scale: float | None = ...,
+    max_loss_scale: float = ...,
+    *,
+    half_dtype: torch.dtype | str | None = ...,
+    cast_lists: Overlay | None = ...,
+    init_scale: float = ...,
+    scale_factor: float = ...,
+    scale_window: int = ...,
+    hysteresis: int = ...,
+    exact_hooks: bool = ...,
+    keep_fp32: Any = ...,
+    patch_torch_functions_type: torch.dtype | str | None = ...,
+) -> _Models: ...
+
+
+@overload
+def initialize(
+    models: _Models,
+    optimizers: _Optimizers,
+    enabled: bool = ...,
+    opt_level: str = ...,
+    cast_model_type: torch.dtype | str | None = ...,
+    patch_torch_functions: bool | None = ...,
+    keep_batchnorm_fp32: bool | str | None = ...,
+    master_weights: bool | None = ...,
+    loss_scale: float | str | None = ...,
+    cast_model_outputs: torch.dtype | str | None = ...,
+    num_losses: int = ...,
+    verbosity: int = ...,
+    min_loss_scale: float | None = ...,
+    max_loss_scale: float = ...,
+    *,
+    half_dtype: torch.dtype | str | None = ...,
+    cast_lists: Overlay | None = ...,
+    init_scale: float = ...,
+    scale_factor: float = ...,
+    scale_window: int = ...,
+    hysteresis: int = ...,
+    exact_hooks: bool = ...,
+    keep_fp32: Any = ...,
+    patch_torch_functions_type: torch.dtype | str | None = ...,
+) -> tuple[_Models, _Optimizers]: ...
 
 
 def initialize(
