@@ -41,7 +41,8 @@ from ampatch.optimizer_state import parameters_of
 from ampatch.optimizers import OptimizerLike, check_optimizer
 from ampatch.paths import Path
 from ampatch.process import close_session, decorate, open_session, process, register
-from ampatch.session import Session, Settings
+from ampatch.session import Session
+from ampatch.settings import LiveSettings, Settings
 from ampatch.weight_cache import CastCounts
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "half_function",
     "init",
     "initialize",
+    "is_on",
     "load_state_dict",
     "master_params",
     "promote_function",
@@ -77,6 +79,7 @@ __all__ = [
     "register_half_function",
     "register_promote_function",
     "scale_loss",
+    "settings",
     "skipped_steps",
     "state_dict",
     "step_was_skipped",
@@ -273,7 +276,7 @@ def initialize(
     live = process.live
     if live is not None and live.settings != settings:
         raise UsageError(
-            f"amp is set up already with other settings ({live.settings.difference(settings)}). Type "
+            f"amp is set up already with other settings: {live.settings.difference(settings)}. Type "
             f"amp.deinitialize() first, or give the same arguments."
         )
     _check_optimizers(optimizer_list, model_list, live)
@@ -325,6 +328,14 @@ class Handle:
 
     def __exit__(self, *_: object) -> None:
         self.deactivate()
+
+    def __repr__(self) -> str:
+        kind, session = type(self).__name__, getattr(self, "_session", None)
+        if session is None:
+            return f"{kind}(does nothing: enabled=False)"
+        properties = session.settings.properties
+        state = "on" if session is process.live else "deactivated"
+        return f"{kind}({state}: opt_level={properties.opt_level!r}, half_dtype={properties.half_dtype})"
 
 
 def init(
@@ -704,6 +715,46 @@ def skipped_steps(optimizer: Any) -> int:
     if process.disabled:
         return 0
     return _require_session("amp.skipped_steps").adopted(check_optimizer(optimizer)).skipped_steps
+
+
+def is_on() -> bool:
+    """Tells whether amp is set up: after `initialize` or `init`, and until `deinitialize`.
+
+    Returns:
+        False before that and after it, and where the last call had ``enabled=False`` and nothing was set up. True
+        inside `disable_casts`, which turns casts off in one thread, and neither loss scales nor masters:
+        ``amp.settings()["casts_here"]`` tells of those.
+    """
+    return process.live is not None
+
+
+def settings() -> dict[str, Any]:
+    """Returns what is live as plain data, for logs and checkpoints: text, numbers, True, False, None, lists of them.
+
+    Waits for the device, to read the loss scales.
+
+    Returns:
+        A dict. With amp off it has two keys: "is_on", False, and "disabled", whether ``enabled=False`` was given. With
+        amp on, the arguments of `initialize` by their names, as they were resolved: types by name ("float16"),
+        "cast_lists" as the files laid over the shipped lists
+        ("a mapping" for one). Beside them "is_on", "disabled", "set_up_by",
+        "loss_scales" (the present ones, by ``loss_id``), "device_types" (of the tensors that are cast), "num_models"
+        and "num_optimizers" (those still alive), and "casts_here" (whether patched functions cast in this thread, which
+        they do not inside `disable_casts`).
+    """
+    live = process.live
+    if live is None:
+        return LiveSettings(is_on=False, disabled=process.disabled)
+    return LiveSettings(
+        is_on=True,
+        disabled=False,
+        **live.settings.as_plain_data(),
+        loss_scales=[scaler.state.loss_scale for scaler in live.scalers],
+        device_types=sorted(live.device_types),
+        num_models=len(live.models),
+        num_optimizers=live.number_of_optimizers,
+        casts_here=live.patches_functions and not live.switch.is_off(),
+    )
 
 
 def clear_cache() -> None:

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
-import yaml
 
-from ampatch.cast_lists import CastLists, Rule, Treatment, When
+from ampatch.cast_lists import CastLists, Rule, Treatment, When, typed_conditions
 from ampatch.errors import AmpError, CastListError
 from ampatch.opt_levels import HALF_DTYPES
 from ampatch.paths import Path, PathError, find, identity
@@ -152,13 +151,7 @@ def _grouped(values: Iterable[_T | None], half_dtypes: Sequence[torch.dtype]) ->
 def _conditions(when: When, dtypes: Sequence[torch.dtype], asked: Sequence[torch.dtype]) -> list[str]:
     """The half types, where these are not all that were asked about, and the arguments."""
     only = [] if len(dtypes) == len(asked) else [f"{_NAMES[dtype]} only" for dtype in dtypes]
-    arguments = [f"{name}={'|'.join(map(_as_typed, values))}" for name, values in when]
-    return [*only, *([f"when {', '.join(arguments)}"] if arguments else [])]
-
-
-def _as_typed(value: object) -> str:
-    """A value as it stands in the YAML file, so that True is told from the string."""
-    return yaml.safe_dump([value], default_flow_style=True, width=float("inf")).strip()[1:-1]
+    return [*only, *([f"when {typed_conditions(when)}"] if when else [])]
 
 
 def _paths(count: int) -> str:

@@ -241,13 +241,22 @@ def check_loss_scale(loss_scale: object) -> LossScale:
     raise OptionError(f"loss_scale is {loss_scale!r}; expected a positive finite number, or 'dynamic'.{hint}")
 
 
-def difference(live: Properties, asked: Properties) -> str:
-    """What tells two sets of properties apart, as ``name=value`` pairs; empty if nothing does."""
+def difference(live: Properties, asked: Properties) -> dict[str, tuple[object, object]]:
+    """The arguments that tell two sets of properties apart, without those that only follow from others.
+
+    Args:
+        live: one.
+        asked: the other.
+
+    Returns:
+        The values in ``live`` and in ``asked`` by the name of the argument; empty if nothing differs.
+    """
     names = [field.name for field in fields(Properties)]
-    if live.opt_level != asked.opt_level:  # the others follow from that, and nobody has typed them
-        names = ["opt_level", "half_dtype"]
-    return ", ".join(
-        f"{name}={getattr(live, name)} there, {getattr(asked, name)} here"
-        for name in names
-        if getattr(live, name) != getattr(asked, name)
-    )
+    differing = {name: (getattr(live, name), getattr(asked, name)) for name in names}
+    own = [resolve(each.opt_level, each.half_dtype, Overrides()) for each in (live, asked)]
+    return {
+        name: values
+        for name, values in differing.items()
+        if values[0] != values[1]
+        and (name in ("opt_level", "half_dtype") or values != tuple(getattr(each, name) for each in own))
+    }

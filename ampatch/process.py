@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ampatch import compilers, conversion_plan, models
 from ampatch.errors import OptionError, UsageError
 from ampatch.function_patches import Registration
-from ampatch.session import Hooks, Session, Settings
+from ampatch.session import Hooks, Session
+from ampatch.settings import Settings
 from ampatch.wrappers import explain
 
 
@@ -47,7 +48,11 @@ def open_session(settings: Settings, device_types: Iterable[str]) -> Session:
         UsageError: there is a live one already.
     """
     if process.live is not None:
-        raise UsageError("amp is set up already; type amp.deinitialize() first.")
+        properties = process.live.settings.properties
+        raise UsageError(
+            f"amp is set up already, at opt_level={properties.opt_level!r} in {properties.half_dtype}; type "
+            "amp.deinitialize() first."
+        )
     session = Session(settings, device_types, _HOOKS)
     try:
         session.install(process.registered)

@@ -577,7 +577,7 @@ class TestInit:
     def test_initialize_says_what_is_live(self, model):
         with (
             amp.init(half_dtype=torch.bfloat16),
-            pytest.raises(UsageError, match=r"\(\S.*\)\. Type amp\.deinitialize\(\)"),
+            pytest.raises(UsageError, match=r"set up by amp\.init .*\. Type amp\.deinitialize\(\)"),
         ):
             initialize(model, loss_scale="dynamic")
 

@@ -401,22 +401,22 @@ ONCE_SET_UP = [
     Mistake(
         "other-settings",
         lambda bench: amp.initialize(bench.model, opt_level="O0", verbosity=0),
-        r"other settings \(opt_level=O1 there, O0 here.*Type amp\.deinitialize\(\) first",
+        r"other settings: opt_level is 'O1' \(this call: 'O0'\)\. Type amp\.deinitialize\(\) first",
         UsageError,
     ),
     Mistake(
         "other-cast-lists",
         lambda bench: amp.initialize(bench.model, cast_lists={"blacklist": {"torch": ["mm"]}}, verbosity=0),
-        r"other settings \(cast_lists\).*Type amp\.deinitialize\(\) first",
+        r"other settings: cast_lists: torch\.mm is .* \(this call: in the blacklist .*Type amp\.deinitialize\(\)",
         UsageError,
     ),
     Mistake(
         "other-scale",
         lambda bench: amp.initialize(bench.model, loss_scale=1.0, init_scale=2.0, scale_window=5, verbosity=0),
-        r"other settings \(the loss scale's settings\).*Type amp\.deinitialize\(\) first",
+        r"other settings: scale_window is 2000 \(this call: 5\)\. Type amp\.deinitialize\(\) first",
         UsageError,
     ),
-    Mistake("init", lambda _: amp.init(), r"set up already; type amp\.deinitialize\(\) first", UsageError),
+    Mistake("init", lambda _: amp.init(), r"set up already, at .*; type amp\.deinitialize\(\) first", UsageError),
     Mistake(
         "register-too-late",
         lambda _: amp.register_half_function(torch, "exp"),

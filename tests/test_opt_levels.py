@@ -273,6 +273,15 @@ class TestFlagsAndTypes:
 
 class TestTheDifference:
     def test_names_what_differs_and_nothing_else(self) -> None:
-        assert difference(resolved("O1"), resolved("O1", loss_scale=128.0)) == "loss_scale=dynamic there, 128.0 here"
-        assert difference(resolved("O2", FLOAT16), resolved("O2", FLOAT16)) == ""
-        assert "opt_level=O1 there, O2 here" in difference(resolved("O1"), resolved("O2"))
+        assert difference(resolved("O1"), resolved("O1", loss_scale=128.0)) == {"loss_scale": ("dynamic", 128.0)}
+        assert difference(resolved("O2", FLOAT16), resolved("O2", FLOAT16)) == {}
+
+    def test_leaves_out_what_follows_from_the_level_or_the_half_type(self) -> None:
+        assert difference(resolved("O1"), resolved("O2")) == {"opt_level": ("O1", "O2")}
+        assert difference(resolved("O2", FLOAT16), resolved("O2", BFLOAT16)) == {"half_dtype": (FLOAT16, BFLOAT16)}
+
+    def test_tells_an_override_beside_another_level(self) -> None:
+        assert difference(resolved("O1"), resolved("O2", loss_scale=1.0)) == {
+            "opt_level": ("O1", "O2"),
+            "loss_scale": ("dynamic", 1.0),
+        }
