@@ -125,6 +125,7 @@ def initialize(
     exact_hooks: bool = ...,
     keep_fp32: Any = ...,
     patch_torch_functions_type: torch.dtype | str | None = ...,
+    profile_casts: bool = ...,
 ) -> _Models: ...
 
 
@@ -154,6 +155,7 @@ def initialize(
     exact_hooks: bool = ...,
     keep_fp32: Any = ...,
     patch_torch_functions_type: torch.dtype | str | None = ...,
+    profile_casts: bool = ...,
 ) -> tuple[_Models, _Optimizers]: ...
 
 
@@ -182,6 +184,7 @@ def initialize(
     exact_hooks: bool = False,
     keep_fp32: Any = None,
     patch_torch_functions_type: torch.dtype | str | None = None,
+    profile_casts: bool = False,
 ) -> Any:
     """Sets up mixed precision for models and their optimizers.
 
@@ -218,6 +221,8 @@ def initialize(
         keep_fp32: submodules that stay in float32, where the level makes weights half: names, patterns (``"*.norm"``)
             or classes, one or a list.
         patch_torch_functions_type: the name that ROCm's Apex had for ``half_dtype``.
+        profile_casts: whether each cast has a label in ``torch.profiler``, such as "ampatch: cast weight of
+            torch.nn.functional.linear to float16". Calls of patched functions run in Python then, as labels need.
 
     Returns:
         The same objects in the shape they were given: a model; or a model and an optimizer; lists where lists were
@@ -272,6 +277,7 @@ def initialize(
         keep_fp32=kept,
         cast_model_outputs=opt_levels.check_output_type(cast_model_outputs),
         exact_hooks=_flag("exact_hooks", exact_hooks),
+        profile_casts=_flag("profile_casts", profile_casts),
     )
     live = process.live
     if live is not None and live.settings != settings:
@@ -348,6 +354,7 @@ def init(
     half_dtype: torch.dtype | str | None = None,
     cast_lists: Overlay | None = None,
     patch_type: torch.dtype | str | None = None,
+    profile_casts: bool = False,
 ) -> Handle:
     """Patches torch's functions without adopting a model.
 
@@ -363,6 +370,7 @@ def init(
         half_dtype: ``torch.float16`` or ``torch.bfloat16``; None: float16 where there is a GPU, else bfloat16.
         cast_lists: as for `initialize`.
         patch_type: the name that ROCm's Apex had for ``half_dtype``.
+        profile_casts: as for `initialize`.
 
     Returns:
         A handle that undoes it.
@@ -387,6 +395,7 @@ def init(
         allow_banned=bool(allow_banned),
         enable_caching=bool(enable_caching),
         adopts_on_use=True,
+        profile_casts=_flag("profile_casts", profile_casts),
     )
     opened = open_session(settings, _all_device_types())
     opened.verbose = bool(verbose)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ampatch import compilers, conversion_plan, models
+from ampatch import cast_labels, compilers, conversion_plan, models
 from ampatch.errors import OptionError, UsageError
 from ampatch.function_patches import Registration
 from ampatch.session import Hooks, Session
@@ -100,8 +100,11 @@ def decorate(function: Any, kind: str) -> Any:
         if session is None or not session.patches_functions or not session.switch.active or session.switch.is_off():
             return function(*args, **kwargs)
         adapted = None
+        adapt = session.adapters[kind]
+        if session.settings.profile_casts:
+            adapt = cast_labels.named(adapt, name)
         try:
-            adapted = session.adapters[kind](args, kwargs)
+            adapted = adapt(args, kwargs)
             return function(*adapted[0], **adapted[1])
         except Exception as error:
             explain(error, reason, (args, kwargs), adapted)

@@ -34,6 +34,7 @@ from ampatch import (
 )
 from ampatch.bystanders import Bystanders
 from ampatch.calls import Accelerator
+from ampatch.cast_labels import LabellingCache
 from ampatch.conversion import Conversion
 from ampatch.distributed import Processes
 from ampatch.errors import OptionError, UsageError, warn
@@ -102,7 +103,8 @@ class Session:
         self._hooks = hooks
         self.verbose = True
         self.switch = Switch()
-        self.cache = WeightCache(settings.enable_caching)
+        cache_type = LabellingCache if settings.profile_casts else WeightCache
+        self.cache = cache_type(settings.enable_caching)
         self.ledger = PatchLedger()
         self.scalers = tuple(LossScaler.from_policy(settings.scale_policy) for _ in range(settings.num_losses))
         self.device_types = set(device_types)
@@ -125,7 +127,11 @@ class Session:
         self._told_of: set[int] = set()  # the numbers of losses for which something else went backward
         self.loading: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
         self._adapters = Adapters(
-            settings.properties.half_dtype, self.cache, self.device_types, allow_banned=settings.allow_banned
+            settings.properties.half_dtype,
+            self.cache,
+            self.device_types,
+            allow_banned=settings.allow_banned,
+            labelled=settings.profile_casts,
         )
         self.adapters = self._adapters.by_kind()
         self._accelerator = Accelerator(self.cache.book, self.cache.cast, self.switch, self.device_types)
@@ -292,7 +298,12 @@ class Session:
             if module not in self._guarded:
                 self._guarded.add(module)
                 models.hook_casts(
-                    module, self.ledger, inputs=torch.float32, outputs=dtype, widens_copies=self.has_masters
+                    module,
+                    self.ledger,
+                    inputs=torch.float32,
+                    outputs=dtype,
+                    widens_copies=self.has_masters,
+                    labelled=self.settings.profile_casts,
                 )
         if self.has_half_weights:
             self._hook_state_dict(model)
@@ -314,7 +325,12 @@ class Session:
         dtype, outputs = self.settings.properties.cast_model_type, self.settings.cast_model_outputs
         if dtype is not None or outputs is not None:
             models.hook_casts(
-                model, self.ledger, inputs=dtype, outputs=outputs or torch.float32, widens_copies=self.has_masters
+                model,
+                self.ledger,
+                inputs=dtype,
+                outputs=outputs or torch.float32,
+                widens_copies=self.has_masters,
+                labelled=self.settings.profile_casts,
             )
         if dtype is not None or self.patches_functions:
             models.hook_forward(model, self.ledger, self._hooks.before_forward, self._hooks.after_forward)

@@ -45,6 +45,7 @@ class Settings:
         keep_fp32: submodules that stay in float32 where weights are converted.
         cast_model_outputs: the type of the models' outputs; None: float32 where weights are converted, else as it is.
         exact_hooks: whether a skipped step fires no hooks, at the price of waiting for the device.
+        profile_casts: whether casts have labels in ``torch.profiler``.
     """
 
     properties: Properties
@@ -57,6 +58,7 @@ class Settings:
     keep_fp32: KeepFloat32 = ()
     cast_model_outputs: torch.dtype | None = None
     exact_hooks: bool = False
+    profile_casts: bool = False
 
     def difference(self, asked: Settings) -> str:
         """Names each argument in which a call asks for other settings, with both values; empty if there is none."""
@@ -94,11 +96,13 @@ class Settings:
             "loss_scale": properties.loss_scale,
             "num_losses": self.num_losses,
             **{argument: getattr(self.scale_policy, field) for field, argument in _SCALE_ARGUMENTS.items()},
-            **{name: getattr(self, name) for name in ("exact_hooks", "allow_banned", "enable_caching")},
+            **{
+                name: getattr(self, name) for name in ("exact_hooks", "allow_banned", "enable_caching", "profile_casts")
+            },
         }
 
 
-_PLAIN_FIELDS = ("num_losses", "cast_model_outputs", "exact_hooks", "allow_banned", "enable_caching")
+_PLAIN_FIELDS = ("num_losses", "cast_model_outputs", "exact_hooks", "allow_banned", "enable_caching", "profile_casts")
 
 
 class LiveSettings(dict[str, Any]):

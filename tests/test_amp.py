@@ -92,6 +92,7 @@ class TestSignatures:
             "exact_hooks",
             "keep_fp32",
             "patch_torch_functions_type",
+            "profile_casts",
         }
 
     def test_all_by_position(self, model, optimizer):
