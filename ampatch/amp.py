@@ -9,9 +9,9 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,8 @@ from ampatch.optimizer_state import parameters_of
 from ampatch.optimizers import OptimizerLike, check_optimizer
 from ampatch.paths import Path
 from ampatch.process import close_session, decorate, open_session, process, register
-from ampatch.session import Session, Settings
+from ampatch.session import Session
+from ampatch.settings import LiveSettings, Settings
 from ampatch.weight_cache import CastCounts
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "half_function",
     "init",
     "initialize",
+    "is_on",
     "load_state_dict",
     "master_params",
     "promote_function",
@@ -77,6 +79,7 @@ __all__ = [
     "register_half_function",
     "register_promote_function",
     "scale_loss",
+    "settings",
     "skipped_steps",
     "state_dict",
     "step_was_skipped",
@@ -87,10 +90,73 @@ logger = logging.getLogger("ampatch")
 
 _F = TypeVar("_F")
 _L = TypeVar("_L")
+_Models = TypeVar("_Models", bound=nn.Module | Sequence[nn.Module])
+_Optimizers = TypeVar("_Optimizers")
 
 
 def __dir__() -> list[str]:
     return __all__  # what is imported for it is nothing to complete names with
+
+
+# A type checker keeps the classes of what is handed in: what comes back are the very same objects.
+@overload
+def initialize(
+    models: _Models,
+    optimizers: None = ...,
+    enabled: bool = ...,
+    opt_level: str = ...,
+    cast_model_type: torch.dtype | str | None = ...,
+    patch_torch_functions: bool | None = ...,
+    keep_batchnorm_fp32: bool | str | None = ...,
+    master_weights: bool | None = ...,
+    loss_scale: float | str | None = ...,
+    cast_model_outputs: torch.dtype | str | None = ...,
+    num_losses: int = ...,
+    verbosity: int = ...,
+    min_loss_scale: float | None = ...,
+    max_loss_scale: float = ...,
+    *,
+    half_dtype: torch.dtype | str | None = ...,
+    cast_lists: Overlay | None = ...,
+    init_scale: float = ...,
+    scale_factor: float = ...,
+    scale_window: int = ...,
+    hysteresis: int = ...,
+    exact_hooks: bool = ...,
+    keep_fp32: Any = ...,
+    patch_torch_functions_type: torch.dtype | str | None = ...,
+    profile_casts: bool = ...,
+) -> _Models: ...
+
+
+@overload
+def initialize(
+    models: _Models,
+    optimizers: _Optimizers,
+    enabled: bool = ...,
+    opt_level: str = ...,
+    cast_model_type: torch.dtype | str | None = ...,
+    patch_torch_functions: bool | None = ...,
+    keep_batchnorm_fp32: bool | str | None = ...,
+    master_weights: bool | None = ...,
+    loss_scale: float | str | None = ...,
+    cast_model_outputs: torch.dtype | str | None = ...,
+    num_losses: int = ...,
+    verbosity: int = ...,
+    min_loss_scale: float | None = ...,
+    max_loss_scale: float = ...,
+    *,
+    half_dtype: torch.dtype | str | None = ...,
+    cast_lists: Overlay | None = ...,
+    init_scale: float = ...,
+    scale_factor: float = ...,
+    scale_window: int = ...,
+    hysteresis: int = ...,
+    exact_hooks: bool = ...,
+    keep_fp32: Any = ...,
+    patch_torch_functions_type: torch.dtype | str | None = ...,
+    profile_casts: bool = ...,
+) -> tuple[_Models, _Optimizers]: ...
 
 
 def initialize(
@@ -98,18 +164,18 @@ def initialize(
     optimizers: Any = None,
     enabled: bool = True,
     opt_level: str = "O1",
-    cast_model_type: torch.dtype | None = None,
+    cast_model_type: torch.dtype | str | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | None = None,
     loss_scale: float | str | None = None,
-    cast_model_outputs: torch.dtype | None = None,
+    cast_model_outputs: torch.dtype | str | None = None,
     num_losses: int = 1,
     verbosity: int = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
     *,
-    half_dtype: torch.dtype | None = None,
+    half_dtype: torch.dtype | str | None = None,
     cast_lists: Overlay | None = None,
     init_scale: float = 2.0**16,
     scale_factor: float = 2.0,
@@ -117,11 +183,13 @@ def initialize(
     hysteresis: int = 1,
     exact_hooks: bool = False,
     keep_fp32: Any = None,
-    patch_torch_functions_type: torch.dtype | None = None,
+    patch_torch_functions_type: torch.dtype | str | None = None,
+    profile_casts: bool = False,
 ) -> Any:
     """Sets up mixed precision for models and their optimizers.
 
-    May be called again: further models join under the same settings.
+    May be called again: further models join under the same settings. An argument that is a type takes the dtype or its
+    name: "float16", "half" or "fp16"; "bfloat16" or "bf16"; "float32".
 
     Args:
         models: a module, or a list of modules, not wrapped for several processes or devices, nor compiled by
@@ -153,6 +221,8 @@ def initialize(
         keep_fp32: submodules that stay in float32, where the level makes weights half: names, patterns (``"*.norm"``)
             or classes, one or a list.
         patch_torch_functions_type: the name that ROCm's Apex had for ``half_dtype``.
+        profile_casts: whether each cast has a label in ``torch.profiler``, such as "ampatch: cast weight of
+            torch.nn.functional.linear to float16". Calls of patched functions run in Python then, as labels need.
 
     Returns:
         The same objects in the shape they were given: a model; or a model and an optimizer; lists where lists were
@@ -207,11 +277,12 @@ def initialize(
         keep_fp32=kept,
         cast_model_outputs=opt_levels.check_output_type(cast_model_outputs),
         exact_hooks=_flag("exact_hooks", exact_hooks),
+        profile_casts=_flag("profile_casts", profile_casts),
     )
     live = process.live
     if live is not None and live.settings != settings:
         raise UsageError(
-            f"amp is set up already with other settings ({live.settings.difference(settings)}). Type "
+            f"amp is set up already with other settings: {live.settings.difference(settings)}. Type "
             f"amp.deinitialize() first, or give the same arguments."
         )
     _check_optimizers(optimizer_list, model_list, live)
@@ -264,6 +335,14 @@ class Handle:
     def __exit__(self, *_: object) -> None:
         self.deactivate()
 
+    def __repr__(self) -> str:
+        kind, session = type(self).__name__, getattr(self, "_session", None)
+        if session is None:
+            return f"{kind}(does nothing: enabled=False)"
+        properties = session.settings.properties
+        state = "on" if session is process.live else "deactivated"
+        return f"{kind}({state}: opt_level={properties.opt_level!r}, half_dtype={properties.half_dtype})"
+
 
 def init(
     enabled: bool = True,
@@ -272,13 +351,15 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
     *,
-    half_dtype: torch.dtype | None = None,
+    half_dtype: torch.dtype | str | None = None,
     cast_lists: Overlay | None = None,
-    patch_type: torch.dtype | None = None,
+    patch_type: torch.dtype | str | None = None,
+    profile_casts: bool = False,
 ) -> Handle:
     """Patches torch's functions without adopting a model.
 
-    An optimizer is adopted by the first `scale_loss` that it is given to.
+    An optimizer is adopted by the first `scale_loss` that it is given to. A type may be given by its name, as to
+    `initialize`.
 
     Args:
         enabled: False does nothing.
@@ -289,6 +370,7 @@ def init(
         half_dtype: ``torch.float16`` or ``torch.bfloat16``; None: float16 where there is a GPU, else bfloat16.
         cast_lists: as for `initialize`.
         patch_type: the name that ROCm's Apex had for ``half_dtype``.
+        profile_casts: as for `initialize`.
 
     Returns:
         A handle that undoes it.
@@ -313,6 +395,7 @@ def init(
         allow_banned=bool(allow_banned),
         enable_caching=bool(enable_caching),
         adopts_on_use=True,
+        profile_casts=_flag("profile_casts", profile_casts),
     )
     opened = open_session(settings, _all_device_types())
     opened.verbose = bool(verbose)
@@ -345,11 +428,12 @@ def scale_loss(
         delay_overflow_check: lets a later block decide about the scale.
 
     Returns:
-        A context manager that gives ``loss.float() * scale``, of the shape of ``loss``; of several the same lists,
-        tuples and dicts. With amp disabled the loss itself.
+        A context manager, to be entered once, that gives ``loss.float() * scale``, of the shape of ``loss``; of several
+        the same lists, tuples and dicts. With amp disabled the loss itself.
 
     Raises:
-        UsageError: before ``amp.initialize``; or gradients of two scales would be added up.
+        UsageError: before ``amp.initialize``; gradients of two scales would be added up; or what it returns is entered
+            a second time.
         OptionError: ``loss_id`` is out of range, or an argument is of the wrong kind.
     """
     if process.disabled:
@@ -374,16 +458,25 @@ class _ScaledLoss(Generic[_L]):
         delay_overflow_check: bool,
     ) -> None:
         self._session = session
-        self._arguments = loss, optimizers, loss_id
+        self._arguments: tuple[_L, list[OptimizerLike], int] | None = (loss, optimizers, loss_id)
         self._delays = delay_unscale, delay_overflow_check
+        self._is_open = False
 
     def __enter__(self) -> _L:
+        if self._arguments is None:
+            raise UsageError(
+                f"this amp.scale_loss block {'is open already' if self._is_open else 'has ended'}, and a block can be "
+                "entered only once. Call amp.scale_loss(loss, optimizer) anew for each backward pass: with "
+                "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()."
+            )
         scaled_loss: _L
         scaled_loss, self._pass = self._session.begin_pass(*self._arguments)
-        del self._arguments  # the loss is the user's to let go of
+        self._arguments = None  # the loss is the user's to let go of
+        self._is_open = True
         return scaled_loss
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._is_open = False
         if kind is None:
             self._session.end_pass(self._pass, *self._delays)
         else:
@@ -633,6 +726,46 @@ def skipped_steps(optimizer: Any) -> int:
     return _require_session("amp.skipped_steps").adopted(check_optimizer(optimizer)).skipped_steps
 
 
+def is_on() -> bool:
+    """Tells whether amp is set up: after `initialize` or `init`, and until `deinitialize`.
+
+    Returns:
+        False before that and after it, and where the last call had ``enabled=False`` and nothing was set up. True
+        inside `disable_casts`, which turns casts off in one thread, and neither loss scales nor masters:
+        ``amp.settings()["casts_here"]`` tells of those.
+    """
+    return process.live is not None
+
+
+def settings() -> dict[str, Any]:
+    """Returns what is live as plain data, for logs and checkpoints: text, numbers, True, False, None, lists of them.
+
+    Waits for the device, to read the loss scales.
+
+    Returns:
+        A dict. With amp off it has two keys: "is_on", False, and "disabled", whether ``enabled=False`` was given. With
+        amp on, the arguments of `initialize` by their names, as they were resolved: types by name ("float16"),
+        "cast_lists" as the files laid over the shipped lists
+        ("a mapping" for one). Beside them "is_on", "disabled", "set_up_by",
+        "loss_scales" (the present ones, by ``loss_id``), "device_types" (of the tensors that are cast), "num_models"
+        and "num_optimizers" (those still alive), and "casts_here" (whether patched functions cast in this thread, which
+        they do not inside `disable_casts`).
+    """
+    live = process.live
+    if live is None:
+        return LiveSettings(is_on=False, disabled=process.disabled)
+    return LiveSettings(
+        is_on=True,
+        disabled=False,
+        **live.settings.as_plain_data(),
+        loss_scales=[scaler.state.loss_scale for scaler in live.scalers],
+        device_types=sorted(live.device_types),
+        num_models=len(live.models),
+        num_optimizers=live.number_of_optimizers,
+        casts_here=live.patches_functions and not live.switch.is_off(),
+    )
+
+
 def clear_cache() -> None:
     """Drops the cast weights.
 
@@ -750,7 +883,11 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _half_dtype(
-    given: torch.dtype | None, alias: torch.dtype | None, alias_name: str, opt_level: str, models: Iterable[nn.Module]
+    given: torch.dtype | str | None,
+    alias: torch.dtype | str | None,
+    alias_name: str,
+    opt_level: str,
+    models: Iterable[nn.Module],
 ) -> torch.dtype:
     """The half type asked for; else the live session's, so that a second model joins; else what suits the device."""
     checked = None if given is None else opt_levels.check_half_dtype(given)

@@ -10,6 +10,7 @@ import contextlib
 import enum
 import functools
 import operator
+import os
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ class Treatment(enum.Enum):
 
 UNLISTED = "unlisted"
 
-#: What `cast_lists=` takes: a file, several laid one over the other, or the same as a mapping.
+#: What `cast_lists=` takes: a file, several laid one over the other, or the same as a mapping. "~" is the user's home.
 Overlay = str | PathLike[str] | Mapping[str, object] | Sequence["str | PathLike[str] | Mapping[str, object]"]
 
 
@@ -79,10 +80,16 @@ class CastLists:
     Attributes:
         rules: (path, half dtype) to rule.
         named: every path that was ever listed, so that a function that was unlisted comes back under all its names.
+        files: the overlays, in their order: paths of files, and "a mapping" for each that is none.
     """
 
     rules: Mapping[tuple[Path, torch.dtype], Rule]
     named: tuple[Path, ...] = field(default=(), compare=False)
+    files: tuple[str, ...] = field(default=(), compare=False)
+
+    def __repr__(self) -> str:
+        rules = f"{len(self.rules)} rules"  # all of which nobody could read
+        return f"CastLists({', '.join(['shipped lists', *self.files])}: {rules})"
 
     def for_half(self, half_dtype: torch.dtype) -> dict[Path, Rule]:
         """The rules that apply under one half dtype, by path."""
@@ -92,16 +99,18 @@ class CastLists:
         """These lists with a user's changes laid over them.
 
         Args:
-            overlay: the path of a YAML file, a mapping of the same form, or a sequence of these, laid in their order.
+            overlay: the path of a YAML file, in which "~" is the user's home, a mapping of the same form, or a sequence
+                of these, laid in their order.
 
         Raises:
             CastListError: anything is wrong with the overlay.
             OptionError: the overlay is of no kind that can be read.
         """
-        several = isinstance(overlay, Sequence) and not isinstance(overlay, (str, bytes))
+        several = isinstance(overlay, Sequence) and not isinstance(overlay, (str, bytes, PathLike))
         lists = self
         for part in overlay if several else [overlay]:  # type: ignore[union-attr]
-            lists = lists._with(_read_overlay(part))
+            source, changes = _read_overlay(part)
+            lists = replace(lists._with(changes), files=(*lists.files, source))
         return lists
 
     def _with(self, changes: Changes) -> CastLists:
@@ -147,11 +156,12 @@ def peer(name: str) -> CastLists:
     return CastLists(types.MappingProxyType({key: rule for key, rule in parsed.changes() if rule is not None}))
 
 
-def _read_overlay(overlay: object) -> Changes:
+def _read_overlay(overlay: object) -> tuple[str, Changes]:
+    """The name of an overlay for people, and what it says."""
     if isinstance(overlay, Mapping):
         parsed = _Parsed("cast_lists")
     elif isinstance(overlay, (str, PathLike)) and fspath(overlay):
-        parsed = _Parsed(fspath(overlay))
+        parsed = _Parsed(os.path.expanduser(os.fsdecode(overlay)))  # noqa: PTH111 - Path's raises for an unknown user
     else:
         raise OptionError(f"cast_lists holds {overlay!r}; expected the path of a YAML file, or a mapping.")
     try:
@@ -160,7 +170,54 @@ def _read_overlay(overlay: object) -> Changes:
         parsed.fault(error.line, str(error))
     except RecursionError:
         parsed.fault(0, "it is nested too deeply, or contains itself.")
-    return parsed.changes()
+    return "a mapping" if isinstance(overlay, Mapping) else parsed.source, parsed.changes()
+
+
+_MOST_TOLD = 3
+
+
+def difference(live: CastLists, asked: CastLists) -> list[str]:
+    """What two lists say otherwise of functions, for a message: a few of them, then how many more there are."""
+    told: dict[str, None] = {}
+    for path in sorted({path for path, _ in {**live.rules, **asked.rules}}):
+        pairs = {
+            dtype: (live.rules.get((path, dtype)), asked.rules.get((path, dtype))) for dtype in HALF_DTYPES.values()
+        }
+        differing = {dtype: _told(*pair) for dtype, pair in pairs.items() if pair[0] != pair[1]}
+        everywhere = len(differing) == len(pairs) and len(set(differing.values())) == 1
+        for dtype, how in differing.items():
+            told[f"{path} {how}" if everywhere else f"{path} {how} in {str(dtype).removeprefix('torch.')}"] = None
+    several = list(told)
+    more = len(several) - _MOST_TOLD
+    return several if more <= 0 else [*several[:_MOST_TOLD], f"and {more} more"]
+
+
+def _told(live: Rule | None, asked: Rule | None) -> str:
+    there, here = _place(live), _place(asked)
+    if live is not None and asked is not None and replace(live, instead=asked.instead) == asked:
+        here = "there too, with another `instead`"
+    return f"is {there} (this call: {here})"
+
+
+def _place(rule: Rule | None) -> str:
+    """Where a rule puts its function, and which file and line says so."""
+    if rule is None:
+        return "on no list"
+    options = [
+        *(["when " + typed_conditions(rule.when)] if rule.when else []),
+        *(["via_dtype"] if rule.via_dtype else []),
+    ]
+    listed = "banned" if rule.treatment is Treatment.BANNED else f"in the {rule.treatment.value}"
+    return " ".join([listed, *options, f"by {rule.source}"])
+
+
+def typed_conditions(when: When) -> str:
+    """Conditions on arguments, with the values as they stand in the YAML file, so that True is told from the string."""
+    return ", ".join(f"{name}={'|'.join(map(_as_typed, values))}" for name, values in when)
+
+
+def _as_typed(value: object) -> str:
+    return yaml.safe_dump([value], default_flow_style=True, width=float("inf")).strip()[1:-1]
 
 
 @dataclass(frozen=True, slots=True)

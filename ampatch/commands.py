@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,7 +29,7 @@ _DEMO = "Trains a small network in float32 and in mixed precision, and compares 
 _LISTS = "Shows, checks and compares the cast lists."
 _SHOW = "Prints the rules in force, each with the file and line it comes from."
 _CHECK = "Says what is wrong with a cast list file, one line a fault."
-_DIFF = "Prints what another system casts otherwise than ampatch's own lists."
+_DIFF = "Prints what another system, or a file of yours, casts otherwise than ampatch's own lists."
 _DOCTOR = "Prints what a bug report needs: versions, devices, kernels, and who has patched what of torch."
 _BUILD = "Compiles the extension, which amp uses from then on: kernels, and the calls of patched functions."
 
@@ -62,6 +63,13 @@ def _add_lists(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="shows the rules of these functions alone: a name (softmax), a path (torch.softmax), a namespace "
+        "(torch.fft) or a pattern ('*_loss')",
+    )
     _add_half_dtype(parser, "the half type to show the rules of (default: both)")
     parser.add_argument(
         "--cast-lists",
@@ -80,7 +88,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
     with _searching_here():
         lists = shipped().overlaid(arguments.cast_lists)
-    _print(list_reports.policy(lists, arguments.half_dtype or list_reports.BOTH))
+    _print(list_reports.policy(lists, arguments.half_dtype or list_reports.BOTH, arguments.names))
     return 0
 
 
@@ -106,19 +114,42 @@ def _check(arguments: argparse.Namespace) -> int:
 def _add_diff(parser: argparse.ArgumentParser) -> None:
     from ampatch.cast_lists import PEERS
 
-    parser.add_argument("peer", choices=PEERS, help="the system to compare with")
+    parser.add_argument(
+        "other",
+        type=_peer_or_file,
+        metavar="SYSTEM | FILE",
+        help=f"the system to compare with ({', '.join(PEERS)}), or a file as `amp.initialize(cast_lists=...)` takes it",
+    )
     _add_half_dtype(parser, "the half type to compare in (default: those that the other system has)")
     parser.set_defaults(run=_diff)
 
 
+def _peer_or_file(text: str) -> str:
+    from ampatch.cast_lists import PEERS
+    from ampatch.errors import did_you_mean
+
+    file = _file(text)
+    if text in PEERS or Path(file).exists():
+        return file
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is neither one of {', '.join(PEERS)}, nor a file that there is.{did_you_mean(text, PEERS)}"
+    )
+
+
 def _diff(arguments: argparse.Namespace) -> int:
     from ampatch import list_reports
-    from ampatch.cast_lists import peer, shipped
+    from ampatch.cast_lists import PEERS, peer, shipped
     from ampatch.opt_levels import HALF_DTYPES
 
-    of_peer = tuple(HALF_DTYPES[name] for name in _PEER_HALF_DTYPES.get(arguments.peer, HALF_DTYPES))
+    other = arguments.other
+    of_peer = tuple(HALF_DTYPES[name] for name in _PEER_HALF_DTYPES.get(other, HALF_DTYPES))
     half_dtypes = arguments.half_dtype or of_peer
-    _print(list_reports.difference(peer(arguments.peer), shipped(), arguments.peer, half_dtypes))
+    if other in PEERS:
+        _print(list_reports.difference(peer(other), shipped(), other, half_dtypes))
+        return 0
+    with _searching_here():
+        changed = shipped().overlaid(other)
+    _print(list_reports.changes(shipped(), changed, other, half_dtypes))
     return 0
 
 
@@ -259,18 +290,20 @@ def _add_half_dtype(parser: argparse.ArgumentParser, help_text: str) -> None:
 
 
 def _half_dtype(text: str) -> tuple[torch.dtype]:
-    from ampatch.opt_levels import HALF_DTYPES
+    from ampatch.opt_levels import check_half_dtype
 
-    if text not in HALF_DTYPES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(HALF_DTYPES)}")
-    return (HALF_DTYPES[text],)
+    try:
+        return (check_half_dtype(text, "the half type"),)
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _file(text: str) -> str:
     # An empty name would be taken for the current folder.
     if not text:
         raise argparse.ArgumentTypeError("the name of a file is empty")
-    return text
+    # In quotes, or after an equals sign, the shell leaves "~" as it is.
+    return os.path.expanduser(text)  # noqa: PTH111 - Path's raises for an unknown user
 
 
 def _print(lines: Iterable[str]) -> None:

@@ -6,14 +6,14 @@ Owns the wording behind `ampatch lists`. Only computes: it must never print, rea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import TypeVar
 
 import torch
-import yaml
 
-from ampatch.cast_lists import CastLists, Rule, Treatment, When
-from ampatch.errors import AmpError, CastListError
+from ampatch.cast_lists import CastLists, Rule, Treatment, When, typed_conditions
+from ampatch.errors import AmpError, CastListError, OptionError, did_you_mean
 from ampatch.opt_levels import HALF_DTYPES
 from ampatch.paths import Path, PathError, find, identity
 
@@ -21,32 +21,89 @@ BOTH = tuple(HALF_DTYPES.values())
 
 _NAMES = {dtype: name for name, dtype in HALF_DTYPES.items()}
 _NO_LIST = "-"
+# Where a name without a namespace is looked for.
+_NAMESPACES = ("torch", "torch.nn.functional", "torch.Tensor", "torch.linalg", "torch.special", "torch.fft")
 # What is found where torch, or another installed package, has no such name.
 _ABSENT = object()
 
 _T = TypeVar("_T")
-_Decision = tuple[Treatment, When]
+_Decision = tuple[Treatment, When, tuple[str, ...]]
 
 
-def policy(lists: CastLists, half_dtypes: Sequence[torch.dtype] = BOTH) -> list[str]:
+def policy(lists: CastLists, half_dtypes: Sequence[torch.dtype] = BOTH, names: Sequence[str] = ()) -> list[str]:
     """The rules in force, one line each, sorted by namespace and name.
 
     Args:
         lists: the rules.
         half_dtypes: the half types asked about. Of both, a rule that is the same for each is one line; any other says
             which it is for.
+        names: shows the rules of these alone: of a function by its name (``softmax``, in all namespaces), by its path
+            or the end of one (``functional.softmax``), of a namespace (``torch.fft``), or by a pattern (``*_loss``). A
+            function that is listed under another of its paths is shown under those. Empty: all.
 
     Returns:
         Lines of four aligned columns: path, list, the file and line of the rule, and its conditions if it has any.
+        After them a line for each name of a function of torch's that is on no list.
+
+    Raises:
+        OptionError: a name that no function has; the nearest are named.
     """
+    listed = sorted({path for path, _ in lists.rules})
+    wanted, notes = _selected(names, listed) if names else (set(listed), [])
     rows = []
-    for path in sorted({path for path, _ in lists.rules}):
+    for path in sorted(wanted):
         rules = [lists.rules.get((path, dtype)) for dtype in half_dtypes]
         # Equal rules from two lines stay two: whoever looks for the one should not miss the other.
         for (rule, source), dtypes in _grouped([(rule, rule.source) if rule else None for rule in rules], half_dtypes):
             conditions = [*_conditions(rule.when, dtypes, half_dtypes), *(["via_dtype"] if rule.via_dtype else [])]
             rows.append([str(path), rule.treatment.value, source, "; ".join(conditions)])
-    return _aligned(rows)
+    return [*_aligned(rows), *notes]
+
+
+def _selected(names: Sequence[str], listed: Sequence[Path]) -> tuple[set[Path], list[str]]:
+    """The listed paths that any of the names stands for, and a sentence for each name of a function without a rule."""
+    selected: set[Path] = set()
+    notes: list[str] = []
+    for given in names:
+        name = f"torch.nn.functional.{given[2:]}" if given.startswith("F.") else given  # as nearly every script has it
+        matching = {path for path in listed if _goes_by(path, name)} or _same_function(name, listed)
+        selected |= matching
+        if not matching:
+            notes.append(_unlisted(name, listed))
+    return selected, notes
+
+
+def _goes_by(path: Path, name: str) -> bool:
+    if any(sign in name for sign in "*?["):
+        return fnmatchcase(path.name, name) or fnmatchcase(str(path), name)
+    return f".{path}".endswith(f".{name}") or path.namespace == name or path.namespace.startswith(f"{name}.")
+
+
+def _same_function(name: str, listed: Sequence[Path]) -> set[Path]:
+    """The listed paths of a function that is named by another one."""
+    namespace, _, attribute = name.rpartition(".")
+    if not namespace or not attribute:
+        return set()
+    function = identity(Path(namespace, attribute))
+    return {path for path in listed if identity(path) is function}
+
+
+def _unlisted(name: str, listed: Sequence[Path]) -> str:
+    """A sentence on a function without a rule.
+
+    Raises:
+        OptionError: there is no such function.
+    """
+    namespace, _, attribute = name.rpartition(".")
+    for each in [namespace] if "." in name else _NAMESPACES:
+        if each and attribute and callable(_found(Path(each, attribute))):
+            return f"{each}.{attribute} is on no list: amp leaves its arguments as they are."
+    known = {path.name for path in listed} | {path.namespace for path in listed}
+    near = did_you_mean(name, map(str, listed)) if namespace else did_you_mean(name, known)
+    raise OptionError(
+        f"{name!r} is on no list, and there is no function of that name; expected a function's name, its path, a "
+        f"namespace or a pattern, such as softmax, torch.softmax, torch.fft or '*softmax'.{near}"
+    )
 
 
 def faults(error: AmpError) -> list[str]:
@@ -91,27 +148,84 @@ def difference(theirs: CastLists, ours: CastLists, name: str, half_dtypes: Seque
         half_dtypes: the half types to compare in.
 
     Returns:
-        Lines of three aligned columns: path, their list, our list (``-`` for none), with the conditions of each in
-        parentheses. The last line says how many there are.
+        A legend; lines of three aligned columns: path, their list, our list (``-`` for none), with the conditions of
+        each in parentheses; and a line that says how many there are. Without a difference that line alone.
     """
     sides = [[_by_any_name(lists.for_half(dtype)) for dtype in half_dtypes] for lists in (theirs, ours)]
-    listed = {path for path, _ in {**theirs.rules, **ours.rules}}
-    rows = []
-    kinds: Counter[str] = Counter()
-    for path in sorted(path for path in listed if _found(path) is not _ABSENT):
-        their, our = ([_decision(rules.get(path) or rules.get(identity(path))) for rules in side] for side in sides)
-        if their != our:
-            rows.append([str(path), _cell(their, half_dtypes), _cell(our, half_dtypes)])
-            kinds["both" if any(their) and any(our) else "theirs" if any(their) else "ours"] += 1
-    dtypes = " and ".join(_NAMES[dtype] for dtype in half_dtypes)
-    count = f"{_paths(len(rows))} treated differently in {dtypes}"
-    only = f"{kinds['theirs']} by {name} (left) only, {kinds['ours']} by ampatch (right) only"
-    return [*_aligned(rows), f"{count}: {kinds['both']} listed by both, {only}." if rows else f"{count}."]
+
+    def decisions(path: Path) -> list[list[_Decision | None]]:
+        return [[_decision(rules.get(path) or rules.get(identity(path))) for rules in side] for side in sides]
+
+    listed = {path for path, _ in {**theirs.rules, **ours.rules} if _found(path) is not _ABSENT}
+    rows, kinds = _compared({path: decisions(path) for path in sorted(listed)}, half_dtypes)
+    counted = _counted(rows, half_dtypes)
+    only = f"{kinds['left']} by {name} (left) only, {kinds['right']} by ampatch (right) only"
+    if not rows:
+        return [f"{counted}."]
+    legend = _legend(f"in {name}", "in ampatch")
+    return [legend, *_aligned(rows), f"{counted}: {kinds['both']} listed by both, {only}."]
+
+
+def changes(before: CastLists, after: CastLists, file: str, half_dtypes: Sequence[torch.dtype] = BOTH) -> list[str]:
+    """What a file changes, one line a path, sorted by namespace and name.
+
+    Other than in `difference`, every option of an entry counts, and a function has a line for each of its paths.
+
+    Args:
+        before: the lists without it.
+        after: the lists with it.
+        file: its name.
+        half_dtypes: the half types to compare in.
+
+    Returns:
+        A legend; lines of three aligned columns: path, list before, list after (``-`` for none), with the conditions
+        of each in parentheses; and a line that says how many there are. Without a change that line alone.
+    """
+    paths = sorted({path for path, _ in {**before.rules, **after.rules}})
+    found = {
+        path: [[_full_decision(lists.rules.get((path, dtype))) for dtype in half_dtypes] for lists in (before, after)]
+        for path in paths
+    }
+    rows, kinds = _compared(found, half_dtypes)
+    counted = _counted(rows, half_dtypes)
+    if not rows:
+        return [f"{counted}."]
+    legend = _legend("in the shipped lists", f"with {file} laid over them")
+    told = f"{kinds['both']} moved or changed, {kinds['left']} taken out, {kinds['right']} new"
+    return [legend, *_aligned(rows), f"{counted}: {told}."]
+
+
+def _compared(
+    decisions: Mapping[Path, Sequence[Sequence[_Decision | None]]], half_dtypes: Sequence[torch.dtype]
+) -> tuple[list[list[str]], Counter[str]]:
+    """A row for each path whose two sides differ, and how many of them are on both sides, or on one only."""
+    rows, kinds = [], Counter[str]()
+    for path, (left, right) in decisions.items():
+        if left != right:
+            rows.append([str(path), _cell(left, half_dtypes), _cell(right, half_dtypes)])
+            kinds["both" if any(left) and any(right) else "left" if any(left) else "right"] += 1
+    return rows, kinds
+
+
+def _legend(left: str, right: str) -> str:
+    return _one_line(f"Columns: function; its list {left}; its list {right} ({_NO_LIST}: none).")
+
+
+def _counted(rows: Sequence[object], half_dtypes: Sequence[torch.dtype]) -> str:
+    return f"{_paths(len(rows))} treated differently in {' and '.join(_NAMES[dtype] for dtype in half_dtypes)}"
 
 
 def _decision(rule: Rule | None) -> _Decision | None:
     """What of a rule other systems have as well."""
-    return None if rule is None else (rule.treatment, rule.when)
+    return None if rule is None else (rule.treatment, rule.when, ())
+
+
+def _full_decision(rule: Rule | None) -> _Decision | None:
+    """All of a rule that counts for ampatch."""
+    if rule is None:
+        return None
+    options = [*(["via_dtype"] if rule.via_dtype else []), *([f"instead: {rule.instead}"] if rule.instead else [])]
+    return rule.treatment, rule.when, tuple(options)
 
 
 def _by_any_name(rules: dict[Path, Rule]) -> dict[object, Rule]:
@@ -134,8 +248,8 @@ def _found(path: Path) -> object | None:
 def _cell(decisions: Sequence[_Decision | None], half_dtypes: Sequence[torch.dtype]) -> str:
     """The lists that a function stands in, each with its conditions; there are two where they differ by half type."""
     cells = []
-    for (treatment, when), dtypes in _grouped(decisions, half_dtypes):
-        conditions = "; ".join(_conditions(when, dtypes, half_dtypes))
+    for (treatment, when, options), dtypes in _grouped(decisions, half_dtypes):
+        conditions = "; ".join([*_conditions(when, dtypes, half_dtypes), *options])
         cells.append(f"{treatment.value} ({conditions})" if conditions else treatment.value)
     return ", ".join(cells) or _NO_LIST
 
@@ -152,13 +266,7 @@ def _grouped(values: Iterable[_T | None], half_dtypes: Sequence[torch.dtype]) ->
 def _conditions(when: When, dtypes: Sequence[torch.dtype], asked: Sequence[torch.dtype]) -> list[str]:
     """The half types, where these are not all that were asked about, and the arguments."""
     only = [] if len(dtypes) == len(asked) else [f"{_NAMES[dtype]} only" for dtype in dtypes]
-    arguments = [f"{name}={'|'.join(map(_as_typed, values))}" for name, values in when]
-    return [*only, *([f"when {', '.join(arguments)}"] if arguments else [])]
-
-
-def _as_typed(value: object) -> str:
-    """A value as it stands in the YAML file, so that True is told from the string."""
-    return yaml.safe_dump([value], default_flow_style=True, width=float("inf")).strip()[1:-1]
+    return [*only, *([f"when {typed_conditions(when)}"] if when else [])]
 
 
 def _paths(count: int) -> str:

@@ -7,6 +7,7 @@ Knows gradients as tensors only, never as parameters or optimizers.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
@@ -182,6 +183,7 @@ class LossScaler:
     _is_replayed: bool = False  # a CUDA graph notes, and nobody hears of its replays
     _counted: int = 0  # updates of a static scale, which need not be counted on the device
     _kept: Tensor | None = None  # the snapshot of a static scale
+    _set_to: float  # what the host last set the scale to, which a static one still is
 
     def __init__(
         self,
@@ -352,6 +354,22 @@ class LossScaler:
         self.age += 1
         return self._scale, self._unskipped, self._hysteresis_left
 
+    def __repr__(self) -> str:
+        # A debugger shows it at any moment: while it is made, under a tracer, while a CUDA graph is captured.
+        with contextlib.suppress(Exception):
+            return self._described()
+        return object.__repr__(self)
+
+    def _described(self) -> str:
+        if not self.dynamic:
+            return f"LossScaler(static, loss_scale={self._set_to})"
+        device = self._scale.device
+        if device.type != "cpu":  # to read it would wait for the device
+            return (
+                f"LossScaler(dynamic, loss_scale on {device}: read it by .state, init_scale={self.policy.init_scale})"
+            )
+        return f"LossScaler(dynamic, loss_scale={float(self._scale)}, unskipped={int(self._unskipped)})"
+
     @property
     def state(self) -> ScaleState:
         """The state as plain numbers; waits for the device."""
@@ -410,6 +428,7 @@ class LossScaler:
 
     def _set(self, state: ScaleState) -> None:
         # In place, as everything is but the move to a device: a CUDA graph goes on with the tensors that it met.
+        self._set_to = state.loss_scale
         self._scale.fill_(state.loss_scale)
         self._unskipped.fill_(state.unskipped)
         self._hysteresis_left.fill_(state.hysteresis_left)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ampatch import calls
+from ampatch import calls, cast_labels
 from ampatch.casting import cast_floating
 from ampatch.compilers import traced_within_others
 from ampatch.errors import OptionError, UsageError, warn
@@ -191,6 +191,7 @@ def hook_casts(
     outputs: torch.dtype,
     *,
     widens_copies: bool = False,
+    labelled: bool = False,
 ) -> None:
     """Casts what is floating in the arguments of every forward of the model to one type, and in its result to another.
 
@@ -198,11 +199,11 @@ def hook_casts(
     float32 they cast their inputs to what their weights are, and there are no casts around parts in them.
     """
     if inputs is not None:
-        before: Any = functools.partial(_cast_arguments, inputs)
+        before: Any = functools.partial(cast_labels.cast_arguments if labelled else _cast_arguments, inputs)
         if widens_copies:
             before.__deepcopy__ = functools.partial(_hook_of_copy, _cast_arguments_of_copy)
         ledger.on_undo(model.register_forward_pre_hook(before, with_kwargs=True).remove, model)
-    after: Any = functools.partial(_cast_result, outputs)
+    after: Any = functools.partial(cast_labels.cast_result if labelled else _cast_result, outputs)
     if inputs is torch.float32 and widens_copies:
         after.__deepcopy__ = functools.partial(_hook_of_copy, _leave_result)
     ledger.on_undo(model.register_forward_hook(after).remove, model)

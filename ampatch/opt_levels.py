@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Literal
@@ -18,6 +19,21 @@ from ampatch.errors import OptionError, did_you_mean
 
 HALF_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 HALVES = frozenset(HALF_DTYPES.values())
+
+# What a type may be called where an argument takes one: torch's own names first, then those that other libraries use.
+# "half" is float16, as torch.half is, whatever the half type of the session.
+_DTYPE_NAMES = {
+    **HALF_DTYPES,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "half": torch.half,
+    "float": torch.float,
+    "double": torch.double,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 
 LossScale = float | Literal["dynamic"]
 
@@ -79,7 +95,7 @@ _UNCHANGED_WEIGHTS_ALLOW = {
 class Overrides:
     """What a caller asked for beyond the level; None leaves the level's own value."""
 
-    cast_model_type: torch.dtype | None = None
+    cast_model_type: torch.dtype | str | None = None
     patch_torch_functions: bool | None = None
     keep_batchnorm_fp32: bool | str | None = None
     master_weights: bool | None = None
@@ -141,41 +157,59 @@ def check_opt_level(opt_level: object) -> str:
 
 
 def check_half_dtype(half_dtype: object, name: str = "half_dtype") -> torch.dtype:
-    """``half_dtype`` itself if it is a half type.
+    """The half type that is given: a dtype, or its name ("float16", "torch.float16", "half", "fp16").
 
     Raises:
-        OptionError: it is not.
+        OptionError: it is none.
     """
-    if isinstance(half_dtype, torch.dtype) and half_dtype in HALVES:
-        return half_dtype
-    raise OptionError(f"{name} is {half_dtype!r}; expected torch.float16 or torch.bfloat16.")
+    found = dtype_of(half_dtype)
+    if isinstance(found, torch.dtype) and found in HALVES:
+        return found
+    hint = _near_dtypes(half_dtype, HALVES)
+    raise OptionError(f"{name} is {half_dtype!r}; expected torch.float16 or torch.bfloat16, or its name.{hint}")
 
 
 def check_model_type(dtype: object) -> torch.dtype | None:
-    """``dtype`` itself if a model can be cast to it.
+    """The type that a model can be cast to: a dtype, its name, or None.
 
     Raises:
-        OptionError: it cannot.
+        OptionError: it is none of these.
     """
-    if dtype is None or (isinstance(dtype, torch.dtype) and dtype in {torch.float32, *HALVES}):
-        return dtype
+    found, allowed = dtype_of(dtype), {torch.float32, *HALVES}
+    if found is None or (isinstance(found, torch.dtype) and found in allowed):
+        return found
     raise OptionError(
-        f"cast_model_type is {dtype!r}; expected torch.float32, torch.float16 or torch.bfloat16, or None for the "
-        f"level's own."
+        f"cast_model_type is {dtype!r}; expected torch.float32, torch.float16 or torch.bfloat16, or its name, or None "
+        f"for the level's own.{_near_dtypes(dtype, allowed)}"
     )
 
 
 def check_output_type(dtype: object) -> torch.dtype | None:
-    """``dtype`` itself if a model's outputs can be cast to it.
+    """The type that a model's outputs can be cast to: a dtype, its name, or None.
 
     Raises:
-        OptionError: they cannot.
+        OptionError: it is none of these.
     """
-    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
-        return dtype
+    found = dtype_of(dtype)
+    if found is None or (isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1):
+        return found
     raise OptionError(
-        f"cast_model_outputs is {dtype!r}; expected a floating type such as torch.float32, or None for the level's own."
+        f"cast_model_outputs is {dtype!r}; expected a floating type such as torch.float32, or its name, or None for "
+        f"the level's own.{_near_dtypes(dtype, _DTYPE_NAMES.values())}"
     )
+
+
+def dtype_of(value: object) -> object:
+    """The dtype that a text names, with or without "torch." in front; anything else as it is."""
+    return _DTYPE_NAMES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
+
+
+def _near_dtypes(given: object, allowed: Collection[torch.dtype]) -> str:
+    """The allowed names near a misspelt one; nothing is near to what is no text, or names a type rightly."""
+    if not isinstance(given, str) or dtype_of(given) is not given:
+        return ""
+    names = [name for name, dtype in _DTYPE_NAMES.items() if dtype in allowed]
+    return did_you_mean(given.removeprefix("torch.").lower(), names)
 
 
 def check_flag(name: str, value: object) -> bool | None:
@@ -207,13 +241,22 @@ def check_loss_scale(loss_scale: object) -> LossScale:
     raise OptionError(f"loss_scale is {loss_scale!r}; expected a positive finite number, or 'dynamic'.{hint}")
 
 
-def difference(live: Properties, asked: Properties) -> str:
-    """What tells two sets of properties apart, as ``name=value`` pairs; empty if nothing does."""
+def difference(live: Properties, asked: Properties) -> dict[str, tuple[object, object]]:
+    """The arguments that tell two sets of properties apart, without those that only follow from others.
+
+    Args:
+        live: one.
+        asked: the other.
+
+    Returns:
+        The values in ``live`` and in ``asked`` by the name of the argument; empty if nothing differs.
+    """
     names = [field.name for field in fields(Properties)]
-    if live.opt_level != asked.opt_level:  # the others follow from that, and nobody has typed them
-        names = ["opt_level", "half_dtype"]
-    return ", ".join(
-        f"{name}={getattr(live, name)} there, {getattr(asked, name)} here"
-        for name in names
-        if getattr(live, name) != getattr(asked, name)
-    )
+    differing = {name: (getattr(live, name), getattr(asked, name)) for name in names}
+    own = [resolve(each.opt_level, each.half_dtype, Overrides()) for each in (live, asked)]
+    return {
+        name: values
+        for name, values in differing.items()
+        if values[0] != values[1]
+        and (name in ("opt_level", "half_dtype") or values != tuple(getattr(each, name) for each in own))
+    }

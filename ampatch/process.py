@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ampatch import compilers, conversion_plan, models
+from ampatch import cast_labels, compilers, conversion_plan, models
 from ampatch.errors import OptionError, UsageError
 from ampatch.function_patches import Registration
-from ampatch.session import Hooks, Session, Settings
+from ampatch.session import Hooks, Session
+from ampatch.settings import Settings
 from ampatch.wrappers import explain
 
 
@@ -47,7 +48,11 @@ def open_session(settings: Settings, device_types: Iterable[str]) -> Session:
         UsageError: there is a live one already.
     """
     if process.live is not None:
-        raise UsageError("amp is set up already; type amp.deinitialize() first.")
+        properties = process.live.settings.properties
+        raise UsageError(
+            f"amp is set up already, at opt_level={properties.opt_level!r} in {properties.half_dtype}; type "
+            "amp.deinitialize() first."
+        )
     session = Session(settings, device_types, _HOOKS)
     try:
         session.install(process.registered)
@@ -95,8 +100,11 @@ def decorate(function: Any, kind: str) -> Any:
         if session is None or not session.patches_functions or not session.switch.active or session.switch.is_off():
             return function(*args, **kwargs)
         adapted = None
+        adapt = session.adapters[kind]
+        if session.settings.profile_casts:
+            adapt = cast_labels.named(adapt, name)
         try:
-            adapted = session.adapters[kind](args, kwargs)
+            adapted = adapt(args, kwargs)
             return function(*adapted[0], **adapted[1])
         except Exception as error:
             explain(error, reason, (args, kwargs), adapted)

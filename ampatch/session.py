@@ -29,25 +29,24 @@ from ampatch import (
     copies,
     distributed,
     models,
-    opt_levels,
     optimizer_state,
     unseen_writes,
 )
 from ampatch.bystanders import Bystanders
 from ampatch.calls import Accelerator
-from ampatch.cast_lists import CastLists
+from ampatch.cast_labels import LabellingCache
 from ampatch.conversion import Conversion
-from ampatch.conversion_plan import KeepFloat32
 from ampatch.distributed import Processes
 from ampatch.errors import OptionError, UsageError, warn
 from ampatch.function_patches import FunctionPatches, Registration
-from ampatch.loss_scaler import LossScaler, ScalePolicy
+from ampatch.loss_scaler import LossScaler
 from ampatch.master_weights import MasterWeights, dropping_sums
-from ampatch.opt_levels import HALVES, Properties
+from ampatch.opt_levels import HALVES
 from ampatch.optimizers import OWN_HOOK, AdoptedOptimizer, OptimizerLike, check_not_stepping, check_optimizer
 from ampatch.patching import PatchLedger
 from ampatch.scaled_pass import ScaledPass
 from ampatch.scaling import Scaling
+from ampatch.settings import Settings
 from ampatch.switch import Switch
 from ampatch.weight_cache import WeightCache
 from ampatch.wrappers import Adapters
@@ -56,54 +55,6 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _MOST_WRAPPERS = 8  # around one another; they could go round in a ring
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """All that decides what a session does. Two calls of ``initialize`` may share a session if these are equal.
-
-    Attributes:
-        properties: the opt level's, with overrides.
-        lists: the cast lists.
-        scale_policy: how the loss scales behave.
-        num_losses: how many of them there are.
-        allow_banned: whether banned functions run in float32 instead of raising.
-        enable_caching: whether cast weights are kept.
-        adopts_on_use: whether an optimizer is adopted by the first loss that is scaled for it.
-        keep_fp32: submodules that stay in float32 where weights are converted.
-        cast_model_outputs: the type of the models' outputs; None: float32 where weights are converted, else as it is.
-        exact_hooks: whether a skipped step fires no hooks, at the price of waiting for the device.
-    """
-
-    properties: Properties
-    lists: CastLists
-    scale_policy: ScalePolicy
-    num_losses: int = 1
-    allow_banned: bool = False
-    enable_caching: bool = True
-    adopts_on_use: bool = False
-    keep_fp32: KeepFloat32 = ()
-    cast_model_outputs: torch.dtype | None = None
-    exact_hooks: bool = False
-
-    def difference(self, other: Settings) -> str:
-        """What tells two settings apart, for a message; empty if nothing does."""
-        parts = [opt_levels.difference(self.properties, other.properties)]
-        names = {
-            "lists": "cast_lists",
-            "scale_policy": "the loss scale's settings",
-            "num_losses": "num_losses",
-            "allow_banned": "allow_banned",
-            "enable_caching": "enable_caching",
-            "adopts_on_use": "amp.init and amp.initialize",
-            "keep_fp32": "keep_fp32",
-            "cast_model_outputs": "cast_model_outputs",
-            "exact_hooks": "exact_hooks",
-        }
-        if self.properties.opt_level != other.properties.opt_level:
-            del names["scale_policy"]  # follows from the level
-        parts += [text for name, text in names.items() if getattr(self, name) != getattr(other, name)]
-        return ", ".join(part for part in parts if part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +103,8 @@ class Session:
         self._hooks = hooks
         self.verbose = True
         self.switch = Switch()
-        self.cache = WeightCache(settings.enable_caching)
+        cache_type = LabellingCache if settings.profile_casts else WeightCache
+        self.cache = cache_type(settings.enable_caching)
         self.ledger = PatchLedger()
         self.scalers = tuple(LossScaler.from_policy(settings.scale_policy) for _ in range(settings.num_losses))
         self.device_types = set(device_types)
@@ -175,7 +127,11 @@ class Session:
         self._told_of: set[int] = set()  # the numbers of losses for which something else went backward
         self.loading: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
         self._adapters = Adapters(
-            settings.properties.half_dtype, self.cache, self.device_types, allow_banned=settings.allow_banned
+            settings.properties.half_dtype,
+            self.cache,
+            self.device_types,
+            allow_banned=settings.allow_banned,
+            labelled=settings.profile_casts,
         )
         self.adapters = self._adapters.by_kind()
         self._accelerator = Accelerator(self.cache.book, self.cache.cast, self.switch, self.device_types)
@@ -342,7 +298,12 @@ class Session:
             if module not in self._guarded:
                 self._guarded.add(module)
                 models.hook_casts(
-                    module, self.ledger, inputs=torch.float32, outputs=dtype, widens_copies=self.has_masters
+                    module,
+                    self.ledger,
+                    inputs=torch.float32,
+                    outputs=dtype,
+                    widens_copies=self.has_masters,
+                    labelled=self.settings.profile_casts,
                 )
         if self.has_half_weights:
             self._hook_state_dict(model)
@@ -364,7 +325,12 @@ class Session:
         dtype, outputs = self.settings.properties.cast_model_type, self.settings.cast_model_outputs
         if dtype is not None or outputs is not None:
             models.hook_casts(
-                model, self.ledger, inputs=dtype, outputs=outputs or torch.float32, widens_copies=self.has_masters
+                model,
+                self.ledger,
+                inputs=dtype,
+                outputs=outputs or torch.float32,
+                widens_copies=self.has_masters,
+                labelled=self.settings.profile_casts,
             )
         if dtype is not None or self.patches_functions:
             models.hook_forward(model, self.ledger, self._hooks.before_forward, self._hooks.after_forward)
@@ -480,6 +446,11 @@ class Session:
     def models(self) -> list[nn.Module]:
         """The adopted models that are still there."""
         return list(self._models)
+
+    @property
+    def number_of_optimizers(self) -> int:
+        """How many adopted optimizers are still there."""
+        return len(self._optimizers)
 
     def parameter_ids(self) -> set[int]:
         """The ids of all parameters of the adopted models, and of their masters."""

@@ -22,6 +22,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import get_overridable_functions, handle_torch_function, has_torch_function
 
 from ampatch.calls import Kind, PlainCast
+from ampatch.cast_labels import named
 from ampatch.cast_lists import Rule, Treatment
 from ampatch.casting import CASTABLE, PLAIN, TensorCast, cast_tensors, tensors_in
 from ampatch.compilers import give_own_code, is_below_operators
@@ -69,10 +70,16 @@ class Adapters:
         cache: casts tensors, and remembers those of weights.
         device_types: of the tensors that are cast (``"cpu"``, ``"cuda"``); the set may grow.
         allow_banned: whether banned functions run in float32 instead of raising.
+        labelled: whether the cache is told for which function it casts; then no adapter casts plainly.
     """
 
     def __init__(
-        self, half_dtype: torch.dtype, cache: WeightCache, device_types: Set[str], allow_banned: bool = False
+        self,
+        half_dtype: torch.dtype,
+        cache: WeightCache,
+        device_types: Set[str],
+        allow_banned: bool = False,
+        labelled: bool = False,
     ) -> None:
         self.half_dtype = half_dtype
         self._cache = cache
@@ -85,6 +92,7 @@ class Adapters:
             for index in (None, *range(torch.accelerator.device_count() if kind != "cpu" else 0))
         }
         self._allow_banned = allow_banned
+        self._labelled = labelled
         # float64 is nothing to cast from, but what promotion can lead to.
         self._casts = {dtype: self._tensor_cast(dtype) for dtype in (*CASTABLE, torch.float64)}
         # Made once, and shared by all functions under the same treatment.
@@ -100,7 +108,9 @@ class Adapters:
         Raises:
             CastListError: the rule is limited by an argument that the function does not have.
         """
-        adapter = self.for_treatment(rule.treatment, rule.path, original, rule.via_dtype, rule.instead)
+        adapter = self._told(
+            self.for_treatment(rule.treatment, rule.path, original, rule.via_dtype, rule.instead), rule.path
+        )
         if not rule.when:
             return adapter
         adapt = adapter.adapt
@@ -126,8 +136,12 @@ class Adapters:
     ) -> Adapter:
         """The adapter of a registered function; ``dtype`` is cast to instead of the session's half type."""
         if dtype is None or is_in_place(path.name):
-            return self.for_treatment(treatment, path, original)
-        return self._obeying(self._to[dtype], original, "to", dtype)
+            return self._told(self.for_treatment(treatment, path, original), path)
+        return self._told(self._obeying(self._to[dtype], original, "to", dtype), path)
+
+    def _told(self, adapter: Adapter, path: Path) -> Adapter:
+        """An adapter that names its function, where casts are labelled; what runs in C++ names none."""
+        return Adapter(named(adapter.adapt, str(path))) if self._labelled else adapter
 
     def for_treatment(
         self,

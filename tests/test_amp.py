@@ -92,6 +92,7 @@ class TestSignatures:
             "exact_hooks",
             "keep_fp32",
             "patch_torch_functions_type",
+            "profile_casts",
         }
 
     def test_all_by_position(self, model, optimizer):
@@ -233,6 +234,34 @@ class TestHalfDtype:
     def test_is_what_was_asked_for(self, model, half_dtype, name):
         initialize(model, **{name: half_dtype})
         assert product().dtype is half_dtype
+
+    @pytest.mark.parametrize("name", ["half_dtype", "patch_torch_functions_type"])
+    @pytest.mark.parametrize(
+        ("text", "half_dtype"),
+        [
+            *((text, torch.float16) for text in ("float16", "torch.float16", "half", "fp16")),
+            *((text, torch.bfloat16) for text in ("bfloat16", "torch.bfloat16", "bf16")),
+        ],
+    )
+    @pytest.mark.covering(1)
+    def test_may_be_named(self, model, name, text, half_dtype):
+        initialize(model, **{name: text})
+        assert product().dtype is half_dtype
+        initialize(nn.Linear(1, 1), half_dtype=half_dtype)  # the same settings
+
+    @pytest.mark.parametrize("name", ["half_dtype", "patch_type"])
+    def test_may_be_named_to_init(self, name):
+        with amp.init(**{name: "float16"}):
+            assert product().dtype is torch.float16
+
+    def test_of_weights_and_outputs_may_be_named(self, model):
+        initialize(model, opt_level="O2", cast_model_type="bfloat16", cast_model_outputs="float64")
+        assert model.weight.dtype is torch.bfloat16
+        assert model(torch.ones(1, 3)).dtype is torch.float64
+
+    def test_may_be_named_twice_if_it_is_the_same(self, model):
+        initialize(model, half_dtype="half", patch_torch_functions_type=torch.float16)
+        assert product().dtype is torch.float16
 
     def test_may_be_said_twice_if_it_is_the_same(self, model):
         initialize(model, half_dtype=torch.float16, patch_torch_functions_type=torch.float16)
@@ -549,7 +578,7 @@ class TestInit:
     def test_initialize_says_what_is_live(self, model):
         with (
             amp.init(half_dtype=torch.bfloat16),
-            pytest.raises(UsageError, match=r"\(\S.*\)\. Type amp\.deinitialize\(\)"),
+            pytest.raises(UsageError, match=r"set up by amp\.init .*\. Type amp\.deinitialize\(\)"),
         ):
             initialize(model, loss_scale="dynamic")
 
@@ -630,6 +659,59 @@ class TestScaleLoss:
         backward(loss_of(model), optimizer)
         assert model.weight.grad.dtype is torch.float32
         assert_same_bits(model.weight.grad, expected)
+
+
+class TestScaleLossIsEnteredOnce:
+    """What `scale_loss` returns is one block: its loss is gone when the block has begun."""
+
+    @pytest.mark.parametrize("loss_scale", [1.0, "dynamic"])
+    def test_again_after_its_end_raises_and_says_what_to_call(self, model, optimizer, loss_scale):
+        initialize(model, optimizer, loss_scale=loss_scale)
+        block = amp.scale_loss(loss_of(model), optimizer)
+        with block as scaled_loss:
+            scaled_loss.backward()
+        before = model.weight.grad.clone()
+        with (
+            pytest.raises(UsageError, match=r"has ended.*only once\. Call amp\.scale_loss\(loss, optimizer\) anew"),
+            block,
+        ):
+            pytest.fail("the block was entered")
+        assert_same_bits(model.weight.grad, before)
+        optimizer.step()
+
+    def test_again_after_it_raised_raises_too(self, model, optimizer):
+        initialize(model, optimizer, loss_scale="dynamic")
+        block = amp.scale_loss(loss_of(model), optimizer)
+        with pytest.raises(ZeroDivisionError), block:
+            raise ZeroDivisionError
+        with pytest.raises(UsageError, match="has ended"), block:
+            pytest.fail("the block was entered")
+
+    def test_again_while_it_is_open_raises_and_abandons_the_pass(self, model, optimizer):
+        initialize(model, optimizer, loss_scale="dynamic")
+        block = amp.scale_loss(loss_of(model), optimizer)
+        with pytest.raises(UsageError, match=r"is open already.*Call amp\.scale_loss"), block, block:
+            pytest.fail("the block was entered twice")
+        assert model.weight.grad is None
+        backward(loss_of(model), optimizer)
+        assert model.weight.grad.isfinite().all()
+
+    def test_a_block_that_could_not_begin_may_be_entered_again(self, model, optimizer):
+        initialize(model)
+        block = amp.scale_loss(loss_of(model), optimizer)
+        with pytest.raises(UsageError, match="never handed"), block:
+            pytest.fail("the block was entered")
+        initialize(model, [optimizer])
+        with block as scaled_loss:
+            scaled_loss.backward()
+        assert model.weight.grad is not None
+
+    def test_where_amp_is_disabled_it_does_nothing_as_often_as_one_likes(self, model, optimizer):
+        amp.initialize(model, optimizer, enabled=False)
+        block = amp.scale_loss(3, optimizer)
+        for _ in range(2):
+            with block as loss:
+                assert loss == 3
 
 
 class TestState:

@@ -180,7 +180,15 @@ OPTIONS = [
     option("hysteresis is -1; expected a whole number", hysteresis=-1),
     option("init_scale is 0; expected a number", init_scale=0),
     option(r"half_dtype is torch\.float32; expected torch\.float16 or torch\.bfloat16", half_dtype=torch.float32),
-    option(r"half_dtype is 'float16'; expected torch\.float16 or torch\.bfloat16", half_dtype="float16"),
+    option(
+        r"half_dtype is 'float32'; expected torch\.float16 or torch\.bfloat16, or its name\.$", half_dtype="float32"
+    ),
+    option(r"half_dtype is 'flaot16'; .*Did you mean 'float16'", half_dtype="flaot16"),
+    option(r"half_dtype is 'torch\.bfloat61'; .*Did you mean 'bfloat16'", half_dtype="torch.bfloat61"),
+    option(r"half_dtype is 'FP16'; .*Did you mean 'fp16'", half_dtype="FP16"),
+    option(r"half_dtype is 16; expected .*or its name\.$", half_dtype=16),
+    option("patch_torch_functions_type is 'bfloat'; .*'bfloat16'", patch_torch_functions_type="bfloat"),
+    option("half_dtype=torch.float16 contradicts opt_level='O4'", opt_level="O4", half_dtype="half"),
     option(
         "say different things; give one of them",
         half_dtype=torch.float16,
@@ -192,9 +200,11 @@ OPTIONS = [
     option("keep_batchnorm_fp32 is 'yes'; expected True, False or None", keep_batchnorm_fp32="yes"),
     option("master_weights=True contradicts opt_level='O1'.*Leave .* out", master_weights=True),
     option("cast_model_type=torch.float16 contradicts opt_level='O1'.*Leave .* out", cast_model_type=torch.float16),
-    option("cast_model_type is 'half'; expected torch.float32", cast_model_type="half"),
+    option("cast_model_type='half' contradicts opt_level='O1'.*Leave .* out", cast_model_type="half"),
+    option("cast_model_type is 'float23'; expected torch.float32.*Did you mean 'float32'", cast_model_type="float23"),
+    option("cast_model_type is 'float64'; .*the level's own\\.$", opt_level="O2", cast_model_type="float64"),
     option("patch_torch_functions is 'no'; expected True, False or None", patch_torch_functions="no"),
-    option("cast_model_outputs is 'half'; expected a floating type", cast_model_outputs="half"),
+    option("cast_model_outputs is 'hlaf'; expected a floating type.*Did you mean 'half'", cast_model_outputs="hlaf"),
     option("cast_model_outputs is torch.int32; expected a floating type", cast_model_outputs=torch.int32),
     option("keep_fp32 contradicts opt_level='O1'.*use opt_level='O2'", keep_fp32=[nn.BatchNorm1d]),
     option("cast_lists contradicts opt_level='O2'.*patch_torch_functions=True", opt_level="O2", cast_lists={}),
@@ -300,6 +310,14 @@ TOO_EARLY = [
         lambda _: amp.init(half_dtype=torch.float16, patch_type=torch.bfloat16),
         "half_dtype=torch.float16 and patch_type=torch.bfloat16 say different things",
     ),
+    Mistake(
+        "init-half_dtype", lambda _: amp.init(half_dtype="float6"), "half_dtype is 'float6'; .*Did you mean 'float16'"
+    ),
+    Mistake(
+        "init-patch_type",
+        lambda _: amp.init(patch_type="bfloat6"),
+        "patch_type is 'bfloat6'; .*Did you mean 'bfloat16'",
+    ),
     Mistake("init-loss-scale", lambda _: amp.init(loss_scale="static"), "loss_scale is 'static'; expected a positive"),
     *(
         Mistake(
@@ -383,22 +401,22 @@ ONCE_SET_UP = [
     Mistake(
         "other-settings",
         lambda bench: amp.initialize(bench.model, opt_level="O0", verbosity=0),
-        r"other settings \(opt_level=O1 there, O0 here.*Type amp\.deinitialize\(\) first",
+        r"other settings: opt_level is 'O1' \(this call: 'O0'\)\. Type amp\.deinitialize\(\) first",
         UsageError,
     ),
     Mistake(
         "other-cast-lists",
         lambda bench: amp.initialize(bench.model, cast_lists={"blacklist": {"torch": ["mm"]}}, verbosity=0),
-        r"other settings \(cast_lists\).*Type amp\.deinitialize\(\) first",
+        r"other settings: cast_lists: torch\.mm is .* \(this call: in the blacklist .*Type amp\.deinitialize\(\)",
         UsageError,
     ),
     Mistake(
         "other-scale",
         lambda bench: amp.initialize(bench.model, loss_scale=1.0, init_scale=2.0, scale_window=5, verbosity=0),
-        r"other settings \(the loss scale's settings\).*Type amp\.deinitialize\(\) first",
+        r"other settings: scale_window is 2000 \(this call: 5\)\. Type amp\.deinitialize\(\) first",
         UsageError,
     ),
-    Mistake("init", lambda _: amp.init(), r"set up already; type amp\.deinitialize\(\) first", UsageError),
+    Mistake("init", lambda _: amp.init(), r"set up already, at .*; type amp\.deinitialize\(\) first", UsageError),
     Mistake(
         "register-too-late",
         lambda _: amp.register_half_function(torch, "exp"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
 import sys
 from collections import ChainMap, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
@@ -619,3 +621,51 @@ class TestLayingOverlays:
             if move.list_name != "unlisted"
         }
         assert expected.items() <= treatments(NONE.overlaid(overlay(drawn))).items()
+
+
+class Located:
+    """A path of another library's: all that is known of it is `__fspath__`."""
+
+    def __init__(self, file: FilePath, kind: type = str) -> None:
+        self._path = os.fspath(file) if kind is str else os.fsencode(file)
+
+    def __fspath__(self) -> str | bytes:
+        return self._path
+
+
+class TestPaths:
+    """The forms in which a file may be given."""
+
+    @pytest.fixture(autouse=True)
+    def home(self, tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "own.yaml").write_text("blacklist: {torch: [mm]}\n")
+        (tmp_path / "faulty.yaml").write_text("blacklist: {torch: [mmm]}\n")
+        monkeypatch.setenv("HOME", str(tmp_path))
+
+    @pytest.mark.parametrize("several", [False, True], ids=["alone", "in-a-list"])
+    @pytest.mark.parametrize("form", [str, FilePath, Located], ids=lambda form: form.__name__)
+    def test_the_home_is_found_and_named_in_full(self, form, several: bool, tmp_path: FilePath) -> None:
+        given = form("~/own.yaml")
+        rule = shipped().overlaid([given] if several else given).rules[Path("torch", "mm"), torch.float16]
+        assert rule.source == f"{tmp_path}/own.yaml:1"
+
+    @pytest.mark.parametrize("kind", [str, bytes])
+    def test_whatever_has_fspath_is_a_path(self, kind: type, tmp_path: FilePath) -> None:
+        lists = shipped().overlaid(Located(tmp_path / "own.yaml", kind))
+        assert lists.rules[Path("torch", "mm"), torch.float16].source == f"{tmp_path}/own.yaml:1"
+
+    def test_a_fault_names_the_file_in_full(self, tmp_path: FilePath) -> None:
+        with pytest.raises(CastListError, match=re.escape(f"{tmp_path}/faulty.yaml:1: 'torch' has no 'mmm'")):
+            shipped().overlaid("~/faulty.yaml")
+
+    def test_a_user_that_there_is_not_is_a_file_that_there_is_not(self) -> None:
+        with pytest.raises(CastListError, match=r"~nobody\.of\.that\.name/own\.yaml: the file cannot be read"):
+            shipped().overlaid("~nobody.of.that.name/own.yaml")
+
+    def test_initialize_and_init_take_them(self) -> None:
+        amp.initialize(torch.nn.Linear(1, 1), cast_lists="~/own.yaml", half_dtype=torch.bfloat16, verbosity=0)
+        ones = torch.ones(1, 1, dtype=torch.bfloat16)
+        assert torch.mm(ones, ones).dtype is torch.float32
+        amp.deinitialize()
+        with amp.init(cast_lists=Located(FilePath("~/own.yaml")), half_dtype=torch.bfloat16):
+            assert torch.mm(ones, ones).dtype is torch.float32

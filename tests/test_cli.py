@@ -80,8 +80,8 @@ class TestCommandLine:
             (["--verbose", "demo"], "ampatch: error: unrecognized arguments: --verbose"),
             (["lists"], "ampatch lists: error: the following arguments are required: COMMAND"),
             (
-                ["lists", "show", "--half-dtype", "half"],
-                "ampatch lists show: error: argument --half-dtype: 'half' is not",
+                ["lists", "show", "--half-dtype", "flaot16"],
+                "ampatch lists show: error: argument --half-dtype: the half type is 'flaot16'; expected",
             ),
             (
                 ["lists", "show", "--cast-lists"],
@@ -94,7 +94,11 @@ class TestCommandLine:
             (["lists", "check"], "ampatch lists check: error: the following arguments are required: FILE"),
             (["lists", "check", ""], "ampatch lists check: error: argument FILE: the name of a file is empty"),
             (["lists", "check", "a", "b"], "ampatch: error: unrecognized arguments: b"),
-            (["lists", "diff", "tensorflow"], "ampatch lists diff: error: argument peer: invalid choice: 'tensorflow'"),
+            (
+                ["lists", "diff", "apx"],
+                "ampatch lists diff: error: argument SYSTEM | FILE: 'apx' is neither one of apex, torch_autocast_cuda,",
+            ),
+            (["lists", "diff", ""], "ampatch lists diff: error: argument SYSTEM | FILE: the name of a file is empty"),
             (
                 ["build", "--device", "gpu"],
                 "ampatch build: error: argument --device: invalid choice: 'gpu' (choose from 'auto', 'cpu', 'cuda')",
@@ -201,13 +205,36 @@ class TestShow:
 
         assert capsys.readouterr().out.splitlines() == list_reports.policy(shipped())
 
-    @pytest.mark.parametrize("name", ["float16", "bfloat16"])
+    @pytest.mark.parametrize("name", ["float16", "bfloat16", "fp16", "torch.bfloat16"])
     def test_or_of_one(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["lists", "show", "--half-dtype", name]) == 0
 
         lines = capsys.readouterr().out.splitlines()
-        assert any(line.startswith("torch.exp ") for line in lines) == (name == "float16")
+        assert any(line.startswith("torch.exp ") for line in lines) == (name in ("float16", "fp16"))
         assert not any("only" in line for line in lines)
+
+    def test_names_are_those_whose_rules_are_shown(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["lists", "show", "softmax", "torch.mm", "--half-dtype", "float16"]) == 0
+
+        lines = capsys.readouterr().out.splitlines()
+        assert lines == list_reports.policy(shipped(), [torch.float16], ["softmax", "torch.mm"])
+        assert {line.split()[0].rpartition(".")[2] for line in lines} == {"softmax", "mm"}
+
+    def test_a_name_that_nothing_has_is_status_1_and_a_line(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["lists", "show", "softmx"]) == 1
+
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith("ampatch: error: 'softmx' is on no list")
+        assert "Did you mean 'softmax'" in printed.err
+
+    def test_names_are_looked_for_in_files_laid_over_them_too(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = tmp_path / "own.yaml"
+        file.write_text(SOUND)
+        assert cli.main(["lists", "show", "torch.mm", "--cast-lists", str(file)]) == 0
+        assert capsys.readouterr().out == f"torch.mm  blacklist  {file}:2\n"
 
     def test_files_are_laid_over_the_lists_in_their_order(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -311,6 +338,24 @@ class TestCheck:
         assert output.buffer.getvalue().startswith(rb"\udcff\u20ac.yaml: ")
 
 
+class TestHome:
+    """What the shell leaves as it is: a "~" in quotes."""
+
+    @pytest.fixture(autouse=True)
+    def home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "own.yaml").write_text(SOUND)
+        monkeypatch.setenv("HOME", str(tmp_path))
+
+    def test_check(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["lists", "check", "~/own.yaml"]) == 0
+        assert capsys.readouterr().out.startswith(f"{tmp_path}/own.yaml is sound")
+
+    @pytest.mark.parametrize("arguments", [["--cast-lists", "~/own.yaml"], ["--cast-lists=~/own.yaml"]], ids=" ".join)
+    def test_show(self, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["lists", "show", *arguments]) == 0
+        assert f"{tmp_path}/own.yaml:2" in capsys.readouterr().out
+
+
 class TestDiff:
     @pytest.mark.parametrize("name", PEERS)
     @pytest.mark.parametrize("dtype", list_reports.BOTH, ids=str)
@@ -334,7 +379,47 @@ class TestDiff:
     ) -> None:
         assert cli.main(["lists", "diff", name]) == 0
 
-        assert f" paths treated differently in {half_dtypes}: " in capsys.readouterr().out.splitlines()[-1]
+        legend, *_, count = capsys.readouterr().out.splitlines()
+        assert legend == f"Columns: function; its list in {name}; its list in ampatch (-: none)."
+        assert f" paths treated differently in {half_dtypes}: " in count
+
+    @pytest.mark.parametrize("form", ["{file}", "~/own.yaml"])
+    def test_it_compares_a_file_with_the_shipped_lists(
+        self, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        file = tmp_path / "own.yaml"
+        file.write_text(SOUND)
+
+        assert cli.main(["lists", "diff", form.format(file=file)]) == 0
+
+        assert capsys.readouterr().out.splitlines() == [
+            f"Columns: function; its list in the shipped lists; its list with {file} laid over them (-: none).",
+            "torch.mm  whitelist  blacklist",
+            "1 path treated differently in float16 and bfloat16: 1 moved or changed, 0 taken out, 0 new.",
+        ]
+
+    def test_of_a_file_in_one_half_type(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file = tmp_path / "own.yaml"
+        file.write_text("unlisted: {torch: [{name: mm, dtypes: [float16]}]}\n")
+        assert cli.main(["lists", "diff", str(file), "--half-dtype", "bf16"]) == 0
+        assert capsys.readouterr().out == "0 paths treated differently in bfloat16.\n"
+
+    def test_a_fault_in_a_file_is_status_1(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file = tmp_path / "own.yaml"
+        file.write_text("whitelist: {torch: [mmm]}\n")
+        assert cli.main(["lists", "diff", str(file)]) == 1
+        assert capsys.readouterr().err.startswith(f"ampatch: error: {file}:1: 'torch' has no 'mmm'.")
+
+    def test_a_file_with_the_name_of_a_system_goes_by_its_path(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "apex").write_text(SOUND)
+        assert cli.main(["lists", "diff", "apex"]) == 0
+        assert capsys.readouterr().out.startswith("Columns: function; its list in apex;")
+        assert cli.main(["lists", "diff", "./apex"]) == 0
+        assert capsys.readouterr().out.startswith("Columns: function; its list in the shipped lists;")
 
 
 class TestDoctor:

@@ -9,7 +9,7 @@ import torch
 
 from ampatch import list_reports
 from ampatch.cast_lists import PEERS, CastLists, peer, shipped
-from ampatch.errors import AmpError, CastListError, Fault
+from ampatch.errors import AmpError, CastListError, Fault, OptionError
 
 FLOAT16, BFLOAT16 = [torch.float16], [torch.bfloat16]
 
@@ -92,6 +92,76 @@ class TestPolicy:
         assert list_reports.policy(CastLists({})) == []
 
 
+class TestPolicyOfNames:
+    """Of the rules those that were asked for."""
+
+    RULES = lists(
+        whitelist={"torch": ["conv2d", "mm"], "torch.Tensor": ["mm"], "torch.special": ["softmax"]},
+        blacklist={"torch": ["softmax"], "torch.nn.functional": ["softmax", "mse_loss", "l1_loss"]},
+    )
+
+    def shown(self, *names: str) -> list[str]:
+        return [line.split()[0] for line in list_reports.policy(self.RULES, names=names)]
+
+    @pytest.mark.parametrize(
+        ("name", "paths"),
+        [
+            ("mm", ["torch.mm", "torch.Tensor.mm"]),
+            ("torch.mm", ["torch.mm"]),
+            ("Tensor.mm", ["torch.Tensor.mm"]),
+            ("functional.softmax", ["torch.nn.functional.softmax"]),
+            ("F.softmax", ["torch.nn.functional.softmax"]),
+            ("torch.nn", [f"torch.nn.functional.{name}" for name in ("l1_loss", "mse_loss", "softmax")]),
+            ("torch.special", ["torch.special.softmax"]),
+            ("*_loss", ["torch.nn.functional.l1_loss", "torch.nn.functional.mse_loss"]),
+            ("torch.soft*", ["torch.softmax"]),
+            ("torch.nn.functional.conv2d", ["torch.conv2d"]),  # one function
+            ("F.conv2d", ["torch.conv2d"]),
+        ],
+    )
+    def test_a_name_stands_for(self, name: str, paths: list[str]) -> None:
+        assert self.shown(name) == paths
+
+    def test_several_names_are_shown_together_in_the_usual_order(self) -> None:
+        assert self.shown("torch.special", "mm", "torch.mm") == ["torch.mm", "torch.Tensor.mm", "torch.special.softmax"]
+
+    def test_lines_are_as_without_names(self) -> None:
+        (line,) = list_reports.policy(self.RULES, FLOAT16, ["torch.mm"])
+        assert line == "torch.mm  whitelist  cast_lists"
+
+    @pytest.mark.parametrize(("name", "path"), [("relu", "torch.relu"), ("F.relu", "torch.nn.functional.relu")])
+    def test_of_a_function_without_a_rule_that_is_said(self, name: str, path: str) -> None:
+        assert list_reports.policy(self.RULES, names=[name]) == [
+            f"{path} is on no list: amp leaves its arguments as they are."
+        ]
+
+    @pytest.mark.parametrize(
+        ("name", "near"),
+        [
+            ("softmx", "'softmax'"),
+            ("torch.sofmax", "'torch.softmax'"),
+            ("torch.nn.functionl.softmax", "'torch.nn.functional.softmax'"),
+            ("torch.specal", "'torch.special"),
+        ],
+    )
+    def test_of_a_name_that_nothing_has_the_nearest_are_named(self, name: str, near: str) -> None:
+        with pytest.raises(OptionError, match=rf"'{name}' is on no list, and there is no .* Did you mean {near}"):
+            list_reports.policy(self.RULES, names=["mm", name])
+
+    @pytest.mark.parametrize("name", ["", ".", "*zzz*", "torch.", ".mm", "torch.pi"])
+    def test_what_is_no_name_is_an_error(self, name: str) -> None:
+        with pytest.raises(OptionError, match="is on no list"):
+            list_reports.policy(self.RULES, names=[name])
+
+    def test_of_a_module_that_is_not_imported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "not_imported_yet.py").write_text("raise AssertionError('imported')")
+        monkeypatch.syspath_prepend(tmp_path)
+        rules = lists(whitelist={"not_imported_yet": ["fused"]})
+        assert len(list_reports.policy(rules, names=["fused"])) == 1
+        with pytest.raises(OptionError, match="is on no list"):
+            list_reports.policy(rules, names=["not_imported_yet.fast"])
+
+
 class TestFaults:
     def test_each_fault_is_a_line_whatever_it_quotes(self) -> None:
         error = CastListError([Fault("a.yaml:1", "one\n  in two lines\r\n"), Fault("b\n.yaml", "two")])
@@ -134,16 +204,17 @@ class TestVerdict:
 
 class TestDifference:
     def difference(self, theirs: CastLists, ours: CastLists, *half_dtypes: list[torch.dtype]) -> list[str]:
-        """The lines without the one that counts them, columns set apart by one space."""
+        """The lines without legend and count, columns set apart by one space."""
         lines = list_reports.difference(theirs, ours, "peer", *half_dtypes)
-        return [" ".join(line.split()) for line in lines[:-1]]
+        return [" ".join(line.split()) for line in lines[1:-1]]
 
-    def test_the_lines_are_columns_and_then_a_count(self) -> None:
+    def test_first_comes_a_legend_then_columns_and_then_a_count(self) -> None:
         theirs = lists(blacklist={"torch": ["exp", "log"]}, promote={"torch": ["mm"], "torch.nn.functional": ["gelu"]})
         ours = lists(blacklist={"torch": ["log"]}, whitelist={"torch": ["mm", "bmm"]})
 
-        *lines, count = list_reports.difference(theirs, ours, "peer", FLOAT16)
+        legend, *lines, count = list_reports.difference(theirs, ours, "peer", FLOAT16)
 
+        assert legend == "Columns: function; its list in peer; its list in ampatch (-: none)."
         assert lines == [
             "torch.bmm                 -          whitelist",
             "torch.exp                 blacklist  -",
@@ -225,3 +296,52 @@ class TestDifference:
         paths = [line.split()[0] for line in self.difference(peer(name), shipped())]
 
         assert len(paths) == len(set(paths)) > 0
+
+
+class TestChanges:
+    """What a file of the user's changes."""
+
+    def changes(self, overlay: dict[str, object], *half_dtypes: list[torch.dtype]) -> list[str]:
+        before = lists(whitelist={"torch": ["mm", "conv2d"]}, blacklist={"torch": [{"name": "sum", "via_dtype": True}]})
+        return list_reports.changes(before, before.overlaid(overlay), "own.yaml", *half_dtypes)
+
+    def test_a_legend_then_each_path_with_both_lists_then_a_count(self) -> None:
+        assert self.changes({"blacklist": {"torch": ["mm", "exp"]}, "unlisted": {"torch": ["conv2d"]}}) == [
+            "Columns: function; its list in the shipped lists; its list with own.yaml laid over them (-: none).",
+            "torch.conv2d  whitelist  -",
+            "torch.exp     -          blacklist",
+            "torch.mm      whitelist  blacklist",
+            "3 paths treated differently in float16 and bfloat16: 1 moved or changed, 1 taken out, 1 new.",
+        ]
+
+    @pytest.mark.parametrize(
+        ("overlay", "row"),
+        [
+            ({"blacklist": {"torch": ["sum"]}}, "torch.sum  blacklist (via_dtype)  blacklist"),
+            (
+                {"blacklist": {"torch": [{"name": "mm", "dtypes": ["float16"]}]}},
+                "torch.mm  whitelist  blacklist (float16 only), whitelist (bfloat16 only)",
+            ),
+            (
+                {"banned": {"torch": [{"name": "mm", "instead": "use bmm"}]}},
+                "torch.mm  whitelist  banned (instead: use bmm)",
+            ),
+            (
+                {"blacklist": {"torch": [{"name": "mm", "when": {"mat2": [1]}}]}},
+                "torch.mm  whitelist  blacklist (when mat2=1)",
+            ),
+        ],
+        ids=["via_dtype", "dtypes", "instead", "when"],
+    )
+    def test_every_option_counts(self, overlay: dict[str, object], row: str) -> None:
+        _, found, _ = self.changes(overlay)
+        assert found == row
+
+    def test_in_one_half_type(self) -> None:
+        overlay = {"unlisted": {"torch": [{"name": "mm", "dtypes": ["float16"]}]}}
+        assert self.changes(overlay, BFLOAT16) == ["0 paths treated differently in bfloat16."]
+
+    def test_a_file_that_changes_nothing_is_the_count_alone(self) -> None:
+        assert self.changes({"whitelist": {"torch": ["mm"]}}) == [
+            "0 paths treated differently in float16 and bfloat16."
+        ]

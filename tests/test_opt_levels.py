@@ -234,9 +234,15 @@ class TestFlagsAndTypes:
     def test_a_half_type(self, half_dtype: torch.dtype) -> None:
         assert check_half_dtype(half_dtype) is half_dtype
 
-    @pytest.mark.parametrize("found", [FLOAT32, torch.float64, torch.int8, "float16", None, True, np.float16], ids=repr)
+    @pytest.mark.parametrize(
+        "found",
+        [FLOAT32, torch.float64, torch.int8, "float32", "int8", "torch.", "", None, True, np.float16],
+        ids=repr,
+    )
     def test_anything_else_is_no_half_type(self, found: object) -> None:
-        with pytest.raises(OptionError, match=r"; expected torch\.float16 or torch\.bfloat16\.") as refused:
+        with pytest.raises(
+            OptionError, match=r"; expected torch\.float16 or torch\.bfloat16, or its name\."
+        ) as refused:
             check_half_dtype(found, "patch_type")
 
         assert str(refused.value).startswith(f"patch_type is {found!r};")
@@ -245,14 +251,18 @@ class TestFlagsAndTypes:
     def test_a_model_type(self, dtype: torch.dtype | None) -> None:
         assert check_model_type(dtype) is dtype
 
-    @pytest.mark.parametrize("found", [torch.float64, torch.int32, "float16", True], ids=repr)
+    @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "half", "float"])
+    def test_a_type_goes_by_torchs_own_names(self, name: str) -> None:
+        assert check_model_type(name) is check_model_type(f"torch.{name}") is getattr(torch, name)
+
+    @pytest.mark.parametrize("found", [torch.float64, torch.int32, "float64", True], ids=repr)
     def test_anything_else_is_no_model_type(self, found: object) -> None:
         with pytest.raises(OptionError) as refused:
             check_model_type(found)
 
         assert str(refused.value) == (
-            f"cast_model_type is {found!r}; expected torch.float32, torch.float16 or torch.bfloat16, or None for the "
-            "level's own."
+            f"cast_model_type is {found!r}; expected torch.float32, torch.float16 or torch.bfloat16, or its name, "
+            "or None for the level's own."
         )
 
     @pytest.mark.parametrize("name", ["patch_torch_functions", "keep_batchnorm_fp32", "master_weights"])
@@ -263,6 +273,15 @@ class TestFlagsAndTypes:
 
 class TestTheDifference:
     def test_names_what_differs_and_nothing_else(self) -> None:
-        assert difference(resolved("O1"), resolved("O1", loss_scale=128.0)) == "loss_scale=dynamic there, 128.0 here"
-        assert difference(resolved("O2", FLOAT16), resolved("O2", FLOAT16)) == ""
-        assert "opt_level=O1 there, O2 here" in difference(resolved("O1"), resolved("O2"))
+        assert difference(resolved("O1"), resolved("O1", loss_scale=128.0)) == {"loss_scale": ("dynamic", 128.0)}
+        assert difference(resolved("O2", FLOAT16), resolved("O2", FLOAT16)) == {}
+
+    def test_leaves_out_what_follows_from_the_level_or_the_half_type(self) -> None:
+        assert difference(resolved("O1"), resolved("O2")) == {"opt_level": ("O1", "O2")}
+        assert difference(resolved("O2", FLOAT16), resolved("O2", BFLOAT16)) == {"half_dtype": (FLOAT16, BFLOAT16)}
+
+    def test_tells_an_override_beside_another_level(self) -> None:
+        assert difference(resolved("O1"), resolved("O2", loss_scale=1.0)) == {
+            "opt_level": ("O1", "O2"),
+            "loss_scale": ("dynamic", 1.0),
+        }

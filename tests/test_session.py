@@ -68,12 +68,12 @@ class TestOneSession:
     @pytest.mark.parametrize(
         ("options", "named"),
         [
-            ({"half_dtype": torch.float16}, "half_dtype=torch.bfloat16 there, torch.float16 here"),
-            ({"opt_level": "O0"}, "opt_level=O1 there, O0 here"),
-            ({"loss_scale": 8.0}, "loss_scale=1.0 there, 8.0 here"),
+            ({"half_dtype": torch.float16}, "half_dtype is torch.bfloat16 (this call: torch.float16)"),
+            ({"opt_level": "O0"}, "opt_level is 'O1' (this call: 'O0')"),
+            ({"loss_scale": 8.0}, "loss_scale is 1.0 (this call: 8.0)"),
             ({"num_losses": 2}, "num_losses"),
             ({"cast_lists": {"blacklist": {"torch": ["mm"]}}}, "cast_lists"),
-            ({"scale_window": 7}, "the loss scale's settings"),
+            ({"scale_window": 7}, "scale_window is 2000 (this call: 7)"),
         ],
         ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
     )
@@ -89,7 +89,7 @@ class TestOneSession:
     @pytest.mark.parametrize(
         ("options", "named"),
         [
-            ({}, "amp.init and amp.initialize"),
+            ({}, "it was set up by amp.init (this call: amp.initialize)"),
             ({"enable_caching": False}, "enable_caching"),
             ({"allow_banned": True}, "allow_banned"),
         ],

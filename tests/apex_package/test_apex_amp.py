@@ -76,6 +76,7 @@ class TestThePackage:
             {"opt_level": "O4"},
             {"opt_level": "O5"},
             {"opt_level": "O2", "cast_model_type": torch.bfloat16},
+            {"opt_level": "O2", "cast_model_type": "bfloat16"},
         ],
         ids=str,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,10 +25,14 @@ _INIT = inspect.signature(amp.init)
 
 
 @functools.wraps(amp.initialize)
-def initialize(*args: Any, **kwargs: Any) -> Any:  # noqa: D103 - it has that of the one it wraps
+def _initialize(*args: Any, **kwargs: Any) -> Any:
     given = _INITIALIZE.bind(*args, **kwargs).arguments
     level = opt_levels.LEVELS.get(str(given.get("opt_level", "O1")))
-    if level is not None and level.half_dtype is None and given.get("cast_model_type") is not torch.bfloat16:
+    if (
+        level is not None
+        and level.half_dtype is None
+        and opt_levels.dtype_of(given.get("cast_model_type")) is not torch.bfloat16
+    ):
         _mean_float16(given, "patch_torch_functions_type")
     patches = given.get("patch_torch_functions")
     if patches is None:
@@ -46,8 +50,14 @@ def initialize(*args: Any, **kwargs: Any) -> Any:  # noqa: D103 - it has that of
     return result
 
 
+if TYPE_CHECKING:  # which keeps the classes of models and optimizers
+    from ampatch.amp import initialize
+else:
+    initialize = _initialize
+
+
 @functools.wraps(amp.init)
-def init(*args: Any, **kwargs: Any) -> AmpHandle:  # noqa: D103
+def init(*args: Any, **kwargs: Any) -> AmpHandle:  # noqa: D103 - it has that of the one it wraps
     given = _INIT.bind(*args, **kwargs).arguments
     _mean_float16(given, "patch_type")
     _lay_over(given)

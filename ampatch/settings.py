@@ -1,0 +1,142 @@
+"""What a session is to do, as a value: compared with another, told in words, and given to users as plain data.
+
+Only values. It must never read a device, nor know whether a session is live.
+"""
+
+from __future__ import annotations
+
+import collections
+import html
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import yaml
+
+from ampatch import cast_lists, opt_levels
+from ampatch.cast_lists import CastLists
+from ampatch.conversion_plan import KeepFloat32
+from ampatch.loss_scaler import ScalePolicy
+from ampatch.opt_levels import Properties
+
+# The arguments of ``amp.initialize`` that a scale's policy comes from, by its fields.
+_SCALE_ARGUMENTS = {
+    "init_scale": "init_scale",
+    "factor": "scale_factor",
+    "window": "scale_window",
+    "hysteresis": "hysteresis",
+    "floor": "min_loss_scale",
+    "ceiling": "max_loss_scale",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All that decides what a session does. Two calls of ``initialize`` may share a session if these are equal.
+
+    Attributes:
+        properties: the opt level's, with overrides.
+        lists: the cast lists.
+        scale_policy: how the loss scales behave.
+        num_losses: how many of them there are.
+        allow_banned: whether banned functions run in float32 instead of raising.
+        enable_caching: whether cast weights are kept.
+        adopts_on_use: whether an optimizer is adopted by the first loss that is scaled for it.
+        keep_fp32: submodules that stay in float32 where weights are converted.
+        cast_model_outputs: the type of the models' outputs; None: float32 where weights are converted, else as it is.
+        exact_hooks: whether a skipped step fires no hooks, at the price of waiting for the device.
+        profile_casts: whether casts have labels in ``torch.profiler``.
+    """
+
+    properties: Properties
+    lists: CastLists
+    scale_policy: ScalePolicy
+    num_losses: int = 1
+    allow_banned: bool = False
+    enable_caching: bool = True
+    adopts_on_use: bool = False
+    keep_fp32: KeepFloat32 = ()
+    cast_model_outputs: torch.dtype | None = None
+    exact_hooks: bool = False
+    profile_casts: bool = False
+
+    def difference(self, asked: Settings) -> str:
+        """Names each argument in which a call asks for other settings, with both values; empty if there is none."""
+        told: list[str] = []
+        if self.adopts_on_use != asked.adopts_on_use:
+            told.append(f"it was set up by {_set_up_by(self)} (this call: {_set_up_by(asked)})")
+        both = opt_levels.difference(self.properties, asked.properties)
+        for field, argument in _SCALE_ARGUMENTS.items():
+            if field == "init_scale" and not (self.scale_policy.dynamic and asked.scale_policy.dynamic):
+                continue  # a static scale starts at loss_scale
+            both[argument] = getattr(self.scale_policy, field), getattr(asked.scale_policy, field)
+        for name in _PLAIN_FIELDS:
+            both[name] = getattr(self, name), getattr(asked, name)
+        both["keep_fp32"] = _kept(self.keep_fp32), _kept(asked.keep_fp32)
+        told += [f"{name} is {live!r} (this call: {other!r})" for name, (live, other) in both.items() if live != other]
+        if self.properties.patch_torch_functions and asked.properties.patch_torch_functions:  # else none can be given
+            entries = cast_lists.difference(self.lists, asked.lists)
+            told += [f"cast_lists: {', '.join(entries)}"] if entries else []
+        return "; ".join(told)
+
+    def as_plain_data(self) -> dict[str, Any]:
+        """The arguments that come to these settings, as text, numbers, True, False, None and lists of them."""
+        properties = self.properties
+        return {
+            "set_up_by": _set_up_by(self),
+            "opt_level": properties.opt_level,
+            "half_dtype": _name(properties.half_dtype),
+            "patch_torch_functions": properties.patch_torch_functions,
+            "cast_model_type": _name(properties.cast_model_type),
+            "keep_batchnorm_fp32": properties.keep_batchnorm_fp32,
+            "keep_fp32": _kept(self.keep_fp32) or [],
+            "master_weights": properties.master_weights,
+            "cast_model_outputs": _name(self.cast_model_outputs),
+            "cast_lists": list(self.lists.files),
+            "loss_scale": properties.loss_scale,
+            "num_losses": self.num_losses,
+            **{argument: getattr(self.scale_policy, field) for field, argument in _SCALE_ARGUMENTS.items()},
+            **{
+                name: getattr(self, name) for name in ("exact_hooks", "allow_banned", "enable_caching", "profile_casts")
+            },
+        }
+
+
+_PLAIN_FIELDS = ("num_losses", "cast_model_outputs", "exact_hooks", "allow_banned", "enable_caching", "profile_casts")
+
+
+class LiveSettings(dict[str, Any]):
+    """What ``amp.settings`` returns: a dict that prints as lines, and in a notebook as a table.
+
+    Pickles and YAML files of it hold no class of ampatch's.
+    """
+
+    def __repr__(self) -> str:
+        width = max(map(len, self), default=0)
+        return "\n".join(f"{name:{width}}  {value!r}" for name, value in self.items()) or "{}"
+
+    def _repr_html_(self) -> str:
+        cells = ((html.escape(str(name)), html.escape(repr(value))) for name, value in self.items())
+        rows = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in cells)
+        return f"<table>{rows}</table>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Of the classes of dicts, the one that torch.load(weights_only=True) calls.
+        return collections.OrderedDict, (), None, None, iter(self.items())
+
+
+yaml.representer.SafeRepresenter.add_representer(LiveSettings, yaml.representer.SafeRepresenter.represent_dict)
+yaml.representer.Representer.add_representer(LiveSettings, yaml.representer.SafeRepresenter.represent_dict)
+
+
+def _set_up_by(settings: Settings) -> str:
+    return "amp.init" if settings.adopts_on_use else "amp.initialize"
+
+
+def _kept(keep_fp32: KeepFloat32) -> list[str] | None:
+    """Names, patterns and the names of classes, as ``keep_fp32`` takes them; None if there are none."""
+    return [one if isinstance(one, str) else one.__name__ for one in keep_fp32] or None
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
