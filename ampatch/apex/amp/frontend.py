@@ -16,6 +16,7 @@ from ampatch.amp import load_state_dict, state_dict
 from ampatch.apex.amp import _stash, lists
 from ampatch.apex.amp._amp_state import _amp_state
 from ampatch.apex.amp.handle import AmpHandle
+from ampatch.errors import warn
 from ampatch.process import process
 
 __all__ = ["init", "initialize", "load_state_dict", "state_dict"]
@@ -30,6 +31,8 @@ def initialize(*args: Any, **kwargs: Any) -> Any:  # noqa: D103 - it has that of
     level = opt_levels.LEVELS.get(str(given.get("opt_level", "O1")))
     if level is not None and level.half_dtype is None and given.get("cast_model_type") is not torch.bfloat16:
         _mean_float16(given, "patch_torch_functions_type")
+    if given.get("cast_model_type") is False:
+        _take_false_for_none(given, level is not None and level.weights not in (None, "float32"))
     patches = given.get("patch_torch_functions")
     if patches is None:
         patches = level is not None and level.patched
@@ -59,6 +62,21 @@ def _mean_float16(given: dict[str, Any], alias: str) -> None:
     """Half is float16 unless another type was named, on the CPU too: Apex knew no other."""
     if given.get("half_dtype") is None and given.get(alias) is None:
         given["half_dtype"] = torch.float16
+
+
+def _take_false_for_none(given: dict[str, Any], level_converts: bool) -> None:
+    """``cast_model_type=False`` leaves it to the level, as None does; at O1 scripts give it, where it is just that.
+
+    Warns:
+        AmpWarning: the level makes weights half, which Apex did not do then.
+    """
+    given["cast_model_type"] = None
+    if level_converts:
+        level = given.get("opt_level")
+        warn(
+            f"cast_model_type=False is taken for None: opt_level={level!r} makes the weights half. Leave it out; for "
+            "weights that stay float32, type opt_level='O1'."
+        )
 
 
 def _lay_over(given: dict[str, Any]) -> None:
