@@ -131,6 +131,7 @@ class Session:
 
     Attributes:
         settings: as given.
+        registered: the functions that the user had registered when it was installed.
         has_masters: whether there are to be float32 masters of half weights.
         has_half_weights: whether models are converted to a half type.
         device_types: of the tensors that are cast.
@@ -147,6 +148,7 @@ class Session:
 
     def __init__(self, settings: Settings, device_types: Iterable[str], hooks: Hooks) -> None:
         self.settings = settings
+        self.registered: tuple[Registration, ...] = ()
         self.has_masters = bool(settings.properties.master_weights)
         self.has_half_weights = settings.properties.cast_model_type in HALVES
         self._hooks = hooks
@@ -188,7 +190,7 @@ class Session:
 
     def install(self, registered: Sequence[Registration]) -> None:
         """Patches what the settings ask for and the user has registered, and turns casts on."""
-        hooks = self._hooks
+        hooks, self.registered = self._hooks, tuple(registered)
         self.ledger.set(DistributedDataParallel, "__init__", self._seeing_wrappers(DistributedDataParallel.__init__))
         self.ledger.set(GradScaler, "_unscale_grads_", self._refusing_to_unscale(GradScaler._unscale_grads_))
         if self.has_masters:
@@ -471,6 +473,12 @@ class Session:
     def models(self) -> list[nn.Module]:
         """The adopted models that are still there."""
         return list(self._models)
+
+    @property
+    def optimizers(self) -> list[OptimizerLike]:
+        """The adopted optimizers that are still there."""
+        found = (adopted.optimizer for adopted in list(self._optimizers.values()))
+        return [optimizer for optimizer in found if optimizer is not None]
 
     def parameter_ids(self) -> set[int]:
         """The ids of all parameters of the adopted models, and of their masters."""

@@ -1,5 +1,7 @@
 """`initialize` and `init` as scripts for Apex call them: `ampatch.amp`'s, in the half type that Apex had.
 
+Other settings replace those of an earlier call, as they did in Apex: each fold of a cross-validation makes one.
+
 Must hold no state: what is to be read of it later is in `_amp_state`, and taken from the session.
 """
 
@@ -7,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,11 +20,22 @@ from ampatch.apex.amp import _stash, lists
 from ampatch.apex.amp._amp_state import _amp_state
 from ampatch.apex.amp.handle import AmpHandle
 from ampatch.errors import warn
-from ampatch.process import process
+from ampatch.process import process, replacing
 
-__all__ = ["init", "initialize", "load_state_dict", "state_dict"]
+__all__ = [
+    "init",
+    "initialize",
+    "load_state_dict",
+    "register_bfloat16_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "state_dict",
+]
 
 _INITIALIZE = inspect.signature(amp.initialize)
+_R = TypeVar("_R", bound=Callable[[Any, str], None])
+
 _INIT = inspect.signature(amp.init)
 
 
@@ -38,7 +52,8 @@ def initialize(*args: Any, **kwargs: Any) -> Any:  # noqa: D103 - it has that of
         patches = level is not None and level.patched
     if patches:
         _lay_over(given)
-    result = amp.initialize(**given)
+    with replacing():
+        result = amp.initialize(**given)
     session = process.live
     if given.get("enabled", True) and session is not None:
         _amp_state.verbosity = given.get("verbosity", 1)
@@ -54,8 +69,26 @@ def init(*args: Any, **kwargs: Any) -> AmpHandle:  # noqa: D103
     given = _INIT.bind(*args, **kwargs).arguments
     _mean_float16(given, "patch_type")
     _lay_over(given)
-    amp.init(**given)
+    with replacing():
+        amp.init(**given)
     return AmpHandle(process.live if given.get("enabled", True) else None)
+
+
+def _for_the_next(register: _R) -> _R:
+    """A way to register functions that may be taken while amp is on: they count from the next `initialize` on."""
+
+    @functools.wraps(register)
+    def register_function(module: Any, name: str) -> None:
+        with replacing():
+            register(module, name)
+
+    return register_function  # type: ignore[return-value]
+
+
+register_half_function = _for_the_next(amp.register_half_function)
+register_bfloat16_function = _for_the_next(amp.register_bfloat16_function)
+register_float_function = _for_the_next(amp.register_float_function)
+register_promote_function = _for_the_next(amp.register_promote_function)
 
 
 def _mean_float16(given: dict[str, Any], alias: str) -> None:
