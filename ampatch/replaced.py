@@ -90,8 +90,8 @@ class Replaced:
         for each in list(self._watched.values()):
             each.is_silent = True
         warn(
-            f"this {type(trained).__name__} is trained on without amp: a later amp.initialize has replaced the one that it "
-            f"was handed to, since its settings are others ({watched.why}). {_ADVICE}"
+            f"this {type(trained).__name__} is trained on without amp: a later amp.initialize has replaced the "
+            f"one that it was handed to, since its settings are others ({watched.why}). {_ADVICE}"
         )
 
     def check(self, optimizer: Any, live: Session) -> None:

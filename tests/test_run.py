@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import ampatch
+from ampatch.no_gpu import HINT
 from ampatch.run import _STARTUP, _environment, _options
 
 REPORT = """
@@ -250,6 +251,59 @@ class TestApexIsThere:
         forced = ampatch_run(["--force", "train.py"], tmp_path)
         assert forced.stdout != left.stdout
         assert forced.stderr == ""
+
+
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+class TestAScriptThatAsksForAGpuWhereThereIsNone:
+    @pytest.mark.parametrize(
+        "question",
+        [
+            "torch.ones(1).cuda()",
+            "assert torch.cuda.is_available()",
+            *(
+                pytest.param(question, marks=pytest.mark.slow)
+                for question in (
+                    "torch.nn.Linear(2, 2).to('cuda')",
+                    "torch.cuda.set_device(0)",
+                    "torch.distributed.init_process_group('nccl', 'tcp://127.0.0.1:1', rank=0, world_size=1)",
+                    "import threading; threading.Thread(target=torch.ones(1).cuda).start()",
+                    "from apex import amp; torch.multiprocessing.spawn(torch.cuda.set_device)",
+                    "from apex import amp; p = multiprocessing.Process(target=torch.ones(1).cuda); p.start(); p.join()",
+                )
+            ),
+        ],
+    )
+    def test_is_told_of_the_option(self, question: str, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(
+            f"import multiprocessing, torch\nif __name__ == '__main__':\n    {question}\n"
+        )
+        found = ampatch_run(["train.py"], tmp_path, env={**os.environ, **NO_GPU})
+        assert found.stderr.endswith(f"\n{HINT}\n")
+        assert found.stderr.count(HINT) == 1
+        if "apex" not in question:
+            expected = python(["train.py"], tmp_path, env={**os.environ, **NO_GPU})
+            assert (found.returncode, found.stderr.replace(f"{HINT}\n", "")) == (expected.returncode, expected.stderr)
+
+    @pytest.mark.slow
+    def test_is_told_where_it_catches_the_error_and_prints_it(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(
+            "import traceback, torch\n"
+            "from apex import amp\n"
+            "try:\n"
+            "    torch.ones(1).cuda()\n"
+            "except Exception:\n"
+            "    traceback.print_exc()\n"
+        )
+        assert HINT in ampatch_run(["train.py"], tmp_path, env={**os.environ, **NO_GPU}).stderr
+
+    @pytest.mark.slow
+    def test_and_of_no_option_after_another_error(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text("import torch\nfrom apex import amp\ntorch.ones(2, 3) @ torch.ones(2, 3)\n")
+        found = ampatch_run(["train.py"], tmp_path, env={**os.environ, **NO_GPU})
+        assert found.returncode == 1
+        assert "ampatch:" not in found.stderr
 
 
 @pytest.mark.slow
