@@ -253,6 +253,69 @@ class TestApexIsThere:
         assert forced.stderr == ""
 
 
+TRAINING = """
+import os, sys, torch
+{first}
+from apex import amp
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for level in sys.argv[1:]:
+    amp.initialize(model, optimizer, opt_level=level) if level != "init" else amp.init()
+    amp.deinitialize()
+"""
+
+
+class TestTheLineThatSaysSo:
+    @pytest.mark.parametrize(
+        ("levels", "said"),
+        [
+            pytest.param(["O1"], "opt_level O1 in float16", marks=pytest.mark.slow),
+            (["O2", "O1"], "opt_level O2 in float16"),
+            pytest.param(["O0"], "opt_level O0 in float32", marks=pytest.mark.slow),
+            pytest.param(["O5"], "opt_level O5 in bfloat16", marks=pytest.mark.slow),
+            pytest.param(["init"], "opt_level O1 in float16", marks=pytest.mark.slow),
+        ],
+        ids=str,
+    )
+    def test_names_the_level_once(self, levels: list[str], said: str, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(TRAINING.format(first=""))
+        found = ampatch_run(["train.py", *levels], tmp_path)
+        assert (found.returncode, found.stdout) == (0, "")
+        assert found.stderr == f"ampatch: stands in for apex, at {said}.\n"
+
+    @pytest.mark.parametrize(
+        "first",
+        [
+            "import logging; logging.basicConfig()",
+            pytest.param(
+                "import logging; logging.getLogger('ampatch').addHandler(logging.NullHandler())", marks=pytest.mark.slow
+            ),
+            pytest.param("os.environ['RANK'] = '1'", marks=pytest.mark.slow),
+        ],
+    )
+    def test_is_not_for_who_has_configured_logging_nor_for_other_ranks(self, first: str, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(TRAINING.format(first=first))
+        found = ampatch_run(["train.py", "O1"], tmp_path)
+        assert (found.returncode, found.stderr) == (0, "")
+
+    @pytest.mark.slow
+    def test_is_not_said_with_verbosity_0_nor_where_nothing_is_done(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(
+            "import torch\n"
+            "from apex import amp\n"
+            "amp.initialize(torch.nn.Linear(2, 2), enabled=False)\n"
+            "amp.initialize(torch.nn.Linear(2, 2), verbosity=0)\n"
+        )
+        assert ampatch_run(["train.py"], tmp_path).stderr == ""
+
+    @pytest.mark.slow
+    def test_is_not_for_who_imports_it_from_ampatch(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(
+            "import torch\nfrom ampatch.apex import amp\namp.initialize(torch.nn.Linear(2, 2))\n"
+        )
+        assert ampatch_run(["train.py"], tmp_path).stderr == ""
+
+
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 

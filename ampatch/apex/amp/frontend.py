@@ -16,6 +16,7 @@ import torch
 
 from ampatch import amp, opt_levels
 from ampatch.amp import load_state_dict, state_dict
+from ampatch.apex._announcement import announce
 from ampatch.apex.amp import _stash, lists
 from ampatch.apex.amp._amp_state import _amp_state
 from ampatch.apex.amp.handle import AmpHandle
@@ -57,6 +58,8 @@ def initialize(*args: Any, **kwargs: Any) -> Any:  # noqa: D103 - it has that of
     session = process.live
     if given.get("enabled", True) and session is not None:
         _amp_state.verbosity = given.get("verbosity", 1)
+        if _amp_state.verbosity:
+            announce(session.settings.properties)
         optimizers = given.get("optimizers")
         for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
             if optimizer is not None:
@@ -71,7 +74,10 @@ def init(*args: Any, **kwargs: Any) -> AmpHandle:  # noqa: D103
     _lay_over(given)
     with replacing():
         amp.init(**given)
-    return AmpHandle(process.live if given.get("enabled", True) else None)
+    session = process.live if given.get("enabled", True) else None
+    if session is not None:
+        announce(session.settings.properties)
+    return AmpHandle(session)
 
 
 def _for_the_next(register: _R) -> _R:
