@@ -40,7 +40,16 @@ from ampatch.opt_levels import Properties
 from ampatch.optimizer_state import parameters_of
 from ampatch.optimizers import OptimizerLike, check_optimizer
 from ampatch.paths import Path
-from ampatch.process import close_session, decorate, open_session, process, register
+from ampatch.process import (
+    close_session,
+    decorate,
+    difference,
+    forget_replaced,
+    open_session,
+    process,
+    register,
+    replace_session,
+)
 from ampatch.session import Session
 from ampatch.settings import LiveSettings, Settings
 from ampatch.weight_cache import CastCounts
@@ -236,7 +245,7 @@ def initialize(
         KernelError: AMPATCH_KERNELS or AMPATCH_CALLS asks for what was not built.
     """
     if not _flag("enabled", enabled):
-        process.disabled = process.live is None
+        _disable()
         return models if optimizers is None else (models, optimizers)
 
     kernels.prepare()
@@ -279,13 +288,8 @@ def initialize(
         exact_hooks=_flag("exact_hooks", exact_hooks),
         profile_casts=_flag("profile_casts", profile_casts),
     )
-    live = process.live
-    if live is not None and live.settings != settings:
-        raise UsageError(
-            f"amp is set up already with other settings: {live.settings.difference(settings)}. Type "
-            f"amp.deinitialize() first, or give the same arguments."
-        )
-    _check_optimizers(optimizer_list, model_list, live)
+    live, outgoing = _joined_and_replaced(settings)
+    _check_optimizers(optimizer_list, model_list, live, outgoing)
     if properties.cast_model_type in opt_levels.HALVES:
         _check_whole(optimizer_list, model_list, properties)
     conversion_plan.check_matches([*model_list, *(live.models if live is not None else ())], kept)
@@ -313,6 +317,7 @@ def deinitialize() -> None:
             replaced what amp had patched, and was left in place.
     """
     process.disabled = False
+    forget_replaced()
     live = process.live
     if live is not None:
         close_session(live)
@@ -382,7 +387,7 @@ def init(
         KernelError: AMPATCH_KERNELS or AMPATCH_CALLS asks for what was not built.
     """
     if not _flag("enabled", enabled):
-        process.disabled = process.live is None
+        _disable()
         return Handle(None)
     kernels.prepare()
     calls.prepare()
@@ -440,6 +445,9 @@ def scale_loss(
         return contextlib.nullcontext(loss)
     live = process.live or _require_session("amp.scale_loss")
     optimizer_list = _as_list(optimizers)
+    if process.replaced is not None:
+        for optimizer in optimizer_list:
+            process.replaced.check(optimizer, live)
     if not optimizer_list:
         raise OptionError("amp.scale_loss got no optimizer, so that gradients would stay scaled; expected one or more.")
     return _ScaledLoss(live, loss, optimizer_list, loss_id, delay_unscale, delay_overflow_check)
@@ -600,7 +608,7 @@ def unscale_(optimizer: Any) -> None:
     """
     checked = check_optimizer(optimizer)
     if not process.disabled:
-        _require_session("amp.unscale_").unscale_(checked)
+        _session_of(checked, "amp.unscale_").unscale_(checked)
 
 
 def grads_are_unscaled(optimizer: Any) -> bool:
@@ -611,7 +619,7 @@ def grads_are_unscaled(optimizer: Any) -> bool:
         UsageError: it was never handed to ``amp.initialize``.
     """
     checked = check_optimizer(optimizer)
-    return process.disabled or _require_session("amp.grads_are_unscaled").adopted(checked).are_unscaled()
+    return process.disabled or _session_of(checked, "amp.grads_are_unscaled").adopted(checked).are_unscaled()
 
 
 def state_dict() -> dict[str, dict[str, float | int]]:
@@ -711,7 +719,8 @@ def step_was_skipped(optimizer: Any) -> bool:
     """
     if process.disabled:
         return False
-    return _require_session("amp.step_was_skipped").adopted(check_optimizer(optimizer)).step_was_skipped
+    checked = check_optimizer(optimizer)
+    return _session_of(checked, "amp.step_was_skipped").adopted(checked).step_was_skipped
 
 
 def skipped_steps(optimizer: Any) -> int:
@@ -723,7 +732,8 @@ def skipped_steps(optimizer: Any) -> int:
     """
     if process.disabled:
         return 0
-    return _require_session("amp.skipped_steps").adopted(check_optimizer(optimizer)).skipped_steps
+    checked = check_optimizer(optimizer)
+    return _session_of(checked, "amp.skipped_steps").adopted(checked).skipped_steps
 
 
 def is_on() -> bool:
@@ -761,7 +771,7 @@ def settings() -> dict[str, Any]:
         loss_scales=[scaler.state.loss_scale for scaler in live.scalers],
         device_types=sorted(live.device_types),
         num_models=len(live.models),
-        num_optimizers=live.number_of_optimizers,
+        num_optimizers=len(live.optimizers),
         casts_here=live.patches_functions and not live.switch.is_off(),
     )
 
@@ -836,7 +846,7 @@ def promote_function(function: _F) -> _F:
 
 
 def _register(owner: Any, name: str, treatment: Treatment, dtype: torch.dtype | None = None) -> None:
-    if process.live is not None:
+    if process.live is not None and not process.replaces:
         raise UsageError("functions are registered before amp.initialize; type amp.deinitialize() first.")
     if isinstance(owner, str):
         raise OptionError(
@@ -861,6 +871,33 @@ def _require_session(what: str) -> Session:
             f"{what} was called before amp.initialize. Type model, optimizer = amp.initialize(model, optimizer) first."
         )
     return live
+
+
+def _session_of(optimizer: OptimizerLike, what: str) -> Session:
+    """The live session, for a question about an optimizer, or something done to it, that is not another session's."""
+    live = _require_session(what)
+    if process.replaced is not None:
+        process.replaced.check(optimizer, live)
+    return live
+
+
+def _disable() -> None:
+    """What ``enabled=False`` does: nothing where there is a session, unless that is to be replaced."""
+    if process.replaces:
+        replace_session("enabled=False")
+    process.disabled = process.live is None
+
+
+def _joined_and_replaced(settings: Settings) -> tuple[Session | None, Session | None]:
+    """The live session if these settings join it, and the live one if they replace it."""
+    live = process.live
+    other = "" if live is None else difference(live, settings)
+    if other and not process.replaces:
+        raise UsageError(
+            f"amp is set up already with other settings: {other}. Type amp.deinitialize() first, or give the same "
+            "arguments."
+        )
+    return (None, live) if other else (live, None)
 
 
 def _max_norm(value: Any) -> float:
@@ -905,7 +942,7 @@ def _half_dtype(
             )
         return checked
     live = process.live
-    if live is not None:
+    if live is not None and not process.replaces:
         return live.settings.properties.half_dtype
     types = set().union(*(models_module.device_types(model) for model in models)) or _all_device_types()
     return torch.bfloat16 if types == {"cpu"} else torch.float16
@@ -944,9 +981,12 @@ def _check_whole(optimizers: list[Any], models: list[nn.Module], properties: Pro
             )
 
 
-def _check_optimizers(optimizers: list[Any], models: list[nn.Module], live: Session | None) -> None:
+def _check_optimizers(
+    optimizers: list[Any], models: list[nn.Module], live: Session | None, outgoing: Session | None
+) -> None:
     known = {id(parameter) for model in models for parameter in model.parameters()}
-    known |= live.parameter_ids() if live is not None else set()
+    for session in (live, outgoing):  # an optimizer of the outgoing one updates its masters, still
+        known |= session.parameter_ids() if session is not None else set()
     for index, optimizer in enumerate(optimizers):
         if any(optimizer is other for other in optimizers[:index]) or (
             live is not None and live.has_adopted(optimizer)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ampatch import compilers, extension
+from ampatch import cast_errors, compilers, extension
 from ampatch.cast_store import Book, Store
 from ampatch.errors import KernelError
 from ampatch.selection import Chosen, Selection
@@ -156,7 +156,7 @@ class Accelerator:
             wrapper: a function made by `wrappers.wrap`.
             original: what it wraps.
             plainly: what it does to arguments; None if only its own code knows.
-            reason: the note for errors that come out of a cast call.
+            reason: the note for errors that a cast may have caused.
         """
         if self._module is None or plainly is None:
             return wrapper
@@ -165,7 +165,8 @@ class Accelerator:
             setattr(function, name, getattr(wrapper, name))
         vars(function).update(vars(wrapper))
         how = (plainly.kind, plainly.dtype, plainly.positional)
-        self._module.accelerate(function, wrapper, self._caster, original, *how, reason)
+        explain = functools.partial(cast_errors.add_note, reason)
+        self._module.accelerate(function, wrapper, self._caster, original, *how, explain)
         if hasattr(function, "__ampatch_python__"):  # in Python 3.11: csrc/calls/calls.cpp
             compilers.trace_instead(function)
         return function

@@ -673,7 +673,7 @@ switch.active, book.iteration, book.sweep_at = True, calls.Store(), 1
 caster = calls.Caster(book, switch, None, None)
 caster.serve(("cpu",))
 product = lambda *args: None
-calls.accelerate(product, lambda *args: None, caster, torch.matmul, "to", torch.bfloat16, 9, "")
+calls.accelerate(product, lambda *args: None, caster, torch.matmul, "to", torch.bfloat16, 9, None)
 weight = torch.nn.Parameter(torch.full((2, 2), 3.0))
 for _ in range(2):
     result = product(torch.ones(2, 2), weight)

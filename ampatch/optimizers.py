@@ -218,6 +218,11 @@ class AdoptedOptimizer:
 
     # Gradients
 
+    @property
+    def optimizer(self) -> OptimizerLike | None:
+        """The user's; None if it is gone."""
+        return self._optimizer()
+
     def bring_up_to_date(self, weights_too: bool = False) -> None:
         """Has masters be there for all parameters that should have one, with the gradients that they should have.
 

@@ -6,8 +6,9 @@ functions look for it here, at every call. Must not do a session's work.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ampatch import cast_labels, compilers, conversion_plan, models
 from ampatch.errors import OptionError, UsageError
 from ampatch.function_patches import Registration
+from ampatch.replaced import Replaced
 from ampatch.session import Hooks, Session
 from ampatch.settings import Settings
 from ampatch.wrappers import explain
@@ -31,28 +33,35 @@ class Process:
         live: the session, if there is one.
         disabled: whether ``initialize(enabled=False)`` was the last word while there was none.
         registered: the functions that the user registered, for every session to come.
+        replaces: whether other settings replace the live session, as in Apex; they are an error otherwise.
+        replaced: what sessions that were replaced have left; None if there were none.
     """
 
     live: Session | None = None
     disabled: bool = False
     registered: list[Registration] = field(default_factory=list)
+    replaces: bool = False
+    replaced: Replaced | None = None
 
 
 process = Process()
 
 
 def open_session(settings: Settings, device_types: Iterable[str]) -> Session:
-    """Makes a session and installs it; if that fails, everything is as it was.
+    """Makes a session and installs it; if that fails, everything is as it was, but for a session that was replaced.
 
     Raises:
-        UsageError: there is a live one already.
+        UsageError: there is a live one already, which is not to be replaced.
     """
-    if process.live is not None:
-        properties = process.live.settings.properties
-        raise UsageError(
-            f"amp is set up already, at opt_level={properties.opt_level!r} in {properties.half_dtype}; type "
-            "amp.deinitialize() first."
-        )
+    live = process.live
+    if live is not None:
+        if not process.replaces:
+            properties = live.settings.properties
+            raise UsageError(
+                f"amp is set up already, at opt_level={properties.opt_level!r} in {properties.half_dtype}; type "
+                "amp.deinitialize() first."
+            )
+        replace_session(difference(live, settings) or "amp.init was called again")
     session = Session(settings, device_types, _HOOKS)
     try:
         session.install(process.registered)
@@ -68,6 +77,47 @@ def close_session(session: Session) -> None:
     if session is process.live:
         process.live = None
         session.take_down()
+
+
+@contextlib.contextmanager
+def replacing() -> Iterator[None]:
+    """Has a session that is opened in the block, with other settings, replace the live one."""
+    before, process.replaces = process.replaces, True
+    try:
+        yield
+    finally:
+        process.replaces = before
+
+
+def difference(session: Session, settings: Settings) -> str:
+    """What tells a session from one that would be opened now, for a message; empty if nothing does."""
+    parts = [session.settings.difference(settings)]
+    if set(session.registered) != set(process.registered):
+        parts.append("registered functions")
+    return ", ".join(part for part in parts if part)
+
+
+def replace_session(why: str) -> None:
+    """Takes the live session down for another one, and has the user be told if what it had is trained on.
+
+    Args:
+        why: what the settings of the other one differ in.
+    """
+    live = process.live
+    if live is None:
+        return
+    models, optimizers = live.models, live.optimizers
+    close_session(live)
+    if process.replaced is None:
+        process.replaced = Replaced(before_replaced_forward, before_replaced_step)
+    process.replaced.watch(models, optimizers, why)
+
+
+def forget_replaced() -> None:
+    """Ends what `replace_session` has begun."""
+    replaced, process.replaced = process.replaced, None
+    if replaced is not None:
+        replaced.end()
 
 
 def register(registration: Registration) -> None:
@@ -143,6 +193,19 @@ def after_forward(model: nn.Module, _: object, outputs: object) -> None:
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is not None:
             session.processes.watch_backward(wrapper, outputs)
+
+
+@compilers.traced_within_others
+def before_replaced_forward(model: nn.Module, _: object) -> None:
+    """Runs before the forward of a model whose session was replaced, or that of a copy of one."""
+    if not torch.compiler.is_compiling() and model.training and torch.is_grad_enabled():
+        before_replaced_step(model)
+
+
+def before_replaced_step(trained: object, *_: object) -> None:
+    """Runs before the step of an optimizer whose session was replaced."""
+    if process.replaced is not None and (process.live is not None or process.disabled):
+        process.replaced.hear(trained, process.live)
 
 
 def after_replicated_forward(wrapper: Any, _: object, outputs: object) -> None:

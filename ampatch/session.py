@@ -82,6 +82,7 @@ class Session:
 
     Attributes:
         settings: as given.
+        registered: the functions that the user had registered when it was installed.
         has_masters: whether there are to be float32 masters of half weights.
         has_half_weights: whether models are converted to a half type.
         device_types: of the tensors that are cast.
@@ -98,6 +99,7 @@ class Session:
 
     def __init__(self, settings: Settings, device_types: Iterable[str], hooks: Hooks) -> None:
         self.settings = settings
+        self.registered: tuple[Registration, ...] = ()
         self.has_masters = bool(settings.properties.master_weights)
         self.has_half_weights = settings.properties.cast_model_type in HALVES
         self._hooks = hooks
@@ -144,7 +146,7 @@ class Session:
 
     def install(self, registered: Sequence[Registration]) -> None:
         """Patches what the settings ask for and the user has registered, and turns casts on."""
-        hooks = self._hooks
+        hooks, self.registered = self._hooks, tuple(registered)
         self.ledger.set(DistributedDataParallel, "__init__", self._seeing_wrappers(DistributedDataParallel.__init__))
         self.ledger.set(GradScaler, "_unscale_grads_", self._refusing_to_unscale(GradScaler._unscale_grads_))
         if self.has_masters:
@@ -448,9 +450,10 @@ class Session:
         return list(self._models)
 
     @property
-    def number_of_optimizers(self) -> int:
-        """How many adopted optimizers are still there."""
-        return len(self._optimizers)
+    def optimizers(self) -> list[OptimizerLike]:
+        """The adopted optimizers that are still there."""
+        found = (adopted.optimizer for adopted in list(self._optimizers.values()))
+        return [optimizer for optimizer in found if optimizer is not None]
 
     def parameter_ids(self) -> set[int]:
         """The ids of all parameters of the adopted models, and of their masters."""

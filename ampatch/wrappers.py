@@ -8,7 +8,6 @@ those that the rule asks for. After the session is gone a wrapper that somebody 
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 import types
 from collections.abc import Callable, Set
@@ -22,6 +21,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import get_overridable_functions, handle_torch_function, has_torch_function
 
 from ampatch.calls import Kind, PlainCast
+from ampatch.cast_errors import may_come_of_casts
 from ampatch.cast_labels import named
 from ampatch.cast_lists import Rule, Treatment
 from ampatch.casting import CASTABLE, PLAIN, TensorCast, cast_tensors, tensors_in
@@ -424,7 +424,7 @@ def _overridable() -> frozenset[int]:
 
 
 def explain(error: Exception, reason: str, given: Arguments, adapted: Arguments | None) -> None:
-    """Adds ``reason`` to an error as a note, if the cast may have to do with it.
+    """Adds ``reason`` to an error as a note, if a cast may be the cause.
 
     Args:
         error: what was raised.
@@ -432,11 +432,19 @@ def explain(error: Exception, reason: str, given: Arguments, adapted: Arguments 
         given: the arguments of the call.
         adapted: what the adapter made of them; None where the adapter itself raised.
     """
-    if adapted is not None:
-        before, after = ([*args, *kwargs.values()] for args, kwargs in (given, adapted))
-        if len(before) == len(after) and all(map(operator.is_, before, after)):
-            return
-    error.add_note(reason)
+    if adapted is None:
+        error.add_note(reason)
+        return
+    before, after = ([*args, *kwargs.values()] for args, kwargs in (given, adapted))
+    changed = [
+        (old.dtype, new.dtype) for old, new in zip(tensors_in(before), tensors_in(after), strict=True) if old is not new
+    ]
+    # `via_dtype` casts no tensor, and tells the kernel to.
+    told = adapted[1].get("dtype")
+    if told is not None and not any(isinstance(value, torch.dtype) for value in before):
+        changed += [(tensor.dtype, told) for tensor in tensors_in(before[:1])]
+    if changed and may_come_of_casts(error, {old for old, _ in changed}, {new for _, new in changed}):
+        error.add_note(reason)
 
 
 def _adapted_for_override(adapt: Adapt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

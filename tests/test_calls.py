@@ -513,13 +513,29 @@ class TestCasts:
 
 class TestErrors:
     def test_an_error_of_a_call_that_was_cast_has_the_note_and_one_that_was_not_has_none(self, implementations):
-        for each in implementations("whitelist", torch.float16, torch.mm):
+        def fails(x):
+            raise RuntimeError("not implemented for 'Half'")
+
+        for each in implementations("whitelist", torch.float16, fails):
             with pytest.raises(RuntimeError) as raised:
-                each.function(torch.ones(2, 3), torch.ones(2, 3))
+                each.function(torch.ones(2, 3))
             assert raised.value.__notes__ == ["ampatch: listed."]
             with pytest.raises(RuntimeError) as raised:
-                each.function(torch.ones(2, 3).half(), torch.ones(2, 3).half())
+                each.function(torch.ones(2, 3).half())
             assert not hasattr(raised.value, "__notes__")
+
+    @every_kind
+    def test_one_that_no_cast_can_have_caused_has_none(self, kind, implementations):
+        def fails(x, y=None, dtype=None):
+            raise RuntimeError(texts[0])
+
+        x, y = torch.ones(2).half(), torch.ones(2)
+        for text, is_named in [("expected Half, found Float", True), ("expected Long, found Float", False)]:
+            texts = [text]
+            for each in implementations(kind, torch.float16, fails):
+                with pytest.raises(RuntimeError) as raised:
+                    each.function(x, y)
+                assert hasattr(raised.value, "__notes__") == is_named
 
     def test_ctrl_c_comes_through_without_one(self, implementations):
         def interrupted(*args):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import ampatch
+from ampatch.no_gpu import HINT
 from ampatch.run import _STARTUP, _environment, _options
 
 REPORT = """
@@ -250,6 +251,122 @@ class TestApexIsThere:
         forced = ampatch_run(["--force", "train.py"], tmp_path)
         assert forced.stdout != left.stdout
         assert forced.stderr == ""
+
+
+TRAINING = """
+import os, sys, torch
+{first}
+from apex import amp
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for level in sys.argv[1:]:
+    amp.initialize(model, optimizer, opt_level=level) if level != "init" else amp.init()
+    amp.deinitialize()
+"""
+
+
+class TestTheLineThatSaysSo:
+    @pytest.mark.parametrize(
+        ("levels", "said"),
+        [
+            pytest.param(["O1"], "opt_level O1 in float16", marks=pytest.mark.slow),
+            (["O2", "O1"], "opt_level O2 in float16"),
+            pytest.param(["O0"], "opt_level O0 in float32", marks=pytest.mark.slow),
+            pytest.param(["O5"], "opt_level O5 in bfloat16", marks=pytest.mark.slow),
+            pytest.param(["init"], "opt_level O1 in float16", marks=pytest.mark.slow),
+        ],
+        ids=str,
+    )
+    def test_names_the_level_once(self, levels: list[str], said: str, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(TRAINING.format(first=""))
+        found = ampatch_run(["train.py", *levels], tmp_path)
+        assert (found.returncode, found.stdout) == (0, "")
+        assert found.stderr == f"ampatch: stands in for apex, at {said}.\n"
+
+    @pytest.mark.parametrize(
+        "first",
+        [
+            "import logging; logging.basicConfig()",
+            pytest.param(
+                "import logging; logging.getLogger('ampatch').addHandler(logging.NullHandler())", marks=pytest.mark.slow
+            ),
+            pytest.param("os.environ['RANK'] = '1'", marks=pytest.mark.slow),
+        ],
+    )
+    def test_is_not_for_who_has_configured_logging_nor_for_other_ranks(self, first: str, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(TRAINING.format(first=first))
+        found = ampatch_run(["train.py", "O1"], tmp_path)
+        assert (found.returncode, found.stderr) == (0, "")
+
+    @pytest.mark.slow
+    def test_is_not_said_with_verbosity_0_nor_where_nothing_is_done(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(
+            "import torch\n"
+            "from apex import amp\n"
+            "amp.initialize(torch.nn.Linear(2, 2), enabled=False)\n"
+            "amp.initialize(torch.nn.Linear(2, 2), verbosity=0)\n"
+        )
+        assert ampatch_run(["train.py"], tmp_path).stderr == ""
+
+    @pytest.mark.slow
+    def test_is_not_for_who_imports_it_from_ampatch(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(
+            "import torch\nfrom ampatch.apex import amp\namp.initialize(torch.nn.Linear(2, 2))\n"
+        )
+        assert ampatch_run(["train.py"], tmp_path).stderr == ""
+
+
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+class TestAScriptThatAsksForAGpuWhereThereIsNone:
+    @pytest.mark.parametrize(
+        "question",
+        [
+            "torch.ones(1).cuda()",
+            "assert torch.cuda.is_available()",
+            *(
+                pytest.param(question, marks=pytest.mark.slow)
+                for question in (
+                    "torch.nn.Linear(2, 2).to('cuda')",
+                    "torch.cuda.set_device(0)",
+                    "torch.distributed.init_process_group('nccl', 'tcp://127.0.0.1:1', rank=0, world_size=1)",
+                    "import threading; threading.Thread(target=torch.ones(1).cuda).start()",
+                    "from apex import amp; torch.multiprocessing.spawn(torch.cuda.set_device)",
+                    "from apex import amp; p = multiprocessing.Process(target=torch.ones(1).cuda); p.start(); p.join()",
+                )
+            ),
+        ],
+    )
+    def test_is_told_of_the_option(self, question: str, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(
+            f"import multiprocessing, torch\nif __name__ == '__main__':\n    {question}\n"
+        )
+        found = ampatch_run(["train.py"], tmp_path, env={**os.environ, **NO_GPU})
+        assert found.stderr.endswith(f"\n{HINT}\n")
+        assert found.stderr.count(HINT) == 1
+        if "apex" not in question:
+            expected = python(["train.py"], tmp_path, env={**os.environ, **NO_GPU})
+            assert (found.returncode, found.stderr.replace(f"{HINT}\n", "")) == (expected.returncode, expected.stderr)
+
+    @pytest.mark.slow
+    def test_is_told_where_it_catches_the_error_and_prints_it(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(
+            "import traceback, torch\n"
+            "from apex import amp\n"
+            "try:\n"
+            "    torch.ones(1).cuda()\n"
+            "except Exception:\n"
+            "    traceback.print_exc()\n"
+        )
+        assert HINT in ampatch_run(["train.py"], tmp_path, env={**os.environ, **NO_GPU}).stderr
+
+    @pytest.mark.slow
+    def test_and_of_no_option_after_another_error(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text("import torch\nfrom apex import amp\ntorch.ones(2, 3) @ torch.ones(2, 3)\n")
+        found = ampatch_run(["train.py"], tmp_path, env={**os.environ, **NO_GPU})
+        assert found.returncode == 1
+        assert "ampatch:" not in found.stderr
 
 
 @pytest.mark.slow

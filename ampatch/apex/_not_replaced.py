@@ -20,7 +20,8 @@ EXTENSIONS = {
     "xentropy_cuda": "torch.nn.CrossEntropyLoss, which has label_smoothing",
 }
 
-# The longest name that a missing one starts with counts.
+# The longest name that a missing one starts with counts. Python asks for a package before it asks for what is in it, so
+# that each name here is to stand right below a package that is there.
 _INSTEAD = {
     **EXTENSIONS,
     "apex.RNN": "torch.nn.LSTM, torch.nn.GRU and torch.nn.RNN",
@@ -41,6 +42,10 @@ _INSTEAD = {
     "apex.contrib.optimizers.fp16_optimizer": _FP16,
     "apex.contrib.optimizers.FusedAdam": "apex.optimizers.FusedAdam",
     "apex.contrib.optimizers.fused_adam": "apex.optimizers.FusedAdam",
+    "apex.contrib.optimizers.FusedLAMB": "apex.optimizers.FusedLAMB",
+    "apex.contrib.optimizers.fused_lamb": "apex.optimizers.FusedLAMB",
+    "apex.contrib.optimizers.FusedSGD": "apex.optimizers.FusedSGD",
+    "apex.contrib.optimizers.fused_sgd": "apex.optimizers.FusedSGD",
     "apex.contrib.sparsity": "torch.sparse.to_sparse_semi_structured and torch.ao.pruning.WeightNormSparsifier",
     "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
     "apex.contrib.xentropy": "torch.nn.CrossEntropyLoss, which has label_smoothing",
@@ -52,8 +57,8 @@ _INSTEAD = {
     "apex.optimizers.FusedMixedPrecisionLamb": "apex.optimizers.FusedLAMB, with opt_level='O2'",
     "apex.pyprof": "torch.profiler",
     "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
-    "apex.transformer": "torch.distributed.tensor.parallel and torch.distributed.pipelining, or Megatron-LM",
-    "apex.transformer.functional": "torch.nn.functional.softmax and F.scaled_dot_product_attention under torch.compile",
+    "apex.transformer": "torch.distributed.tensor.parallel and torch.distributed.pipelining, or Megatron-LM; and for "
+    "apex.transformer.functional torch.nn.functional.softmax and scaled_dot_product_attention under torch.compile",
     "apex.amp": "the functions of ampatch.amp",
 }
 

@@ -15,11 +15,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from importlib.metadata import Distribution, DistributionFinder
-    from types import ModuleType
+    from types import ModuleType, TracebackType
 
 # As if nothing had been put there; processes that are started have it from PYTHONPATH.
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib takes time to import
 sys.path[:] = [entry for entry in sys.path if entry != _HERE]
+
+_KEEPS_ON_CPU = "AMPATCH_RUN_CPU" in os.environ
 
 
 class _FirstImport:
@@ -61,7 +63,11 @@ class _FirstImport:
             try:
                 from ampatch import apex
 
-                apex.install(force="AMPATCH_RUN_FORCE" in os.environ)
+                stands_in = apex.install(force="AMPATCH_RUN_FORCE" in os.environ)
+                if stands_in and not _KEEPS_ON_CPU:
+                    from ampatch import no_gpu
+
+                    no_gpu.watch_torch()
                 sys.meta_path.remove(self)
             finally:
                 self._installer = None
@@ -71,6 +77,27 @@ def _without_gpu(_: object) -> None:
     from ampatch import cuda_on_cpu
 
     cuda_on_cpu.stand_in()
+
+
+def _explain_errors() -> None:
+    """Has errors that nobody catches say how to do without a GPU, where one was asked for and there is none."""
+    in_main, in_thread = sys.excepthook, threading.excepthook
+
+    def explain(error: "BaseException | None") -> None:
+        if "torch" in sys.modules and error is not None:
+            from ampatch import no_gpu
+
+            no_gpu.explain(error)
+
+    def excepthook(kind: "type[BaseException]", error: BaseException, traceback: "TracebackType | None") -> None:
+        explain(error)
+        in_main(kind, error, traceback)
+
+    def excepthook_of_thread(args: "threading.ExceptHookArgs") -> None:
+        explain(args.exc_value)
+        in_thread(args)
+
+    sys.excepthook, threading.excepthook = excepthook, excepthook_of_thread
 
 
 def _run_the_one_behind() -> None:
@@ -83,10 +110,13 @@ def _run_the_one_behind() -> None:
 
 
 # In the Python of another environment neither may be there.
-if importlib.util.find_spec("ampatch") and importlib.util.find_spec("wrapt"):
+_IS_THERE = bool(importlib.util.find_spec("ampatch") and importlib.util.find_spec("wrapt"))
+if _IS_THERE:
     sys.meta_path.insert(0, _FirstImport())
-    if "AMPATCH_RUN_CPU" in os.environ:
+    if _KEEPS_ON_CPU:
         import wrapt
 
         wrapt.register_post_import_hook(_without_gpu, "torch")
 _run_the_one_behind()
+if _IS_THERE and not _KEEPS_ON_CPU:  # last, around what that one has set
+    _explain_errors()

@@ -225,7 +225,7 @@ struct Call {
   PyObject_HEAD
   Caster* caster;
   PyObject* original;
-  PyObject* reason;
+  PyObject* explain;      // adds a note to an error that a cast may have caused: `add_note` of ampatch/cast_errors.py
   PyObject* python;       // the wrapper
   PyObject* watcher;      // a weak reference to the function, which tells when it dies
   Py_ssize_t positional;  // with more arguments by position, one of them is `dtype` or `out`
@@ -279,21 +279,6 @@ bool are_frames_watched() {
   return _PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get()) != _PyEval_EvalFrameDefault;
 }
 
-// Names the function and its list entry in an error that comes out of a call with cast arguments.
-PyObject* explained(const Call* call, PyObject* result) {
-  if (result != nullptr || !PyErr_ExceptionMatches(PyExc_Exception)) {
-    return result;
-  }
-  PyObject *type, *error, *traceback;
-  PyErr_Fetch(&type, &error, &traceback);
-  PyErr_NormalizeException(&type, &error, &traceback);
-  if (!Ref::taken(PyObject_CallMethod(error, "add_note", "O", call->reason))) {
-    PyErr_Clear();
-  }
-  PyErr_Restore(type, error, traceback);
-  return nullptr;
-}
-
 // The arguments of one call.
 class Arguments {
  public:
@@ -324,12 +309,32 @@ class Arguments {
     return true;
   }
 
-  PyObject* call_original(size_t flags) const {
-    return casts_ || tells_dtype_ ? explained(call_, call_with_cast())
+  PyObject* call_original(size_t flags) {
+    return casts_ || tells_dtype_ ? explained(call_with_cast())
                                   : PyObject_Vectorcall(call_->original, args_, flags, names_);
   }
 
  private:
+  // Has an error that comes out of a call with cast arguments name the function, if a cast may be the cause.
+  PyObject* explained(PyObject* result) const {
+    if (result != nullptr || !PyErr_ExceptionMatches(PyExc_Exception)) {
+      return result;
+    }
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    const Ref given = Ref::taken(PyTuple_New(count_));
+    for (Py_ssize_t i = 0; given && i < count_; ++i) {
+      PyTuple_SET_ITEM(given.get(), i, Py_NewRef(args_[i]));
+    }
+    PyObject* made = has_cast_ ? reinterpret_cast<PyObject*>(torch::getTHPDtype(type_)) : Py_None;
+    if (!given || !Ref::taken(PyObject_CallFunctionObjArgs(call_->explain, error, given.get(), made, nullptr))) {
+      PyErr_Clear();
+    }
+    PyErr_Restore(type, error, traceback);
+    return nullptr;
+  }
+
   bool is_given(PyObject* text) const {
     for (Py_ssize_t i = positional_; i < count_; ++i) {
       PyObject* name = PyTuple_GET_ITEM(names_, i - positional_);
@@ -396,7 +401,7 @@ class Arguments {
     return true;
   }
 
-  PyObject* call_with_cast() const {
+  PyObject* call_with_cast() {
     HANDLE_TH_ERRORS
     c10::SmallVector<PyObject*, 12> passed(count_ + 2);
     PyObject** first = passed.data() + 1;  // what is called may write before it
@@ -405,6 +410,7 @@ class Arguments {
     if (tells_dtype_) {
       const Ref names = names_with_dtype();
       first[count_] = reinterpret_cast<PyObject*>(torch::getTHPDtype(type_));
+      has_cast_ = true;
       return names ? PyObject_Vectorcall(call_->original, first, flags, names.get()) : nullptr;
     }
     c10::SmallVector<Ref, 8> made;
@@ -425,6 +431,7 @@ class Arguments {
         }
       }
     }
+    has_cast_ = true;
     return PyObject_Vectorcall(call_->original, first, flags, names_);
     END_HANDLE_TH_ERRORS
   }
@@ -471,7 +478,8 @@ class Arguments {
   Py_ssize_t count_;
   bool casts_ = false;
   bool tells_dtype_ = false;
-  ScalarType type_;  // where types are promoted, that of the tensors seen so far
+  bool has_cast_ = false;  // an error from now on is the original's
+  ScalarType type_;        // where types are promoted, that of the tensors seen so far
   // Of promotion: the type of the last tensor, castable or not; whether there are several, and several to promote.
   ScalarType last_ = ScalarType::Undefined;
   bool is_mixed_ = false;
@@ -518,7 +526,7 @@ void call_dealloc(PyObject* self) {
   Py_XDECREF(call->original);
   Py_XDECREF(call->python);
   Py_XDECREF(call->watcher);
-  Py_XDECREF(call->reason);
+  Py_XDECREF(call->explain);
   Py_TYPE(self)->tp_free(self);
 }
 
@@ -567,11 +575,11 @@ bool kind_of(std::string_view text, Kind* kind) {
   return true;
 }
 
-// accelerate(function, python, caster, original, kind, dtype, positional, reason): the function is one that nobody else
-// has, and is called as `python` is from now on.
+// accelerate(function, python, caster, original, kind, dtype, positional, explain): the function is one that nobody
+// else has, and is called as `python` is from now on.
 PyObject* accelerate(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  PyObject *object, *python, *caster, *original, *dtype, *reason;
+  PyObject *object, *python, *caster, *original, *dtype, *explain;
   const char* kind_text;
   Py_ssize_t positional;
   Kind kind;
@@ -587,7 +595,7 @@ PyObject* accelerate(PyObject*, PyObject* args) {
                         &kind_text,
                         &dtype,
                         &positional,
-                        &reason) ||
+                        &explain) ||
       !kind_of(kind_text, &kind)) {
     return nullptr;
   }
@@ -600,7 +608,7 @@ PyObject* accelerate(PyObject*, PyObject* args) {
   auto* function = reinterpret_cast<PyFunctionObject*>(object);
   call->caster = reinterpret_cast<Caster*>(Py_NewRef(caster));
   call->original = Py_NewRef(original);
-  call->reason = Py_NewRef(reason);
+  call->explain = Py_NewRef(explain);
   call->python = Py_NewRef(python);
   call->positional = positional;
   call->kind = kind;

@@ -548,6 +548,49 @@ class TestOptions:
         with pytest.raises(OptionError, match="betas="):
             FusedAdam(parameters, betas=(0.9, 1.0))
 
+    def test_a_learning_rate_may_be_each_groups_own(self):
+        first, second = parameters_of(values(0)[:2]), parameters_of(values(0)[2:])
+        optimizer = FusedSGD([{"params": first, "lr": 0.05}, {"params": second, "lr": 0.2}], momentum=0.9)
+        run(optimizer, first + second)
+        expected = sgd(values(0), 0.05, momentum=0.9)[:2] + sgd(values(0), 0.2, momentum=0.9)[2:]
+        for parameter, wanted in zip(first + second, expected, strict=True):
+            torch.testing.assert_close(parameter.detach(), wanted)
+
+    def test_a_group_that_has_none_is_refused(self):
+        parameters = parameters_of(values(0))
+        for groups in (parameters, [{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:]}]):
+            with pytest.raises(OptionError, match=r"no lr for group \d .*FusedSGD\(params, lr=0\.1\)"):
+                FusedSGD(groups, momentum=0.9)
+        optimizer = FusedSGD([{"params": parameters[:1], "lr": 0.1}])
+        for kept in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+            with pytest.raises(OptionError, match="no lr for group 1"):
+                kept.add_param_group({"params": parameters[1:]})
+            assert len(kept.param_groups) == 1
+
+    def test_an_adam_that_is_to_clip_says_what_does(self):
+        parameters = parameters_of(values(0))
+        with pytest.raises(OptionError, match=r"max_grad_norm=0\.5; .*amp\.clip_grad_norm_\(optimizer, 0\.5\)"):
+            FusedAdam(parameters, max_grad_norm=0.5)
+        with pytest.raises(OptionError, match=r"amp\.clip_grad_norm_\(optimizer, 1\.0\)"):
+            FusedAdam([{"params": parameters, "max_grad_norm": 1.0}])
+        optimizer = FusedAdam(parameters[:1])
+        with pytest.raises(OptionError, match=r"amp\.clip_grad_norm_\(optimizer, 2\)"):
+            optimizer.add_param_group({"params": parameters[1:], "max_grad_norm": 2})
+        assert len(optimizer.param_groups) == 1
+
+    def test_arguments_of_the_adam_of_2018_that_ask_for_nothing_are_taken(self):
+        parameters = parameters_of(values(0))
+        FusedAdam(parameters, max_grad_norm=0.0, eps_inside_sqrt=False, use_mt=True, amp_scale_adjustment=1.0)
+        FusedAdam([{"params": parameters, "max_grad_norm": 0.0}])
+
+    @pytest.mark.parametrize(
+        ("option", "advice"),
+        [({"eps_inside_sqrt": True}, r"eps=math\.sqrt"), ({"amp_scale_adjustment": 2.0}, r"amp\.scale_loss")],
+    )
+    def test_others_of_its_arguments_say_what_to_do(self, option, advice):
+        with pytest.raises(OptionError, match=rf"found {next(iter(option))}=.*{advice}"):
+            FusedAdam(parameters_of(values(0)), **option)
+
     def test_groups_have_the_options_that_apex_keeps_in_them(self):
         parameters = parameters_of(values(0))
         moments = {"params", "lr", "bias_correction", "betas", "eps", "weight_decay"}

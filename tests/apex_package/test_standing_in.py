@@ -15,6 +15,7 @@ import pytest
 
 import ampatch.apex
 from ampatch import amp
+from ampatch.apex._not_replaced import _INSTEAD
 
 
 def imported() -> dict[str, object]:
@@ -62,6 +63,8 @@ class TestNamesOfApex:
             "apex.amp.lists.torch_overrides",
             "apex.amp.opt",
             "apex.amp.scaler",
+            "apex.contrib",
+            "apex.contrib.optimizers",
             "apex.fp16_utils",
             "apex.fp16_utils.fp16_optimizer",
             "apex.fp16_utils.fp16util",
@@ -162,10 +165,45 @@ class TestNamesThatAreNotReplaced:
     def test_where_ampatch_has_it_elsewhere_that_is_said(self) -> None:
         with pytest.raises(ModuleNotFoundError, match=r"Use instead: FP16_Optimizer of apex\.fp16_utils\."):
             from apex.optimizers import FP16_Optimizer  # noqa: F401
-        with pytest.raises(
-            ModuleNotFoundError, match=r"apex\.contrib\.optimizers\. Use instead: torch\.distributed\.fsdp"
-        ):
-            import apex.contrib.optimizers.fp16_optimizer  # noqa: F401
+
+    @pytest.mark.parametrize(
+        ("statement", "instead"),
+        [
+            ("from apex.contrib.optimizers import FP16_Optimizer", "FP16_Optimizer of apex.fp16_utils"),
+            ("import apex.contrib.optimizers.fp16_optimizer", "FP16_Optimizer of apex.fp16_utils"),
+            (
+                "from apex.contrib.optimizers.fp16_optimizer import FP16_Optimizer",
+                "FP16_Optimizer of apex.fp16_utils",
+            ),
+            ("from apex.contrib.optimizers import FusedAdam", "apex.optimizers.FusedAdam"),
+            ("import apex.contrib.optimizers.fused_adam as fused", "apex.optimizers.FusedAdam"),
+            ("from apex.contrib.optimizers.fused_lamb import FusedLAMB", "apex.optimizers.FusedLAMB"),
+            ("from apex.contrib.optimizers import FusedSGD", "apex.optimizers.FusedSGD"),
+            ("import apex.contrib.optimizers.distributed_fused_adam", "torch.distributed.fsdp, or "),
+            ("from apex.contrib.optimizers import DistributedFusedLAMB", "torch.distributed.fsdp, or "),
+            ("from apex.transformer.functional import FusedScaleMaskSoftmax", "torch.nn.functional.softmax"),
+        ],
+    )
+    def test_an_optimizer_that_was_contributed_is_named_and_not_its_package(self, statement: str, instead: str) -> None:
+        with pytest.raises(ModuleNotFoundError) as raised:
+            exec(statement)
+        assert instead in str(raised.value).partition("Use instead: ")[2]
+
+    def test_as_an_attribute_it_is_named_too(self) -> None:
+        from apex.contrib import optimizers
+
+        with pytest.raises(AttributeError, match=r"Use instead: FP16_Optimizer of apex\.fp16_utils\."):
+            _ = optimizers.FP16_Optimizer
+
+    def test_each_hint_can_be_reached(self) -> None:
+        for name in _INSTEAD:
+            package = name.rpartition(".")[0]
+            if package:
+                importlib.import_module(package)
+            if name not in sys.modules:
+                with pytest.raises(ModuleNotFoundError) as raised:
+                    importlib.import_module(name)
+                assert _INSTEAD[name] in str(raised.value)
 
     def test_an_attribute_is_named(self) -> None:
         import apex

@@ -1,7 +1,7 @@
 """`apex.amp`: all of `ampatch.amp`, and what scripts reach for below it.
 
-What is different from `ampatch.amp` stands in the modules here: the half type that is meant where none is named, lists
-that are edited in place, and state that is read and written.
+What is different from `ampatch.amp` stands in the modules here: the half type that is meant where none is named, what a
+second `initialize` does, lists that are edited in place, and state that is read and written.
 """
 
 from __future__ import annotations
@@ -10,9 +10,18 @@ from ampatch import amp
 from ampatch.amp import *  # noqa: F403 - whatever is public there, and will be
 from ampatch.apex.amp import lists
 from ampatch.apex.amp._amp_state import _amp_state
-from ampatch.apex.amp.frontend import init, initialize
+from ampatch.apex.amp.frontend import (
+    init,
+    initialize,
+    register_bfloat16_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
 from ampatch.apex.amp.handle import AmpHandle
 from ampatch.apex.amp.opt import OptimWrapper
 
 __all__ = ["AmpHandle", "OptimWrapper", "_amp_state", "init", "initialize", "lists"]
+__all__ += ["register_bfloat16_function", "register_float_function"]
+__all__ += ["register_half_function", "register_promote_function"]
 __all__ += [name for name in amp.__all__ if name not in __all__]

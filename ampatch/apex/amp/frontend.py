@@ -1,5 +1,7 @@
 """`initialize` and `init` as scripts for Apex call them: `ampatch.amp`'s, in the half type that Apex had.
 
+Other settings replace those of an earlier call, as they did in Apex: each fold of a cross-validation makes one.
+
 Must hold no state: what is to be read of it later is in `_amp_state`, and taken from the session.
 """
 
@@ -7,20 +9,34 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from ampatch import amp, opt_levels
 from ampatch.amp import load_state_dict, state_dict
+from ampatch.apex._announcement import announce
 from ampatch.apex.amp import _stash, lists
 from ampatch.apex.amp._amp_state import _amp_state
 from ampatch.apex.amp.handle import AmpHandle
-from ampatch.process import process
+from ampatch.errors import warn
+from ampatch.process import process, replacing
 
-__all__ = ["init", "initialize", "load_state_dict", "state_dict"]
+__all__ = [
+    "init",
+    "initialize",
+    "load_state_dict",
+    "register_bfloat16_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "state_dict",
+]
 
 _INITIALIZE = inspect.signature(amp.initialize)
+_R = TypeVar("_R", bound=Callable[[Any, str], None])
+
 _INIT = inspect.signature(amp.init)
 
 
@@ -34,15 +50,20 @@ def _initialize(*args: Any, **kwargs: Any) -> Any:
         and opt_levels.dtype_of(given.get("cast_model_type")) is not torch.bfloat16
     ):
         _mean_float16(given, "patch_torch_functions_type")
+    if given.get("cast_model_type") is False:
+        _take_false_for_none(given, level is not None and level.weights not in (None, "float32"))
     patches = given.get("patch_torch_functions")
     if patches is None:
         patches = level is not None and level.patched
     if patches:
         _lay_over(given)
-    result = amp.initialize(**given)
+    with replacing():
+        result = amp.initialize(**given)
     session = process.live
     if given.get("enabled", True) and session is not None:
         _amp_state.verbosity = given.get("verbosity", 1)
+        if _amp_state.verbosity:
+            announce(session.settings.properties)
         optimizers = given.get("optimizers")
         for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
             if optimizer is not None:
@@ -61,14 +82,50 @@ def init(*args: Any, **kwargs: Any) -> AmpHandle:  # noqa: D103 - it has that of
     given = _INIT.bind(*args, **kwargs).arguments
     _mean_float16(given, "patch_type")
     _lay_over(given)
-    amp.init(**given)
-    return AmpHandle(process.live if given.get("enabled", True) else None)
+    with replacing():
+        amp.init(**given)
+    session = process.live if given.get("enabled", True) else None
+    if session is not None:
+        announce(session.settings.properties)
+    return AmpHandle(session)
+
+
+def _for_the_next(register: _R) -> _R:
+    """A way to register functions that may be taken while amp is on: they count from the next `initialize` on."""
+
+    @functools.wraps(register)
+    def register_function(module: Any, name: str) -> None:
+        with replacing():
+            register(module, name)
+
+    return register_function  # type: ignore[return-value]
+
+
+register_half_function = _for_the_next(amp.register_half_function)
+register_bfloat16_function = _for_the_next(amp.register_bfloat16_function)
+register_float_function = _for_the_next(amp.register_float_function)
+register_promote_function = _for_the_next(amp.register_promote_function)
 
 
 def _mean_float16(given: dict[str, Any], alias: str) -> None:
     """Half is float16 unless another type was named, on the CPU too: Apex knew no other."""
     if given.get("half_dtype") is None and given.get(alias) is None:
         given["half_dtype"] = torch.float16
+
+
+def _take_false_for_none(given: dict[str, Any], level_converts: bool) -> None:
+    """``cast_model_type=False`` leaves it to the level, as None does; at O1 scripts give it, where it is just that.
+
+    Warns:
+        AmpWarning: the level makes weights half, which Apex did not do then.
+    """
+    given["cast_model_type"] = None
+    if level_converts:
+        level = given.get("opt_level")
+        warn(
+            f"cast_model_type=False is taken for None: opt_level={level!r} makes the weights half. Leave it out; for "
+            "weights that stay float32, type opt_level='O1'."
+        )
 
 
 def _lay_over(given: dict[str, Any]) -> None:

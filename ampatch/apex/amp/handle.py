@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import NoReturn
 
 from ampatch import amp
@@ -29,6 +30,14 @@ class AmpHandle(amp.Handle):
     def is_active(self) -> bool:
         """Whether amp is on."""
         return self._is_enabled and process.live is not None
+
+    def _deactivate(self) -> None:
+        """Does what `deactivate` does: the name that Apex gave it, and scripts call."""
+        self.deactivate()
+
+    def _disable_casts(self) -> AbstractContextManager[None]:
+        """`ampatch.amp.disable_casts`."""
+        return amp.disable_casts()
 
     def _clear_cache(self) -> None:
         """`ampatch.amp.clear_cache`."""

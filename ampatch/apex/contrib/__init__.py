@@ -1,1 +1,4 @@
-"""Empty: none of Apex's contributed modules is replaced. So errors name the one that was meant."""
+"""Empty: none of Apex's contributed modules is replaced.
+
+Python imports this package before it asks for a module in it. So errors name the module that was meant.
+"""

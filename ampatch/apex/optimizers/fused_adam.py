@@ -36,6 +36,11 @@ class FusedAdam(Float32Optimizer):
         set_grad_none: whether ``zero_grad()`` sets gradients to None.
         capturable: keeps the learning rate in a tensor on the device, where CUDA graphs read it at each replay.
         master_weights: not supported: ampatch keeps float32 masters at O2 and O5.
+        max_grad_norm: 0 or None. This and what follows are arguments of the FusedAdam of 2018 alone; it clipped by this
+            norm, which `ampatch.amp.clip_grad_norm_` does now. A group must not have one either.
+        eps_inside_sqrt: False: ``eps`` is added to the root.
+        use_mt: without effect: several tensors are always updated at once.
+        amp_scale_adjustment: 1: gradients are unscaled when `ampatch.amp.scale_loss` ends.
 
     Raises:
         OptionError: an argument is out of its range, or not supported.
@@ -61,8 +66,24 @@ class FusedAdam(Float32Optimizer):
         set_grad_none: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
+        *,
+        max_grad_norm: float | None = None,
+        eps_inside_sqrt: bool = False,
+        use_mt: bool = False,  # noqa: ARG002
+        amp_scale_adjustment: float = 1.0,
     ) -> None:
         check_no_amsgrad(type(self), amsgrad)
+        _check_not_clipping(max_grad_norm)
+        if eps_inside_sqrt:
+            raise UnsupportedOptionError(
+                "found eps_inside_sqrt=True; FusedAdam adds eps to the root, as torch.optim.Adam does. Leave it out; "
+                "to come near it, type eps=math.sqrt(eps)."
+            )
+        if amp_scale_adjustment != 1:
+            raise UnsupportedOptionError(
+                f"found amp_scale_adjustment={amp_scale_adjustment}; expected 1. Leave it out: amp.scale_loss(loss, "
+                "optimizer) unscales the gradients."
+            )
         if master_weights:
             raise UnsupportedOptionError(
                 "found master_weights=True; expected False: float32 masters of half parameters are amp's. Type "
@@ -83,6 +104,19 @@ class FusedAdam(Float32Optimizer):
             capturable=capturable,
             master_weights=master_weights,
         )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group.
+
+        Args:
+            param_group: its parameters, under "params", and its options; others are those that this was made with.
+
+        Raises:
+            OptionError: gradients are to be clipped by a norm of the group's own.
+        """
+        if isinstance(param_group, dict):
+            _check_not_clipping(param_group.get("max_grad_norm"))
+        super().add_param_group(param_group)
 
     def _update(self, batches: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
         for group, parameters in batches:
@@ -127,3 +161,13 @@ class FusedAdam(Float32Optimizer):
         if name == "step":
             return torch.as_tensor(value).to(parameter.device, torch.float32, copy=True)
         return super()._loaded(name, value, parameter)
+
+
+def _check_not_clipping(max_grad_norm: float | None) -> None:
+    """Raises an `UnsupportedOptionError` where the optimizer is to clip."""
+    if max_grad_norm:
+        raise UnsupportedOptionError(
+            f"found max_grad_norm={max_grad_norm}; FusedAdam clips no gradients. Leave it out, and type "
+            f"amp.clip_grad_norm_(optimizer, {max_grad_norm}) behind the block of amp.scale_loss, in front of "
+            "optimizer.step()."
+        )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, in_float32
+from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, check_learning_rate, in_float32
 from ampatch.errors import OptionError
 
 
@@ -20,7 +20,7 @@ class FusedSGD(Float32Optimizer):
 
     Args:
         params: parameters, or groups of them.
-        lr: learning rate.
+        lr: learning rate; may be left out where every group has its own.
         momentum: decay of the buffer; 0: there is none.
         dampening: the gradient counts ``1 - dampening`` times in the buffer, but for the first one.
         weight_decay: its factor.
@@ -30,8 +30,8 @@ class FusedSGD(Float32Optimizer):
         set_grad_none: whether ``zero_grad()`` sets gradients to None.
 
     Raises:
-        OptionError: an argument is out of its range, or Nesterov's momentum was asked for with dampening or without
-            momentum.
+        OptionError: an argument is out of its range, a group has no learning rate, or Nesterov's momentum was asked for
+            with dampening or without momentum.
     """
 
     _settings = ("set_grad_none", "wd_after_momentum", "materialize_master_grads")
@@ -42,7 +42,7 @@ class FusedSGD(Float32Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float | Tensor,
+        lr: float | Tensor | None = None,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
@@ -57,7 +57,8 @@ class FusedSGD(Float32Optimizer):
                 "and no dampening. Type FusedSGD(params, lr, momentum=0.9, nesterov=True)."
             )
         defaults = {
-            "lr": lr,
+            # Not None, which would be the learning rate of groups that have none.
+            **({} if lr is None else {"lr": lr}),
             "momentum": momentum,
             "dampening": dampening,
             "weight_decay": weight_decay,
@@ -70,6 +71,18 @@ class FusedSGD(Float32Optimizer):
             wd_after_momentum=wd_after_momentum,
             materialize_master_grads=materialize_master_grads,
         )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group.
+
+        Args:
+            param_group: its parameters, under "params", and its options; others are those that this was made with.
+
+        Raises:
+            OptionError: neither the group nor the optimizer has a learning rate.
+        """
+        check_learning_rate(self, param_group)
+        super().add_param_group(param_group)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
