@@ -17,7 +17,6 @@ import functools
 import itertools
 import json
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 from eager_cases import HALVES, OPTIMIZERS, set_up
-from instructions import Callgrind, Case, chosen, compile_requests, require_valgrind, run_within, within
+from instructions import Callgrind, Case, chosen, prepared, run_within, within
 from peers import AUTOCAST, CONTENDERS, Batch
 from torch import nn
 
@@ -186,13 +185,9 @@ def main() -> int:
     optimizers = chosen(parser, "optimizers", options.optimizers, OPTIMIZERS)
     wanted = {AUTOCAST, *chosen(parser, "contenders", options.contenders, COMPARED)}
     contenders = [name for name in COMPARED if name in wanted]
-    require_valgrind(parser)
     cases = [Case(*each) for each in itertools.product(halves, (SMALLER, LARGER), optimizers)]
-    with tempfile.TemporaryDirectory() as directory:
-        fault = compile_requests(Path(directory))
-        if fault:
-            parser.error(fault)
-        counted = run(contenders, cases, Path(directory))
+    with prepared(parser) as directory:
+        counted = run(contenders, cases, directory)
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, one thread, {STEPS} steps each")
     for half in halves:
         print("", *table(counted, half, optimizers, contenders), sep="\n")

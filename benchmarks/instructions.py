@@ -186,25 +186,27 @@ def count(contender: str, cases: Sequence[Case], callgrind: Callgrind) -> None:
 # Around it
 
 
-def compile_requests(directory: Path) -> str:
-    """Compiles what a process asks callgrind with.
+@contextlib.contextmanager
+def prepared(parser: argparse.ArgumentParser) -> Iterator[Path]:
+    """Makes a directory for `run_within`, and removes it afterwards; the parser says what is missing, and exits."""
+    if shutil.which("valgrind") is None:
+        parser.error("there is no valgrind here; install it with its headers, as by `apt-get install valgrind`")
+    with tempfile.TemporaryDirectory() as directory:
+        compile_requests(Path(directory), parser)
+        yield Path(directory)
 
-    Returns:
-        Why that cannot be done; empty: it is done.
-    """
+
+def compile_requests(directory: Path, parser: argparse.ArgumentParser) -> None:
+    """Compiles what a process asks callgrind with."""
     (directory / "requests.c").write_text(REQUESTS, encoding="utf-8")
     command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-o", LIBRARY, "requests.c"]
     if shutil.which(command[0]) is None:
-        return f"there is no C compiler {command[0]!r} here; install one, or name it in CC"
+        parser.error(f"there is no C compiler {command[0]!r} here; install one, or name it in CC")
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
     if done.returncode:
-        return f"valgrind's headers do not compile; install them, as by `apt-get install valgrind`. {done.stderr}"
-    return ""
-
-
-def require_valgrind(parser: argparse.ArgumentParser) -> None:
-    if shutil.which("valgrind") is None:
-        parser.error("there is no valgrind here; install it with its headers, as by `apt-get install valgrind`")
+        parser.error(
+            f"valgrind's headers do not compile; install them, as by `apt-get install valgrind`. {done.stderr}"
+        )
 
 
 def run_within(
@@ -353,13 +355,9 @@ def main() -> int:
     contenders = [name for name in COUNTED if name in wanted]
     if options.json and not options.json.absolute().parent.is_dir():
         parser.error(f"argument --json: there is no directory {options.json.parent}")
-    require_valgrind(parser)
     cases = [Case(*each) for each in itertools.product(halves, models, OPTIMIZERS)]
-    with tempfile.TemporaryDirectory() as directory:
-        fault = compile_requests(Path(directory))
-        if fault:
-            parser.error(fault)
-        counted = run(contenders, cases, Path(directory))
+    with prepared(parser) as directory:
+        counted = run(contenders, cases, directory)
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, one thread, {STEPS} steps each")
     rows = []
     for half in halves:

@@ -314,6 +314,15 @@ __global__ void update_scale_kernel(
   update(*scale, *unskipped, *hysteresis_left, *found_inf);
 }
 
+// How many chunks the pieces make: one block each.
+int64_t chunks_of(const std::vector<Piece>& pieces) {
+  int64_t chunks = 0;
+  for (const Piece& piece : pieces) {
+    chunks += piece.chunks();
+  }
+  return chunks;
+}
+
 // Calls `launch(batch, first_chunk)` for as many batches as there have to be.
 template <class Launch>
 void in_batches(const std::vector<Piece>& pieces, const Launch& launch) {
@@ -389,10 +398,7 @@ void found_inf_norm(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_in
   const float* factor = scalar<float>(name, "inv_scale", inv_scale, inv_scale);
   float* flag = scalar<float>(name, "found_inf", found_inf, inv_scale);
   double* total = scalar<double>(name, "sum_of_squares", sum_of_squares, inv_scale);
-  int64_t chunks = 0;
-  for (const Piece& piece : lists.pieces()) {
-    chunks += piece.chunks();
-  }
+  const int64_t chunks = chunks_of(lists.pieces());
   if (chunks == 0) {
     return;
   }
@@ -432,10 +438,7 @@ void fingerprint(std::vector<Tensor> grads, Tensor fingerprints) {
   const OnDevice device(name, fingerprints);
   Lists lists(name, fingerprints, grads, false);
   double* found = one_for_each(name, "fingerprints", fingerprints, fingerprints, lists.pieces());
-  int64_t chunks = 0;
-  for (const Piece& piece : lists.pieces()) {
-    chunks += piece.chunks();
-  }
+  const int64_t chunks = chunks_of(lists.pieces());
   if (chunks == 0) {
     return;
   }

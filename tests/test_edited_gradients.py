@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +105,7 @@ LEVELS = [("O1", torch.float16), ("O1", torch.bfloat16), *(("O2", dtype) for dty
 every_level = pytest.mark.parametrize(
     ("opt_level", "half_dtype"), LEVELS, ids=[f"{level}-{dtype_name(dtype)}" for level, dtype in LEVELS]
 )
+every_half = pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
 
 
 @contextlib.contextmanager
@@ -112,12 +114,13 @@ def plain_block(loss: Tensor, *_: object, **__: object) -> Iterator[Tensor]:
 
 
 class Run:
-    """The same steps in plain torch and with amp.
+    """A model and its optimizer, to take the same steps in plain torch and with amp.
 
     Args:
-        opt_level: None: plain torch.
+        opt_level: None: plain torch, for which all but the optimizer and the model is ignored.
         half_dtype: of amp.
-        optimizer: makes one.
+        optimizer: makes one, or a list of them.
+        model: makes one.
         options: of `amp.initialize`.
     """
 
@@ -126,9 +129,10 @@ class Run:
         opt_level: str | None,
         half_dtype: torch.dtype = torch.float16,
         optimizer: Callable[..., Any] = torch.optim.SGD,
+        model: Callable[[], Any] = Weights,
         **options: Any,
     ) -> None:
-        self.model = Weights()
+        self.model = model()
         self.optimizer = optimizer(self.model.parameters(), lr=0.5)
         self.block: Any = plain_block
         if opt_level is not None:
@@ -153,12 +157,22 @@ class Run:
         return [value for each in self.model.state_dict().values() for value in each.float().flatten().tolist()]
 
 
-def alike(opt_level: str, half_dtype: torch.dtype, script: Callable[[Run], object], **options: Any) -> None:
-    """Asserts that a script leaves the weights that it leaves in plain torch."""
-    wanted, found = Run(None), Run(opt_level, half_dtype, **options)
-    for run in (wanted, found):
-        script(run)
+def alike(opt_level: str, half_dtype: torch.dtype, script: Callable[[Run], object], **options: Any) -> Run:
+    """Asserts that a script returns what it returns in plain torch, and leaves the same weights.
+
+    Returns:
+        The run with amp.
+    """
+    wanted, found = (Run(level, half_dtype, **options) for level in (None, opt_level))
+    returned = script(wanted)
+    assert script(found) == returned
     assert found.weights == wanted.weights
+    return found
+
+
+def one_each(optimizer: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes optimizers of one parameter each."""
+    return lambda parameters, lr: [optimizer([parameter], lr=lr) for parameter in parameters]
 
 
 @every_level
@@ -228,11 +242,8 @@ class TestOfMasters:
                 master.grad = parameter.grad.float() * 2
             run.optimizer.step()
 
-        wanted, found = Run(None), Run(opt_level, half_dtype, loss_scale=1)
-        script(wanted)
         with pytest.warns(AmpWarning, match="by hand") if opt_level == "O2" else contextlib.nullcontext():
-            script(found)
-        assert found.weights == wanted.weights
+            alike(opt_level, half_dtype, script, loss_scale=1)
 
 
 @every_level
@@ -245,9 +256,9 @@ class TestMoreMeans:
                 return torch.full((3,), 2.0 * scale, dtype=grad.dtype).as_strided((2, 2), (1, 1))
             return torch.full((1,) * grad.dim(), 2.0 * scale, dtype=grad.dtype).expand_as(grad)
 
-        wanted, found = Run(None), Run(opt_level, half_dtype)
-        for run in (wanted, found):
-            change = as_new(lambda grad: twos(grad, 8.0 if when == "in a block" and run is found else 1.0))  # noqa: B023
+        def script(run: Run) -> None:
+            is_plain = run.block is plain_block
+            change = as_new(lambda grad: twos(grad, 8.0 if when == "in a block" and not is_plain else 1.0))
             with run.block(run.model(1.0), run.optimizer) as loss:
                 loss.backward()
                 if when == "in a block":
@@ -255,11 +266,12 @@ class TestMoreMeans:
             if when != "in a block":
                 change(run.model.parameters())
             if when == "before a block":
-                if run is wanted:  # plain torch cannot add to one
+                if is_plain:  # plain torch cannot add to one
                     as_new(Tensor.contiguous)(run.model.parameters())
                 run.backward(2.0)
             run.optimizer.step()
-        assert found.weights == wanted.weights
+
+        alike(opt_level, half_dtype, script)
 
     def test_clipping_the_models_parameters_clips(self, opt_level, half_dtype):
         run = Run(opt_level, half_dtype)
@@ -281,10 +293,7 @@ class TestMoreMeans:
             run.backward(2.0)
             run.optimizer.step()
 
-        wanted, found = Run(None, optimizer=Own), Run(opt_level, half_dtype, optimizer=Own)
-        for run in (wanted, found):
-            script(run)
-        assert found.weights == wanted.weights
+        alike(opt_level, half_dtype, script, optimizer=Own)
 
     def test_a_hook_after_accumulation_that_edits_counts(self, opt_level, half_dtype):
         def double(parameter: Tensor) -> None:
@@ -307,36 +316,30 @@ class TestMoreMeans:
                 run.backward(factor)
                 run.optimizer.step()
 
-        wanted, found = Run(None), Run(opt_level, half_dtype)
-        for run in (wanted, found):
-            script(run)
-        assert found.weights == wanted.weights
+        alike(opt_level, half_dtype, script)
 
 
-@pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
+@every_half
 class TestWhatIsShown:
     @pytest.mark.parametrize("passes", [1, 2])
     def test_what_is_not_zero_is_not_shown_as_zero_and_keeps_its_bits(self, half_dtype, passes):
-        weight = nn.Parameter(torch.ones(4))
-        optimizer = torch.optim.SGD([weight], lr=1.0)
         scale = 2.0**10
-        amp.initialize(
-            nn.ParameterList([weight]), optimizer, opt_level="O2", half_dtype=half_dtype, loss_scale=scale, verbosity=0
-        )
+        run = Run("O2", half_dtype, model=lambda: nn.ParameterList([torch.ones(4)]), loss_scale=scale)
+        (weight,) = run.model
         least = torch.finfo(half_dtype).smallest_normal * torch.finfo(half_dtype).eps
         slopes = torch.tensor([least, 0.0, -2 * least, 1.0])
         for _ in range(passes):
-            with amp.scale_loss((weight.float() * (slopes / scale)).sum(), optimizer) as loss:
+            with amp.scale_loss((weight.float() * (slopes / scale)).sum(), run.optimizer) as loss:
                 loss.backward()
         wanted = passes * slopes / scale
-        (master,) = amp.master_params(optimizer)
+        (master,) = run.masters
         assert torch.equal(master.grad, wanted)
         assert weight.grad[:3].tolist() == [least, 0, -least]
         weight.grad.data.clamp_(-1, 1)
-        (master,) = amp.master_params(optimizer)
+        (master,) = run.masters
         assert torch.equal(master.grad, wanted)
         weight.grad.data[0] = 0
-        (master,) = amp.master_params(optimizer)
+        (master,) = run.masters
         assert torch.equal(master.grad, wanted * torch.tensor([0, 1, 1, 1]))
 
     def test_edits_of_the_model_and_then_of_the_masters_both_count_where_the_list_of_masters_is_new(self, half_dtype):
@@ -370,70 +373,40 @@ class TestVerdicts:
     """A verdict goes when the gradients go that it was about; the scale has backed off all the same."""
 
     def test_of_gradients_that_were_cleared_since(self, clear, optimizer, floor, opt_level, half_dtype):
-        run = Run(opt_level, half_dtype, optimizer=optimizer, min_loss_scale=floor)
-        run.backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        run.backward(OVERFLOW)
-        clear(run)
-        run.backward(2.0)
-        run.optimizer.step()
+        def script(run: Run) -> None:
+            run.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.backward(OVERFLOW)
+            clear(run)
+            run.backward(2.0)
+            run.optimizer.step()
+
+        run = alike(opt_level, half_dtype, script, optimizer=optimizer, min_loss_scale=floor)
         assert not amp.step_was_skipped(run.optimizer)
         assert amp.get_loss_scale() == max(4.0, floor)
-        wanted = Run(None)
-        for factor in (1.0, 2.0):
-            wanted.optimizer.zero_grad()
-            wanted.backward(factor)
-            wanted.optimizer.step()
-        assert run.weights == wanted.weights
 
     def test_of_an_optimizer_that_was_not_stepped(self, clear, optimizer, floor, opt_level, half_dtype):
-        model = Weights()
-        optimizers = [optimizer([parameter], lr=0.5) for parameter in model.parameters()]
-        amp.initialize(
-            model,
-            optimizers,
-            opt_level=opt_level,
-            half_dtype=half_dtype,
-            loss_scale="dynamic",
-            init_scale=8.0,
-            min_loss_scale=floor,
-            verbosity=0,
-        )
-        for factor in (OVERFLOW, 1.0):
-            with amp.scale_loss(model(factor), optimizers) as loss:
-                loss.backward()
-            if factor == OVERFLOW:
-                run = Run.__new__(Run)
-                run.model = model
-                for each_optimizer in optimizers:
-                    run.optimizer = each_optimizer
-                    clear(run)
-        optimizers[1].step()
-        assert not amp.step_was_skipped(optimizers[1])
+        run = Run(opt_level, half_dtype, optimizer=one_each(optimizer), min_loss_scale=floor)
+        run.backward(OVERFLOW)
+        for optimizer_of_one in run.optimizer:
+            clear(SimpleNamespace(model=run.model, optimizer=optimizer_of_one))
+        run.backward()
+        run.optimizer[1].step()
+        assert not amp.step_was_skipped(run.optimizer[1])
 
 
 @every_level
 class TestNested:
     def test_block_of_another_optimizer_that_ends_before_the_outer_backward(self, opt_level, half_dtype):
-        model = Weights()
-        optimizers = [torch.optim.SGD([parameter], lr=0.5) for parameter in model.parameters()]
-        amp.initialize(
-            model,
-            optimizers,
-            opt_level=opt_level,
-            half_dtype=half_dtype,
-            loss_scale="dynamic",
-            init_scale=8.0,
-            scale_window=1,
-            verbosity=0,
-        )
-        with amp.scale_loss(model.first.float().sum(), optimizers[0]) as outer:
-            with amp.scale_loss(model.second.float().sum(), optimizers[1]) as inner:
+        run = Run(opt_level, half_dtype, optimizer=one_each(torch.optim.SGD), scale_window=1)
+        first, second = run.optimizer
+        with amp.scale_loss(run.model.first.float().sum(), first) as outer:
+            with amp.scale_loss(run.model.second.float().sum(), second) as inner:
                 inner.backward()
             assert amp.get_loss_scale() == 16  # by what the inner block has found
             outer.backward()
-        for optimizer in optimizers:
+        for optimizer in (first, second):
             (master,) = amp.master_params(optimizer)
             assert master.grad.flatten().tolist() == [1] * 4
 
@@ -466,20 +439,17 @@ def test_clearing_between_blocks_under_a_static_scale(clear, loss_scale, opt_lev
 @pytest.mark.parametrize("kernel", ["torch", "auto"])
 def test_empty_parameters_are_no_trouble(kernel, opt_level, half_dtype, select):
     select(kernel)
-    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0, 2)), nn.Parameter(torch.tensor(1.0))]
-    optimizer = torch.optim.SGD(weights, lr=0.5)
-    amp.initialize(
-        nn.ParameterList(weights), optimizer, opt_level=opt_level, half_dtype=half_dtype, loss_scale=8.0, verbosity=0
-    )
+    weights = [torch.ones(3), torch.ones(0, 2), torch.tensor(1.0)]
+    run = Run(opt_level, half_dtype, model=lambda: nn.ParameterList(weights), loss_scale=8.0)
     for _ in range(2):
         for _ in range(2):
-            with amp.scale_loss(sum(each.float().sum() for each in weights), optimizer) as loss:
+            with amp.scale_loss(sum(each.float().sum() for each in run.model), run.optimizer) as loss:
                 loss.backward()
-            for each in weights:
+            for each in run.model:
                 each.grad = each.grad * 1
-        optimizer.step()
-        optimizer.zero_grad()
-    assert [each.tolist() for each in nn.ParameterList(weights).state_dict().values()] == [[-1] * 3, [], -1]
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert [each.tolist() for each in run.model] == [[-1] * 3, [], -1]
 
 
 @every_level

@@ -6,28 +6,18 @@ Weights and gradients here are small integers and halves of them, which every ty
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers import HALF_DTYPES, dtype_name
-from test_edited_gradients import START, Run, Weights, alike
+from test_edited_gradients import START, Parameters, Run, Weights, alike, every_half, every_level
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ampatch import amp
 from ampatch.amp import UsageError
-
-Parameters = Iterable[nn.Parameter]
-
-LEVELS = [("O1", torch.float16), ("O1", torch.bfloat16), *(("O2", dtype) for dtype in HALF_DTYPES)]
-
-every_level = pytest.mark.parametrize(
-    ("opt_level", "half_dtype"), LEVELS, ids=[f"{level}-{dtype_name(dtype)}" for level, dtype in LEVELS]
-)
-every_half = pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
 
 
 def each(change: Callable[[nn.Parameter], object]) -> Callable[[Parameters], None]:
@@ -76,6 +66,12 @@ UNSEEN: dict[str, Callable[[Parameters], object]] = {
 }
 
 
+def linear(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight = nn.Parameter(weight)
+    return layer
+
+
 @every_level
 class TestOfTheModel:
     @pytest.mark.parametrize("name", [*MEANS, *UNSEEN])
@@ -107,76 +103,62 @@ class TestOfTheModel:
 
     @pytest.mark.parametrize("name", MEANS)
     def test_the_next_forward_computes_with_it(self, name, opt_level, half_dtype):
-        def outputs(run: Run) -> list[float]:
-            layer = nn.Linear(2, 2, bias=False)
+        def script(run: Run) -> list[list[float]]:
+            outputs = [run.model(torch.eye(2))]
+            MEANS[name](list(run.model.parameters()))
+            outputs.append(run.model(torch.eye(2)))
             with torch.no_grad():
-                layer.weight.copy_(torch.tensor(START).view(2, 2))
-            optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-            if run is found:
-                amp.initialize(layer, optimizer, opt_level=opt_level, half_dtype=half_dtype, loss_scale=1, verbosity=0)
-            seen = [layer(torch.eye(2)).float()]
-            MEANS[name](list(layer.parameters()))
-            seen.append(layer(torch.eye(2)).float())
-            with torch.no_grad():
-                seen.append(layer(torch.eye(2)).float())
-            return [value for output in seen for value in output.flatten().tolist()]
+                outputs.append(run.model(torch.eye(2)))
+            return torch.cat(outputs).tolist()
 
-        wanted, found = Run(None), object.__new__(Run)
-        assert outputs(found) == outputs(wanted)
+        alike(opt_level, half_dtype, script, model=lambda: linear(torch.tensor(START).view(2, 2)), loss_scale=1)
 
     def test_a_loop_that_updates_by_hand_learns(self, opt_level, half_dtype):
-        def losses(level: str | None) -> list[float]:
-            layer = nn.Linear(2, 1, bias=False)
-            with torch.no_grad():
-                layer.weight.fill_(1.0)
-            if level is not None:
-                optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-                amp.initialize(layer, optimizer, opt_level=level, half_dtype=half_dtype, loss_scale=1, verbosity=0)
-            seen = []
+        def script(run: Run) -> list[float]:
+            losses = []
             for _ in range(4):
-                loss = layer(torch.ones(1, 2)).float().square().sum()
+                loss = run.model(torch.ones(1, 2)).float().square().sum()
                 loss.backward()
-                for parameter in layer.parameters():
+                for parameter in run.model.parameters():
                     parameter.data.sub_(0.125 * parameter.grad.data)
                     parameter.grad.data.zero_()
-                seen.append(loss.item())
-            return seen
+                losses.append(loss.item())
+            return losses
 
-        assert losses(opt_level) == losses(None)
+        alike(opt_level, half_dtype, script, model=lambda: linear(torch.ones(1, 2)), loss_scale=1)
 
 
 @every_half
 class TestOfMasters:
     @pytest.mark.parametrize("name", MEANS)
     def test_counts_for_the_next_forward_and_step(self, name, half_dtype):
-        def script(run: Run) -> None:
+        def script(run: Run) -> float:
             run.backward()
             run.optimizer.step()
             MEANS[name](run.masters)
-            run.seen = run.model(1.0).item()
+            loss = run.model(1.0).item()
             run.optimizer.zero_grad()
             run.backward()
             run.optimizer.step()
+            return loss
 
-        wanted, found = Run(None), Run("O2", half_dtype)
-        for run in (wanted, found):
-            script(run)
-        assert found.weights == wanted.weights
-        assert found.seen == wanted.seen
+        alike("O2", half_dtype, script)
 
     @pytest.mark.parametrize("name", UNSEEN)
     def test_is_saved_and_counts_for_the_next_step_where_nothing_tells_of_it(self, name, half_dtype):
-        def script(run: Run) -> None:
+        def script(run: Run) -> list[float]:
             UNSEEN[name](run.masters)
-            run.saved = [value.tolist() for value in run.model.state_dict().values()]
+            saved = run.weights
             run.backward()
             run.optimizer.step()
+            return saved
 
-        wanted, found = Run(None), Run("O2", half_dtype)
-        for run in (wanted, found):
-            script(run)
-        assert found.saved == wanted.saved
-        assert found.weights == wanted.weights
+        alike("O2", half_dtype, script)
+
+
+def refused() -> Any:
+    """Asserts that the block is told of two different writes to one parameter."""
+    return pytest.raises(UsageError, match=r"^second: half weights and their float32 master were both written")
 
 
 @every_half
@@ -188,7 +170,7 @@ class TestOfBoth:
             run.model.second.fill_(1)
             master.fill_(2)
         for _ in range(2):
-            with pytest.raises(UsageError, match=r"^second: half weights and their float32 master were both written"):
+            with refused():
                 run.model(1.0)
         assert run.model.second.flatten().tolist() == [1] * 4
         assert master.flatten().tolist() == [2] * 4
@@ -199,18 +181,17 @@ class TestOfBoth:
         run.optimizer.step()
         assert run.weights[4:] == (torch.full((4,), 2.0) - 0.5 * torch.tensor([4.0, 3, -2, 1])).tolist()
 
-    @pytest.mark.parametrize("half_way", ["counted", "data", "storage"])
-    def test_by_way_of_data_is_an_error_too(self, half_way, half_dtype):
+    @pytest.mark.parametrize(
+        "write",
+        [in_place, lambda half: half.data.mul_(2), lambda half: half.untyped_storage().fill_(0)],
+        ids=["counted", "data", "storage"],
+    )
+    def test_by_way_of_data_is_an_error_too(self, write, half_dtype):
         run = Run("O2", half_dtype)
         for master in run.masters:
             master.data.clamp_(-2, 2)
-        if half_way == "counted":
-            in_place(run.model.second)
-        elif half_way == "data":
-            run.model.second.data.mul_(2)
-        else:
-            run.model.second.untyped_storage().fill_(0)
-        with pytest.raises(UsageError, match=r"^second: half weights and their float32 master were both written"):
+        write(run.model.second)
+        with refused():
             run.optimizer.step()
         with torch.no_grad():
             run.model.second.copy_(list(run.optimizer.param_groups[0]["params"])[1])
@@ -233,7 +214,7 @@ class TestOfBoth:
             assert run.weights[4:] == [value] * 4
         aliases[1].mul_(2)
         run.model.second.data.mul_(3)
-        with pytest.raises(UsageError, match=r"^second: half weights and their float32 master were both written"):
+        with refused():
             run.model(1.0)
 
     def test_that_are_alike_is_none(self, half_dtype):
@@ -294,10 +275,7 @@ class TestOptimizersOfOnesOwn:
                 run.backward()
                 run.optimizer.step()
 
-        wanted, found = Run(None, optimizer=BothByItself), Run("O2", half_dtype, optimizer=BothByItself)
-        for run in (wanted, found):
-            script(run)
-        assert found.weights == wanted.weights
+        alike("O2", half_dtype, script, optimizer=BothByItself)
 
 
 REBUILDS: dict[str, Callable[[Run], object]] = {
@@ -331,20 +309,20 @@ def test_groups_may_be_made_anew(rebuild, freeze, opt_level, half_dtype):
     alike(opt_level, half_dtype, script)
 
 
-def tiny_steps(model: nn.Module, optimizer: Any, count: int = 3) -> None:
+def tiny_steps(model: nn.Module, optimizer: Any) -> None:
     """Updates that half weights would lose."""
-    for _ in range(count):
+    for _ in range(3):
         with amp.scale_loss(model(torch.ones(1, 4)).float().sum() * 2.0**-13, optimizer) as loss:
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def layers(half_dtype: torch.dtype, **options: Any) -> tuple[nn.Sequential, Any]:
+def layers(half_dtype: torch.dtype) -> tuple[nn.Sequential, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    amp.initialize(model, optimizer, opt_level="O2", half_dtype=half_dtype, loss_scale=1024.0, verbosity=0, **options)
+    amp.initialize(model, optimizer, opt_level="O2", half_dtype=half_dtype, loss_scale=1024.0, verbosity=0)
     return model, optimizer
 
 
@@ -367,6 +345,10 @@ class TestModulesThatComeLater:
         model.load_state_dict(wanted)
         for name, value in model.state_dict().items():
             assert torch.equal(value, wanted[name])
+        self.assert_all_bits_are_given_back(model)
+
+    def assert_all_bits_are_given_back(self, model: nn.Module) -> None:
+        wanted = copy.deepcopy(model.state_dict())
         amp.deinitialize()
         for name, value in model.state_dict().items():
             assert value.dtype is torch.float32
@@ -388,11 +370,7 @@ class TestModulesThatComeLater:
         for value, master in zip(adapter.values(), amp.master_params(optimizer), strict=True):
             assert torch.equal(value, master)
         assert bool((adapter["weight"] != adapter["weight"].to(half_dtype)).any())
-        wanted = copy.deepcopy(model.state_dict())
-        amp.deinitialize()
-        for name, value in model.state_dict().items():
-            assert value.dtype is torch.float32
-            assert torch.equal(value, wanted[name])
+        self.assert_all_bits_are_given_back(model)
 
     def test_module_that_nobody_updates_is_float32_again(self, half_dtype):
         model, _ = layers(half_dtype)
@@ -430,9 +408,13 @@ class TestModulesThatComeLater:
 @every_half
 @pytest.mark.parametrize("opt_level", ["O2", "O3"])
 class TestWeightsWithoutAMaster:
-    def test_are_written_to_through_their_state_dict(self, opt_level, half_dtype):
+    @pytest.fixture
+    def target(self, opt_level, half_dtype):
         target = Weights()
         amp.initialize(target, opt_level=opt_level, half_dtype=half_dtype, verbosity=0)
+        return target
+
+    def test_are_written_to_through_their_state_dict(self, target):
         for factor in (2.0, 3.0):
             for value in target.state_dict().values():
                 value.copy_(torch.full_like(value, factor))
@@ -443,9 +425,7 @@ class TestWeightsWithoutAMaster:
         amp.deinitialize()
         assert target.first.tolist() == [3.0] * 4
 
-    def test_are_written_to_by_way_of_data_as_well(self, opt_level, half_dtype):
-        target = Weights()
-        amp.initialize(target, opt_level=opt_level, half_dtype=half_dtype, verbosity=0)
+    def test_are_written_to_by_way_of_data_as_well(self, target):
         saved = target.state_dict()
         saved["first"].data[1] = 9
         with torch.no_grad():
@@ -453,15 +433,11 @@ class TestWeightsWithoutAMaster:
         target(1.0)
         assert target.first.tolist() == [7, 9, *START[2:]]
 
-    def test_are_given_away_once_however_often_they_are_saved(self, opt_level, half_dtype):
-        target = Weights()
-        amp.initialize(target, opt_level=opt_level, half_dtype=half_dtype, verbosity=0)
+    def test_are_given_away_once_however_often_they_are_saved(self, target):
         places = {target.state_dict()["first"].data_ptr() for _ in range(5)}
         assert len(places) == 1
 
-    def test_that_are_only_saved_are_left_as_somebody_else_writes_them(self, opt_level, half_dtype):
-        target = Weights()
-        amp.initialize(target, opt_level=opt_level, half_dtype=half_dtype, verbosity=0)
+    def test_that_are_only_saved_are_left_as_somebody_else_writes_them(self, target):
         saved = target.state_dict()
         with torch.no_grad():
             target.first.fill_(7)
@@ -470,40 +446,50 @@ class TestWeightsWithoutAMaster:
         assert saved["first"].tolist() == START
 
 
-def by_hand(average: nn.Module, model: nn.Module, decay: float) -> None:
-    with torch.no_grad():
-        for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
-            mean.mul_(decay).add_(parameter.detach(), alpha=1 - decay)
+DECAY = 0.999
 
 
-def by_state_dict(average: nn.Module, model: nn.Module, decay: float) -> None:
+@torch.no_grad()
+def by_hand(average: nn.Module, model: nn.Module) -> None:
+    for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+        mean.mul_(DECAY).add_(parameter.detach(), alpha=1 - DECAY)
+
+
+@torch.no_grad()
+def by_state_dict(average: nn.Module, model: nn.Module) -> None:
     """As timm does it."""
-    with torch.no_grad():
-        for mean, value in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
-            mean.copy_(decay * mean + (1.0 - decay) * value)
+    for mean, value in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
+        mean.copy_(DECAY * mean + (1.0 - DECAY) * value)
+
+
+#: How an average of a model is made, and how it takes the model's weights in.
+AVERAGES: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[Any, nn.Module], None]]] = {
+    "AveragedModel": (
+        lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY)),
+        lambda average, model: average.update_parameters(model),
+    ),
+    "by hand": (copy.deepcopy, by_hand),
+    "by state dict": (copy.deepcopy, by_state_dict),
+}
 
 
 @every_level
 class TestAverages:
-    @pytest.mark.parametrize("kind", ["AveragedModel", "by hand", "by state dict"])
+    @pytest.mark.parametrize("kind", AVERAGES)
     def test_follow_the_masters_in_float32(self, kind, opt_level, half_dtype):
+        make, update = AVERAGES[kind]
+
         def averaged(level: str | None) -> Tensor:
-            run = Run(level, half_dtype, loss_scale=1) if level else Run(None)
-            average = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
-            if kind != "AveragedModel":
-                average = copy.deepcopy(run.model)
+            run = Run(level, half_dtype, loss_scale=1)
+            average = make(run.model)
             for _ in range(40):
                 run.optimizer.zero_grad()
                 run.backward(2.0**-4)
                 run.optimizer.step()
-                if kind == "AveragedModel":
-                    average.update_parameters(run.model)
-                else:
-                    (by_hand if kind == "by hand" else by_state_dict)(average, run.model, 0.999)
+                update(average, run.model)
             assert {parameter.dtype for parameter in average.parameters()} == {torch.float32}
             assert isinstance(average(1.0), Tensor)
-            if level is not None:
-                amp.deinitialize()
+            amp.deinitialize()
             return torch.cat([parameter.detach().flatten() for parameter in average.parameters()])
 
         found, wanted = averaged(opt_level), averaged(None)
@@ -581,34 +567,30 @@ class TestWithMasters:
     def test_buffers_are_written_to_through_a_state_dict(self, half_dtype):
         model = Weights()
         model.register_buffer("shift", torch.ones(2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        amp.initialize(model, optimizer, opt_level="O2", half_dtype=half_dtype, verbosity=0)
+        Run("O2", half_dtype, model=lambda: model)
         model.state_dict()["shift"].fill_(9)
         model(1.0)
         assert model.shift.tolist() == [9, 9]
 
     @pytest.mark.parametrize("order", ["optimizer", "optimizer and model", "model and optimizer"])
     def test_deep_copies_of_the_optimizer_go_on_in_float32(self, order, half_dtype):
-        model = Weights()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
-        amp.initialize(model, optimizer, opt_level="O2", half_dtype=half_dtype, loss_scale=1, verbosity=0)
-        with amp.scale_loss(model(1.0), optimizer) as loss:
-            loss.backward()
-        optimizer.step()
-        wanted = [master.tolist() for master in amp.master_params(optimizer)]
-        copied = {
-            "optimizer": lambda: (copy.deepcopy(optimizer), None),
-            "optimizer and model": lambda: copy.deepcopy((optimizer, model)),
-            "model and optimizer": lambda: copy.deepcopy((model, optimizer))[::-1],
+        run = Run("O2", half_dtype, optimizer=torch.optim.Adam, loss_scale=1)
+        run.backward()
+        run.optimizer.step()
+        wanted = [master.tolist() for master in run.masters]
+        optimizer, model = {
+            "optimizer": lambda: (copy.deepcopy(run.optimizer), None),
+            "optimizer and model": lambda: copy.deepcopy((run.optimizer, run.model)),
+            "model and optimizer": lambda: copy.deepcopy((run.model, run.optimizer))[::-1],
         }[order]()
-        parameters = copied[0].param_groups[0]["params"]
+        parameters = optimizer.param_groups[0]["params"]
         assert [parameter.tolist() for parameter in parameters] == wanted
-        if copied[1] is not None:
-            assert all(a is b for a, b in zip(parameters, copied[1].parameters(), strict=True))
+        if model is not None:
+            assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        copied[0].step()
-        assert {value.dtype for state in copied[0].state.values() for value in state.values()} == {torch.float32}
+        optimizer.step()
+        assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}
 
     def test_data_of_tensors_without_an_address_is_no_trouble(self, half_dtype):
         run = Run("O2", half_dtype)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -25,31 +27,77 @@ ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
 
 
 class Exact(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, with_unused: bool = True) -> None:
         super().__init__()
+        self.with_unused = with_unused
         self.first = nn.Linear(4, 4)
         self.last = nn.Linear(4, 2)
         self.unused = nn.Linear(2, 2)
         round_weights(self)
 
-    def forward(self, x: Tensor, with_unused: bool = True) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         out = self.last(self.first(x).relu())
-        return self.unused(out) if with_unused else out
+        return self.unused(out) if self.with_unused else out
+
+
+def trained(
+    level: str, half: torch.dtype = torch.float16, model: nn.Module | None = None, lr: float = 0.5, **options: Any
+) -> tuple[Any, Any]:
+    """Has amp train a model, an `Exact` where none is given.
+
+    Returns:
+        The model and its optimizer.
+    """
+    model = Exact() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    amp.initialize(model, optimizer, opt_level=level, half_dtype=half, **{**SCALE, **options})
+    return model, optimizer
+
+
+def replicated(*args: Any, **options: Any) -> tuple[Any, Any]:
+    """What `trained` returns, the model wrapped."""
+    model, optimizer = trained(*args, **options)
+    return DistributedDataParallel(model), optimizer
+
+
+def own_data(device: str = "cpu") -> list[Tensor]:
+    """The micro-batches of this process."""
+    return data(device, dist.get_rank())
 
 
 def state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """What one step has come to: gradients that it used, masters and weights."""
+    """All that a step reads or writes."""
     return {
-        "grads": [None if p.grad is None else p.grad.detach().cpu() for p in amp.master_params(optimizer)],
-        "masters": [p.detach().cpu() for p in amp.master_params(optimizer)],
-        "weights": [p.detach().cpu() for p in model.parameters()],
+        "grads": grads(optimizer),
+        "masters": masters(optimizer),
+        "weights": on_cpu(model.parameters()),
         "scale": amp.get_loss_scale(),
     }
 
 
-def loss_of(model: nn.Module, batch: Tensor, **forward: Any) -> Tensor:
+def grads(optimizer: Any) -> list[Tensor | None]:
+    return on_cpu(p.grad for p in amp.master_params(optimizer))
+
+
+def masters(optimizer: Any) -> list[Tensor | None]:
+    return on_cpu(amp.master_params(optimizer))
+
+
+def on_cpu(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Copies, which stay as they are."""
+    return [None if tensor is None else tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+
+def after_step(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """The `state` after one step more, with the gradients from before it."""
+    before = grads(optimizer)
+    optimizer.step()
+    return {**state(model, optimizer), "grads": before}
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     # A sum and not a mean, which would be one of its ranks: three micro-batches are no power of two.
-    return model(batch, **forward).float().sum()
+    return model(batch).float().sum()
 
 
 def backward(loss: Tensor, optimizer: Any) -> None:
@@ -57,16 +105,12 @@ def backward(loss: Tensor, optimizer: Any) -> None:
         scaled_loss.backward()
 
 
-def alone(level: str, half: torch.dtype, device: str, **forward: Any) -> dict[str, Any]:
+def alone(level: str, half: torch.dtype, device: str, with_unused: bool) -> dict[str, Any]:
     """One process on the whole batch: all micro-batches of all ranks."""
-    model = Exact().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, opt_level=level, half_dtype=half, **SCALE)
+    model, optimizer = trained(level, half, Exact(with_unused).to(device))
     batches = [batch for rank in range(dist.get_world_size()) for batch in data(device, rank)]
-    backward(loss_of(model, torch.cat(batches), **forward) / dist.get_world_size(), optimizer)
-    before = state(model, optimizer)["grads"]
-    optimizer.step()
-    after = {**state(model, optimizer), "grads": before}
+    backward(loss_of(model, torch.cat(batches)) / dist.get_world_size(), optimizer)
+    after = after_step(model, optimizer)
     amp.deinitialize()
     return after
 
@@ -75,44 +119,41 @@ def together(
     level: str, half: torch.dtype, device: str, postpone: str = "", hook: Any = None, **options: Any
 ) -> dict[str, Any]:
     """Each process on its micro-batches, one after the other."""
-    forward = {"with_unused": False} if options.get("find_unused_parameters") else {}
-    model = Exact().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, opt_level=level, half_dtype=half, **SCALE)
+    exact = Exact(with_unused=not options.get("find_unused_parameters"))
+    model, optimizer = trained(level, half, exact.to(device))
     replica = DistributedDataParallel(model, **options)
     if hook is not None:
         replica.register_comm_hook(None, hook)
-    for number, batch in enumerate(data(device, dist.get_rank())):
+    for number, batch in enumerate(own_data(device)):
         is_last = number == MICRO_BATCHES - 1
         if postpone == "attribute":
             replica.require_backward_grad_sync = is_last
         without = replica.no_sync if postpone.startswith("no_sync") and not is_last else contextlib.nullcontext
         with without():
-            loss = loss_of(replica, batch, **forward)
+            loss = loss_of(replica, batch)
             if postpone != "no_sync around the forward":
                 backward(loss, optimizer)
         if postpone == "no_sync around the forward":
             backward(loss, optimizer)
-    before = state(model, optimizer)["grads"]
-    optimizer.step()
-    return {**state(model, optimizer), "grads": before}
+    return after_step(model, optimizer)
 
 
 def both(*args: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    forward = {"with_unused": False} if options.get("find_unused_parameters") else {}
-    return alone(*args, **forward), together(*args, **options)
-
-
-def run_both(level: str, half: torch.dtype, device: str, options: dict[str, Any]) -> Any:
-    return both(level, half, device, **options)
+    return alone(*args, not options.get("find_unused_parameters")), together(*args, **options)
 
 
 def assert_as_one(workers: Workers, level: str, half: torch.dtype, device: str, **options: Any) -> None:
-    for one, several in workers.run(run_both, level, half, device, options):
-        # The scale moves with the passes, of which one process makes fewer.
-        assert one.pop("scale") == several.pop("scale")
+    for one, several in workers.run(functools.partial(both, **options), level, half, device):
         assert_same_state(several, one)
         assert any(bool(grad.any()) for grad in several["grads"] if grad is not None)
+
+
+def the_same(workers: Workers, function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns, asserting that it is the same in every process."""
+    first, *others = workers.run(function, *args)
+    for other in others:
+        assert_same_state(other, first)
+    return first
 
 
 def through_float16(_, bucket):  # torch looks at annotations, and knows no strings
@@ -183,16 +224,15 @@ def fifty_steps(level: str, half: torch.dtype, device: str, accumulate: bool, fu
                 loss = nn.functional.cross_entropy(replica(x), target)
                 if OVERFLOWS.get(step) == rank and last != accumulate:
                     loss = loss * float("inf")
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
+                backward(loss, optimizer)
         optimizer.step()
         skipped.append(amp.step_was_skipped(optimizer))
         scales.append(amp.get_loss_scale())
     return {
         "skipped": skipped,
         "scales": scales,
-        "masters": [p.detach().cpu() for p in amp.master_params(optimizer)],
-        "weights": [p.detach().cpu() for p in model.parameters()],
+        "masters": masters(optimizer),
+        "weights": on_cpu(model.parameters()),
         "moments": [s["exp_avg"].cpu() for s in optimizer.state.values()],
     }
 
@@ -214,29 +254,24 @@ class TestFiftySteps:
         self.check(four, level, half, device, True, False)
 
     def check(self, workers: Workers, *args: Any) -> None:
-        first, *others = workers.run(fifty_steps, *args)
-        assert [step for step, was_skipped in enumerate(first["skipped"]) if was_skipped] == list(OVERFLOWS)
-        assert len(set(first["scales"])) > 2
-        for other in others:
-            assert_same_state(other, first)
+        found = the_same(workers, fifty_steps, *args)
+        assert [step for step, was_skipped in enumerate(found["skipped"]) if was_skipped] == list(OVERFLOWS)
+        assert len(set(found["scales"])) > 2
 
 
-def from_other_weights(level: str, device: str, init_sync: bool) -> list[Tensor]:
+def from_other_weights(level: str, device: str, init_sync: bool) -> list[Tensor | None]:
     torch.manual_seed(dist.get_rank())
-    model = Classifier().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, opt_level=level, **SCALE)
+    model, optimizer = trained(level, model=Classifier().to(device))
     DistributedDataParallel(model, init_sync=init_sync)
-    return [tensor.detach().cpu() for tensor in (*amp.master_params(optimizer), *model.state_dict().values())]
+    return on_cpu([*amp.master_params(optimizer), *model.state_dict().values()])
 
 
 @ON_DEVICES
 class TestWrapping:
     @LEVELS
     def test_gives_all_the_weights_of_the_first_with_every_bit(self, two, level, device):
-        first, second = two.run(from_other_weights, level, device, True)
-        assert_same_state(second, first)
-        assert any(bool((tensor != tensor.half()).any()) for tensor in first if tensor.is_floating_point())
+        found = the_same(two, from_other_weights, level, device, True)
+        assert any(bool((tensor != tensor.half()).any()) for tensor in found if tensor.is_floating_point())
 
     @LEVELS
     def test_leaves_them_where_it_is_told_to(self, two, level, device):
@@ -244,21 +279,27 @@ class TestWrapping:
         assert not torch.equal(first[0], second[0])
 
 
-def only_postponed(level: str, what: str) -> Any:
-    model = Exact()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, opt_level=level, half_dtype=torch.float16, **SCALE)
-    replica = DistributedDataParallel(model)
+def only_postponed(*args: Any, **options: Any) -> tuple[Any, Any]:
+    """What `replicated` returns, after a pass under no_sync."""
+    replica, optimizer = replicated(*args, **options)
     with replica.no_sync():
-        backward(loss_of(replica, data("cpu", dist.get_rank())[0]), optimizer)
-    if what == "step":
-        with pytest.raises(amp.UsageError, match="under no_sync"):
-            amp.clip_grad_norm_(optimizer, 1.0)
-        with pytest.raises(amp.UsageError, match="under no_sync"):
-            optimizer.step()
-        return None
+        backward(loss_of(replica, own_data()[0]), optimizer)
+    return replica, optimizer
+
+
+def refused_at_the_step(level: str) -> None:
+    _replica, optimizer = only_postponed(level)
+    with pytest.raises(amp.UsageError, match="under no_sync"):
+        amp.clip_grad_norm_(optimizer, 1.0)
+    with pytest.raises(amp.UsageError, match="under no_sync"):
+        optimizer.step()
+
+
+def stepped(level: str, what: str) -> dict[str, Any]:
+    """The state before a step, where something was done to the gradients of a pass under no_sync."""
+    replica, optimizer = only_postponed(level)
     if what == "reduced by hand":
-        for parameter in model.parameters():
+        for parameter in replica.parameters():
             dist.all_reduce(parameter.grad)
         amp.clip_grad_norm_(optimizer, float("inf"))
     elif what == "raised afterwards":
@@ -266,27 +307,32 @@ def only_postponed(level: str, what: str) -> Any:
             raise KeyError
     elif what == "cleared":
         optimizer.zero_grad()
-    before = state(model, optimizer)
+    before = state(replica, optimizer)
     optimizer.step()
     return before
+
+
+def without_scale() -> None:
+    """In bfloat16 at O1 there is nothing to unscale: gradients are the user's to reduce or not."""
+    _replica, optimizer = only_postponed("O1", torch.bfloat16, loss_scale=None)
+    optimizer.step()
 
 
 class TestAPassUnderNoSync:
     @LEVELS
     def test_is_no_end_of_an_iteration(self, two, level):
-        two.run(only_postponed, level, "step")
+        two.run(refused_at_the_step, level)
 
     @LEVELS
     def test_is_one_where_gradients_are_reduced_by_hand(self, two, level):
-        first, second = two.run(only_postponed, level, "reduced by hand")
-        assert_same_state(second, first)
-        assert float(first["grads"][0].abs().max()) <= 16  # it would be at the scale else
+        found = the_same(two, stepped, level, "reduced by hand")
+        assert float(found["grads"][0].abs().max()) <= 16  # it would be at the scale else
 
     @LEVELS
     @pytest.mark.parametrize("what", ["raised afterwards", "cleared"])
     @pytest.mark.covering(1)
     def test_is_forgotten_with_its_gradients(self, two, level, what):
-        for before in two.run(only_postponed, level, what):
+        for before in two.run(stepped, level, what):
             assert before["grads"] == [None] * 6
             assert before["scale"] == SCALE["init_scale"]
 
@@ -294,72 +340,54 @@ class TestAPassUnderNoSync:
         two.run(without_scale)
 
 
-def without_scale() -> None:
-    """In bfloat16 at O1 there is nothing to unscale: gradients are the user's to reduce or not."""
-    model = Exact()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, opt_level="O1", half_dtype=torch.bfloat16, verbosity=0)
-    replica = DistributedDataParallel(model)
+def accumulated_in_half(level: str) -> list[Tensor | None]:
+    """The gradients of two passes of a model that is half already, without masters."""
+    replica, optimizer = replicated(level, model=Exact().half())
+    first, second, _ = (batch.half() for batch in own_data())
     with replica.no_sync():
-        backward(loss_of(replica, data("cpu", dist.get_rank())[0]), optimizer)
-    optimizer.step()
-
-
-def of_half_weights(level: str, postpone: bool) -> Any:
-    """Two passes of a model that is half already, without masters."""
-    model = Exact().half()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, opt_level=level, half_dtype=torch.float16, **SCALE)
-    replica = DistributedDataParallel(model)
-    first, second, _ = (batch.half() for batch in data("cpu", dist.get_rank()))
-    with replica.no_sync() if postpone else contextlib.nullcontext():
         backward(loss_of(replica, first), optimizer)
-    if postpone:
-        backward(loss_of(replica, second), optimizer)
-        return state(model, optimizer)["grads"]
-    before = state(model, optimizer)
+    backward(loss_of(replica, second), optimizer)
+    return grads(optimizer)
+
+
+def refused_in_half(level: str) -> None:
+    """As `accumulated_in_half`, but each pass reduces."""
+    replica, optimizer = replicated(level, model=Exact().half())
+    first, second, _ = (batch.half() for batch in own_data())
+    backward(loss_of(replica, first), optimizer)
+    before = state(replica, optimizer)
     with pytest.raises(amp.UsageError, match=r"Put all passes before the last one of a step under no_sync\(\)"):
         backward(loss_of(replica, second), optimizer)
-    assert_same_state(state(model, optimizer), before)
+    assert_same_state(state(replica, optimizer), before)
     optimizer.step()
-    return None
 
 
 @pytest.mark.parametrize("level", ["O1", "O3"])
 class TestHalfWeightsWithoutMasters:
     def test_accumulate_under_no_sync(self, two, level):
-        first, second = two.run(of_half_weights, level, True)
-        assert_same_state(second, first)
+        found = the_same(two, accumulated_in_half, level)
         one = Exact()
         batches = [batch for rank in range(2) for batch in data("cpu", rank)[:2]]
         (one(torch.cat(batches)).sum() / 2).backward()
-        assert_same_state([grad.float() for grad in first], [p.grad for p in one.parameters()])
+        assert_same_state([grad.float() for grad in found], [p.grad for p in one.parameters()])
 
     def test_cannot_be_added_to_otherwise(self, two, level):
-        two.run(of_half_weights, level, False)
+        two.run(refused_in_half, level)
 
 
-def compiled_accumulation(half: torch.dtype) -> Any:
-    model = Exact()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, opt_level="O1", half_dtype=half, **SCALE)
-    replica = DistributedDataParallel(model)
+def compiled_accumulation(half: torch.dtype) -> list[Tensor | None]:
+    replica, optimizer = replicated("O1", half)
     compiled = torch.compile(replica, backend="aot_eager")
-    for number, batch in enumerate(data("cpu", dist.get_rank())):
+    for number, batch in enumerate(own_data()):
         with replica.no_sync() if number < MICRO_BATCHES - 1 else contextlib.nullcontext():
             backward(loss_of(compiled, batch), optimizer)
-    return state(model, optimizer)["grads"]
+    return grads(optimizer)
 
 
-def clipped(level: str, device: str) -> tuple[float, Any]:
-    model = Exact().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, opt_level=level, half_dtype=torch.float16, **SCALE)
-    replica = DistributedDataParallel(model)
-    with amp.scale_loss(
-        replica(data(device, dist.get_rank())[0]).float().sum(), optimizer, delay_unscale=True
-    ) as scaled:
-        scaled.backward()
+def clipped(level: str, device: str) -> tuple[float, float]:
+    replica, optimizer = replicated(level, model=Exact().to(device))
+    with amp.scale_loss(loss_of(replica, own_data(device)[0]), optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
     norm = float(amp.clip_grad_norm_(optimizer, 0.5))
     clipped_to = torch.cat([p.grad.flatten() for p in amp.master_params(optimizer)]).norm()
     return norm, float(clipped_to)
@@ -371,15 +399,14 @@ class TestBesides:
     @pytest.mark.either_way
     def test_compiled_replicas_accumulate(self, two, half):
         for (one, _), several in zip(
-            two.run(run_both, "O1", half, "cpu", {}), two.run(compiled_accumulation, half), strict=True
+            two.run(both, "O1", half, "cpu"), two.run(compiled_accumulation, half), strict=True
         ):
             assert_same_state(several, one["grads"])
 
     @ON_DEVICES
     @LEVELS
     def test_clipping_is_by_the_norm_of_the_reduced_gradients(self, two, level, device):
-        (norm, clipped_to), second = two.run(clipped, level, device)
-        assert second == (norm, clipped_to)
+        norm, clipped_to = the_same(two, clipped, level, device)
         assert norm > 1
         assert clipped_to == pytest.approx(0.5, rel=1e-3)
 
@@ -399,10 +426,11 @@ def of_an_older_wrapper(how: str) -> Any:
     scales = []
     for step in range(3):
         optimizer.zero_grad()
+        first, second, _ = own_data()
         with replica.no_sync():
-            loss = loss_of(replica, data("cpu", dist.get_rank())[0])
+            loss = loss_of(replica, first)
             backward(loss * float("inf") if step == 1 == dist.get_rank() else loss, optimizer)
-        backward(loss_of(replica, data("cpu", dist.get_rank())[1]), optimizer)
+        backward(loss_of(replica, second), optimizer)
         optimizer.step()
         scales.append(amp.get_loss_scale())
     return scales, list(replica.module.state_dict().values())
@@ -428,35 +456,29 @@ def converted_back(level: str) -> list[str]:
 
 
 def loaded_in_the_first(level: str) -> Any:
-    model = Exact()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, opt_level=level, half_dtype=torch.float16, **SCALE)
+    model, optimizer = trained(level)
     if dist.get_rank() == 0:
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 64.0, "unskipped": 7}})
         with torch.no_grad():
             model.first.weight.add_(1)
     DistributedDataParallel(model)
-    return amp.state_dict(), [p.detach() for p in amp.master_params(optimizer)]
+    return amp.state_dict(), masters(optimizer)
 
 
 def joined(level: str) -> None:
-    model = Exact()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, opt_level=level, half_dtype=torch.float16, **SCALE)
-    replica = DistributedDataParallel(model)
+    replica, _ = replicated(level)
     with (
         pytest.raises(amp.UsageError, match=r"under DistributedDataParallel.join\(\) .* would go apart"),
         replica.join(),
     ):
-        replica(data("cpu", dist.get_rank())[0])
+        replica(own_data()[0])
 
 
 class TestWrappersOfAnotherTime:
     @pytest.mark.parametrize("how", ["made before", "set up again", "copied"])
     def test_postpone_as_those_do_that_were_made_since(self, two, how):
-        first, second = two.run(of_an_older_wrapper, how)
-        assert first[0] == [2.0**10, 2.0**9, 2.0**9]
-        assert_same_state(second, first)
+        scales, _ = the_same(two, of_an_older_wrapper, how)
+        assert scales == [2.0**10, 2.0**9, 2.0**9]
 
     def test_are_not_to_lose_what_they_reduce(self, two):
         two.run(converted_inside)
@@ -469,9 +491,8 @@ class TestWrappersOfAnotherTime:
 
     @LEVELS
     def test_send_the_scale_of_the_first_as_well(self, two, level):
-        first, second = two.run(loaded_in_the_first, level)
-        assert first[0] == {"loss_scaler0": {"loss_scale": 64.0, "unskipped": 7}}
-        assert_same_state(second, first)
+        saved, _ = the_same(two, loaded_in_the_first, level)
+        assert saved == {"loss_scaler0": {"loss_scale": 64.0, "unskipped": 7}}
 
     @LEVELS
     def test_are_not_to_go_on_without_one_another(self, two, level):
@@ -484,7 +505,7 @@ def with_a_scale_that_moves(level: str, half: torch.dtype) -> Any:
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
     amp.initialize(models, optimizers, opt_level=level, half_dtype=half, **SCALE)
     one, other = map(DistributedDataParallel, models)
-    batches = data("cpu", dist.get_rank())
+    batches = own_data()
     with one.no_sync():
         backward(loss_of(one, batches[0]), optimizers[0])
     backward(loss_of(other, batches[0]) * float("inf"), optimizers[1])
@@ -492,34 +513,27 @@ def with_a_scale_that_moves(level: str, half: torch.dtype) -> Any:
     for batch, postponing in zip(batches[1:], (one.no_sync, contextlib.nullcontext), strict=True):
         with postponing():
             backward(loss_of(one, batch), optimizers[0])
-    return [grad.detach() for grad in state(models[0], optimizers[0])["grads"]], amp.get_loss_scale()
+    return grads(optimizers[0]), amp.get_loss_scale()
 
 
 def with_a_forward_between() -> Any:
     """Once a forward was run whose backward is to reduce, others under no_sync do not change that."""
-    model = Exact()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, half_dtype=torch.float16, **SCALE)
-    replica = DistributedDataParallel(model)
-    loss = loss_of(replica, data("cpu", dist.get_rank())[0])
+    replica, optimizer = replicated("O1")
+    first, second, _ = own_data()
+    loss = loss_of(replica, first)
     with replica.no_sync():
-        replica(data("cpu", dist.get_rank())[1])
+        replica(second)
     backward(loss, optimizer)
     optimizer.step()
-    return list(model.state_dict().values())
+    return list(replica.module.state_dict().values())
 
 
 def set_down_inside(level: str) -> Any:
-    model = Exact()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, opt_level=level, half_dtype=torch.float16, **SCALE)
-    replica = DistributedDataParallel(model)
-    with replica.no_sync():
-        loss = loss_of(replica, data("cpu", dist.get_rank())[0])
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-            amp.deinitialize()
-    return max(float(p.grad.abs().max()) for p in model.parameters())
+    replica, optimizer = replicated(level)
+    with replica.no_sync(), amp.scale_loss(loss_of(replica, own_data()[0]), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        amp.deinitialize()
+    return max(float(p.grad.abs().max()) for p in replica.parameters())
 
 
 class TestAccumulation:
@@ -527,15 +541,14 @@ class TestAccumulation:
     @LEVELS
     @pytest.mark.covering(1)
     def test_stays_at_its_scale(self, two, level, half):
-        for (one, _), (grads, scale) in zip(
-            two.run(run_both, level, half, "cpu", {}), two.run(with_a_scale_that_moves, level, half), strict=True
+        for (one, _), (several, scale) in zip(
+            two.run(both, level, half, "cpu"), two.run(with_a_scale_that_moves, level, half), strict=True
         ):
-            assert_same_state(grads, one["grads"])
+            assert_same_state(several, one["grads"])
             assert scale == 2.0**9
 
     def test_is_none_where_a_backward_reduces_all_the_same(self, two):
-        first, second = two.run(with_a_forward_between)
-        assert_same_state(second, first)
+        the_same(two, with_a_forward_between)
 
     @LEVELS
     def test_ends_with_amp(self, two, level):
@@ -544,16 +557,13 @@ class TestAccumulation:
 
 def after_a_backward_outside(level: str, half: torch.dtype, what: str) -> Any:
     """Steps whose passes accumulate under no_sync, each after a backward that no block knows of."""
-    model = Exact()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-    amp.initialize(model, optimizer, opt_level=level, half_dtype=half, **SCALE)
-    replica = DistributedDataParallel(model)
-    scales = []
+    replica, optimizer = replicated(level, half, lr=0.25)
+    model, scales = replica.module, []
     for step in range(3):
-        first, second, *_ = data("cpu", dist.get_rank())
+        first, second, _ = own_data()
         if what == "adversarial input":
             probe = first.clone().requires_grad_()
-            replica(probe).float().sum().backward()
+            loss_of(replica, probe).backward()
             assert probe.grad is not None
         else:
             with contextlib.nullcontext() if what == "norm" else replica.no_sync():
@@ -567,7 +577,7 @@ def after_a_backward_outside(level: str, half: torch.dtype, what: str) -> Any:
         optimizer.step()
         optimizer.zero_grad()
         scales.append(amp.get_loss_scale())
-    return scales, list(model.state_dict().values()), [p.detach() for p in amp.master_params(optimizer)]
+    return scales, list(model.state_dict().values()), masters(optimizer)
 
 
 def in_float32_alone() -> list[Tensor]:
@@ -591,19 +601,15 @@ class TestABackwardOutsideOfAnyBlock:
     @pytest.mark.parametrize("what", ["adversarial input", "norm", "norm of this process"])
     @pytest.mark.covering(1)
     def test_leaves_processes_alike(self, two, level, half, what):
-        first, second = two.run(after_a_backward_outside, level, half, what)
-        assert_same_state(second, first)
-        (wanted, _) = two.run(in_float32_alone)
-        for found, each in zip(first[2], wanted, strict=True):
-            torch.testing.assert_close(found.float(), each, rtol=1e-2, atol=1e-2)
+        _, _, found = the_same(two, after_a_backward_outside, level, half, what)
+        wanted = the_same(two, in_float32_alone)
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
 
 
-def reduced_by_hand(half: torch.dtype, how: str) -> list[Tensor]:
+def reduced_by_hand(half: torch.dtype, how: str) -> list[Tensor | None]:
     """A step of processes that no wrapper knows of."""
-    model = Exact()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, opt_level="O2", half_dtype=half, **SCALE)
-    for batch in data("cpu", dist.get_rank()):
+    model, optimizer = trained("O2", half)
+    for batch in own_data():
         backward(loss_of(model, batch), optimizer)
     for parameter in model.parameters():
         if parameter.grad is None:
@@ -616,7 +622,7 @@ def reduced_by_hand(half: torch.dtype, how: str) -> list[Tensor]:
         else:
             dist.broadcast(parameter.grad, 1)
     optimizer.step()
-    return [p.detach() for p in amp.master_params(optimizer)]
+    return masters(optimizer)
 
 
 class TestReducedByHand:
@@ -624,20 +630,16 @@ class TestReducedByHand:
     @pytest.mark.parametrize("how", ["all_reduce", "averaged", "broadcast"])
     @pytest.mark.covering(1)
     def test_after_the_block_counts_at_o2(self, two, half, how):
-        first, second = two.run(reduced_by_hand, half, how)
-        assert_same_state(second, first)
+        found = the_same(two, reduced_by_hand, half, how)
         if how == "averaged":
-            ((one, _), _) = two.run(run_both, "O2", half, "cpu", {})
-            for found, wanted in zip(first, one["masters"], strict=True):
-                torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+            ((one, _), _) = two.run(both, "O2", half, "cpu")
+            torch.testing.assert_close(found, one["masters"], rtol=1e-2, atol=1e-2)
 
 
-def broadcast_weights(level: str, half: torch.dtype, how: str) -> list[list[Tensor]]:
+def broadcast_weights(level: str, half: torch.dtype, how: str) -> Any:
     """What a layer computes, once weights of the second process were sent to all in some way."""
     torch.manual_seed(dist.get_rank())
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-    amp.initialize(model, optimizer, opt_level=level, half_dtype=half, **SCALE)
+    model, optimizer = trained(level, half, nn.Linear(4, 3), lr=0.25)
     batch = torch.ones(2, 4)
     seen = [model(batch).float().detach()]
     for parameter in amp.master_params(optimizer) if how == "masters" else model.parameters():
@@ -646,7 +648,7 @@ def broadcast_weights(level: str, half: torch.dtype, how: str) -> list[list[Tens
     backward(model(batch).float().sum(), optimizer)
     optimizer.step()
     seen.append(model(batch).float().detach())
-    return [seen, [each.detach() for each in amp.master_params(optimizer)]]
+    return [seen, masters(optimizer)]
 
 
 class TestWeightsSentByHand:
