@@ -18,7 +18,7 @@ _NAMES = {
     torch.bfloat16: ("BFloat16", "bfloat16", "bf16"),
     torch.float32: ("Float", "float32", "fp32"),
     torch.float64: ("Double", "float64"),
-    # No cast leads from these or to them; which of them it is does not matter.
+    # No cast leads from these, or to them: which of them it is does not matter.
     torch.int64: ("Long", "Int", "Short", "Char", "Byte", "Bool", "long int", r"u?int(?:8|16|32|64)"),
 }
 _TYPES = {
@@ -57,9 +57,8 @@ def add_note(reason: str, error: BaseException, given: object, made: torch.dtype
 def may_come_of_casts(error: BaseException, before: Collection[torch.dtype], after: Collection[torch.dtype]) -> bool:
     """Whether an error may come of casts, as far as its text tells.
 
-    A text that names types accuses a cast only if it names the new type. Beside another type it does so only if the old
-    type agreed with that one: the float64 input of a float32 layer is an error without any cast. A text with an integer
-    type in it (a target, an index) does not: casts lead from no integer type, and to none.
+    A text that names types accuses a cast only if it names the new type. Beside other types it does so only if the old
+    type is among them: the float64 input of a float32 layer, or an integer target, is an error without any cast.
 
     Args:
         error: what a call raised.
@@ -70,7 +69,7 @@ def may_come_of_casts(error: BaseException, before: Collection[torch.dtype], aft
     if not text:  # such as a bare `assert x.dtype is torch.float32`
         return True
     named = {dtype for dtype, pattern in _TYPES.items() if pattern.search(text)}
-    if torch.int64 in named or (isinstance(error, TypeError) and _OF_SIGNATURE.search(text)):
+    if isinstance(error, TypeError) and _OF_SIGNATURE.search(text):
         return False
     if named:
         named |= {dtype for dtype, pattern in _CPP_FLOATS.items() if pattern.search(text)}

@@ -30,6 +30,7 @@ HALF, BFLOAT, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torc
         ("only float16 and bfloat16 are supported, and not torch.float32", BFLOAT, FLOAT),
         ("value cannot be converted to type at::Half without overflow", FLOAT, HALF),
         ("Got unsupported ScalarType BFloat16", FLOAT, BFLOAT),
+        ("got (self) Float and (source) Half, with an index of Long", FLOAT, HALF),
         ("the kernel takes no half tensors", FLOAT, HALF),
         ("scatter(): Expected self.dtype to be equal to src.dtype", FLOAT, HALF),
         ("probability tensor contains either `inf`, `nan` or element < 0", FLOAT, HALF),

@@ -103,6 +103,22 @@ class TestReplacing:
         model, optimizer = apex_amp.initialize(model, optimizer, opt_level=second, verbosity=0)
         train(model, optimizer)
 
+    def test_so_it_may_where_the_optimizer_has_masters_alone(self) -> None:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        apex_amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        train(model, optimizer)
+        apex_amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        train(model, optimizer)
+
+    def test_the_half_type_is_not_that_of_the_fold_before(self) -> None:
+        fold("O2", cast_model_type=torch.bfloat16)
+        expected = apex_amp._amp_state.opt_properties
+        amp.deinitialize()
+        fold("O2")
+        fold("O2", cast_model_type=torch.bfloat16)
+        assert apex_amp._amp_state.opt_properties == expected
+
     def test_amp_may_be_switched_off_and_on_again(self) -> None:
         model, optimizer = fold("O1")
         apex_amp.initialize(model, optimizer, enabled=False)
