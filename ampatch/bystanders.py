@@ -46,7 +46,7 @@ class Bystanders:
         self._passed[id(optimizer)] = weakref.ref(optimizer)
 
     def hear(self, optimizer: Any, *_: object) -> None:
-        """An optimizer of torch's is about to step.
+        """Looks at an optimizer of torch's that is about to step.
 
         Raises:
             UsageError: amp has adopted it, and the step goes past amp.

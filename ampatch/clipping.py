@@ -3,8 +3,8 @@
 Owns the order of passes over the gradients: one that reads, for the norm and for overflow; and one that writes, unless
 the optimizer's own kernel does that. Must not decide whether a step is skipped.
 
-Of gradients that are spread over processes each reads its own pieces, and the sums of squares are added up: all of them
-have to clip, and at the same time.
+If gradients are spread over processes, each reads its own pieces, and an all-reduce adds up the sums of squares. So
+every process has to clip, at the same time.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _left_by_a_block(
     *,
     may_be_postponed: bool,
 ) -> ScaledPass | None:
-    """What a block has left to be ended, if its gradients are there still."""
+    """Returns the pass that a block has left to be ended; None if there is none, or its gradients were cleared."""
     scaling = optimizer.scaled_by
     together = [each for each in everyone if scaling is not None and each.scaled_by is scaling]
     optimizer.check_shared(f"{caller} would {does}", together)
@@ -153,7 +153,7 @@ def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, processes: Proc
 
 
 def _is_plain(optimizer: AdoptedOptimizer) -> bool:
-    """Whether all of its gradients are as backward left them, so that one factor unscales and clips them."""
+    """Returns whether all of its gradients are as backward left them, so that one factor unscales and clips them."""
     scaled = [*optimizer.gradients(), *optimizer.masters.gradients.new()]
     return not optimizer.masters.gradients.has_sums() and not any(grad.requires_grad for grad in scaled)
 
@@ -188,7 +188,7 @@ def _parts(parameters: Iterable[Tensor], processes: Processes) -> Iterator[_Part
 
 
 def _norm(parts: Iterable[_Part], inv_scale: Tensor, found_inf: Tensor) -> Tensor:
-    """The norm of gradients times ``inv_scale``, and ``found_inf`` for those of this process: 0-dimensional float64."""
+    """Returns the norm of gradients times ``inv_scale``, 0-dimensional float64; sets ``found_inf`` for this process."""
     total = torch.zeros((), dtype=torch.float64, device=found_inf.device)
     for groups, grads in parts:
         sum_of_squares = torch.zeros_like(total)
@@ -200,7 +200,7 @@ def _norm(parts: Iterable[_Part], inv_scale: Tensor, found_inf: Tensor) -> Tenso
 
 
 def _factor(norm: Tensor, max_norm: float, found_inf: Tensor) -> Tensor:
-    """What gradients of a norm are to be multiplied by; the margin is that of ``torch.nn.utils.clip_grad_norm_``.
+    """Returns what gradients of a norm are to be multiplied by, with the margin of ``torch.nn.utils.clip_grad_norm_``.
 
     It is 1 after an overflow: gradients that are not finite are to be found where they came up, and not everywhere.
     """

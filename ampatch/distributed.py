@@ -114,14 +114,14 @@ class Processes:
                 tensor.register_hook(begun)
 
     def begin_block(self) -> None:
-        """A block begins: what was to be reduced by a backward until then is reduced."""
+        """Begins a block: forgets synchronised backwards from before it."""
         for replica in list(self._replicating.values()):
             replica.was_reduced = replica.next is _Next.IS_REDUCED
             if replica.was_reduced:
                 replica.next = _Next.NONE
 
     def end_block(self, parameters: Iterable[Tensor]) -> None:
-        """A block has ended: what was to be reduced of these parameters is reduced."""
+        """Ends a block of an optimizer with these parameters: their synchronised backward is over."""
         for replica in self._replicas_of(parameters):
             if replica.next in (_Next.REDUCES, _Next.IS_REDUCED):
                 replica.next = _Next.NONE
@@ -131,7 +131,7 @@ class Processes:
         return all(replica.was_reduced for replica in self._replicas_of(parameters))
 
     def _replicas_of(self, parameters: Iterable[Tensor]) -> list[_Replica]:
-        """The wrappers that reduce gradients of these."""
+        """Returns the wrappers that reduce gradients of these parameters."""
         ids = set(map(id, parameters)) if self._replicating else set()
         return [replica for replica in list(self._replicating.values()) if not ids.isdisjoint(replica.ids)]
 
@@ -146,9 +146,9 @@ class Processes:
         return any(id(parameter) in replicated for parameter in parameters)
 
     def is_postponed(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether the last backward has left the gradient of one of these to be reduced with those of a later one.
+        """Returns whether the last backward has left the gradient of one of these for a later one to reduce.
 
-        So does a backward that has not come through the wrapper, as of an auxiliary loss of the module inside.
+        So does a backward that did not come through the wrapper: that of an auxiliary loss of the module inside.
         """
         parameters = list(parameters)
         replicas = self._replicas_of(parameters)

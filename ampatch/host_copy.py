@@ -1,4 +1,4 @@
-"""Numbers on their way from the device to the host, which nobody waits for until somebody reads them.
+"""Copies numbers from the device to the host. The caller waits only when it reads them.
 
 Must not know what they mean.
 """
@@ -30,12 +30,12 @@ class HostCopy:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether they can be read without waiting."""
+        """Returns whether they can be read without waiting."""
         return self._event is None or self._event.query()
 
     @functools.cached_property
     def values(self) -> tuple[float, ...]:
-        """The numbers; waits for them."""
+        """Returns the numbers; waits for them."""
         if self._event is not None:
             self._event.synchronize()
         return tuple(self._numbers.tolist())

@@ -194,7 +194,7 @@ class MasterGradients:
         return optimizer_state.are_bare(self._halves.values())
 
     def shows(self, parameter: Tensor) -> bool:
-        """Whether a parameter's gradient shows that of its master, and so is not scaled."""
+        """Returns whether a parameter's gradient shows that of its master, and so is not scaled."""
         pair = self._pairs.get(id(parameter))
         return pair is not None and pair.gradient is _Gradient.SHOWN
 
@@ -456,7 +456,10 @@ class MasterGradients:
             pair.leave(_Gradient.BASE)
 
     def follow_zeroing(self) -> None:
-        """Drops the masters' gradients where somebody has zeroed what a delayed block left in the half parameters."""
+        """Zeroes the masters' gradients where the user has zeroed what a delayed block left in the half parameters.
+
+        Warns later, once the device has told: the user has changed that in another way.
+        """
         scaled, self._scaled = self._scaled, []
         edited: list[Tensor] = []
         for pair, before in scaled:

@@ -305,9 +305,9 @@ class AdoptedOptimizer:
         return self._folded is not None
 
     def check_not_scaled_when_clipped(self, grads: Iterable[Tensor]) -> None:
-        """Torch is about to clip gradients, or to take their norm.
+        """Checks gradients that torch is about to clip, or to take the norm of.
 
-        Those that are left to the optimizer's own kernel are divided first.
+        Divides those that were left to the optimizer's own kernel.
 
         Warns:
             AmpWarning: some of this optimizer's are among them, and still scaled.
@@ -328,7 +328,7 @@ class AdoptedOptimizer:
             )
 
     def are_unscaled(self) -> bool:
-        """Whether no gradient is scaled."""
+        """Returns whether no gradient is scaled."""
         return self.scaled_by is None or self.scaled_by.is_one or not self.has_gradients()
 
     def may_fold(self) -> bool:
@@ -563,7 +563,7 @@ class AdoptedOptimizer:
             self._near_floor = any(scaling.ended_at_floor for scaling in passes)
 
     def _with_casts(self, given: Any, found: list[object]) -> Any:
-        """What a step was called with, in which closures see casts on, wherever they stand.
+        """Wraps the closures in a step's arguments, so that they see casts on.
 
         Args:
             given: anything.
@@ -831,7 +831,7 @@ class _ClosureOverflowedError(BaseException):
 
 
 def _has_hooks(*hooks: Mapping[int, Callable[..., Any]]) -> bool:
-    """Whether there are hooks beside amp's own."""
+    """Returns whether there are hooks beside amp's own."""
     return any(not hasattr(hook, OWN_HOOK) for table in hooks for hook in table.values())
 
 

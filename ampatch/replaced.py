@@ -71,7 +71,7 @@ class Replaced:
                 ledger.set(optimizer, "step", functools.partial(_announced, self._before_step, optimizer.step))
 
     def hear(self, trained: Any, live: Session | None) -> None:
-        """A model runs forward in training mode, or an optimizer steps.
+        """Takes note that a model runs forward in training mode, or that an optimizer steps.
 
         Args:
             trained: the one of the two.
@@ -128,7 +128,7 @@ class Replaced:
 
 
 def _has(session: Session, trained: Any) -> bool:
-    """Whether a session has adopted an optimizer, or a model that is the given one or has it as a part."""
+    """Returns whether a session has adopted an optimizer, or a model that is the given one or contains it."""
     if not isinstance(trained, nn.Module):
         return session.has_adopted(trained)
     return any(trained in model.modules() for model in session.models)
@@ -141,6 +141,6 @@ def _forget(watched: dict[int, _Watched], key: int, reference: weakref.ref[Any])
 
 
 def _announced(before: Callable[[Any], None], step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The step of an optimizer that is none of torch's, and has no hooks for it."""
+    """Announces and makes the step of an optimizer that has no hooks for it, being none of torch's."""
     before(getattr(step, "__self__", None))
     return step(*args, **kwargs)

@@ -49,7 +49,7 @@ class ScaledPass:
 
     @property
     def is_of_one(self) -> bool:
-        """Whether it is for one optimizer only."""
+        """Returns whether it is for one optimizer only."""
         return len(self._optimizers) == 1
 
     def begins_at_rest(self) -> bool:
@@ -74,7 +74,7 @@ class ScaledPass:
             each.register_hook(self._note_use)
 
     def _there(self) -> list[tuple[int, int]]:
-        """The gradients that are there, with what torch has counted of writes to them."""
+        """Returns the gradients that are there: their ids and versions."""
         return [(id(each.grad), each.grad._version) for each in self._model_parameters() if each.grad is not None]
 
     def _note_use(self, _: Tensor) -> None:
@@ -146,7 +146,7 @@ class ScaledPass:
             self._make_way()
 
     def _stop_waiting(self) -> list[MasterGradients]:
-        """Returns those that still waited for backward."""
+        """Returns the gradients that still waited for backward, and removes the hooks."""
         waiting, self._waiting = self._waiting, []
         hooks, self._hooks = self._hooks, []
         for hook in hooks:
@@ -154,7 +154,7 @@ class ScaledPass:
         return waiting
 
     def _make_way(self, *_: object) -> None:
-        """Backward begins: what half parameters show is taken over, and makes way for what it leaves."""
+        """Has masters follow what half parameters show, and clears that for the backward pass that begins."""
         are_reduced = self._processes.are_reduced(self._model_parameters())
         for gradients in self._stop_waiting():
             gradients.follow(takes_new=are_reduced)
@@ -163,7 +163,7 @@ class ScaledPass:
                 gradients.scale_new(self.scaling.scale)
 
     def _follow_unused(self) -> None:
-        """If backward has not begun: what half parameters show is taken over as it is, by whatever it has changed."""
+        """Has masters follow what half parameters show, if no backward has begun."""
         waiting = self._stop_waiting()
         if not self.scaling.is_one and any(gradients.were_written() for gradients in waiting):
             self._is_used = False
@@ -301,7 +301,7 @@ class ScaledPass:
 
 
 def _hookable(loss: object) -> list[Tensor]:
-    """The losses that tell when backward comes to them."""
+    """Returns the losses on which a hook tells when backward begins."""
     return [each for each in tensors_in(loss) if each.requires_grad and not is_functorch_wrapped_tensor(each)]
 
 

@@ -63,7 +63,7 @@ class Scaling:
         self._losses: list[Tensor] = []
 
     def apply(self, loss: Any) -> Any:
-        """Losses in float32 times the scale as it was, whatever becomes of it until backward; see `scaled`."""
+        """Multiplies losses by the scale as it was, whatever becomes of it until backward; see `scaled`."""
         if self.is_one:
             return scaled(loss, None)
         result = scaled(loss, self.scale)
@@ -146,7 +146,10 @@ class Scaling:
 
     @property
     def loss_that_is_not_finite(self) -> float | None:
-        """The loss, or the sum of its elements, if no scale could have helped; waits for the device."""
+        """Returns a scaled loss, or the sum of its elements, that is inf or NaN; None if all are finite.
+
+        Waits for the device.
+        """
         return next((loss for loss in self._values[3:] if not math.isfinite(loss)), None)
 
     def announce(self) -> None:
