@@ -80,6 +80,13 @@ def may_come_of_casts(error: BaseException, before: Collection[torch.dtype], aft
     return _narrows(before, after) and _OF_VALUES.search(text) is not None
 
 
+def is_of_types(error: BaseException, half: torch.dtype) -> bool:
+    """Returns whether an error's text names a half type beside another floating type."""
+    named = {dtype for dtype, pattern in _TYPES.items() if pattern.search(str(error))}
+    named |= {dtype for dtype, pattern in _CPP_FLOATS.items() if pattern.search(str(error))}
+    return half in named and not named.isdisjoint(set(_CPP_FLOATS))
+
+
 def _narrows(before: Iterable[torch.dtype], after: Collection[torch.dtype]) -> bool:
     """Whether values may have become infinite, or been rounded to what they were not."""
     return not HALVES.isdisjoint(after) and any(dtype not in after for dtype in before)

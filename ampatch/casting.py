@@ -25,6 +25,9 @@ CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
 #: Most arguments are of these, and hold no tensor: they are passed over before anything dearer is asked.
 PLAIN = frozenset({int, float, bool, str, type(None)})
 
+# Those that `_copied` opens: a class of somebody's own may keep more than its items.
+_CONTAINERS = frozenset({list, dict, collections.OrderedDict, collections.defaultdict})
+
 #: The containers that are open, from the outermost in.
 Opened = tuple[object, ...]
 
@@ -167,9 +170,12 @@ def _holds_any(store: object, ids: Set[int]) -> bool:
 
 
 def _cast_by_to(value: Any, dtype: torch.dtype, _: Opened) -> object:
-    # A copy is cast, because many a class writes to itself in ``to`` and returns itself.
+    # A copy is cast, because many a class writes to itself in ``to`` and returns itself; some to their containers.
     try:
         like = copy.copy(value)
+        for name, held in _attributes(like).items():
+            if type(held) in _CONTAINERS:
+                object.__setattr__(like, name, _copied(held))
         found = like.to(dtype)
     except torch.OutOfMemoryError:
         raise
@@ -191,9 +197,29 @@ def _cast_by_to(value: Any, dtype: torch.dtype, _: Opened) -> object:
         after[name] = cast_tensors(held, lambda tensor: originals.get(id(tensor), tensor))
         if after[name] is not held:
             object.__setattr__(found, name, after[name])
-    if before and before.keys() == after.keys() and all(_same(after[name], held) for name, held in before.items()):
+    if before and before.keys() == after.keys() and all(_is_copy(after[name], held) for name, held in before.items()):
         return value
     return found
+
+
+def _copied(container: object) -> object:
+    """Returns a copy of nested lists and dicts, of what else is in them none."""
+    if type(container) is list:
+        return [_copied(item) for item in container]
+    if type(container) in _CONTAINERS:
+        like: Any = copy.copy(container)
+        like.update({key: _copied(item) for key, item in like.items()})
+        return like
+    return container
+
+
+def _is_copy(new: object, old: object) -> bool:
+    """Returns whether two are one object, or nested lists and dicts of the same objects."""
+    if type(new) is list and type(old) is list:
+        return len(new) == len(old) and all(map(_is_copy, new, old))
+    if isinstance(new, dict) and isinstance(old, dict) and type(new) is type(old) and type(old) in _CONTAINERS:
+        return new.keys() == old.keys() and all(_is_copy(item, old[key]) for key, item in new.items())
+    return _same(new, old)
 
 
 def _same(new: object, old: object) -> bool:

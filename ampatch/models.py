@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from ampatch import calls, cast_labels
+from ampatch.cast_errors import is_of_types
 from ampatch.casting import cast_floating
 from ampatch.compilers import traced_within_others
 from ampatch.errors import OptionError, UsageError, warn
@@ -175,6 +176,28 @@ def hook_forward(
     """Calls ``before`` and ``after`` around every forward of the model; ``after`` also where the forward raises."""
     ledger.on_undo(model.register_forward_pre_hook(before).remove, model)
     ledger.on_undo(model.register_forward_hook(after, always_call=True).remove, model)
+
+
+def note_types(model: nn.Module, error: BaseException | None, half: torch.dtype) -> None:
+    """Adds a note to an error about types that a half model's forward raised: what to type.
+
+    Args:
+        model: whose forward it was.
+        error: what was raised; None: nothing.
+        half: the type of its weights.
+    """
+    if not isinstance(error, RuntimeError) or getattr(error, "__notes__", None) or not is_of_types(error, half):
+        return
+    names = {id(module): name for name, module in model.named_modules() if name}
+    at, trace = None, error.__traceback__
+    while trace is not None:
+        at, trace = names.get(id(trace.tb_frame.f_locals.get("self")), at), trace.tb_next
+    where = f"keep_fp32=[{at!r}]" if at else "keep_fp32=[...] with the names of submodules"
+    error.add_note(
+        f"ampatch: amp.initialize has made this {type(model).__name__}'s weights {half}, and casts what it is called "
+        f"with, but not what is made inside{f' or called in {at!r} alone' if at else ''}. Type amp.initialize(..., "
+        f"{where}) to keep a part in float32; or patch_torch_functions=True, which casts at each function."
+    )
 
 
 def flatten_recurrent(model: nn.Module) -> None:

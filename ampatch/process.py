@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -190,6 +191,8 @@ def after_forward(model: nn.Module, _: object, outputs: object) -> None:
     session = process.live
     if session is not None and not torch.compiler.is_compiling():
         session.cache.exit_forward(model)
+        if outputs is None and session.has_half_weights:  # within torch's handler, if it has raised
+            models.note_types(model, sys.exc_info()[1], session.settings.properties.half_dtype)
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is not None:
             session.processes.watch_backward(wrapper, outputs)

@@ -201,6 +201,19 @@ class BatchInPlace(Batch):
         return self
 
 
+class BatchOfContainers(Batch):
+    """One whose ``to`` writes to its containers."""
+
+    def __init__(self, images, ids):
+        super().__init__(images, ids)
+        self.data = {"images": images, "nested": [{"images": images}]}
+
+    def to(self, dtype):
+        self.images = self.data["images"] = self.data["images"].to(dtype)
+        self.data["nested"][0]["images"] = self.data["nested"][0]["images"].to(dtype)
+        return self
+
+
 class Fixed:
     """A batch in slots that nothing can be set in, after it was made."""
 
@@ -951,3 +964,18 @@ class TestCompiled:
         loss.backward()
         assert loss.dtype == torch.float32
         assert (x.grad.dtype, x.grad.tolist()) == (torch.float32, [1, 1])
+
+
+class TestObjectsThatWriteToTheirContainers:
+    def test_are_left_as_they_were(self):
+        images, ids = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+        value = BatchOfContainers(images, ids)
+        found = cast_floating(value, torch.float16)
+        assert found.images.dtype is found.data["images"].dtype is torch.float16
+        assert found.data["nested"][0]["images"].dtype is torch.float16
+        assert value.images is value.data["images"] is value.data["nested"][0]["images"] is images
+        assert found.ids is ids
+
+    def test_come_back_themselves_where_nothing_changed(self):
+        value = BatchOfContainers(torch.zeros(2, dtype=torch.float16), torch.zeros(2, dtype=torch.int64))
+        assert cast_floating(value, torch.float16) is value

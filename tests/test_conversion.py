@@ -452,3 +452,55 @@ class TestCastsAroundForward:
         found = compiled(torch.ones(3, 2))
         assert found.dtype is torch.float32
         torch.testing.assert_close(found, wanted)
+
+
+class MakesItsOwn(nn.Module):
+    """Makes a tensor in float32, and has its last layer get it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.fault: Callable[[Tensor], object] = lambda x: self.body(torch.ones(2, 4))
+
+    def forward(self, x: Tensor) -> object:
+        return self.fault(x)
+
+
+class TestErrorsOfTypes:
+    def raised(self, model: MakesItsOwn, half_dtype: torch.dtype) -> list[str]:
+        amp.initialize(model, opt_level="O2", half_dtype=half_dtype, verbosity=0)
+        with pytest.raises((RuntimeError, ValueError, IndexError)) as found:
+            model(torch.ones(2, 4))
+        return getattr(found.value, "__notes__", [])
+
+    @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
+    def test_say_what_amp_made_half_and_what_to_type(self, half_dtype):
+        (note,) = self.raised(MakesItsOwn(), half_dtype)
+        assert note.startswith(f"ampatch: amp.initialize has made this MakesItsOwn's weights {half_dtype}")
+        assert "keep_fp32=['body.0']" in note
+        assert "patch_torch_functions=True" in note
+
+    def test_of_the_model_itself_name_no_submodule(self):
+        model = MakesItsOwn()
+        model.fault = lambda x: torch.mm(x, torch.ones(4, 4))
+        (note,) = self.raised(model, torch.float16)
+        assert "keep_fp32=[...] with the names of submodules" in note
+
+    @pytest.mark.parametrize(
+        "fault", [lambda x: x.view(3, 3), lambda x: torch.ones(2)[x.long() + 7], lambda x: int("x")]
+    )
+    def test_of_other_kinds_say_nothing(self, fault):
+        model = MakesItsOwn()
+        model.fault = fault
+        assert self.raised(model, torch.float16) == []
+
+    def test_that_somebody_handles_around_a_forward_get_no_note(self):
+        model = MakesItsOwn()
+        model.fault = lambda x: None
+        amp.initialize(model, opt_level="O2", half_dtype=torch.float16, verbosity=0)
+        error = RuntimeError("some other failure")
+        try:
+            raise error
+        except RuntimeError:
+            model(torch.ones(2, 4))
+        assert not hasattr(error, "__notes__")
