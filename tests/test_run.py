@@ -286,7 +286,7 @@ class TestTheLineThatSaysSo:
     @pytest.mark.parametrize(
         "first",
         [
-            "import logging; logging.basicConfig()",
+            pytest.param("import logging; logging.basicConfig()", marks=pytest.mark.slow),
             pytest.param(
                 "import logging; logging.getLogger('ampatch').addHandler(logging.NullHandler())", marks=pytest.mark.slow
             ),
