@@ -575,6 +575,7 @@ class Session:
         """
         for adopted in list(self._optimizers.values()):
             adopted.passes = [scaling for scaling in adopted.passes if scaling.scaler is not scaler]
+            adopted.note_other_scale()
         scaler.forget()
         scaler.update_by(found_inf)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ampatch import amp
 from ampatch.errors import AmpWarning, LossScaleError, OptionError, UsageError
+from ampatch.process import process
 
 HALVES = (torch.float16, torch.bfloat16)
 every_half = pytest.mark.parametrize("half_dtype", HALVES, ids=["float16", "bfloat16"])
@@ -255,6 +256,17 @@ class TestForgottenScales:
                 by_hand.scale(loss_of(model)).backward()
                 by_hand.unscale_(parameter.grad for parameter in model.parameters())
                 optimizer.step()
+
+    @pytest.mark.usefixtures("no_warning")
+    def test_are_none_where_the_verdict_comes_from_outside(self):
+        """As of scripts for Apex that reduce gradients over processes themselves, and then call ``update_scale``."""
+        model, optimizer = begun()
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaled_backward(model, optimizer)
+            live = process.live
+            live.judge(live.scalers[0], torch.zeros(()))
+            optimizer.step()
 
     def test_in_a_later_block_are_warned_of(self):
         model, optimizer = begun()
