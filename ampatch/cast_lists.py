@@ -29,6 +29,7 @@ from ampatch import signatures
 from ampatch.errors import AmpError, CastListError, Fault, OptionError, did_you_mean
 from ampatch.opt_levels import HALF_DTYPES
 from ampatch.paths import Path, PathError, find, find_owner, identity
+from ampatch.spellings import EVERY, NAMESPACES, known_names, spellings
 
 
 class Treatment(enum.Enum):
@@ -173,44 +174,6 @@ def _read_overlay(overlay: object) -> tuple[str, Changes]:
     return "a mapping" if isinstance(overlay, Mapping) else parsed.source, parsed.changes()
 
 
-_MOST_TOLD = 3
-
-
-def difference(live: CastLists, asked: CastLists) -> list[str]:
-    """What two lists say otherwise of functions, for a message: a few of them, then how many more there are."""
-    told: dict[str, None] = {}
-    for path in sorted({path for path, _ in {**live.rules, **asked.rules}}):
-        pairs = {
-            dtype: (live.rules.get((path, dtype)), asked.rules.get((path, dtype))) for dtype in HALF_DTYPES.values()
-        }
-        differing = {dtype: _told(*pair) for dtype, pair in pairs.items() if pair[0] != pair[1]}
-        everywhere = len(differing) == len(pairs) and len(set(differing.values())) == 1
-        for dtype, how in differing.items():
-            told[f"{path} {how}" if everywhere else f"{path} {how} in {str(dtype).removeprefix('torch.')}"] = None
-    several = list(told)
-    more = len(several) - _MOST_TOLD
-    return several if more <= 0 else [*several[:_MOST_TOLD], f"and {more} more"]
-
-
-def _told(live: Rule | None, asked: Rule | None) -> str:
-    there, here = _place(live), _place(asked)
-    if live is not None and asked is not None and replace(live, instead=asked.instead) == asked:
-        here = "there too, with another `instead`"
-    return f"is {there} (this call: {here})"
-
-
-def _place(rule: Rule | None) -> str:
-    """Where a rule puts its function, and which file and line says so."""
-    if rule is None:
-        return "on no list"
-    options = [
-        *(["when " + typed_conditions(rule.when)] if rule.when else []),
-        *(["via_dtype"] if rule.via_dtype else []),
-    ]
-    listed = "banned" if rule.treatment is Treatment.BANNED else f"in the {rule.treatment.value}"
-    return " ".join([listed, *options, f"by {rule.source}"])
-
-
 def typed_conditions(when: When) -> str:
     """Conditions on arguments, with the values as they stand in the YAML file, so that True is told from the string."""
     return ", ".join(f"{name}={'|'.join(map(_as_typed, values))}" for name, values in when)
@@ -315,10 +278,34 @@ class _Parsed:
         options = self._options(node, treatment)
         if options is None or not _in_force(options.pop("since", None), options.pop("until", None)):
             return
-        path = Path(namespace.value, options.pop("name"))
         dtypes = options.pop("dtypes", tuple(HALF_DTYPES.values()))
-        if self._resolve and not self._exists(path, options, node, namespace):
-            return
+        faults = len(self._faults)
+        for path in self._paths(namespace, options.pop("name"), node, options.get("optional", False)):
+            fitting = options if namespace.value != EVERY else _fitting(options, path)
+            if not self._resolve or self._exists(path, fitting, node, namespace):
+                self._add_path(path, treatment, dtypes, fitting, node)
+            if len(self._faults) > faults:
+                return  # of all spellings one is enough to be told of
+
+    def _paths(self, namespace: yaml.ScalarNode, name: str, node: yaml.Node, optional: bool) -> list[Path]:
+        """What an entry names; nothing, and a fault, for a name that is to stand for all its spellings and has none."""
+        if namespace.value != EVERY:
+            return [Path(namespace.value, name)]
+        found = spellings(name)
+        if not found and not optional:
+            namespaces = ", ".join(NAMESPACES)
+            near = did_you_mean(name, (known for known in known_names() if not known.startswith("_")))
+            self.fault(node, f"no function is named {name!r} in any of {namespaces}; `{EVERY!r}` means these.{near}")
+        return found
+
+    def _add_path(
+        self,
+        path: Path,
+        treatment: Treatment | None,
+        dtypes: Iterable[torch.dtype],
+        options: Mapping[str, Any],
+        node: yaml.Node,
+    ) -> None:
         rule = None if treatment is None else Rule(path, treatment, self._at(_line(node)), **options)
         listing = _Listing(path, UNLISTED if treatment is None else treatment.value, _line(node), rule)
         function = identity(path) if self._resolve else path
@@ -395,6 +382,13 @@ class _Parsed:
         return not unfit
 
 
+def _fitting(options: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The options of an entry for all spellings, as one of them can have them: the way to float32 differs."""
+    if not options.get("via_dtype") or "dtype" in signatures.parameter_names(find(path)):  # type: ignore[arg-type]
+        return options
+    return {**options, "via_dtype": False}
+
+
 def _in_force(since: TorchVersion | None, until: TorchVersion | None) -> bool:
     """Whether the running torch is one that an entry is for."""
     return (since is None or torch.__version__ >= since) and (until is None or torch.__version__ < until)
@@ -431,14 +425,11 @@ _IMMUTABLE = 1 << 8
 def _elsewhere(path: Path) -> str | None:
     """What to type for a name that is right, under a namespace that is not; None if there is nothing to say."""
     prefix, _, name = path.name.rpartition(".")
-    for namespace in [prefix, f"{path.namespace}.{prefix}", *_NAMESPACES]:
+    for namespace in [prefix, f"{path.namespace}.{prefix}", *NAMESPACES]:
         with contextlib.suppress(PathError):
             if callable(find(Path(namespace, name))):
                 return f"{path.namespace!r} has no {path.name!r}; type `{namespace}: [{name}]`."
     return None
-
-
-_NAMESPACES = ("torch", "torch.nn.functional", "torch.Tensor", "torch.linalg", "torch.special", "torch.fft")
 
 
 # The options of an entry. Each reads a node, or raises an `AmpError` with what was found and what was expected.
@@ -559,6 +550,7 @@ def _compose(text: str) -> yaml.Node | None:
         began = f" that began in line {error.context_mark.line + 1}" if error.context_mark else ""
         context = f"{error.context}{began}: " if error.context else ""
         hint = " Indent with spaces, not with tabs." if r"'\t'" in str(error.problem) else ""
+        hint = f' Put "{EVERY}" in quotes.' if str(error.context).endswith("an alias") else hint
         raise _UnreadableError(f"not valid YAML: {context}{error.problem}.{hint}", line) from None
     return node
 

@@ -107,7 +107,7 @@ def _check(arguments: argparse.Namespace) -> int:
     except CastListError as error:
         _print(list_reports.faults(error))
         return _FAULT
-    _print([list_reports.verdict(arguments.file, shipped(), changed)])
+    _print(list_reports.checked(arguments.file, shipped(), changed))
     return 0
 
 

@@ -23,8 +23,9 @@ from ampatch.calls import Accelerator
 from ampatch.cast_lists import Rule, Treatment, why_unfit
 from ampatch.errors import AmpWarning, did_you_mean
 from ampatch.kept_functions import Replacement, replace_kept
+from ampatch.list_edits import Edit
 from ampatch.patching import MISSING, PatchLedger, RefusedError, bindings, loaded_modules, rebind
-from ampatch.paths import Path, PathError, find_owner
+from ampatch.paths import Path, PathError, beneath, find_owner
 from ampatch.switch import Switch
 from ampatch.wrappers import Adapter, Adapters, Function, wrap
 
@@ -49,6 +50,11 @@ class Registration:
     def path(self) -> Path:
         """Where it is, for messages."""
         return Path(getattr(self.owner, "__qualname__", getattr(self.owner, "__name__", repr(self.owner))), self.name)
+
+    def as_edit(self) -> Edit:
+        """The same as an edit of the lists, for what is told of edits."""
+        rule = Rule(self.path, self.treatment, "registered")
+        return Edit(self.path, beneath(getattr(self.owner, self.name)), rule)
 
 
 class FunctionPatches:

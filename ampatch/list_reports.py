@@ -12,17 +12,17 @@ from typing import TypeVar
 
 import torch
 
+from ampatch import list_edits
 from ampatch.cast_lists import CastLists, Rule, Treatment, When, typed_conditions
 from ampatch.errors import AmpError, CastListError, OptionError, did_you_mean
 from ampatch.opt_levels import HALF_DTYPES
 from ampatch.paths import Path, PathError, find, identity
+from ampatch.spellings import NAMESPACES
 
 BOTH = tuple(HALF_DTYPES.values())
 
 _NAMES = {dtype: name for name, dtype in HALF_DTYPES.items()}
 _NO_LIST = "-"
-# Where a name without a namespace is looked for.
-_NAMESPACES = ("torch", "torch.nn.functional", "torch.Tensor", "torch.linalg", "torch.special", "torch.fft")
 # What is found where torch, or another installed package, has no such name.
 _ABSENT = object()
 
@@ -95,7 +95,7 @@ def _unlisted(name: str, listed: Sequence[Path]) -> str:
         OptionError: there is no such function.
     """
     namespace, _, attribute = name.rpartition(".")
-    for each in [namespace] if "." in name else _NAMESPACES:
+    for each in [namespace] if "." in name else NAMESPACES:
         if each and attribute and callable(_found(Path(each, attribute))):
             return f"{each}.{attribute} is on no list: amp leaves its arguments as they are."
     known = {path.name for path in listed} | {path.namespace for path in listed}
@@ -112,20 +112,28 @@ def faults(error: AmpError) -> list[str]:
     return [_one_line(str(part)) for part in parts]
 
 
-def verdict(file: str, before: CastLists, after: CastLists) -> str:
-    """The sentence on a file without faults: how much it changes, and what of that could not be checked.
+def checked(file: str, before: CastLists, after: CastLists) -> list[str]:
+    """What there is to say of a file without faults.
 
     Args:
         file: the file's name.
         before: the lists without it.
         after: the lists with it.
+
+    Returns:
+        A line for each change that comes to nothing, and for each that leaves out other spellings of its function. The
+        last one says how much the file changes, and what of that could not be checked.
     """
+    undone = list_edits.undone(after)
     changed = {key[0] for key in {**before.rules, **after.rules} if before.rules.get(key) != after.rules.get(key)}
     unseen = sum(_found(path) is None for path in changed)
     note = f" ({unseen} not looked up, being in modules that are not imported yet)" if unseen else ""
-    return _one_line(
-        f"{file} is sound: it changes how {_paths(len(changed))} {'is' if len(changed) == 1 else 'are'} treated{note}."
-    )
+    come = "comes" if len(undone) == 1 else "come"
+    sound = f"can be read, but {len(undone)} of its changes {come} to nothing" if undone else "is sound"
+    are = "is" if len(changed) == 1 else "are"
+    verdict = f"{file} {sound}: it changes how {_paths(len(changed))} {are} treated{note}."
+    # DEL{'is' if len(changed) == 1 else 'are'} treated{note}."
+    return [_one_line(line) for line in (*undone.values(), *list_edits.left_out(after), verdict)]
 
 
 def difference(theirs: CastLists, ours: CastLists, name: str, half_dtypes: Sequence[torch.dtype] = BOTH) -> list[str]:

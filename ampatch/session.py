@@ -28,6 +28,7 @@ from ampatch import (
     conversion_plan,
     copies,
     distributed,
+    list_edits,
     models,
     optimizer_state,
     unseen_writes,
@@ -155,6 +156,7 @@ class Session:
         if self.patches_functions:
             compilers.read_tables()
             compilers.instruct(self.ledger, self._functions.original_of, (hooks.before_forward, hooks.after_forward))
+            self._warn_of_undone_edits()
             rules = self.settings.lists.for_half(self.settings.properties.half_dtype).values()
             self._functions.install(rules, registered)
             autocast_gates.open_gates(self.ledger, self.switch)
@@ -179,6 +181,16 @@ class Session:
         if self.has_masters or self.patches_functions:
             unseen_writes.announce(self.ledger, self._while_active(Session.hear))
         self.switch.active = True
+
+    def _warn_of_undone_edits(self) -> None:
+        edits = [known.as_edit() for known in self.registered]
+        half_dtype = self.settings.properties.half_dtype
+        undone = list(list_edits.undone(self.settings.lists, [half_dtype], edits).values())
+        if undone:
+            more = (
+                f" {len(undone) - 1} more are undone so: `ampatch lists check FILE` names them." if undone[1:] else ""
+            )
+            warn(undone[0] + more)
 
     def hear(self, tensor: Tensor) -> None:
         """Somebody may write to a tensor in a way that torch does not count."""

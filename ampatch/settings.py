@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 
-from ampatch import cast_lists, opt_levels
+from ampatch import list_edits, opt_levels
 from ampatch.cast_lists import CastLists
 from ampatch.conversion_plan import KeepFloat32
 from ampatch.loss_scaler import ScalePolicy
@@ -75,7 +75,7 @@ class Settings:
         both["keep_fp32"] = _kept(self.keep_fp32), _kept(asked.keep_fp32)
         told += [f"{name} is {live!r} (this call: {other!r})" for name, (live, other) in both.items() if live != other]
         if self.properties.patch_torch_functions and asked.properties.patch_torch_functions:  # else none can be given
-            entries = cast_lists.difference(self.lists, asked.lists)
+            entries = list_edits.difference(self.lists, asked.lists)
             told += [f"cast_lists: {', '.join(entries)}"] if entries else []
         return "; ".join(told)
 

@@ -62,6 +62,15 @@ def is_in_place(name: str) -> bool:
     return name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
+def _instead_of_in_place(name: str) -> str:
+    """What to type instead of a call in place."""
+    if name == "__setitem__":
+        return "Call it on tensor.float()."
+    form = name.removeprefix("__i").removesuffix("__") if name in _IN_PLACE_OPERATORS else name[:-1]
+    other = f"Use the form that is not in place ({form})" if is_in_place(name) else "Pass inplace=False"
+    return f"{other}, or call it on tensor.float()."
+
+
 class Adapters:
     """Makes adapters for one half dtype.
 
@@ -137,7 +146,8 @@ class Adapters:
         """The adapter of a registered function; ``dtype`` is cast to instead of the session's half type."""
         if dtype is None or is_in_place(path.name):
             return self._told(self.for_treatment(treatment, path, original), path)
-        return self._told(self._obeying(self._to[dtype], original, "to", dtype), path)
+        adapter = self._obeying(self._to[dtype], original, "to", dtype)
+        return self._told(self._unless_in_place(adapter, path, original, refuse_half=False), path)
 
     def _told(self, adapter: Adapter, path: Path) -> Adapter:
         """An adapter that names its function, where casts are labelled; what runs in C++ names none."""
@@ -157,12 +167,14 @@ class Adapters:
         if is_in_place(path.name):
             return Adapter(self._in_place(path, original, refuse_half=treatment is Treatment.BLACKLIST))
         if treatment is Treatment.WHITELIST:
-            return self._obeying(self._to_half, original, "to", self.half_dtype)
-        if treatment is Treatment.PROMOTE:
-            return self._obeying(self._to_widest, original, "promote")
-        if via_dtype:
-            return self._obeying(self._via_dtype, original, "via_dtype", torch.float32)
-        return self._obeying(self._to[torch.float32], original, "to", torch.float32)
+            adapter = self._obeying(self._to_half, original, "to", self.half_dtype)
+        elif treatment is Treatment.PROMOTE:
+            adapter = self._obeying(self._to_widest, original, "promote")
+        elif via_dtype:
+            adapter = self._obeying(self._via_dtype, original, "via_dtype", torch.float32)
+        else:
+            adapter = self._obeying(self._to[torch.float32], original, "to", torch.float32)
+        return self._unless_in_place(adapter, path, original, refuse_half=treatment is Treatment.BLACKLIST)
 
     def by_kind(self) -> dict[str, Adapt]:
         """What decorated functions do, by the name of their list, or of the half type that they ask for."""
@@ -277,12 +289,21 @@ class Adapters:
             kwargs = {name: value if name == "out" else cast_tensors(value, cast) for name, value in kwargs.items()}
         return args, kwargs
 
+    def _unless_in_place(self, adapter: Adapter, path: Path, original: Function | None, refuse_half: bool) -> Adapter:
+        """Calls with ``inplace=True`` are in place: a cast would have them write to a copy that nobody reads."""
+        asked = argument_reader(original, "inplace") if original is not None else None
+        if asked is None:
+            return adapter
+        otherwise, in_place = adapter.adapt, self._in_place(path, original, refuse_half)
+
+        def unless_in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            return in_place(args, kwargs) if asked(args, kwargs) else otherwise(args, kwargs)
+
+        return Adapter(unless_in_place)
+
     def _in_place(self, path: Path, original: Function | None, refuse_half: bool) -> Adapt:
         first = first_argument_reader(original) if original is not None else None
-        form = path.name.removeprefix("__i").removesuffix("__") if path.name in _IN_PLACE_OPERATORS else path.name[:-1]
-        advice = "Call it on tensor.float()."
-        if path.name != "__setitem__":
-            advice = f"Use the form that is not in place ({form}), or call it on tensor.float()."
+        advice = _instead_of_in_place(path.name)
 
         def in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             written = args[0] if args else None if first is None else first(args, kwargs)

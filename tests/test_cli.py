@@ -21,7 +21,7 @@ from ampatch.cast_lists import PEERS, peer, shipped
 from ampatch.errors import UsageError
 from ampatch.process import process
 
-SOUND = "blacklist:\n  torch: [mm]\n"
+SOUND = "blacklist:\n  torch.nn.functional: [linear]\n"  # a function of one spelling
 
 
 def ends(arguments: list[str]) -> int | str | None:
@@ -173,7 +173,7 @@ class TestImports:
         assert {name for name in found if name.startswith("ampatch.")} == {
             *("ampatch.cli", "ampatch.commands", "ampatch.run", "ampatch.errors"),
             *("ampatch.list_reports", "ampatch.cast_lists", "ampatch.lists"),
-            *("ampatch.signatures", "ampatch.paths", "ampatch.opt_levels"),
+            *("ampatch.list_edits", "ampatch.spellings", "ampatch.signatures", "ampatch.paths", "ampatch.opt_levels"),
         }
         assert not any(name.startswith("torch") for name in found)  # neither torch._dynamo nor torch.distributed
 
@@ -233,8 +233,8 @@ class TestShow:
     ) -> None:
         file = tmp_path / "own.yaml"
         file.write_text(SOUND)
-        assert cli.main(["lists", "show", "torch.mm", "--cast-lists", str(file)]) == 0
-        assert capsys.readouterr().out == f"torch.mm  blacklist  {file}:2\n"
+        assert cli.main(["lists", "show", "F.linear", "--cast-lists", str(file)]) == 0
+        assert capsys.readouterr().out == f"torch.nn.functional.linear  blacklist  {file}:2\n"
 
     def test_files_are_laid_over_the_lists_in_their_order(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -277,6 +277,25 @@ class TestCheck:
         printed = capsys.readouterr()
         assert printed.out == f"{file} is sound: it changes how 1 path is treated.\n"
         assert printed.err == ""
+
+    def test_what_is_undone_or_left_out_is_told_before(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = tmp_path / "own.yaml"
+        file.write_text("whitelist:\n  torch.nn.functional: [softmax]\nblacklist:\n  torch: [mm]\n")
+
+        assert cli.main(["lists", "check", str(file)]) == 0
+
+        undone, left_out, verdict = capsys.readouterr().out.splitlines()
+        assert undone.startswith(
+            f"{file}:2: torch.nn.functional.softmax is in the whitelist now, but calls what undoes"
+        )
+        assert left_out.startswith(
+            f"{file}:4: torch.mm is in the blacklist now, but torch.Tensor.mm and torch.sparse.mm "
+        )
+        assert verdict == (
+            f"{file} can be read, but 1 of its changes comes to nothing: it changes how 2 paths are treated."
+        )
 
     @pytest.mark.parametrize(
         ("content", "faults"),
@@ -395,7 +414,7 @@ class TestDiff:
 
         assert capsys.readouterr().out.splitlines() == [
             f"Columns: function; its list in the shipped lists; its list with {file} laid over them (-: none).",
-            "torch.mm  whitelist  blacklist",
+            "torch.nn.functional.linear  whitelist  blacklist",
             "1 path treated differently in float16 and bfloat16: 1 moved or changed, 0 taken out, 0 new.",
         ]
 

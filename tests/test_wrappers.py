@@ -319,6 +319,28 @@ class TestInPlace:
         written.sum().backward()
         assert value.grad.tolist() == [1, 1]
 
+    @pytest.mark.parametrize("listed", ["whitelist", "promote"])
+    @pytest.mark.parametrize("call", [lambda x: F.elu(x, inplace=True), lambda x: F.elu(x, 1.0, True)])
+    def test_a_call_that_asks_for_it_writes_to_the_tensor_that_it_was_given(self, listed, call):
+        x = -ones(2)
+        with casts_on(torch.bfloat16, cast_lists={listed: {"torch.nn.functional": ["elu"]}}):
+            assert call(x) is x
+            assert F.elu(x).dtype is (torch.bfloat16 if listed == "whitelist" else torch.float32)
+        assert x.gt(-1).all()
+
+    def test_a_call_that_asks_for_it_of_a_blacklisted_function_is_refused(self):
+        x = -ones(2, dtype=torch.bfloat16)
+        with casts_on(torch.bfloat16, cast_lists={"blacklist": {"torch.nn.functional": ["elu"]}}):
+            with pytest.raises(BannedFunctionError, match=r"elu would write to .* Pass inplace=False, or call it on"):
+                F.elu(x, inplace=True)
+            assert F.elu(x).dtype is torch.float32
+
+    def test_a_registered_function_writes_to_the_tensor_that_it_was_given(self):
+        amp.register_bfloat16_function(F, "elu")
+        x = -ones(2)
+        with casts_on(torch.float16):
+            assert F.elu(x, inplace=True) is x
+
     def test_item_assignment_can_be_blacklisted_and_says_what_to_do(self):
         written = torch.zeros(3, dtype=torch.bfloat16)
         told = pytest.raises(BannedFunctionError, match=r"__setitem__ would write .* Call it on tensor\.float\(\)")

@@ -1,0 +1,300 @@
+"""Every spelling of a function: the namespace "*" of cast lists, and what is told of edits that reach one only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path as FilePath
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import casts_on
+from torch import Tensor, nn
+
+from ampatch import amp, list_edits
+from ampatch.cast_lists import Treatment, shipped
+from ampatch.errors import AmpWarning, BannedFunctionError, CastListError
+from ampatch.paths import Path, find
+from ampatch.spellings import NAMESPACES, called_by, spellings
+
+HALF, FLOAT32 = torch.bfloat16, torch.float32
+LISTED = sorted({path for path, _ in shipped().rules}, key=str)
+NAMES = sorted({path.name for path in LISTED if path.namespace in NAMESPACES and not path.name.endswith("_")})
+
+SOFTMAXES: dict[str, Callable[[Tensor], Tensor]] = {
+    "torch": lambda x: torch.softmax(x, -1),
+    "method": lambda x: x.softmax(-1),
+    "functional": lambda x: F.softmax(x, -1),
+    "special": lambda x: torch.special.softmax(x, -1),
+    "module": nn.Softmax(-1),
+}
+PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "torch": lambda x: torch.matmul(x, x),
+    "method": lambda x: x.matmul(x),
+    "operator": lambda x: x @ x,
+    "linalg": lambda x: torch.linalg.matmul(x, x),
+}
+
+
+def undone(overlay: Mapping[str, object]) -> dict[str, str]:
+    return {str(path): told for path, told in list_edits.undone(shipped().overlaid(overlay)).items()}
+
+
+class TestEverySpelling:
+    @pytest.mark.parametrize("spelling", SOFTMAXES)
+    @pytest.mark.parametrize(("listed", "dtype"), [("whitelist", HALF), ("blacklist", FLOAT32), ("unlisted", None)])
+    def test_of_a_function_is_treated_alike(self, listed: str, dtype: torch.dtype | None, spelling: str) -> None:
+        with casts_on(half_dtype=HALF, cast_lists={listed: {"*": ["softmax"]}}):
+            for given in (HALF, FLOAT32):
+                assert SOFTMAXES[spelling](torch.ones(2, 2, dtype=given)).dtype is (dtype or given)
+
+    @pytest.mark.parametrize("spelling", PRODUCTS)
+    def test_has_the_operator_among_them(self, spelling: str) -> None:
+        with casts_on(half_dtype=HALF, cast_lists={"blacklist": {"*": ["matmul"]}}):
+            assert PRODUCTS[spelling](torch.ones(2, 2, dtype=HALF)).dtype is FLOAT32
+
+    @pytest.mark.parametrize(
+        "write",
+        [
+            pytest.param(lambda x: x.relu_(), id="method"),
+            pytest.param(lambda x: torch.relu_(x), id="torch"),  # noqa: PLW0108 - it is patched later
+            pytest.param(lambda x: F.relu(x, inplace=True), id="argument"),
+            pytest.param(nn.ReLU(inplace=True), id="module"),
+        ],
+    )
+    def test_has_the_in_place_forms_among_them(self, write: Callable[[Tensor], Tensor]) -> None:
+        written = -torch.ones(2, dtype=HALF)
+
+        with casts_on(half_dtype=HALF, cast_lists={"blacklist": {"*": ["relu"]}}):
+            with pytest.raises(BannedFunctionError, match=r"relu_? would write to a tensor of torch\.bfloat16"):
+                write(written)
+            assert write(written.float()).eq(0).all()
+
+        assert written.eq(-1).all()
+
+    def test_of_an_in_place_form_leaves_the_others(self) -> None:
+        assert {path.name for path in spellings("exp_")} == {"exp_"}
+
+    @pytest.mark.parametrize("listed", ["whitelist", "unlisted"])
+    def test_undoes_none_of_the_others(self, listed: str) -> None:
+        """Of every function that any list has."""
+        lists = shipped().overlaid({listed: {"*": NAMES}})
+
+        assert not [told for path, told in list_edits.undone(lists).items() if f".{path.name} (" in told]
+        assert not list_edits.left_out(lists)
+
+    def test_takes_options(self) -> None:
+        lists = shipped().overlaid({"blacklist": {"*": [{"name": "cumsum", "dtypes": ["float16"], "via_dtype": True}]}})
+
+        rules = lists.for_half(torch.float16)
+        assert rules[Path("torch", "cumsum")].via_dtype
+        assert lists.for_half(HALF)[Path("torch", "cumsum")].source.startswith("blacklist.yaml")
+
+    def test_computes_in_float32_by_a_cast_where_it_takes_no_dtype(self) -> None:
+        lists = shipped().overlaid({"blacklist": {"*": [{"name": "sigmoid", "via_dtype": True}]}})
+
+        assert not lists.for_half(HALF)[Path("torch", "sigmoid")].via_dtype
+
+    def test_may_be_missing_if_that_is_said(self) -> None:
+        assert shipped().overlaid({"blacklist": {"*": [{"name": "no_such", "optional": True}]}}) == shipped()
+
+    def test_can_be_laid_under_another_file(self) -> None:
+        lists = shipped().overlaid([{"whitelist": {"*": ["softmax"]}}, {"blacklist": {"torch": ["softmax"]}}])
+
+        rules = lists.for_half(HALF)
+        assert rules[Path("torch", "softmax")].treatment is Treatment.BLACKLIST
+        assert rules[Path("torch.Tensor", "softmax")].treatment is Treatment.WHITELIST
+
+    @pytest.mark.parametrize(
+        ("content", "expected"),
+        [
+            pytest.param(
+                'whitelist: {"*": [sofmax]}',
+                "1: no function is named 'sofmax' in any of torch, torch.nn.functional, torch.Tensor, torch.linalg, "
+                "torch.special, torch.fft, torch.sparse; `'*'` means these. Did you mean 'softmax' or",
+                id="misspelt",
+            ),
+            pytest.param('whitelist: {"*": [functional.softmax]}', "no function is named 'functional.sof", id="dotted"),
+            pytest.param('whitelist: {"*": [layout]}', "1: no function is named 'layout' in any", id="a class"),
+            pytest.param("whitelist: {*: [softmax]}", "but found ':'. Put \"*\" in quotes.", id="no quotes"),
+            pytest.param(
+                'whitelist: {"*": [softmax]}\nblacklist: {"*": [softmax]}',
+                "2: torch.softmax stands in 'blacklist' here and in 'whitelist' in line 1; keep one of them.",
+                id="two lists",
+            ),
+            pytest.param(
+                'whitelist:\n  "*": [softmax]\n  torch: [softmax]',
+                "3: torch.softmax stands in 'whitelist' a second time, first in line 2; keep one.",
+                id="twice",
+            ),
+            pytest.param(
+                'blacklist: {"*": [{name: softmax, when: {dmi: [0]}}]}',
+                "`when` names the argument 'dmi', which cannot be told from a call of torch.softmax; expected",
+                id="a condition",
+            ),
+        ],
+    )
+    def test_that_is_mistaken_is_one_fault(self, content: str, expected: str, tmp_path: FilePath) -> None:
+        file = tmp_path / "own.yaml"
+        file.write_text(content)
+
+        with pytest.raises(CastListError) as found:
+            shipped().overlaid(file)
+
+        (fault,) = found.value.faults
+        assert expected in str(fault)
+
+
+class TestAnUndoneEdit:
+    def test_of_the_shipped_lists_there_is_none(self) -> None:
+        assert list_edits.undone(shipped()) == {}
+
+    @pytest.mark.parametrize("listed", ["whitelist", "unlisted"])
+    def test_is_warned_of(self, listed: str) -> None:
+        lists = {listed: {"torch.nn.functional": ["softmax"]}}
+        place = {"whitelist": "in the whitelist", "unlisted": "on no list"}[listed]
+
+        with pytest.warns(AmpWarning) as caught, casts_on(half_dtype=HALF, cast_lists=lists):
+            # What is said is so.
+            assert F.softmax(torch.ones(2, 2, dtype=HALF), -1).dtype is FLOAT32
+
+        (warning,) = caught
+        source = "cast_lists: " if listed == "whitelist" else ""
+        assert str(warning.message) == (
+            f"{source}torch.nn.functional.softmax is {place} now, but calls what undoes that: torch.Tensor.softmax (in "
+            f'the blacklist). Type `{listed}: {{"*": [softmax]}}` for every spelling.'
+        )
+
+    def test_is_warned_of_where_a_function_was_registered(self) -> None:
+        amp.register_half_function(F, "softmax")
+
+        with pytest.warns(AmpWarning, match=r"^registered: torch.nn.functional.softmax is in the whitelist now"):
+            amp.init(half_dtype=HALF)
+
+    def test_is_none_where_what_it_calls_was_registered_too(self) -> None:
+        amp.register_half_function(F, "softmax")
+        amp.register_half_function(Tensor, "softmax")
+
+        with casts_on(half_dtype=HALF):
+            assert F.softmax(torch.ones(2, 2, dtype=HALF), -1).dtype is HALF
+
+    def test_is_one_where_what_it_calls_was_registered_otherwise(self) -> None:
+        amp.register_float_function(Tensor, "softmax")
+
+        with pytest.warns(AmpWarning, match=r"functional.softmax is in the whitelist now, but calls what undoes that"):
+            amp.init(half_dtype=HALF, cast_lists={"whitelist": {"*": ["softmax"]}})
+
+    @pytest.mark.parametrize(
+        ("overlay", "calls"),
+        [
+            pytest.param({"whitelist": {"torch": ["norm"]}}, "torch.linalg.vector_norm", id="another name"),
+            pytest.param({"whitelist": {"torch.Tensor": ["norm"]}}, "torch.norm", id="a method"),
+            pytest.param(
+                {"blacklist": {"torch.nn.functional": ["multi_head_attention_forward"]}},
+                "torch.nn.functional.linear",
+                id="through a function that is not listed",
+            ),
+            pytest.param({"whitelist": {"torch.nn.functional": ["lp_pool1d"]}}, "torch.Tensor.pow", id="float16 only"),
+            pytest.param(
+                {"promote": {"torch.nn.functional": ["upsample_bilinear"]}},
+                "torch.nn.functional.interpolate",
+                id="what is promoted first",
+            ),
+            pytest.param(
+                {"unlisted": {"torch.nn.functional": ["gumbel_softmax"]}}, "torch.Tensor.scatter_", id="promoted inside"
+            ),
+        ],
+    )
+    def test_names_what_is_called(self, overlay: Mapping[str, object], calls: str) -> None:
+        ((_, told),) = undone(overlay).items()
+
+        assert f"{calls} (" in told
+        assert "for whoever calls them, or call " in told or '{"*": [norm]}' in told
+
+    @pytest.mark.parametrize(
+        "overlay",
+        [
+            pytest.param({"whitelist": {"torch": ["softmax"]}}, id="of a builtin"),
+            pytest.param(
+                {"whitelist": {"torch.nn.functional": ["softmax"], "torch.Tensor": ["softmax"]}}, id="of both"
+            ),
+            pytest.param({"whitelist": {"torch.Tensor": ["softmax"]}}, id="of what is called"),
+            pytest.param({"banned": {"torch.nn.functional": ["softmax"]}}, id="of one that only raises"),
+            pytest.param({"promote": {"torch.Tensor": ["softmax"]}}, id="of a method"),
+            pytest.param({"blacklist": {"torch.nn.functional": ["embedding_bag"]}}, id="promoted after a cast"),
+            pytest.param({"blacklist": {"torch.nn.functional": ["linear_cross_entropy"]}}, id="that changes nothing"),
+        ],
+    )
+    def test_is_no_other(self, overlay: Mapping[str, object]) -> None:
+        assert undone(overlay) == {}
+
+    def test_is_none_in_functions_of_others(self, tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> None:
+        """There ``softmax`` may be anybody's method."""
+        (tmp_path / "of_others.py").write_text("def call(model, x):\n    return model.softmax(x)\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        __import__("of_others")
+        try:
+            assert undone({"whitelist": {"of_others": ["call"]}}) == {}
+        finally:
+            del sys.modules["of_others"]
+
+    def test_is_found_while_functions_are_patched(self) -> None:
+        with casts_on(half_dtype=HALF):
+            assert undone({"whitelist": {"torch.nn.functional": ["softmax"]}})
+
+
+class TestWhatIsCalled:
+    @pytest.mark.parametrize(
+        ("function", "called"),
+        [
+            (F.softmax, Tensor.softmax),
+            (F.max_pool2d, torch.max_pool2d),
+            (F.normalize, Tensor.norm),
+            (F.dropout, torch._VF.dropout),
+            (Tensor.stft, torch.stft),
+            (F.multi_head_attention_forward, F.linear),
+        ],
+    )
+    def test_is_read_from_the_code(self, function: object, called: object) -> None:
+        assert id(called) in called_by(function)
+
+    def test_of_a_builtin_is_nothing(self) -> None:
+        assert called_by(torch.softmax) == {}
+
+    def test_of_functions_of_torchs_agrees_with_the_lists(self) -> None:
+        """The three pairs that do not are told of in docs/design/cast-lists.md."""
+        rules = shipped().for_half(torch.float16)
+        by_function = {id(find(path)): path for path in rules}
+        disagreeing = {
+            (str(path), by_function[callee].name)
+            for path in rules
+            for callee in called_by(find(path))
+            if callee in by_function and rules[by_function[callee]].treatment is not rules[path].treatment
+        }
+
+        prefix = "torch.nn.functional."
+        assert disagreeing <= {
+            (f"{prefix}multi_head_attention_forward", "softmax"),
+            (f"{prefix}gumbel_softmax", "scatter_"),
+            (f"{prefix}linear_cross_entropy", "linear"),
+        }
+
+
+class TestWhatIsLeftOut:
+    def test_is_named(self) -> None:
+        (told,) = list_edits.left_out(shipped().overlaid({"blacklist": {"torch": ["mm"]}}))
+
+        assert told == (
+            "cast_lists: torch.mm is in the blacklist now, but torch.Tensor.mm and torch.sparse.mm stay as they are. "
+            'Type `blacklist: {"*": [mm]}` for every spelling.'
+        )
+
+    def test_is_not_what_is_there_already(self) -> None:
+        assert (
+            list_edits.left_out(shipped().overlaid({"blacklist": {"torch": [{"name": "exp", "dtypes": ["float16"]}]}}))
+            == []
+        )
+
+    def test_is_left_to_an_edit_that_is_undone(self) -> None:
+        assert list_edits.left_out(shipped().overlaid({"whitelist": {"torch.nn.functional": ["softmax"]}})) == []
