@@ -6,12 +6,14 @@ Only reads: it must never import what it is to look at, change anything, or ask 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import platform
 import re
 import types
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.resources import files
@@ -25,6 +27,7 @@ import yaml
 from ampatch import __version__, calls, kernels, list_reports
 from ampatch.cast_lists import Treatment, shipped
 from ampatch.errors import AmpError, CastListError
+from ampatch.kept_functions import OPENED
 from ampatch.patching import MISSING, bindings, loaded_modules
 from ampatch.paths import Path, PathError, beneath, find_owner, is_wrapper
 from ampatch.process import process
@@ -314,7 +317,38 @@ def _names(seen: _Seen) -> Iterator[str]:
     held += _lost(users.values(), seen, originals.keys())
     yield from _problems("in loaded modules", [f"{_name_of(owner)}.{name}: {path}" for owner, name, path in held])
     yield f"in torch's own modules, which are left alone: {len(bindings(torchs.values(), originals))}"
-    yield "not looked for: closures, default arguments, and containers that no model of amp leads to"
+    yield from _problems("in closures and default arguments", sorted(set(_captured(paths))))
+    yield "not looked for: containers that neither a model of amp nor a function leads to"
+
+
+def _captured(paths: Mapping[int, str]) -> Iterator[str]:
+    """Functions of users that hold a function without casts where nothing can take its place.
+
+    They hold it as it is, or in a container or partial.
+    """
+    for function in gc.get_objects():
+        if type(function) is types.FunctionType and not _is_torchs_or_amps(function):
+            for name, value in _captures(function):
+                # The attributes of a module stand in a dict too, which is no container to anybody.
+                is_opened = type(value) in OPENED and not (type(value) is dict and "__name__" in value)
+                for held in (value, *(gc.get_referents(value) if is_opened else ())):
+                    if id(held) in paths:
+                        yield f"{_describe(function)}: {paths[id(held)]} as {name}"
+
+
+def _captures(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    """The names and values of a function's closure and of its default arguments."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not filled yet
+            yield name, cell.cell_contents
+    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+    # A named tuple's has more of them than arguments.
+    yield from zip(reversed(arguments), reversed(function.__defaults__ or ()), strict=False)
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+def _is_torchs_or_amps(function: types.FunctionType) -> bool:
+    return str(function.__globals__.get("__name__")).partition(".")[0] in ("torch", "ampatch")
 
 
 def _lost(modules: Iterable[object], seen: _Seen, originals: Iterable[int]) -> Iterator[tuple[object, str, str]]:

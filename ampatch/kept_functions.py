@@ -20,7 +20,8 @@ Replacement = Callable[[object], object | None]
 
 _LISTS = (list, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
-_OPENED = frozenset({*_LISTS, *_DICTS, tuple, functools.partial, types.SimpleNamespace})
+#: The classes of what is looked into.
+OPENED = frozenset({*_LISTS, *_DICTS, tuple, functools.partial, types.SimpleNamespace})
 # What torch itself keeps in every module.
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -38,7 +39,7 @@ def replace_kept(holder: object, replacement_of: Replacement) -> bool:
     walk = _Walk(replacement_of)
     attributes: Mapping[str, object] = object.__getattribute__(holder, "__dict__")
     for name, value in list(attributes.items()):
-        if type(value) in _OPENED and not (name in _OF_MODULES and isinstance(holder, nn.Module)):
+        if type(value) in OPENED and not (name in _OF_MODULES and isinstance(holder, nn.Module)):
             replaced = walk.replaced(value)
             if replaced is not value:
                 with contextlib.suppress(AttributeError):  # of an owner that lets nobody set it
@@ -55,7 +56,7 @@ class _Walk:
     def replaced(self, value: Any) -> Any:
         """Returns the value itself, or what is to take its place."""
         kind = type(value)
-        if kind not in _OPENED:
+        if kind not in OPENED:
             replacement = self._replacement_of(value)
             self.has_replaced = self.has_replaced or replacement is not None
             return value if replacement is None else replacement

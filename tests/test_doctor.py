@@ -355,6 +355,36 @@ class TestNamesWithoutCasts:
         with casts_on():
             assert unreached() == [f"early.kept: {path}"]
 
+    @pytest.mark.parametrize(
+        ("definition", "line", "name"),
+        [
+            pytest.param("def f(x, act=softmax): ...", 6, "act", id="default"),
+            pytest.param("def f(x, *, act=softmax): ...", 6, "act", id="keyword-only"),
+            pytest.param("class M:\n    def f(self, x, y=1, act=softmax): ...", 7, "act", id="default of a method"),
+            pytest.param("f = lambda x, act=softmax: x", 6, "act", id="lambda"),
+            pytest.param(
+                "def make(act):\n    def f(x): return act(x)\n    return f\nf = make(softmax)", 7, "act", id="closure"
+            ),
+            pytest.param("def f(x, act=partial(softmax, dim=1)): ...", 6, "act", id="partial"),
+            pytest.param("def f(x, acts=(1, softmax)): ...", 6, "acts", id="tuple"),
+            pytest.param("def f(x, acts={'a': softmax}): ...", 6, "acts", id="dict"),
+        ],
+    )
+    def test_functions_that_hold_one_where_nothing_can_take_its_place(self, definition, line, name, module):
+        head = "from functools import partial\n\nimport torch\nfrom torch.nn.functional import softmax\n\n"
+        early = module("early", f"{head}{definition}\nsoftmax = None\n")
+        with casts_on():
+            count, details = facts(NAMES)["in closures and default arguments"]
+        assert int(count) == len(details)
+        (told,) = [detail for detail in details if f"({early.__file__}:" in detail]
+        assert told.endswith(f"({early.__file__}:{line}): torch.nn.functional.softmax as {name}")
+
+    def test_functions_that_hold_others_are_no_fault(self, module):
+        early = module("early", "import torch\ndef f(x, act=torch.relu, ns=vars(torch), table=[1, torch.cat]): ...\n")
+        with casts_on():
+            _, details = facts(NAMES)["in closures and default arguments"]
+        assert not [detail for detail in details if f"({early.__file__}:" in detail]
+
     def test_another_function_of_the_same_name_is_no_fault(self, module, monkeypatch):
         """torch.rrelu is not in the lists, and is not what was replaced."""
         module("early", "from torch import rrelu\n")
