@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 from torch.profiler import record_function
 
+from ampatch import carried_back
 from ampatch.casting import CASTABLE, cast_floating, tensors_in
 from ampatch.compilers import traced_within_others
 from ampatch.weight_cache import WeightCache
@@ -71,12 +72,15 @@ def cast_arguments(
 ) -> tuple[Any, Any]:
     """Casts what is floating in the arguments of a forward, under a label."""
     with _label_if_cast("arguments", module, dtype, (args, kwargs)):
-        return cast_floating(args, dtype), cast_floating(kwargs, dtype) if kwargs else kwargs
+        given: tuple[Any, Any] = cast_floating(args, dtype), cast_floating(kwargs, dtype) if kwargs else kwargs
+    carried_back.begin(module, (args, kwargs), given)
+    return given
 
 
 @traced_within_others
 def cast_result(dtype: torch.dtype, module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
     """Casts what is floating in the result of a forward, under a label."""
+    carried_back.end(module, lambda value: cast_floating(value, dtype))
     with _label_if_cast("result", module, dtype, result):
         return cast_floating(result, dtype)
 

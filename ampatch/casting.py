@@ -136,7 +136,7 @@ def _cast_dataclass(value: Any, dtype: torch.dtype, outer: Opened) -> object:
     if all(map(_same, (*new_items.values(), *new_held.values()), (*items.values(), *held.values()))):
         return value
     if not isinstance(value, dict):
-        return _made(value, {**_attributes(value), **new_held})
+        return _made(value, {**attributes_of(value), **new_held})
     like = _like_dict(value, new_items)
     for name, field in new_held.items():  # after the items, which may set attributes
         object.__setattr__(like, name, field)
@@ -148,7 +148,7 @@ def _cast_mapping(value: Mapping[Any, object], dtype: torch.dtype, outer: Opened
     # one whatever they are kept in: that is cast instead, found by what is in it.
     items = dict(value.items())
     ids = {id(item) for item in items.values() if type(item) not in PLAIN}
-    attributes = _attributes(value)
+    attributes = attributes_of(value)
     stores = {name: store for name, store in attributes.items() if _holds_any(store, ids)}
     if stores:
         cast = {name: _cast_floating(store, dtype, outer) for name, store in stores.items()}
@@ -173,7 +173,7 @@ def _cast_by_to(value: Any, dtype: torch.dtype, _: Opened) -> object:
     # A copy is cast, because many a class writes to itself in ``to`` and returns itself; some to their containers.
     try:
         like = copy.copy(value)
-        for name, held in _attributes(like).items():
+        for name, held in attributes_of(like).items():
             if type(held) in _CONTAINERS:
                 object.__setattr__(like, name, _copied(held))
         found = like.to(dtype)
@@ -185,7 +185,7 @@ def _cast_by_to(value: Any, dtype: torch.dtype, _: Opened) -> object:
         return value
     if found is value or type(found) is not type(value):
         return value
-    before, after = _attributes(value), _attributes(found)
+    before, after = attributes_of(value), attributes_of(found)
     # A plain ``to`` casts integers too, and nothing can be looked up by half ones: they are put back.
     originals = {
         id(new): old
@@ -240,7 +240,7 @@ def _like_sequence(value: list[object] | tuple[object, ...], items: list[object]
     if kind is tuple:
         return tuple(items)
     if isinstance(value, list):
-        copied = _made(value, _attributes(value))
+        copied = _made(value, attributes_of(value))
         copied[:] = items
         return copied
     try:
@@ -257,7 +257,7 @@ def _like_dict(value: dict[Any, object], values: dict[Any, object]) -> object:
         return values
     if type(value) is collections.OrderedDict and torch.compiler.is_compiling():
         return collections.OrderedDict(values)  # from torch 2.14 on no compiler can say what attributes it has
-    attributes = _attributes(value)
+    attributes = attributes_of(value)
     for name, held in attributes.items():
         if name in values and _same(value[name], held):  # many a class has its items as attributes too
             attributes[name] = values[name]
@@ -284,8 +284,8 @@ def _made(value: object, attributes: Mapping[str, object]) -> Any:
     return like
 
 
-def _attributes(value: object) -> dict[str, Any]:
-    """What an object holds itself, in slots and in its ``__dict__``."""
+def attributes_of(value: object) -> dict[str, Any]:
+    """Reads what an object holds itself, in slots and in its ``__dict__``."""
     slots = [
         name
         for kind in type(value).__mro__

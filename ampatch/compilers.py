@@ -45,7 +45,17 @@ _TRACED = frozenset(
     f"ampatch.{name}"
     for name in (
         *("amp", "process", "session", "models", "autocast_gates", "wrappers", "weight_cache", "switch", "compilers"),
-        *("casting", "cast_labels", "signatures", "paths", "errors", "apex", "cuda_on_cpu", "sync_batch_norm"),
+        *(
+            "casting",
+            "carried_back",
+            "cast_labels",
+            "signatures",
+            "paths",
+            "errors",
+            "apex",
+            "cuda_on_cpu",
+            "sync_batch_norm",
+        ),
     )
 )
 

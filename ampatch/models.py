@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ampatch import calls, cast_labels
+from ampatch import calls, carried_back, cast_labels
 from ampatch.cast_errors import is_of_types
 from ampatch.casting import cast_floating
 from ampatch.compilers import traced_within_others
@@ -218,6 +218,8 @@ def hook_casts(
 ) -> None:
     """Casts what is floating in the arguments of every forward of the model to one type, and in its result to another.
 
+    So is cast what the forward leaves in the containers that it was called with.
+
     A copy of the model goes on casting by itself: the hooks know their types, and nothing else. Where deep copies are
     float32 they cast their inputs to what their weights are, and there are no casts around parts in them.
     """
@@ -229,7 +231,7 @@ def hook_casts(
     after: Any = functools.partial(cast_labels.cast_result if labelled else _cast_result, outputs)
     if inputs is torch.float32 and widens_copies:
         after.__deepcopy__ = functools.partial(_hook_of_copy, _leave_result)
-    ledger.on_undo(model.register_forward_hook(after).remove, model)
+    ledger.on_undo(model.register_forward_hook(after, always_call=inputs is not None).remove, model)
 
 
 def hook_state_dict(
@@ -247,8 +249,12 @@ def hook_state_dict(
 
 
 @traced_within_others
-def _cast_arguments(dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    return cast_floating(args, dtype), cast_floating(kwargs, dtype) if kwargs else kwargs
+def _cast_arguments(
+    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    given: tuple[Any, Any] = cast_floating(args, dtype), cast_floating(kwargs, dtype) if kwargs else kwargs
+    carried_back.begin(module, (args, kwargs), given)
+    return given
 
 
 def _hook_of_copy(hook: Callable[..., Any], _: dict[int, Any]) -> Callable[..., Any]:
@@ -263,12 +269,14 @@ def _cast_arguments_of_copy(module: nn.Module, args: tuple[Any, ...], kwargs: di
 
 
 @traced_within_others
-def _leave_result(_: nn.Module, __: tuple[Any, ...], result: Any) -> Any:
+def _leave_result(module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
+    carried_back.end(module, lambda value: value)
     return result
 
 
 @traced_within_others
-def _cast_result(dtype: torch.dtype, _: nn.Module, __: tuple[Any, ...], result: Any) -> Any:
+def _cast_result(dtype: torch.dtype, module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
+    carried_back.end(module, lambda value: cast_floating(value, dtype))
     return cast_floating(result, dtype)
 
 

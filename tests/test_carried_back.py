@@ -1,0 +1,307 @@
+"""What a forward at O2 leaves in the containers that it was called with reaches the caller, in float32."""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampatch import amp
+
+HALF, FLOAT32 = torch.bfloat16, torch.float32
+
+
+class Net(nn.Module):
+    """Does with its arguments what a test asks for."""
+
+    def __init__(self, work: Callable[..., object]) -> None:
+        super().__init__()
+        self.layer, self.work = nn.Linear(4, 4), work
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return self.work(self.layer, *args, **kwargs)
+
+
+def half(work: Callable[..., object], **options: Any) -> nn.Module:
+    model = Net(work)
+    model, _ = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O2", half_dtype=HALF, verbosity=0, **options
+    )
+    return model
+
+
+def ones() -> Tensor:
+    return torch.ones(2, 4)
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    out: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Slots:
+    x: Tensor
+    out: Tensor | None = None
+
+
+class Movable:
+    """As many a library's batch: it moves itself."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self.store = {"x": x}
+
+    def to(self, dtype: torch.dtype) -> Movable:
+        self.x = self.x.to(dtype)
+        self.store["x"] = self.x
+        return self
+
+
+class Attributes(dict[str, Any]):
+    """Items as attributes."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+def set_item(layer: nn.Module, batch: Any) -> None:
+    batch["out"] = layer(batch["x"])
+
+
+def set_attribute(layer: nn.Module, batch: Any) -> None:
+    batch.out = layer(batch.x)
+
+
+class TestResults:
+    @pytest.mark.parametrize(
+        "make",
+        [
+            pytest.param(lambda: {"x": ones()}, id="dict"),
+            pytest.param(lambda: collections.OrderedDict(x=ones()), id="OrderedDict"),
+            pytest.param(lambda: collections.defaultdict(list, x=ones()), id="defaultdict"),
+            pytest.param(lambda: collections.UserDict(x=ones()), id="UserDict"),
+            pytest.param(lambda: Attributes(x=ones()), id="subclass"),
+            pytest.param(lambda: {"x": ones().to(HALF)}, id="nothing cast"),
+        ],
+    )
+    def test_under_a_new_key(self, make: Callable[[], Any]) -> None:
+        batch = make()
+        x = batch["x"]
+
+        half(set_item)(batch)
+
+        assert batch["x"] is x
+        assert batch["out"].dtype is FLOAT32
+        assert batch["out"].requires_grad
+
+    @pytest.mark.parametrize("make", [Batch, Slots, Movable, lambda x: Attributes(x=x)])
+    def test_in_an_attribute(self, make: Callable[[Tensor], Any]) -> None:
+        x = ones()
+        batch = make(x)
+
+        half(set_attribute)(batch)
+
+        assert batch.x is x
+        assert batch.out.dtype is FLOAT32
+
+    @pytest.mark.parametrize("outer", [lambda inner: [inner], lambda inner: (1, (inner,)), lambda inner: {"a": inner}])
+    def test_in_a_container_in_another(self, outer: Callable[[object], object]) -> None:
+        inner = {"x": ones()}
+
+        def work(layer: nn.Module, batch: Any) -> None:
+            found = batch["a"] if isinstance(batch, dict) else batch[0] if isinstance(batch, list) else batch[1][0]
+            set_item(layer, found)
+
+        half(work)(outer(inner))
+
+        assert inner["out"].dtype is FLOAT32
+
+    def test_in_a_store_that_an_object_keeps(self) -> None:
+        batch = Movable(ones())
+
+        half(lambda layer, batch: batch.store.update(out=layer(batch.x)))(batch)
+
+        assert batch.store["out"].dtype is FLOAT32
+
+    def test_in_keyword_arguments(self) -> None:
+        batch = {"x": ones()}
+
+        half(lambda layer, *, batch: set_item(layer, batch))(batch=batch)
+
+        assert batch["out"].dtype is FLOAT32
+
+    def test_at_the_end_of_a_list_and_in_the_place_of_an_item(self) -> None:
+        x, other = ones(), ones()
+        hidden = [x, other, "kept"]
+
+        def work(layer: nn.Module, hidden: list[Any]) -> None:
+            hidden.append(layer(hidden[0]))
+            hidden[1] = 7
+
+        half(work)(hidden)
+
+        assert hidden[0] is x
+        assert hidden[1:3] == [7, "kept"]
+        assert hidden[3].dtype is FLOAT32
+
+    def test_that_were_taken_out_are_gone(self) -> None:
+        batch = Attributes(x=ones(), gone=1)
+        hidden = [ones(), 1, 2]
+
+        def work(layer: nn.Module, batch: Any, hidden: list[Any]) -> None:
+            del batch["gone"], hidden[1]
+
+        half(work)(batch, hidden)
+
+        assert batch.keys() == {"x"}
+        assert hidden[1:] == [2]
+
+    def test_that_the_caller_has_already_are_the_callers(self) -> None:
+        x = ones()
+        batch: dict[str, Any] = {"x": x}
+
+        half(lambda layer, batch: batch.update(same=batch["x"], itself=batch, twice=[batch["x"]]))(batch)
+
+        assert batch["same"] is x
+        assert batch["itself"] is batch
+
+    def test_in_two_places_are_one(self) -> None:
+        first: dict[str, Any] = {"x": ones()}
+        second: list[Any] = []
+
+        def work(layer: nn.Module, first: dict[str, Any], second: list[Any]) -> None:
+            set_item(layer, first)
+            second.append(first["out"])
+
+        half(work)(first, second)
+
+        assert second[0] is first["out"]
+
+    def test_of_a_forward_that_raises(self) -> None:
+        batch = {"x": ones()}
+
+        def work(layer: nn.Module, batch: Any) -> None:
+            set_item(layer, batch)
+            raise LookupError
+
+        model = half(work)
+        for _ in range(2):
+            batch.pop("out", None)
+            with pytest.raises(LookupError):
+                model(batch)
+            assert batch["out"].dtype is FLOAT32
+
+    def test_of_a_forward_within_the_forward(self) -> None:
+        outer, inner = {"x": ones()}, {"x": ones()}
+
+        def work(layer: nn.Module, batch: Any, other: Any = None) -> None:
+            if other is not None:
+                model(other)
+                assert other["out"].dtype is FLOAT32
+            set_item(layer, batch)
+
+        model = half(work)
+        model(outer, inner)
+
+        assert outer["out"].dtype is inner["out"].dtype is FLOAT32
+
+    @pytest.mark.parametrize(
+        ("of", "inside"),
+        [
+            pytest.param(lambda model: model, HALF, id="eager"),
+            pytest.param(lambda model: torch.compile(model, backend="eager", fullgraph=True), HALF, id="compiled"),
+            pytest.param(copy.deepcopy, FLOAT32, id="copy"),
+        ],
+    )
+    def test_of_a_part_in_float32_are_half_inside(
+        self, of: Callable[[nn.Module], nn.Module], inside: torch.dtype
+    ) -> None:
+        class Outer(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.part, self.last = Net(set_item), nn.Linear(4, 4)
+
+            def forward(self, x: Tensor) -> tuple[Tensor, tuple[torch.dtype, ...]]:
+                batch = {"x": self.last(x)}
+                self.part(batch)
+                return self.last(batch["out"]), (batch["x"].dtype, batch["out"].dtype)
+
+        model = Outer()
+        model, _ = amp.initialize(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            opt_level="O2",
+            half_dtype=HALF,
+            verbosity=0,
+            keep_fp32=["part"],
+        )
+
+        out, types = of(model)(ones())
+
+        assert out.dtype is FLOAT32
+        assert types == (inside, inside)
+
+    def test_under_labels(self) -> None:
+        batch = {"x": ones()}
+
+        half(set_item, profile_casts=True)(batch)
+
+        assert batch["out"].dtype is FLOAT32
+
+    @pytest.mark.parametrize("fullgraph", [True, False])
+    def test_of_compiled_code(self, fullgraph: bool) -> None:
+        batch: dict[str, Any] = {"x": ones(), "gone": 1}
+        hidden: list[Any] = [ones()]
+
+        def work(layer: nn.Module, batch: Any, hidden: list[Any]) -> None:
+            set_item(layer, batch)
+            del batch["gone"]
+            if not fullgraph:
+                torch._dynamo.graph_break()
+            hidden.append(batch["out"])
+
+        torch.compile(half(work), backend="eager", fullgraph=fullgraph)(batch, hidden)
+
+        assert batch.keys() == {"x", "out"}
+        assert batch["out"].dtype is hidden[1].dtype is FLOAT32
+
+    def test_can_be_trained_on(self) -> None:
+        model = half(set_item)
+        batch = {"x": ones()}
+
+        model(batch)
+        batch["out"].sum().backward()
+
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class TestWhatIsLeftAlone:
+    def test_is_a_container_that_nothing_was_written_to(self) -> None:
+        class Closed(dict[str, Any]):
+            def __setitem__(self, key: str, value: object) -> None:
+                raise AssertionError(f"{key} was written to")
+
+        x = ones()
+        hidden = [x]
+
+        half(lambda layer, batch, hidden: layer(batch["x"]))(Closed(x=ones().to(HALF)), hidden)
+
+        assert hidden[0] is x
+
+    def test_is_everything_with_amp_off(self) -> None:
+        batch, hidden = {"x": ones()}, [ones()]
+        model = half(lambda layer, batch, hidden: hidden.append(hidden[0].double()))
+        amp.deinitialize()
+
+        model(batch, hidden)
+
+        assert hidden[1].dtype is torch.float64
