@@ -8,7 +8,6 @@ handed. Decides nothing about types; must never write to a container that the fo
 from __future__ import annotations
 
 import collections
-import operator
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -150,12 +149,30 @@ def _carry_back(handed: _Handed, theirs: dict[int, object], cast: Callable[[obje
     if handed.read is _by_place:
         handed.theirs[:] = [as_theirs(item) for item in now.values()]
         return
-    by_key = handed.read is _by_key
-    for key in handed.items:
-        if key not in now and key in handed.read(handed.theirs):  # what is an item may be an attribute too
-            take_out = operator.delitem if by_key else object.__delattr__
-            take_out(handed.theirs, key)
-    for key, item in now.items():
-        if key not in handed.items or item is not handed.items[key]:
-            put = operator.setitem if by_key else object.__setattr__
-            put(handed.theirs, key, as_theirs(item))
+    written = {
+        key: as_theirs(item) for key, item in now.items() if key not in handed.items or item is not handed.items[key]
+    }
+    # What is an item may be an attribute too, and be gone already.
+    gone = [key for key in handed.items if key not in now and key in handed.read(handed.theirs)]
+    if handed.read is _by_key:
+        _write_items(handed.theirs, written, gone)
+    else:
+        _write_attributes(handed.theirs, written, gone)
+
+
+# Statements, since no compiler knows the functions of ``operator`` for them.
+
+
+def _write_items(theirs: dict[Any, object], written: Items, gone: list[Any]) -> None:
+    for key in gone:
+        del theirs[key]
+    for key, item in written.items():
+        theirs[key] = item
+
+
+def _write_attributes(theirs: object, written: Items, gone: list[Any]) -> None:
+    # Frozen dataclasses refuse to have them set, but a forward can.
+    for name in gone:
+        object.__delattr__(theirs, name)
+    for name, item in written.items():
+        object.__setattr__(theirs, name, item)
