@@ -167,7 +167,7 @@ def _write_items(theirs: dict[Any, object], written: Items, gone: list[Any]) -> 
     for key in gone:
         del theirs[key]
     for key, item in written.items():
-        theirs[key] = item
+        theirs[key] = item  # noqa: PERF403 - a class may do more than update() does
 
 
 def _write_attributes(theirs: object, written: Items, gone: list[Any]) -> None:
