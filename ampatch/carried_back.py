@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_exporting
 
 from ampatch.casting import PLAIN, attributes_of
 
@@ -76,6 +76,8 @@ def begin(module: nn.Module, theirs: Arguments, given: Arguments) -> None:
         theirs: the arguments as the caller has them.
         given: the same ones as the forward gets them.
     """
+    if is_exporting():  # the program that comes of it cannot write to its arguments
+        return
     forward = _Forward(module)
     for outer, inner in ((theirs[0], given[0]), (tuple(theirs[1].values()), tuple(given[1].values()))):
         for place, value in enumerate(inner):
