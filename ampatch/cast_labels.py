@@ -72,15 +72,15 @@ def cast_arguments(
 ) -> tuple[Any, Any]:
     """Casts what is floating in the arguments of a forward, under a label."""
     with _label_if_cast("arguments", module, dtype, (args, kwargs)):
-        given: tuple[Any, Any] = cast_floating(args, dtype), cast_floating(kwargs, dtype) if kwargs else kwargs
+        given: Any = cast_floating((args, kwargs), dtype)
     carried_back.begin(module, (args, kwargs), given)
-    return given
+    return given  # type: ignore[no-any-return]
 
 
 @traced_within_others
 def cast_result(dtype: torch.dtype, module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
     """Casts what is floating in the result of a forward, under a label."""
-    carried_back.end(module, lambda value: cast_floating(value, dtype))
+    carried_back.end(module, dtype)
     with _label_if_cast("result", module, dtype, result):
         return cast_floating(result, dtype)
 

@@ -28,8 +28,8 @@ PLAIN = frozenset({int, float, bool, str, type(None)})
 # Those that `_copied` opens: a class of somebody's own may keep more than its items.
 _CONTAINERS = frozenset({list, dict, collections.OrderedDict, collections.defaultdict})
 
-#: The containers that are open, from the outermost in.
-Opened = tuple[object, ...]
+#: What stands for each thing that was met, by its id, beside the thing itself, so that the id stays its own.
+Known = dict[int, tuple[object, object]]
 
 TensorCast = Callable[[Tensor], Tensor]
 
@@ -55,7 +55,7 @@ def cast_tensors(value: object, cast: TensorCast) -> object:
     return value
 
 
-def cast_floating(value: object, dtype: torch.dtype) -> object:
+def cast_floating(value: object, dtype: torch.dtype, known: Known | None = None) -> object:
     """``value`` with every float32, float16 and bfloat16 tensor in it cast to ``dtype``.
 
     Opened are lists, tuples, named tuples, dicts and other mappings, and the fields of dataclasses; any other object
@@ -64,12 +64,14 @@ def cast_floating(value: object, dtype: torch.dtype) -> object:
     Args:
         value: any object. It is never written to.
         dtype: a floating type.
+        known: what is to stand for things in it; is added to.
 
     Returns:
-        The same object if nothing changed; otherwise one of the same class, with the attributes of the old one. A
-        container that holds itself is opened once: what refers back to it goes on referring to the old one.
+        The same object if nothing changed; otherwise one of the same class, with the attributes of the old one. What
+        stands in several places is one object in all of them. A container that holds itself is opened once: what
+        refers back to it goes on referring to the old one.
     """
-    return _cast_floating(value, dtype, ())
+    return _cast_floating(value, dtype, {} if known is None else known)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -84,20 +86,32 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def _cast_floating(value: Any, dtype: torch.dtype, outer: Opened) -> Any:
+def _cast_floating(value: Any, dtype: torch.dtype, known: Known) -> Any:
     if type(value) in PLAIN:
         return value
+    if id(value) in known:
+        return known[id(value)][1]
+    cast: object
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.dtype in CASTABLE and value.dtype != dtype else value
-    if isinstance(value, tuple):  # can hold itself only by way of something that is no tuple
-        return _cast_sequence(value, dtype, outer)
-    cast = _floating_cast_of(value)
-    if cast is None or any(value is container for container in outer):
-        return value
-    return cast(value, dtype, (*outer, value))
+        cast = value.to(dtype) if value.dtype in CASTABLE and value.dtype != dtype else value
+    elif isinstance(value, tuple):  # can hold itself only by way of something that is no tuple
+        return _cast_sequence(value, dtype, known)
+    else:
+        cast_opened = _floating_cast_of(value)
+        if cast_opened is None:
+            return value
+        known[id(value)] = value, value  # to those who meet it inside of itself
+        cast = cast_opened(value, dtype, known)
+    known[id(value)] = value, cast
+    return cast
 
 
-def _floating_cast_of(value: object) -> Callable[[Any, torch.dtype, Opened], object] | None:
+def is_opened(value: object) -> bool:
+    """Tells whether `cast_floating` looks for tensors in an object that is none."""
+    return isinstance(value, tuple) or _floating_cast_of(value) is not None
+
+
+def _floating_cast_of(value: object) -> Callable[[Any, torch.dtype, Known], object] | None:
     """What casts an object that is neither tensor nor tuple; None if it is handed on."""
     kind = type(value)
     if isinstance(value, list):
@@ -114,25 +128,25 @@ def _floating_cast_of(value: object) -> Callable[[Any, torch.dtype, Opened], obj
     return _cast_by_to if callable(getattr(kind, "to", None)) else None
 
 
-def _cast_sequence(value: list[object] | tuple[object, ...], dtype: torch.dtype, outer: Opened) -> object:
-    items = [_cast_floating(item, dtype, outer) for item in value]
+def _cast_sequence(value: list[object] | tuple[object, ...], dtype: torch.dtype, known: Known) -> object:
+    items = [_cast_floating(item, dtype, known) for item in value]
     return value if all(map(_same, items, value)) else _like_sequence(value, items)
 
 
-def _cast_dict(value: dict[Any, object], dtype: torch.dtype, outer: Opened) -> object:
-    values = {key: _cast_floating(item, dtype, outer) for key, item in value.items()}
+def _cast_dict(value: dict[Any, object], dtype: torch.dtype, known: Known) -> object:
+    values = {key: _cast_floating(item, dtype, known) for key, item in value.items()}
     return value if all(map(_same, values.values(), value.values())) else _like_dict(value, values)
 
 
-def _cast_dataclass(value: Any, dtype: torch.dtype, outer: Opened) -> object:
+def _cast_dataclass(value: Any, dtype: torch.dtype, known: Known) -> object:
     """Casts the fields; in one that is a dict as well, such as Hugging Face's ModelOutput, the items too."""
     items = dict(value.items()) if isinstance(value, dict) else {}
     held = {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}
     # What is an item as well is cast as one. A field can differ from the item of its name: ModelOutput keeps the item
     # when its attribute is set to None.
     held = {name: field for name, field in held.items() if name not in items or not _same(items[name], field)}
-    new_items = {key: _cast_floating(item, dtype, outer) for key, item in items.items()}
-    new_held = {name: _cast_floating(field, dtype, outer) for name, field in held.items()}
+    new_items = {key: _cast_floating(item, dtype, known) for key, item in items.items()}
+    new_held = {name: _cast_floating(field, dtype, known) for name, field in held.items()}
     if all(map(_same, (*new_items.values(), *new_held.values()), (*items.values(), *held.values()))):
         return value
     if not isinstance(value, dict):
@@ -143,7 +157,7 @@ def _cast_dataclass(value: Any, dtype: torch.dtype, outer: Opened) -> object:
     return like
 
 
-def _cast_mapping(value: Mapping[Any, object], dtype: torch.dtype, outer: Opened) -> object:
+def _cast_mapping(value: Mapping[Any, object], dtype: torch.dtype, known: Known) -> object:
     # Where a user's class keeps its items is its own affair. They are not set in a copy, which may share with the old
     # one whatever they are kept in: that is cast instead, found by what is in it.
     items = dict(value.items())
@@ -151,10 +165,10 @@ def _cast_mapping(value: Mapping[Any, object], dtype: torch.dtype, outer: Opened
     attributes = attributes_of(value)
     stores = {name: store for name, store in attributes.items() if _holds_any(store, ids)}
     if stores:
-        cast = {name: _cast_floating(store, dtype, outer) for name, store in stores.items()}
+        cast = {name: _cast_floating(store, dtype, known) for name, store in stores.items()}
         unchanged = all(map(_same, cast.values(), stores.values()))
         return value if unchanged else _made(value, {**attributes, **cast})
-    values = {key: _cast_floating(item, dtype, outer) for key, item in items.items()}
+    values = {key: _cast_floating(item, dtype, known) for key, item in items.items()}
     if all(map(_same, values.values(), items.values())):
         return value
     try:  # a class in C, or one that keeps its items deeper
@@ -169,7 +183,7 @@ def _holds_any(store: object, ids: Set[int]) -> bool:
     return isinstance(items, (list, tuple, ValuesView)) and any(id(item) in ids for item in items)
 
 
-def _cast_by_to(value: Any, dtype: torch.dtype, _: Opened) -> object:
+def _cast_by_to(value: Any, dtype: torch.dtype, _: Known) -> object:
     # A copy is cast, because many a class writes to itself in ``to`` and returns itself; some to their containers.
     try:
         like = copy.copy(value)

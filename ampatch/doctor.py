@@ -324,16 +324,23 @@ def _names(seen: _Seen) -> Iterator[str]:
 def _captured(paths: Mapping[int, str]) -> Iterator[str]:
     """Functions of users that hold a function without casts where nothing can take its place.
 
-    They hold it as it is, or in a container or partial.
+    They hold it as it is, or in a container or partial, or in a container of these.
     """
     for function in gc.get_objects():
         if type(function) is types.FunctionType and not _is_torchs_or_amps(function):
             for name, value in _captures(function):
-                # The attributes of a module stand in a dict too, which is no container to anybody.
-                is_opened = type(value) in OPENED and not (type(value) is dict and "__name__" in value)
-                for held in (value, *(gc.get_referents(value) if is_opened else ())):
+                for held in _held_in(value):
                     if id(held) in paths:
                         yield f"{_describe(function)}: {paths[id(held)]} as {name}"
+
+
+def _held_in(value: object, deeper: int = 2) -> Iterator[object]:
+    """A value, and what is in it if it is a container or a partial, or in one of those in it."""
+    yield value
+    # The attributes of a module stand in a dict too, which is no container to anybody.
+    if deeper and type(value) in OPENED and not (type(value) is dict and "__name__" in value):
+        for held in gc.get_referents(value):
+            yield from _held_in(held, deeper - 1)
 
 
 def _captures(function: types.FunctionType) -> Iterator[tuple[str, object]]:

@@ -252,9 +252,9 @@ def hook_state_dict(
 def _cast_arguments(
     dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    given: tuple[Any, Any] = cast_floating(args, dtype), cast_floating(kwargs, dtype) if kwargs else kwargs
+    given: Any = cast_floating((args, kwargs), dtype)
     carried_back.begin(module, (args, kwargs), given)
-    return given
+    return given  # type: ignore[no-any-return]
 
 
 def _hook_of_copy(hook: Callable[..., Any], _: dict[int, Any]) -> Callable[..., Any]:
@@ -270,13 +270,13 @@ def _cast_arguments_of_copy(module: nn.Module, args: tuple[Any, ...], kwargs: di
 
 @traced_within_others
 def _leave_result(module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
-    carried_back.end(module, lambda value: value)
+    carried_back.end(module, None)
     return result
 
 
 @traced_within_others
 def _cast_result(dtype: torch.dtype, module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
-    carried_back.end(module, lambda value: cast_floating(value, dtype))
+    carried_back.end(module, dtype)
     return cast_floating(result, dtype)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampatch import amp
+from ampatch import amp, carried_back
 
 HALF, FLOAT32 = torch.bfloat16, torch.float32
 
@@ -282,6 +282,172 @@ class TestResults:
         batch["out"].sum().backward()
 
         assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class Counted:
+    """Makes itself anew, with other attributes than before."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.aux, self.is_cast, self.casts = x, x, False, 0
+
+    def to(self, dtype: torch.dtype) -> Counted:
+        made = Counted(self.x.to(dtype))
+        made.aux, made.is_cast, made.casts = None, True, self.casts + 1  # type: ignore[assignment]
+        return made
+
+
+class TestValues:
+    def test_that_are_plain_are_what_the_forward_wrote(self) -> None:
+        batch: dict[str, Any] = {"counted": Counted(ones())}
+
+        def work(layer: nn.Module, batch: Any) -> None:
+            batch.update(ok=True, n=1, nothing=None)
+            batch["counted"].done, batch["counted"].y = True, None
+
+        half(work)(batch)
+
+        assert (batch["ok"], batch["n"], batch["nothing"]) == (True, 1, None)
+        assert (batch["counted"].done, batch["counted"].y) == (True, None)
+
+    def test_of_the_callers_are_not_rounded_in_new_containers(self) -> None:
+        x, y = ones() * 1.001, ones() * 1.001
+        batch: dict[str, Any] = {"x": x}
+        hidden: list[Any] = []
+
+        def work(layer: nn.Module, batch: Any, hidden: list[Any], y: Tensor) -> None:
+            batch["pair"] = (batch["x"], [layer(y)])
+            hidden.append(y)
+
+        half(work)(batch, hidden, y)
+
+        assert batch["pair"][0] is x
+        assert hidden[0] is y
+        assert batch["pair"][1][0].dtype is FLOAT32
+
+    def test_in_several_places_are_one_object(self) -> None:
+        batch: dict[str, Any] = {"x": ones()}
+
+        def work(layer: nn.Module, batch: Any) -> None:
+            made = [layer(batch["x"])]
+            batch.update(a=made, b={"made": made}, itself=[batch])
+
+        half(work)(batch)
+
+        assert batch["a"] is batch["b"]["made"]
+        assert batch["itself"][0] is batch
+
+
+class TestContainers:
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            pytest.param(lambda one: ((one, one), {}), id="arguments"),
+            pytest.param(lambda one: ((one,), {"b": one}), id="by keyword"),
+            pytest.param(lambda one: (([one], {"b": one}), {}), id="in others"),
+        ],
+    )
+    def test_handed_in_twice_are_one_inside(self, arguments: Callable[[object], Any]) -> None:
+        def work(layer: nn.Module, a: Any, b: Any) -> None:
+            a, b = a[0] if isinstance(a[0], list) else a, b["b"] if isinstance(b, dict) else b
+            assert a is b
+            a.append(layer(a[0]))
+            b.append(7)
+            a.pop(0)
+
+        x = ones()
+        one = [x]
+        args, kwargs = arguments(one)
+
+        half(work)(*args, **kwargs)
+
+        assert one[0].dtype is FLOAT32
+        assert one[1:] == [7]
+
+    @pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
+    def test_have_their_keys_in_the_order_that_the_forward_left(self, kind: type) -> None:
+        batch = kind(a=ones(), b=ones(), c=1)
+
+        def work(layer: nn.Module, batch: Any) -> None:
+            batch["a"] = batch.pop("a")
+
+        half(work)(batch)
+
+        assert list(batch) == ["b", "c", "a"]
+
+    @pytest.mark.parametrize("make", [Batch, Slots])
+    def test_in_which_nothing_was_cast_get_results_in_float32(self, make: Callable[..., Any]) -> None:
+        cache = make(None)
+
+        half(lambda layer, x, cache: setattr(cache, "out", layer(x)))(ones(), cache)
+
+        assert cache.out.dtype is FLOAT32
+
+    def test_of_a_forward_that_was_interrupted_are_let_go(self) -> None:
+        def work(layer: nn.Module, batch: Any) -> None:
+            if batch.pop("interrupt", False):
+                raise KeyboardInterrupt
+            set_item(layer, batch)
+
+        model = half(work)
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                model({"x": ones(), "interrupt": True})
+            batch = {"x": ones()}
+            model(batch)
+            assert batch["out"].dtype is FLOAT32
+            assert not carried_back._stack.forwards
+
+
+class TestWritesInPlace:
+    def test_reach_the_callers_tensor_and_leave_the_digits_of_the_rest(self) -> None:
+        cache = {"k": ones() * 1.001, "n": 0}
+        k = cache["k"]
+        x = ones() * 1.001
+
+        def work(layer: nn.Module, cache: Any, x: Tensor) -> None:
+            cache["k"][:, 0] = 5
+            cache["n"] = 1
+            x.add_(1)
+
+        half(work)(cache, x)
+
+        assert cache["k"] is k
+        assert cache["n"] == 1
+        assert k[:, 0].eq(5).all()
+        assert k[:, 1:].eq(1.001).all()
+        assert x.eq((torch.ones(1).mul(1.001).to(HALF) + 1).float()).all()
+
+    def test_and_results_that_are_that_tensor(self) -> None:
+        batch = {"x": -ones()}
+
+        half(lambda layer, batch: batch.update(h=torch.relu_(batch["x"])))(batch)
+
+        assert batch["h"] is batch["x"]
+        assert batch["h"].eq(0).all()
+
+    def test_have_gradients(self) -> None:
+        x = ones()
+        model = half(lambda layer, x: x.mul_(layer(x.clone())))
+
+        model(x)
+        x.sum().backward()
+
+        assert model.layer.weight.grad.ne(0).any()  # type: ignore[union-attr]
+
+    def test_to_a_leaf_are_refused_as_torch_refuses_them(self) -> None:
+        x = ones().requires_grad_()
+
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place"):
+            half(lambda layer, x: x.mul_(2))(x)
+
+    def test_are_lost_in_inference_mode(self) -> None:
+        x = ones()
+        model = half(lambda layer, x: x.mul_(2))
+
+        with torch.inference_mode():
+            model(x)
+
+        assert x.eq(1).all()
 
 
 class TestWhatIsLeftAlone:

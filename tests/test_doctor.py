@@ -368,6 +368,7 @@ class TestNamesWithoutCasts:
             pytest.param("def f(x, act=partial(softmax, dim=1)): ...", 6, "act", id="partial"),
             pytest.param("def f(x, acts=(1, softmax)): ...", 6, "acts", id="tuple"),
             pytest.param("def f(x, acts={'a': softmax}): ...", 6, "acts", id="dict"),
+            pytest.param("def f(x, acts={'a': [softmax]}): ...", 6, "acts", id="list in a dict"),
         ],
     )
     def test_functions_that_hold_one_where_nothing_can_take_its_place(self, definition, line, name, module):

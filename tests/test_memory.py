@@ -216,6 +216,7 @@ class TestHalfWeightsWithMasters:
         least = memory.MASTERS.least("step", memory.STATE[optimizer]) * parameters_of(mlp)
         assert least <= memory.peak(device, prepare) <= least * (1 + SLACK)
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("compiled")
     @pytest.mark.parametrize("kernel", ["extension", "torch"])
     def test_so_does_a_step_of_several_passes_that_is_clipped(
@@ -243,6 +244,8 @@ class TestHalfWeightsWithMasters:
         least = memory.MASTERS.least("step", memory.STATE["Adam"]) * parameters_of(many_layers)
         assert least <= memory.peak(device, prepare) <= least * (1 + SLACK)
 
+    @pytest.mark.slow
+    @pytest.mark.either_way
     def test_gradients_of_both_kinds_live_until_the_step(self, half: str, device: str) -> None:
         parts, numbers = memory.MASTERS, memory.STATE["Adam"]
 

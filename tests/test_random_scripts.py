@@ -204,7 +204,6 @@ class TestScripts:
             play(seed, opt_level, half_dtype)
 
     @pytest.mark.slow
-    @pytest.mark.either_way
     def test_many(self, opt_level, half_dtype):
         for seed in range(30, 400):
             play(seed, opt_level, half_dtype)
