@@ -65,7 +65,7 @@ class _Forward:
         self.module = module
         self.frame = frame
         self.handed: list[_Handed] = []
-        self.known: Known = {}
+        self.known = Known()
         self.versions: list[tuple[Tensor, Tensor, int]] = []
 
 
@@ -140,7 +140,7 @@ def _open_all(forward: _Forward, theirs: Sequence[Any], given: Sequence[Any]) ->
 
 def _open(forward: _Forward, theirs: Any, given: Any) -> None:
     """Takes note of a value and of what is in it."""
-    if id(given) in forward.known or type(given) is not type(theirs):
+    if forward.known.find(given) is not None or type(given) is not type(theirs):
         return
     if isinstance(given, tuple):
         _open_all(forward, theirs, given)
@@ -148,7 +148,7 @@ def _open(forward: _Forward, theirs: Any, given: Any) -> None:
     is_tensor = isinstance(given, Tensor)
     if not is_tensor and not is_opened(given):
         return
-    forward.known[id(given)] = given, theirs
+    forward.known.add(given, theirs)
     if is_tensor:
         if given is not theirs and not is_compiling() and not given.is_inference():
             forward.versions.append((theirs, given, given._version))

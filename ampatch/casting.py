@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 #: The types that a cast may come from. float64, complex, quantized, 8-bit and integer tensors are never touched.
 CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -28,8 +29,33 @@ PLAIN = frozenset({int, float, bool, str, type(None)})
 # Those that `_copied` opens: a class of somebody's own may keep more than its items.
 _CONTAINERS = frozenset({list, dict, collections.OrderedDict, collections.defaultdict})
 
-#: What stands for each thing that was met, by its id, beside the thing itself, so that the id stays its own.
-Known = dict[int, tuple[object, object]]
+
+class Known:
+    """What is to stand for things, told apart by identity. It keeps both, so that an id stays its thing's."""
+
+    __slots__ = ("_by_id", "_pairs")
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[object, object]] = {}
+        self._pairs: list[tuple[object, object]] = []
+
+    def find(self, value: object) -> Any:
+        """Returns what stands for a value; None if it is not known."""
+        if is_compiling():  # to which each new id is something to compile for
+            for known, other in reversed(self._pairs):
+                if known is value:
+                    return other
+            return None
+        found = self._by_id.get(id(value))
+        return None if found is None else found[1]
+
+    def add(self, value: object, other: object) -> None:
+        """Has ``other`` stand for ``value``, whatever did before."""
+        if is_compiling():
+            self._pairs.append((value, other))
+        else:
+            self._by_id[id(value)] = value, other
+
 
 TensorCast = Callable[[Tensor], Tensor]
 
@@ -71,7 +97,7 @@ def cast_floating(value: object, dtype: torch.dtype, known: Known | None = None)
         stands in several places is one object in all of them. A container that holds itself is opened once: what
         refers back to it goes on referring to the old one.
     """
-    return _cast_floating(value, dtype, {} if known is None else known)
+    return _cast_floating(value, dtype, Known() if known is None else known)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -89,9 +115,9 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 def _cast_floating(value: Any, dtype: torch.dtype, known: Known) -> Any:
     if type(value) in PLAIN:
         return value
-    if id(value) in known:
-        return known[id(value)][1]
-    cast: object
+    cast: object = known.find(value)
+    if cast is not None:
+        return cast
     if isinstance(value, Tensor):
         cast = value.to(dtype) if value.dtype in CASTABLE and value.dtype != dtype else value
     elif isinstance(value, tuple):  # can hold itself only by way of something that is no tuple
@@ -100,9 +126,9 @@ def _cast_floating(value: Any, dtype: torch.dtype, known: Known) -> Any:
         cast_opened = _floating_cast_of(value)
         if cast_opened is None:
             return value
-        known[id(value)] = value, value  # to those who meet it inside of itself
+        known.add(value, value)  # to those who meet it inside of itself
         cast = cast_opened(value, dtype, known)
-    known[id(value)] = value, cast
+    known.add(value, cast)
     return cast
 
 

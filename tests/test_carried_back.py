@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from ampatch import amp, carried_back
 
@@ -273,6 +274,19 @@ class TestResults:
 
         assert batch.keys() == {"x", "out"}
         assert batch["out"].dtype is hidden[1].dtype is FLOAT32
+
+    def test_of_compiled_parts_take_no_compiling_for_each_batch(self) -> None:
+        counter = CompileCounter()
+        model = half(set_item)
+        outer = nn.Sequential(model)
+        run = torch.compile(lambda batch: outer(batch), backend=counter)  # noqa: PLW0108 - a function to compile
+
+        for _ in range(4):
+            batch: dict[str, Any] = {"x": ones(), "more": [ones()]}
+            run(batch)
+            assert batch["out"].dtype is FLOAT32
+
+        assert counter.frame_count == 1
 
     def test_can_be_trained_on(self) -> None:
         model = half(set_item)
