@@ -327,9 +327,9 @@ def _captured(paths: Mapping[int, str]) -> Iterator[str]:
     They hold it as it is, or in a container or partial, or in a container of these.
     """
     for function in gc.get_objects():
-        if type(function) is types.FunctionType and not _is_torchs_or_amps(function):
+        if type(function) is types.FunctionType and _captures_any(function) and not _is_torchs_or_amps(function):
             for name, value in _captures(function):
-                for held in _held_in(value):
+                for held in _held_in(value) if type(value) in OPENED else (value,):
                     if id(held) in paths:
                         yield f"{_describe(function)}: {paths[id(held)]} as {name}"
 
@@ -341,6 +341,10 @@ def _held_in(value: object, deeper: int = 2) -> Iterator[object]:
     if deeper and type(value) in OPENED and not (type(value) is dict and "__name__" in value):
         for held in gc.get_referents(value):
             yield from _held_in(held, deeper - 1)
+
+
+def _captures_any(function: types.FunctionType) -> bool:
+    return bool(function.__closure__ or function.__defaults__ or function.__kwdefaults__)
 
 
 def _captures(function: types.FunctionType) -> Iterator[tuple[str, object]]:

@@ -220,6 +220,7 @@ class TestByEveryMeans:
 
 
 @every_level
+@pytest.mark.covering(1)
 class TestOfMasters:
     """What `amp.master_params` gives, and lists of it that somebody has kept."""
 
@@ -369,6 +370,7 @@ FUSED = [torch.optim.SGD, lambda parameters, lr: torch.optim.SGD(parameters, lr=
 @pytest.mark.parametrize("optimizer", FUSED, ids=["SGD", "fused"])
 @pytest.mark.parametrize("clear", CLEARINGS.values(), ids=CLEARINGS)
 @pytest.mark.parametrize("floor", [1.0, 8.0], ids=["above-the-floor", "at-the-floor"])
+@pytest.mark.covering(2)
 class TestVerdicts:
     """A verdict goes when the gradients go that it was about; the scale has backed off all the same."""
 

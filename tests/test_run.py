@@ -324,10 +324,10 @@ class TestAScriptThatAsksForAGpuWhereThereIsNone:
         "question",
         [
             "torch.ones(1).cuda()",
-            "assert torch.cuda.is_available()",
             *(
                 pytest.param(question, marks=pytest.mark.slow)
                 for question in (
+                    "assert torch.cuda.is_available()",
                     "torch.nn.Linear(2, 2).to('cuda')",
                     "torch.cuda.set_device(0)",
                     "torch.distributed.init_process_group('nccl', 'tcp://127.0.0.1:1', rank=0, world_size=1)",

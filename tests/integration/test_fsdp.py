@@ -223,6 +223,8 @@ class TestClipping:
     def test_is_by_the_norm_of_all_pieces(self, two, kind, device, how):
         self.check(two, kind, device, how)
 
+    @pytest.mark.slow
+    @pytest.mark.either_way
     def test_counts_replicas_once(self, four, device):
         self.check(four, "mesh 2 2", device, "delayed")
 
