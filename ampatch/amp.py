@@ -470,6 +470,13 @@ class _ScaledLoss(Generic[_L]):
         self._delays = delay_unscale, delay_overflow_check
         self._is_open = False
 
+    def backward(self, *_: object, **__: object) -> None:
+        """Refuses: the block has to end before the gradients are unscaled."""
+        raise UsageError(
+            "amp.scale_loss gives a block, and no loss. Type with amp.scale_loss(loss, optimizer) as scaled_loss: "
+            "scaled_loss.backward()."
+        )
+
     def __enter__(self) -> _L:
         if self._arguments is None:
             raise UsageError(
@@ -845,14 +852,17 @@ def promote_function(function: _F) -> _F:
     return decorate(function, "promote")  # type: ignore[no-any-return]
 
 
-def _register(owner: Any, name: str, treatment: Treatment, dtype: torch.dtype | None = None) -> None:
+def _register(owner: Any, name: Any, treatment: Treatment, dtype: torch.dtype | None = None) -> None:
     if process.live is not None and not process.replaces:
         raise UsageError("functions are registered before amp.initialize; type amp.deinitialize() first.")
     if isinstance(owner, str):
         raise OptionError(
             f"found the text {owner!r}; expected the module or class itself: import it, and leave the quotes out."
         )
-    found = getattr(owner, name, None) if isinstance(name, str) else None
+    if not isinstance(name, str):
+        given = getattr(name, "__name__", "name")
+        raise OptionError(f"found {name!r}; expected the function's name, such as {given!r}.")
+    found = getattr(owner, name, None)
     where = getattr(owner, "__name__", repr(owner))
     if found is None:
         raise OptionError(f"{where} has no {name!r} to register.{did_you_mean(name, dir(owner))}")

@@ -99,22 +99,29 @@ def begin(module: nn.Module, theirs: Arguments, given: Arguments) -> None:
     forwards.append(forward)
 
 
-def end(module: nn.Module, dtype: torch.dtype | None) -> None:
+def end(module: nn.Module, dtype: torch.dtype | None, result: object) -> object:
     """Carries back what a forward has written, also where it has raised.
 
     Args:
         module: whose forward ends.
         dtype: the type that the caller is to have what the forward has made in; None: in that in which it was made.
+        result: what the forward returns; None where it has raised.
+
+    Returns:
+        The result for the caller, in which arguments are the caller's own.
     """
+    known = Known()
     forwards = _traced if is_compiling() else _stack.forwards
     # A hook before amp's may have raised, so that the forward never began.
     if forwards and forwards[-1].module is module:
         forward = forwards.pop()
+        known = forward.known
         for theirs, given, version in forward.versions:
             if given._version != version:
                 _write_tensor(theirs, given)
         for handed in forward.handed:
-            _carry_back(handed, lambda item: item if dtype is None else cast_floating(item, dtype, forward.known))
+            _carry_back(handed, lambda item: item if dtype is None else cast_floating(item, dtype, known))
+    return result if dtype is None else cast_floating(result, dtype, known)
 
 
 def _drop_interrupted(forwards: list[_Forward], module: nn.Module) -> None:
@@ -148,11 +155,13 @@ def _open(forward: _Forward, theirs: Any, given: Any) -> None:
     is_tensor = isinstance(given, Tensor)
     if not is_tensor and not is_opened(given):
         return
-    forward.known.add(given, theirs)
     if is_tensor:
+        # The copy stands for the caller's where it is told what is written to it.
         if given is not theirs and not is_compiling() and not given.is_inference():
+            forward.known.add(given, theirs)
             forward.versions.append((theirs, given, given._version))
         return
+    forward.known.add(given, theirs)
     if isinstance(given, list):
         forward.handed.append(_Handed(theirs, given, list, list(given)))
         _open_all(forward, theirs, given)

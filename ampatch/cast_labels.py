@@ -80,9 +80,8 @@ def cast_arguments(
 @traced_within_others
 def cast_result(dtype: torch.dtype, module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
     """Casts what is floating in the result of a forward, under a label."""
-    carried_back.end(module, dtype)
     with _label_if_cast("result", module, dtype, result):
-        return cast_floating(result, dtype)
+        return carried_back.end(module, dtype, result)
 
 
 def _label_if_cast(what: str, module: nn.Module, dtype: torch.dtype, value: object) -> AbstractContextManager[object]:

@@ -362,6 +362,11 @@ class _Parsed:
     def _exists(self, path: Path, options: Mapping[str, Any], node: yaml.Node, namespace: yaml.ScalarNode) -> bool:
         """Whether there is such a function, or may be once its module is imported; if not, a fault was noted."""
         optional = options.get("optional", False)
+        if EVERY in path.namespace:
+            if namespace not in self._missing:
+                self._missing.add(namespace)
+                self.fault(namespace, f"found {path.namespace!r}; `{EVERY!r}` stands alone, for every spelling.")
+            return False
         try:
             owner = find_owner(path.namespace)
         except PathError as error:

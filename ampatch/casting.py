@@ -116,8 +116,9 @@ def _cast_floating(value: Any, dtype: torch.dtype, known: Known) -> Any:
     if type(value) in PLAIN:
         return value
     cast: object = known.find(value)
-    if cast is not None:
+    if cast is not None and not isinstance(cast, Tensor):
         return cast
+    value = value if cast is None else cast
     if isinstance(value, Tensor):
         cast = value.to(dtype) if value.dtype in CASTABLE and value.dtype != dtype else value
     elif isinstance(value, tuple):  # can hold itself only by way of something that is no tuple

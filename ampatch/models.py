@@ -270,14 +270,12 @@ def _cast_arguments_of_copy(module: nn.Module, args: tuple[Any, ...], kwargs: di
 
 @traced_within_others
 def _leave_result(module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
-    carried_back.end(module, None)
-    return result
+    return carried_back.end(module, None, result)
 
 
 @traced_within_others
 def _cast_result(dtype: torch.dtype, module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
-    carried_back.end(module, dtype)
-    return cast_floating(result, dtype)
+    return carried_back.end(module, dtype, result)
 
 
 def named_parameters(models: Set[nn.Module]) -> dict[int, str]:

@@ -696,6 +696,12 @@ class TestScaleLossIsEnteredOnce:
         backward(loss_of(model), optimizer)
         assert model.weight.grad.isfinite().all()
 
+    def test_taken_for_a_loss_says_what_to_type(self, model, optimizer):
+        initialize(model, optimizer, loss_scale="dynamic")
+        with pytest.raises(UsageError, match=r"a block, and no loss. Type with amp.scale_loss"):
+            amp.scale_loss(loss_of(model), optimizer).backward()
+        assert model.weight.grad is None
+
     def test_a_block_that_could_not_begin_may_be_entered_again(self, model, optimizer):
         initialize(model)
         block = amp.scale_loss(loss_of(model), optimizer)

@@ -343,7 +343,16 @@ TOO_EARLY = [
         "found the text 'torch'; expected the module or class itself",
     ),
     Mistake("decorate-text", lambda _: amp.half_function("mm"), "found 'mm' to decorate; expected a function"),
-    Mistake("register-no-name", lambda _: amp.register_half_function(torch, 3), "torch has no 3 to register"),
+    Mistake(
+        "register-no-name",
+        lambda _: amp.register_half_function(torch, 3),
+        "found 3; expected the function's name, such as 'name'",
+    ),
+    Mistake(
+        "register-the-function-itself",
+        lambda _: amp.register_half_function(torch, torch.mm),
+        "found <.*mm.*>; expected the function's name, such as 'mm'",
+    ),
 ]
 
 ONCE_SET_UP = [

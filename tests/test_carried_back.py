@@ -338,6 +338,22 @@ class TestValues:
         assert hidden[0] is y
         assert batch["pair"][1][0].dtype is FLOAT32
 
+    def test_of_arguments_that_are_returned_are_the_callers(self) -> None:
+        x, y, batch = ones() * 1.001, ones().to(HALF), {"x": ones()}
+
+        def work(layer: nn.Module, x: Tensor, y: Tensor, batch: Any) -> object:
+            set_item(layer, batch)
+            return x, y, batch, [batch]
+
+        found = half(work)(x, y, batch)
+
+        assert found[0] is x
+        assert found[1].dtype is FLOAT32
+        assert found[2] is found[3][0] is batch
+
+    def test_of_arguments_in_another_half_type_are_float32(self) -> None:
+        assert half(lambda layer, x: x)(ones().to(torch.float16)).dtype is FLOAT32
+
     def test_in_several_places_are_one_object(self) -> None:
         batch: dict[str, Any] = {"x": ones()}
 
@@ -456,12 +472,20 @@ class TestWritesInPlace:
 
     def test_are_lost_in_inference_mode(self) -> None:
         x = ones()
-        model = half(lambda layer, x: x.mul_(2))
+        kept: list[Any] = []
+
+        def work(layer: nn.Module, x: Tensor, kept: list[Any]) -> Tensor:
+            kept.append(x.mul_(2))
+            return x
+
+        model = half(work)
 
         with torch.inference_mode():
-            model(x)
+            found = model(x, kept)
 
         assert x.eq(1).all()
+        assert found.eq(2).all()
+        assert kept[0].eq(2).all()
 
 
 class TestWhatIsLeftAlone:

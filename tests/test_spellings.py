@@ -115,6 +115,11 @@ class TestEverySpelling:
                 id="misspelt",
             ),
             pytest.param('whitelist: {"*": [functional.softmax]}', "no function is named 'functional.sof", id="dotted"),
+            pytest.param(
+                'whitelist: {"torch.*": [softmax, exp]}',
+                "1: found 'torch.*'; `'*'` stands alone, for every spelling.",
+                id="with a namespace",
+            ),
             pytest.param('whitelist: {"*": [layout]}', "1: no function is named 'layout' in any", id="a class"),
             pytest.param("whitelist: {*: [softmax]}", "but found ':'. Put \"*\" in quotes.", id="no quotes"),
             pytest.param(
