@@ -228,6 +228,8 @@ class TestClipping:
     def test_counts_replicas_once(self, four, device):
         self.check(four, "mesh 2 2", device, "delayed")
 
+    @pytest.mark.slow
+    @pytest.mark.either_way
     @pytest.mark.parametrize("how", ["unscaled", "delayed"])
     def test_counts_processes_that_have_nothing_of_some(self, four, device, how):
         self.check(four, "fully_shard", device, how)
@@ -473,9 +475,13 @@ class TestAPostponedPass:
     def test_is_no_end_of_an_iteration(self, two, kind):
         two.run(step_after_a_postponed_pass, kind)
 
+    @pytest.mark.slow
+    @pytest.mark.either_way
     def test_is_none_where_replicas_are_left_to_be_reduced(self, four):
         four.run(step_after_a_postponed_pass, "mesh 2 2")
 
+    @pytest.mark.slow
+    @pytest.mark.either_way
     def test_leaves_nothing_behind_where_a_block_raises(self, four):
         assert_same_state(four.run(raised_after_a_half_reduced_pass), four.run(one_pass, "mesh 2 2"))
 
