@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import accounting
 import pytest
 
 pytest_plugins = ["pytester"]
@@ -76,6 +77,14 @@ def test_what_was_left_out_is_counted_with_how_to_run_it(suite: pytest.Pytester)
     ended = suite.runpytest_inprocess(*OPTIONS, "-m", "not slow")
     ended.assert_outcomes(passed=3, deselected=1)
     ended.stdout.re_match_lines(LEFT_OUT)
+
+
+@pytest.mark.slow
+def test_a_machine_is_measured_by_importing_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accounting, "_USUAL", 0.01)
+    assert accounting._slowness() > 10
+    monkeypatch.setattr(accounting, "_USUAL", 1e9)
+    assert accounting._slowness() == 1
 
 
 @pytest.mark.slow

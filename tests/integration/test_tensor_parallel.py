@@ -117,6 +117,8 @@ class TestTensorParallelism:
 
     @pytest.mark.parametrize("clip", [False, True])
     @pytest.mark.covering(1)
+    @pytest.mark.slow
+    @pytest.mark.either_way
     def test_trains_as_one_process_under_fsdp_too(self, four, half, device, clip):
         self.check(four, "with FSDP", half, device, clip)
 
