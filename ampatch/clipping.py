@@ -116,16 +116,28 @@ def watch(ledger: PatchLedger, adopted: Callable[[], Sequence[AdoptedOptimizer] 
         ledger: takes note of what is installed.
         adopted: gives the optimizers whose gradients may be; None: there are none.
     """
-    # Below all of torch's functions that clip and take norms, which many have bound before.
-    original = clip_grad._group_tensors_by_device_and_dtype  # type: ignore[attr-defined]
+    # Below all of torch's functions that clip and take norms, which many have bound before. The first is not called where
+    # there are no gradients, as masters have none yet where those of their half parameters are scaled.
+    group = clip_grad._group_tensors_by_device_and_dtype  # type: ignore[attr-defined]
+    total_norm = clip_grad._get_total_norm
 
-    @functools.wraps(original)
+    @functools.wraps(group)
     def grouped(tensorlistlist: Any, *args: Any, **kwargs: Any) -> Any:
+        check(tensorlistlist[0])
+        return group(tensorlistlist, *args, **kwargs)
+
+    @functools.wraps(total_norm)
+    def taken(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensors, list) and not tensors:
+            check(tensors)
+        return total_norm(tensors, *args, **kwargs)
+
+    def check(grads: Sequence[Tensor]) -> None:
         for each in adopted() or ():
-            each.check_not_scaled_when_clipped(tensorlistlist[0])
-        return original(tensorlistlist, *args, **kwargs)
+            each.check_not_scaled_when_clipped(grads)
 
     ledger.set(clip_grad, "_group_tensors_by_device_and_dtype", grouped)
+    ledger.set(clip_grad, "_get_total_norm", taken)
 
 
 def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, processes: Processes) -> Tensor:

@@ -309,23 +309,30 @@ class AdoptedOptimizer:
 
         Divides those that were left to the optimizer's own kernel.
 
+        Args:
+            grads: none where the masters were asked for theirs, which they get when those of the model are unscaled.
+
         Warns:
-            AmpWarning: some of this optimizer's are among them, and still scaled.
+            AmpWarning: some of this optimizer's are among them, and still scaled; or there are none, and its masters
+                wait for theirs.
         """
         if self.scaled_by is None or self.scaled_by.is_one:
             return
         clipped, shows = set(map(id, grads)), self.masters.gradients.shows
-        if any(
-            id(each.grad) in clipped and not shows(each) for each in self.model_parameters() if each.grad is not None
-        ):
+        scaled = [each for each in self.model_parameters() if each.grad is not None and not shows(each)]
+        if any(id(each.grad) in clipped for each in scaled):
             if self.is_folded:
                 self.unfold()
                 return
-            warn(
-                "gradients are clipped, or their norm is taken, where amp.scale_loss has them scaled still, so that "
-                "the norm is too large by the loss scale. Do it behind the block, without delay_unscale=True; or type "
-                "amp.clip_grad_norm_(optimizer, max_norm) there."
-            )
+            what = "so that the norm is too large by the loss scale"
+        elif not clipped and self.masters.wanted and scaled:
+            what = "and the float32 masters have none yet, so that nothing is clipped"
+        else:
+            return
+        warn(
+            f"gradients are clipped, or their norm is taken, where amp.scale_loss has them scaled still, {what}. Do it "
+            "behind the block, without delay_unscale=True; or type amp.clip_grad_norm_(optimizer, max_norm) there."
+        )
 
     def are_unscaled(self) -> bool:
         """Returns whether no gradient is scaled."""

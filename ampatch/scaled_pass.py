@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from ampatch import kernels
@@ -32,10 +33,12 @@ class ScaledPass:
 
     Attributes:
         scaling: as given.
-        has_told: whether its end has warned that something else went backward.
+        watched: where in the graph the scaled losses are, until it ends; empty if nobody is to be warned any more.
+        has_told: whether it has been warned that something else went backward.
     """
 
     has_told = False
+    watched: tuple[Node, ...] = ()
     _is_used = True
 
     def __init__(self, scaling: Scaling, optimizers: Sequence[AdoptedOptimizer], processes: Processes) -> None:
@@ -70,6 +73,7 @@ class ScaledPass:
         """Has the end of the block warn if nothing went backward through the scaled loss, and there are gradients."""
         losses = _hookable(scaled_loss)
         self._is_used = not losses
+        self.watched = tuple(each.grad_fn for each in losses if each.grad_fn is not None)
         for each in losses:
             each.register_hook(self._note_use)
 
@@ -79,6 +83,14 @@ class ScaledPass:
 
     def _note_use(self, _: Tensor) -> None:
         self._is_used = True
+
+    def works_on(self, parameters: Collection[int]) -> bool:
+        """Returns whether it brings gradients of any of these to the scale, and back.
+
+        Args:
+            parameters: ids of tensors.
+        """
+        return bool(parameters) and any(id(each) in parameters for each in self._model_parameters())
 
     def go_on(self) -> bool:
         """Stays at the scale of a pass whose gradients are to be reduced with those of this one, if there is one."""
@@ -180,7 +192,8 @@ class ScaledPass:
         such that are not would be added up.
         """
         self.scaling.is_open = False
-        self._is_used = self._is_used or self._there() == self._before
+        self.watched = ()
+        self._is_used = self._is_used or self.has_told or self._there() == self._before
         self._follow_unused()
         # To hand gradients on to masters sets them aside, where no later reduction would find them.
         if self._processes.has_wrappers:
@@ -240,6 +253,7 @@ class ScaledPass:
     def abandon(self) -> None:
         """The block raised, or memory ran out on the way: no gradient is left half done, the next pass starts clean."""
         self.scaling.is_open = False
+        self.watched = ()
         self._stop_waiting()
         for optimizer in self._optimizers:
             optimizer.drop_gradients()

@@ -31,6 +31,7 @@ from ampatch import (
     list_edits,
     models,
     optimizer_state,
+    other_losses,
     unseen_writes,
 )
 from ampatch.bystanders import Bystanders
@@ -128,6 +129,7 @@ class Session:
         self._converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules in models of which weights are half
         self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those among them that compute in float32
         self._told_of: set[int] = set()  # the numbers of losses for which something else went backward
+        self._open: list[ScaledPass] = []  # the blocks that are watched for it
         self.loading: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
         self._adapters = Adapters(
             settings.properties.half_dtype,
@@ -174,6 +176,7 @@ class Session:
             self.ledger.on_undo(handle.remove)
         if not all(scaler.is_one for scaler in self.scalers):
             clipping.watch(self.ledger, self._while_active(lambda session: list(session._optimizers.values())))
+            other_losses.watch(self.ledger, self._while_active(lambda session: session._open))
         if self._hears_steps:
             hear = self._while_active(lambda session, *step: session._bystanders.hear(*step))
             setattr(hear, OWN_HOOK, True)
@@ -555,10 +558,12 @@ class Session:
         self.cache.end_iteration()
         if not scaler.is_one and loss_id not in self._told_of:
             scaled_pass.watch(scaled)
+            self._open.append(scaled_pass)
         return scaled, scaled_pass
 
     def end_pass(self, scaled_pass: ScaledPass, delay_unscale: bool, delay_overflow_check: bool) -> None:
         """What it does after its block."""
+        self._close(scaled_pass)
         try:
             if self.switch.active:
                 scaled_pass.end(delay_unscale, delay_overflow_check)
@@ -571,10 +576,15 @@ class Session:
 
     def abandon_pass(self, scaled_pass: ScaledPass) -> None:
         """What it does where its block raised."""
+        self._close(scaled_pass)
         try:
             scaled_pass.abandon()
         finally:
             self.cache.end_iteration()
+
+    def _close(self, scaled_pass: ScaledPass) -> None:
+        if scaled_pass in self._open:
+            self._open.remove(scaled_pass)
 
     def judge(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Ends passes of a loss with a verdict from outside: gradients were unscaled, or reduced, by somebody else.

@@ -143,6 +143,8 @@ class TestNamespaces:
         assert changed - {str(path) for path in RULES} - second_names == {
             "torch.nn.RNNBase.check_input",
             "torch.Tensor.data",
+            "torch.autograd._engine_run_backward",
+            "torch.nn.utils.clip_grad._get_total_norm",
             "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype",
             *(f"torch.distributed.{name}" for name in COLLECTIVES),
             *(f"torch.distributed.distributed_c10d.{name}" for name in COLLECTIVES),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ampatch import amp
 from ampatch.errors import AmpWarning, LossScaleError, OptionError, UsageError
@@ -275,7 +276,7 @@ class TestForgottenScales:
         optimizer.zero_grad()
         loss = loss_of(model)
         with (
-            pytest.warns(AmpWarning, match="nothing went backward through the scaled loss"),
+            pytest.warns(AmpWarning, match="begins with another loss than the one that the amp.scale_loss block"),
             amp.scale_loss(loss, optimizer),
         ):
             loss.backward()
@@ -452,6 +453,33 @@ class TestClippingScaledGradients:
                 clipped(model)
             amp.unscale_(optimizer)
 
+    @every_half
+    @pytest.mark.parametrize("where", ["inside", "delayed"])
+    def test_is_warned_of_where_masters_have_none_yet(self, where, half_dtype):
+        model, optimizer = begun(opt_level="O2", half_dtype=half_dtype)
+
+        def clip() -> None:
+            with pytest.warns(AmpWarning, match="masters have none yet, so that nothing is clipped"):
+                torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+
+        with amp.scale_loss(loss_of(model), optimizer, delay_unscale=where == "delayed") as scaled_loss:
+            scaled_loss.backward()
+            if where == "inside":
+                clip()
+        if where == "delayed":
+            clip()
+            amp.unscale_(optimizer)
+
+    def test_is_warned_of_before_torch_has_nothing_to_clip_by_value(self):
+        model, optimizer = begun(opt_level="O2")
+        with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            with (
+                pytest.warns(AmpWarning, match="masters have none yet"),
+                pytest.raises(RuntimeError, match="nested_tensorlist"),
+            ):
+                torch.nn.utils.clip_grad_value_(amp.master_params(optimizer), 1.0)
+
     @pytest.mark.usefixtures("no_warning")
     @pytest.mark.parametrize("clipped", CLIPPED, ids=["norm", "norm-not-foreach", "value", "total-norm"])
     def test_is_not_where_they_are_unscaled(self, clipped):
@@ -527,10 +555,85 @@ class TestSeveralLosses:
         model, optimizer = begun()
         losses = [loss_of(model), loss_of(model)]
         with (
-            pytest.warns(AmpWarning, match="nothing went backward through the scaled loss"),
+            pytest.warns(AmpWarning, match="begins with another loss than the one that the amp.scale_loss block"),
             amp.scale_loss(losses, optimizer),
         ):
             losses[0].backward()
+
+
+class TestLossesBesideTheScaledOne:
+    """In its block, where their gradients are divided by the scale with the others."""
+
+    BACKWARD: tuple[Callable[[Tensor, Tensor, nn.Module], object], ...] = (
+        lambda scaled, other, _: (scaled.backward(), other.backward()),
+        lambda scaled, other, _: (other.backward(), scaled.backward()),
+        lambda scaled, other, _: torch.autograd.backward([scaled, other]),
+        lambda scaled, other, _: (scaled.backward(), torch.autograd.backward([other])),
+        lambda scaled, other, _: (scaled.backward(), other.backward(torch.tensor(0.5))),
+        lambda scaled, other, model: (scaled.backward(), other.backward(inputs=list(model.parameters()))),
+    )
+
+    @every_half
+    @pytest.mark.parametrize("opt_level", ["O1", "O2"])
+    @pytest.mark.parametrize(
+        "backward", BACKWARD, ids=["after", "before", "together", "function", "by-a-factor", "of-inputs"]
+    )
+    def test_are_warned_of_once(self, backward, opt_level, half_dtype):
+        model, optimizer = begun(opt_level=opt_level, half_dtype=half_dtype)
+        with pytest.warns(AmpWarning, match="begins with another loss than") as caught:
+            for _ in range(2):
+                optimizer.zero_grad()
+                with amp.scale_loss(loss_of(model), optimizer) as scaled:
+                    backward(scaled, loss_of(model), model)
+                optimizer.step()
+        assert len(caught) == 1
+        assert caught[0].filename == __file__
+
+    @pytest.mark.usefixtures("no_warning")
+    @pytest.mark.parametrize("opt_level", ["O1", "O2"])
+    def test_are_none_where_they_are_scaled_too_or_of_others(self, opt_level):
+        model, optimizer = begun(opt_level=opt_level)
+        theirs = nn.Linear(2, 2)
+        with amp.scale_loss((loss_of(model), loss_of(model)), optimizer) as (first, second):
+            first.backward(retain_graph=True)
+            (first + second * 2).backward()
+            theirs(torch.ones(1, 2)).sum().backward()
+            torch.autograd.grad(loss_of(model), list(model.parameters()))
+            loss_of(model).backward(inputs=list(theirs.parameters()))
+        optimizer.step()
+
+    @pytest.mark.usefixtures("no_warning")
+    def test_are_none_where_a_block_around_it_scaled_them(self):
+        model = network()
+        first, second = sgd(model[0]), sgd(model[2])
+        amp.initialize(model, [first, second], opt_level="O1", loss_scale="dynamic", verbosity=0)
+        with amp.scale_loss(loss_of(model), first) as outer, amp.scale_loss(loss_of(model), second) as inner:
+            outer.backward()
+            inner.backward()
+
+    @pytest.mark.usefixtures("no_warning")
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_is_not_a_backward_within_another_nor_one_in_pieces(self, reentrant):
+        model, optimizer = begun()
+        x = torch.ones(1, 4, requires_grad=True)
+        with amp.scale_loss(checkpoint(model, x, use_reentrant=reentrant).sum(), optimizer) as scaled:
+            scaled.backward()
+        hidden = model[0](x)
+        cut = hidden.detach().requires_grad_()
+        with amp.scale_loss(model[1:](cut).float().sum(), optimizer) as scaled:
+            scaled.backward()
+            hidden.backward(cut.grad)
+        optimizer.step()
+
+    @pytest.mark.usefixtures("no_warning")
+    def test_gradients_by_hand_from_another_loss_are_told_of_at_the_end(self):
+        model, optimizer = begun()
+        with (
+            pytest.warns(AmpWarning, match="nothing went backward through the scaled loss"),
+            amp.scale_loss(loss_of(model), optimizer),
+        ):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
 
 
 class TestUnscaling:

@@ -1,0 +1,88 @@
+"""Backward passes within a ``scale_loss`` block from losses that it did not scale: the block divides these too.
+
+Owns the look at where a backward pass begins, and at which parameters it ends. Must never change a pass, nor keep its
+graph after the block.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from ampatch.errors import warn
+from ampatch.patching import PatchLedger
+from ampatch.scaled_pass import ScaledPass
+
+
+def watch(ledger: PatchLedger, open_passes: Callable[[], Sequence[ScaledPass] | None]) -> None:
+    """Has torch's backward passes warn where they begin with another loss than the one that a block around them scaled.
+
+    Args:
+        ledger: takes note of what is installed.
+        open_passes: gives the blocks that are open, and are to be warned of; None: there are none.
+    """
+    # Below Tensor.backward and torch.autograd.backward, which some have bound before.
+    original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    @functools.wraps(original)
+    def run(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
+        result = original(outputs, *args, **kwargs)
+        passes = open_passes()
+        # Within another backward pass, as in checkpoints, it begins with gradients that have the scale already.
+        if passes and kwargs.get("accumulate_grad") and torch._C._current_graph_task_id() == -1:
+            _check(outputs, args[3] if len(args) > 3 else (), passes)
+        return result
+
+    ledger.set(torch.autograd, "_engine_run_backward", run)
+
+
+def _check(outputs: Iterable[Tensor | GradientEdge], inputs: Sequence[object], passes: Sequence[ScaledPass]) -> None:
+    """Warns, once for each block.
+
+    Args:
+        outputs: what backward has begun with.
+        inputs: where alone it has left gradients; none: in all leaves.
+        passes: the blocks around it.
+    """
+    scaled = {node for each in passes for node in each.watched}
+    for output in outputs:
+        # Backward passes in pieces hand gradients from one to the next, and those have the scale.
+        if not isinstance(output, Tensor) or output.numel() != 1 or output.grad_fn is None:
+            continue
+        leaves = _leaves(output.grad_fn, scaled)
+        if inputs:
+            leaves &= set(map(id, inputs))
+        for each in passes:
+            if not each.has_told and each.works_on(leaves):
+                each.has_told = True
+                warn(
+                    "this backward pass begins with another loss than the one that the amp.scale_loss block around it "
+                    "has scaled, and the block divides its gradients by the scale all the same. Scale both: with "
+                    "amp.scale_loss((loss, other), optimizer) as (scaled_loss, scaled_other); or, if the other needs "
+                    "no scale, call its backward() behind the block."
+                )
+
+
+def _leaves(root: Node, scaled: set[Node]) -> set[int]:
+    """Returns the ids of the leaves that a graph leads to; none if it leads through a scaled loss.
+
+    A walk of the graph in Python, which is made only for what a block did not scale: a scaled loss is where it begins.
+    """
+    seen, leaves, waiting = {root}, set(), [root]
+    while waiting:
+        node = waiting.pop()
+        if node in scaled:
+            return set()
+        leaf = getattr(node, "variable", None)  # of AccumulateGrad
+        if leaf is not None:
+            leaves.add(id(leaf))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return leaves
