@@ -26,9 +26,9 @@ test: libraries
 
 # The suite without the libraries, the cases that `make test` left out with them, and then what takes long.
 slow: libraries
-	AMPATCH_KERNELS=torch AMPATCH_CALLS=python $(THOROUGHLY) -m "not slow or either_way"
-	AMPATCH_KERNELS=auto AMPATCH_CALLS=auto $(THOROUGHLY) -m "slow and either_way"
-	AMPATCH_KERNELS=torch AMPATCH_CALLS=auto $(THOROUGHLY) -m "slow and not either_way"
+	AMPATCH_KERNELS=torch AMPATCH_CALLS=python $(THOROUGHLY) -m "not (slow or once) or either_way or without_libraries"
+	AMPATCH_KERNELS=auto AMPATCH_CALLS=auto $(THOROUGHLY) -m "slow and (either_way or with_libraries)"
+	AMPATCH_KERNELS=torch AMPATCH_CALLS=auto $(THOROUGHLY) -m "slow and not (either_way or with_libraries or without_libraries)"
 
 lint: $(READY)
 	$(RUN) ruff check .

@@ -2,16 +2,21 @@
 
 A test may be parametrised over the product of several settings. What breaks one combination alone is rare: nearly every
 fault shows at one value, or where two of them meet. `@pytest.mark.covering(2)` keeps as few cases as have every two
-values meet, `covering(1)` as few as have every value, and marks the others slow. Must never drop a case.
+values meet, `covering(1)` as few as have every value, and marks the others slow. Whether the compiled libraries are
+there is a setting too: those that are kept run with them and without, and of the others about half with them and half
+without. Must never drop a case.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
 import pytest
+
+_BY_TURNS = pytest.mark.with_libraries, pytest.mark.without_libraries
 
 
 def covered(cases: Sequence[Sequence[Hashable]], strength: int) -> list[int]:
@@ -48,7 +53,7 @@ def _told_apart(value: object) -> Hashable:
 
 @pytest.hookimpl(tryfirst=True)  # before tests marked slow are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks slow what a test's `covering` leaves out. On each device, cases are kept for themselves."""
+    """Marks slow what a test's `covering` leaves out, and with what it runs. On each device, cases are kept apart."""
     tests: dict[tuple[object, bool], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("covering") is not None:
@@ -61,4 +66,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, item in enumerate(same):
             if number not in kept:
                 item.add_marker(pytest.mark.slow)
-                item.add_marker(pytest.mark.either_way)
+                # By a checksum, since every second one may have the same value of the last setting.
+                item.add_marker(_BY_TURNS[hashlib.sha256(item.nodeid.encode()).digest()[0] % 2])

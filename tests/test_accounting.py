@@ -7,6 +7,8 @@ from pathlib import Path
 import accounting
 import pytest
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 pytest_plugins = ["pytester"]
 
 TESTS = """

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ampatch"
 

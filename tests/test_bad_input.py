@@ -24,6 +24,8 @@ from ampatch import amp
 from ampatch.errors import AmpError, CastListError, OptionError, UsageError
 from ampatch.process import process
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 
 class Bench:
     """A model and its optimizer, and amp as its user calls it."""

@@ -10,6 +10,8 @@ import torch
 import yaml
 from samples import LIST_NAMES, LISTS, entries, flatten, lacks
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 DOCUMENT = Path(__file__).parent.parent / "docs" / "design" / "cast-lists.md"
 PEERS = ("apex", "torch_autocast_cuda", "torch_autocast_cpu")
 LISTED = {entry.path for name in LIST_NAMES for entry in entries(name)}

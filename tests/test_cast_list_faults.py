@@ -18,6 +18,8 @@ from ampatch.cast_lists import Treatment, shipped
 from ampatch.errors import AmpError, CastListError, OptionError
 from ampatch.process import process
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 
 def write(folder: Path, content: str | bytes, name: str = "own.yaml") -> Path:
     """A file of the user's."""

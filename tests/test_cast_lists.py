@@ -30,6 +30,8 @@ from ampatch.cast_lists import PEERS, CastLists, Rule, Treatment, peer, shipped
 from ampatch.errors import AmpError, CastListError
 from ampatch.paths import Path
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
 DTYPES = dict(zip(HALF_NAMES, HALF_DTYPES, strict=True))
 NONE = CastLists({})

@@ -21,6 +21,8 @@ from ampatch.cast_lists import PEERS, peer, shipped
 from ampatch.errors import UsageError
 from ampatch.process import process
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 SOUND = "blacklist:\n  torch.nn.functional: [linear]\n"  # a function of one spelling
 
 

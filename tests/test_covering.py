@@ -9,7 +9,11 @@ from covering import covered
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 pytest_plugins = ["pytester"]
+
+MARKERS = "markers=slow\ngpu\ncovering\nwith_libraries\nwithout_libraries"
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
@@ -47,8 +51,27 @@ def test_the_other_cases_are_slow_and_each_device_has_its_own(pytester: pytest.P
         @pytest.mark.covering(1)
         def test_some(flag, values, device): ...
     """)
-    options = "-p", "covering", "-p", "no:cacheprovider", "-o", "markers=slow\ngpu\ncovering\neither_way"
+    options = "-p", "covering", "-p", "no:cacheprovider", "-o", MARKERS
     for device in ("gpu", "not gpu"):
         pytester.runpytest_inprocess(*options, "-m", device).assert_outcomes(passed=4, deselected=4)
         kept = pytester.runpytest_inprocess(*options, "-m", f"not slow and {device}")
         kept.assert_outcomes(passed=2, deselected=6)
+
+
+def test_the_other_cases_run_with_the_libraries_or_without_about_half_of_each_value(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.mark.parametrize("flag", ["kept", "one", "two"])
+        @pytest.mark.parametrize("number", range(100))
+        @pytest.mark.covering(1)
+        def test_some(number, flag): ...
+    """)
+    options = "-p", "covering", "-p", "no:cacheprovider", "-o", MARKERS
+    ran = 0
+    for library in ("with_libraries", "without_libraries"):
+        for flag in ("one", "two"):
+            found = pytester.runpytest_inprocess(*options, "-m", f"slow and {library}", "-k", flag).parseoutcomes()
+            assert 25 < found["passed"] < 75
+            ran += found["passed"]
+    assert ran == 198  # all but those that are kept to have these two values

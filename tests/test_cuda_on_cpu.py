@@ -27,6 +27,8 @@ from ampatch.cuda_on_cpu import stand_in
 from ampatch.cuda_on_cpu.torch_cuda import STAND_INS
 from ampatch.errors import UsageError
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 CPU = torch.device("cpu")
 
 

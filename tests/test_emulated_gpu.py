@@ -19,6 +19,8 @@ import torch
 
 from ampatch import extension
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 ROOT = Path(__file__).parent.parent
 EMULATION = Path(__file__).parent / "emulated_gpu"
 TORCH = Path(torch.__file__).parent

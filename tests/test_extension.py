@@ -16,6 +16,8 @@ from ampatch import extension
 from ampatch.errors import KernelError
 from ampatch.extension import ABI, CALLS, OPERATORS, Library
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 ROOT = Path(__file__).parent.parent
 SOURCES = {"operators.cpp": "// schemas", "cuda.cu": "// kernels", "lists.h": "// checks"}
 

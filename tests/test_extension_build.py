@@ -25,6 +25,8 @@ from ampatch import extension, extension_build
 from ampatch.errors import AmpError, KernelError, OptionError
 from ampatch.extension_build import OBJECTS, build, carry_out, plan
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 ROOT = Path(__file__).parent.parent
 CXX = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 NINJA = shutil.which("ninja")

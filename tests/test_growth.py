@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 

@@ -11,6 +11,8 @@ from ampatch import list_reports
 from ampatch.cast_lists import PEERS, CastLists, peer, shipped
 from ampatch.errors import AmpError, CastListError, Fault, OptionError
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 FLOAT16, BFLOAT16 = [torch.float16], [torch.bfloat16]
 
 

@@ -10,6 +10,8 @@ import torch
 from ampatch import no_gpu
 from ampatch.no_gpu import HINT, explain
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 
 @pytest.fixture
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,8 @@ from importlib.resources import files
 import ampatch, ampatch.demo.digits as digits
 from ampatch import extension
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 found_library = extension.find()
 
 def found(folder, prefix=""):

@@ -19,6 +19,8 @@ from ampatch.run import _STARTUP, _environment, _options
 
 REPORT = """
 import json, os, sys
+
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 print(json.dumps({
     "argv": sys.argv, "name": __name__, "file": __file__, "package": __package__, "path": sys.path,
     "spec": __spec__ and __spec__.name, "is main": sys.modules["__main__"].__dict__ is globals(),

@@ -15,7 +15,7 @@ from samples import SAMPLES, TORCH_WARNINGS, Maker, is_method, lacks, resolve
 from ampatch import signatures
 from ampatch.signatures import ArgumentReader, argument_reader, first_argument_reader, parameter_names
 
-pytestmark = [pytest.mark.filterwarnings(warning) for warning in TORCH_WARNINGS]
+pytestmark = [*(pytest.mark.filterwarnings(warning) for warning in TORCH_WARNINGS), pytest.mark.once]
 
 # Listed functions of which no argument can be told: they take anything by position, or exist twice (lstm takes packed
 # and padded sequences, einsum an equation or lists of indices), or are operators of Python without a schema.

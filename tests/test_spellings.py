@@ -18,6 +18,8 @@ from ampatch.errors import AmpWarning, BannedFunctionError, CastListError
 from ampatch.paths import Path, find
 from ampatch.spellings import NAMESPACES, called_by, spellings
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 HALF, FLOAT32 = torch.bfloat16, torch.float32
 LISTED = sorted({path for path, _ in shipped().rules}, key=str)
 NAMES = sorted({path.name for path in LISTED if path.namespace in NAMESPACES and not path.name.endswith("_")})

@@ -15,6 +15,8 @@ from ampatch.demo import digits, training
 from ampatch.demo.memory import peak_allocated
 from ampatch.demo.network import DigitsNetwork
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 MIB = 2**20
 
 

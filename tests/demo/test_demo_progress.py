@@ -14,6 +14,8 @@ from ampatch import cli
 from ampatch.demo import digits, progress, training
 from ampatch.demo.plan import Run
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 pytest_plugins = ["demo_digits"]
 
 FLOAT32, HALF = Run("O0", None), Run("O1", "float16")

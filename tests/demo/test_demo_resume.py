@@ -27,6 +27,8 @@ from ampatch.demo.checkpoints import Checkpoint
 from ampatch.demo.plan import SETTINGS, Plan, Run
 from ampatch.demo.training import Result, State
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 CHOSEN = ("--opt-levels", "O0,O4", "--epochs", "2", "--seed", "1")
 STEPS_OF_A_RUN = 10
 DEFAULT = "ampatch-demo.pt"
