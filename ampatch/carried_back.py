@@ -9,15 +9,17 @@ forward has not written to.
 from __future__ import annotations
 
 import collections
+import contextlib
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.compiler import is_compiling, is_exporting
 
 from ampatch.casting import PLAIN, Known, attributes_of, cast_floating, is_opened
@@ -29,6 +31,8 @@ Items = list[Any] | dict[Any, Any]
 
 _WITHOUT_ATTRIBUTES = (list, dict, collections.OrderedDict, collections.defaultdict)
 
+_OF_MODULES = vars(torch.nn.modules.module)
+
 
 @dataclass(frozen=True, slots=True)
 class _Handed:
@@ -39,12 +43,31 @@ class _Handed:
         given: what the forward got; the same one where nothing in it was cast.
         read: reads what is in a container.
         items: what that read when the forward began.
+        outer: what it read in the caller's.
     """
 
     theirs: Any
     given: Any
     read: Callable[[Any], Items]
     items: Items
+    outer: Items
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A tensor that a forward was given a copy of.
+
+    Attributes:
+        theirs: the caller's.
+        given: the copy.
+        version: how often this had been written to when the forward began.
+        node: where it came from in the graph then.
+    """
+
+    theirs: Tensor
+    given: Tensor
+    version: int
+    node: Node | None
 
 
 class _Forward:
@@ -55,18 +78,17 @@ class _Forward:
         frame: the call that runs it, in which it ends however it ends; None where torch.compile traces it.
         handed: the containers among its arguments, and those in them.
         known: what the caller has for each tensor and container that the forward was given.
-        versions: of each tensor that it was given a copy of the caller's, the copy, and how often this had been written
-            to when the forward began.
+        copies: of the caller's tensors that the forward was given, and that torch counts writes to.
     """
 
-    __slots__ = ("frame", "handed", "known", "module", "versions")
+    __slots__ = ("copies", "frame", "handed", "known", "module")
 
     def __init__(self, module: nn.Module, frame: FrameType | None) -> None:
         self.module = module
         self.frame = frame
         self.handed: list[_Handed] = []
         self.known = Known()
-        self.versions: list[tuple[Tensor, Tensor, int]] = []
+        self.copies: list[_Copy] = []
 
 
 class _Stack(threading.local):
@@ -87,13 +109,13 @@ def begin(module: nn.Module, theirs: Arguments, given: Arguments) -> None:
         theirs: the arguments as the caller has them.
         given: the same ones as the forward gets them.
     """
-    if is_exporting():  # the program that comes of it cannot write to its arguments
+    if is_exporting():  # the program that comes of it cannot write to its arguments, and torch warns of what is kept
         return
     if is_compiling():
         forwards, forward = _traced, _Forward(module, None)
     else:
-        forwards, forward = _stack.forwards, _Forward(module, sys._getframe(2))
-        _drop_interrupted(forwards, module)
+        drop_interrupted()
+        forwards, forward = _stack.forwards, _Forward(module, _call())
     _open_all(forward, theirs[0], given[0])
     _open_all(forward, list(theirs[1].values()), list(given[1].values()))
     forwards.append(forward)
@@ -111,25 +133,34 @@ def end(module: nn.Module, dtype: torch.dtype | None, result: object) -> object:
         The result for the caller, in which arguments are the caller's own.
     """
     known = Known()
+    if not is_compiling():
+        drop_interrupted()
     forwards = _traced if is_compiling() else _stack.forwards
     # A hook before amp's may have raised, so that the forward never began.
     if forwards and forwards[-1].module is module:
         forward = forwards.pop()
         known = forward.known
-        for theirs, given, version in forward.versions:
-            if given._version != version:
-                _write_tensor(theirs, given)
+        for copy in forward.copies:
+            if copy.given._version != copy.version and not _write_tensor(copy):
+                known.forget(copy.given)
         for handed in forward.handed:
             _carry_back(handed, lambda item: item if dtype is None else cast_floating(item, dtype, known))
     return result if dtype is None else cast_floating(result, dtype, known)
 
 
-def _drop_interrupted(forwards: list[_Forward], module: nn.Module) -> None:
-    """Forgets forwards that ended without a word, as by Ctrl-C, once their module is called again."""
-    for index, forward in enumerate(forwards):
-        if forward.module is module and not _is_running(forward.frame):
-            del forwards[index:]
-            return
+def drop_interrupted() -> None:
+    """Lets go of forwards of this thread that ended without a word, as by Ctrl-C."""
+    forwards = _stack.forwards
+    while forwards and not _is_running(forwards[-1].frame):
+        forwards.pop()
+
+
+def _call() -> FrameType:
+    """Returns the call of a module whose hook has called `begin`: the outermost of torch's frames for it."""
+    frame = sys._getframe(3)
+    while frame.f_back is not None and frame.f_back.f_globals is _OF_MODULES:
+        frame = frame.f_back
+    return frame
 
 
 def _is_running(frame: FrameType | None) -> bool:
@@ -147,33 +178,38 @@ def _open_all(forward: _Forward, theirs: Sequence[Any], given: Sequence[Any]) ->
 
 def _open(forward: _Forward, theirs: Any, given: Any) -> None:
     """Takes note of a value and of what is in it."""
-    if forward.known.find(given) is not None or type(given) is not type(theirs):
+    if isinstance(given, Tensor):
+        _open_tensor(forward, theirs, given)
+        return
+    if type(given) is not type(theirs) or not is_opened(given) or forward.known.find(given) is not None:
         return
     if isinstance(given, tuple):
-        _open_all(forward, theirs, given)
-        return
-    is_tensor = isinstance(given, Tensor)
-    if not is_tensor and not is_opened(given):
-        return
-    if is_tensor:
-        # The copy stands for the caller's where it is told what is written to it.
-        if given is not theirs and not is_compiling() and not given.is_inference():
-            forward.known.add(given, theirs)
-            forward.versions.append((theirs, given, given._version))
+        if len(given) == len(theirs):  # which a class's own ``to`` may have made longer
+            _open_all(forward, theirs, given)
         return
     forward.known.add(given, theirs)
     if isinstance(given, list):
-        forward.handed.append(_Handed(theirs, given, list, list(given)))
-        _open_all(forward, theirs, given)
+        if len(given) == len(theirs):
+            forward.handed.append(_Handed(theirs, given, list, list(given), list(theirs)))
+            _open_all(forward, theirs, given)
     elif isinstance(given, dict):
         _open_items(forward, theirs, given, _by_key)
     if type(given) not in _WITHOUT_ATTRIBUTES:
         _open_items(forward, theirs, given, attributes_of)
 
 
+def _open_tensor(forward: _Forward, theirs: Any, given: Tensor) -> None:
+    if given is theirs or not isinstance(theirs, Tensor) or is_compiling() or given.is_inference():
+        return
+    if forward.known.find(given) is None:
+        # The copy stands for the caller's, which is told what is written to it.
+        forward.known.add(given, theirs)
+        forward.copies.append(_Copy(theirs, given, given._version, given.grad_fn))
+
+
 def _open_items(forward: _Forward, theirs: Any, given: Any, read: Callable[[Any], dict[Any, Any]]) -> None:
     items, outer = read(given), read(theirs)
-    forward.handed.append(_Handed(theirs, given, read, items))
+    forward.handed.append(_Handed(theirs, given, read, items, outer))
     for key, item in items.items():
         if type(item) not in PLAIN and key in outer:
             _open(forward, outer[key], item)
@@ -183,19 +219,32 @@ def _by_key(value: dict[Any, Any]) -> dict[Any, Any]:
     return dict(value.items())
 
 
-def _write_tensor(theirs: Tensor, given: Tensor) -> None:
-    """Writes to the caller's tensor what the forward has written to its copy, with the graph that this has."""
-    if given.requires_grad:
+def _write_tensor(copy: _Copy) -> bool:
+    """Writes to the caller's tensor what the forward has written to its copy, with the graph that this has.
+
+    What the forward has not written to keeps its digits.
+
+    Returns:
+        Whether it could: not where the copy has another shape by now.
+    """
+    theirs, given = copy.theirs, copy.given
+    if given.shape != theirs.shape or given.layout is not theirs.layout:
+        return False
+    with torch.no_grad():
+        before = theirs.clone()
+    with contextlib.nullcontext() if given.grad_fn is not copy.node else torch.no_grad():
         theirs.copy_(given)
-    else:  # where nothing was written the caller's keeps its digits
-        theirs.copy_(torch.where(given == theirs.to(given.dtype), theirs, given.to(theirs.dtype)))
+    if given.layout is torch.strided:
+        with torch.no_grad():
+            theirs.copy_(torch.where(given == before.to(given.dtype), before, theirs))
+    return True
 
 
 def _carry_back(handed: _Handed, as_theirs: Callable[[Any], Any]) -> None:
     now, before, theirs = handed.read(handed.given), handed.items, handed.theirs
     if isinstance(now, list) or isinstance(before, list):
         if len(now) != len(before) or any(item is not before[place] for place, item in enumerate(now)):
-            theirs[:] = [as_theirs(item) for item in now]
+            theirs[:] = _items_of_list(now, before, list(handed.outer), as_theirs)
         return
     written = {key: as_theirs(item) for key, item in now.items() if key not in before or item is not before[key]}
     # What is an item may be an attribute too, and be gone already.
@@ -206,6 +255,22 @@ def _carry_back(handed: _Handed, as_theirs: Callable[[Any], Any]) -> None:
             _put_in_order(theirs, list(now))
     else:
         _write_attributes(theirs, written, gone)
+
+
+def _items_of_list(now: Items, before: Items, outer: list[Any], as_theirs: Callable[[Any], Any]) -> Iterator[Any]:
+    """Gives the items for the caller's list: his own for those that were there when the forward began."""
+    moved = Known()
+    for place, item in enumerate(before):
+        if place >= len(now) or now[place] is not item:
+            moved.add(item, outer[place])
+    for place, item in enumerate(now):
+        if place < len(before) and item is before[place]:
+            yield outer[place]
+            continue
+        own = moved.find(item)
+        # One that stands there twice may have been written to where nothing counts that.
+        moved.forget(item)
+        yield as_theirs(item) if own is None else own
 
 
 # Statements, since no compiler knows the functions of ``operator`` for them.
@@ -226,8 +291,20 @@ def _put_in_order(theirs: dict[Any, Any], keys: list[Any]) -> None:
 
 
 def _write_attributes(theirs: object, written: dict[Any, Any], gone: list[Any]) -> None:
-    # Frozen dataclasses refuse to have them set, but a forward can.
+    # Frozen dataclasses refuse to have them set, and a property may stand before one, but a forward can.
+    own = getattr(theirs, "__dict__", {})
     for name in gone:
-        object.__delattr__(theirs, name)
+        if name in own:
+            del own[name]
+        else:
+            object.__delattr__(theirs, name)
     for name, item in written.items():
-        object.__setattr__(theirs, name, item)
+        if _stands_before(theirs, name):
+            own[name] = item
+        else:
+            object.__setattr__(theirs, name, item)
+
+
+def _stands_before(value: object, name: str) -> bool:
+    """Returns whether an attribute can stand in an object's ``__dict__`` only, behind one of its class."""
+    return isinstance(getattr(type(value), name, None), property)

@@ -37,11 +37,12 @@ class Known:
 
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[object, object]] = {}
-        self._pairs: list[tuple[object, object]] = []
+        # Under torch.compile, to which each new id is something to compile for.
+        self._pairs: list[tuple[object, object]] | None = [] if is_compiling() else None
 
     def find(self, value: object) -> Any:
         """Returns what stands for a value; None if it is not known."""
-        if is_compiling():  # to which each new id is something to compile for
+        if self._pairs is not None:
             for known, other in reversed(self._pairs):
                 if known is value:
                     return other
@@ -51,10 +52,17 @@ class Known:
 
     def add(self, value: object, other: object) -> None:
         """Has ``other`` stand for ``value``, whatever did before."""
-        if is_compiling():
-            self._pairs.append((value, other))
-        else:
+        if self._pairs is None:
             self._by_id[id(value)] = value, other
+        else:
+            self._pairs.append((value, other))
+
+    def forget(self, value: object) -> None:
+        """Has nothing stand for a value any more."""
+        if self._pairs is None:
+            self._by_id.pop(id(value), None)
+        else:
+            self._pairs = [pair for pair in self._pairs if pair[0] is not value]
 
 
 TensorCast = Callable[[Tensor], Tensor]

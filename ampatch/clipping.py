@@ -116,8 +116,8 @@ def watch(ledger: PatchLedger, adopted: Callable[[], Sequence[AdoptedOptimizer] 
         ledger: takes note of what is installed.
         adopted: gives the optimizers whose gradients may be; None: there are none.
     """
-    # Below all of torch's functions that clip and take norms, which many have bound before. The first is not called where
-    # there are no gradients, as masters have none yet where those of their half parameters are scaled.
+    # Below all of torch's functions that clip and take norms, which many have bound before. Only the second is called
+    # where there are no gradients, as masters have none yet where those of their half parameters are scaled.
     group = clip_grad._group_tensors_by_device_and_dtype  # type: ignore[attr-defined]
     total_norm = clip_grad._get_total_norm
 

@@ -265,7 +265,9 @@ def _hook_of_copy(hook: Callable[..., Any], _: dict[int, Any]) -> Callable[..., 
 def _cast_arguments_of_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     parameter = next(module.parameters(), None)
     dtype = torch.float32 if parameter is None else parameter.dtype
-    return _cast_arguments(dtype, module, args, kwargs)
+    given: Any = cast_floating((args, kwargs), dtype)
+    carried_back.begin(module, (args, kwargs), given)
+    return given  # type: ignore[no-any-return]
 
 
 @traced_within_others

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ampatch import (
     autocast_gates,
+    carried_back,
     clipping,
     compilers,
     conversion_plan,
@@ -223,6 +224,7 @@ class Session:
 
         with contextlib.ExitStack() as whatever_raises:  # from the last to the first
             whatever_raises.callback(self.cache.clear)
+            whatever_raises.callback(carried_back.drop_interrupted)
             whatever_raises.callback(self._restore_weights)
             if self.patches_functions:
                 modules = (module for model in self._models for module in model.modules())
@@ -595,7 +597,9 @@ class Session:
             scaler: the loss's.
             found_inf: 0-dimensional float32, not 0 after an overflow, for which no step is to be skipped.
         """
-        for adopted in list(self._optimizers.values()):
+        everyone = list(self._optimizers.values())
+        concerned = [each for each in everyone if any(scaling.scaler is scaler for scaling in each.passes)]
+        for adopted in concerned or everyone:
             adopted.passes = [scaling for scaling in adopted.passes if scaling.scaler is not scaler]
             adopted.note_other_scale()
         scaler.forget()

@@ -77,6 +77,7 @@ OWN_ATTRIBUTES = {
     "torch.distributed.distributed_c10d": torch.distributed.distributed_c10d,
     "torch.optim.Optimizer": torch.optim.Optimizer,
     "torch.optim.swa_utils.AveragedModel": torch.optim.swa_utils.AveragedModel,
+    "torch.autograd": torch.autograd,
     "torch.amp.GradScaler": torch.amp.GradScaler,
     "torch.nn.utils.clip_grad": torch.nn.utils.clip_grad,
     "torch.functional": torch.functional,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -487,6 +488,169 @@ class TestWritesInPlace:
         assert found.eq(2).all()
         assert kept[0].eq(2).all()
 
+    def test_leave_digits_where_they_have_gradients(self) -> None:
+        x = (ones() * 1.001).requires_grad_()
+        cache = x * 1  # no leaf
+        weights = torch.arange(8.0).reshape(2, 4)
+
+        def work(layer: nn.Module, cache: Tensor) -> None:
+            cache[:, 0] = layer(cache.clone())[:, 0].detach()
+
+        half(work)(cache)
+        (cache * weights).sum().backward()
+
+        assert cache[:, 1:].eq(1.001).all()
+        assert cache[:, 0].ne(1.001).all()
+        assert x.grad is not None
+        assert x.grad[:, 0].eq(0).all()
+        assert x.grad[:, 1:].equal(weights[:, 1:])
+
+    @pytest.mark.parametrize("make", [nn.Parameter, lambda x: x.requires_grad_()], ids=["parameter", "leaf"])
+    def test_reach_leaves_where_no_gradients_are_recorded(self, make: Callable[[Tensor], Tensor]) -> None:
+        x = make(ones())
+
+        def work(layer: nn.Module, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x.mul_(0.5)
+            return x
+
+        assert half(work)(x) is x
+
+        assert x.is_leaf
+        assert x.requires_grad
+        assert x.eq(0.5).all()
+
+    @pytest.mark.parametrize(
+        "write",
+        [lambda x: x.unsqueeze_(0), lambda x: x.t_(), lambda x: x.resize_(1, 8)],
+        ids=["more", "turned", "resized"],
+    )
+    def test_that_change_the_shape_stay_inside(self, write: Callable[[Tensor], Tensor]) -> None:
+        x, batch = ones(), {"x": ones()}
+        expected = write(ones()).shape
+
+        found = half(lambda layer, x, batch: (write(x), write(batch["x"])))(x, batch)
+
+        assert [each.shape for each in found] == [expected] * 2
+        assert x.shape == batch["x"].shape == (2, 4)
+
+    def test_reach_sparse_tensors(self) -> None:
+        x = ones().to_sparse()
+
+        half(lambda layer, x: x.mul_(2))(x)
+
+        assert x.to_dense().eq(2).all()
+
+
+def as_a_part_of_what_is_compiled(model: nn.Module, *args: object) -> object:
+    @torch.compile(backend="eager")
+    def whole(*args: object) -> object:
+        return model(*args)
+
+    return whole(*args)
+
+
+class TestItemsOfLists:
+    """That were there before stay the caller's, also where torch does not count what is written to them."""
+
+    FINE = 1.001  # a half number is coarser
+
+    @pytest.fixture(params=["eager", "inference", "compiled"])
+    def called(self, request: pytest.FixtureRequest) -> Callable[..., Any]:
+        if request.param == "inference":
+            return lambda model, *args: torch.inference_mode()(model)(*args)
+        if request.param == "compiled":
+            return as_a_part_of_what_is_compiled
+        return lambda model, *args: model(*args)
+
+    @pytest.mark.parametrize("wrap", [Tensor.clone, nn.Parameter], ids=["tensor", "parameter"])
+    def test_where_others_come(self, called: Callable[..., Any], wrap: Callable[[Tensor], Tensor]) -> None:
+        first, second = wrap(ones() * self.FINE), wrap(ones() * self.FINE)
+        hidden = [first, second]
+
+        def work(layer: nn.Module, hidden: list[Tensor]) -> None:
+            hidden.append(layer(hidden[0]))
+            hidden.insert(0, layer(hidden[0]))
+
+        called(half(work), hidden)
+
+        assert [each.dtype for each in hidden] == [FLOAT32] * 4
+        assert hidden[1] is first
+        assert hidden[2] is second
+        assert first.eq(self.FINE).all()
+
+    def test_whose_class_lengthens_them_when_it_is_cast(self) -> None:
+        class Longer:
+            def __init__(self) -> None:
+                self.x, self.moves, self.shapes = ones(), [ones()], ()
+
+            def to(self, dtype: torch.dtype) -> Longer:
+                self.x, self.shapes = self.x.to(dtype), (self.x.to(dtype),)
+                self.moves.append(self.x)
+                return self
+
+        batch = Longer()
+        found = half(lambda layer, batch: layer(batch.x))(batch)
+
+        assert found.dtype is FLOAT32
+        assert len(batch.moves) == 1
+
+
+class TestInterruptedForwards:
+    """By what is no Exception, so that torch calls no hook at their end."""
+
+    def test_of_a_part_leave_the_whole_its_results(self) -> None:
+        def interrupted(layer: nn.Module, *_: object) -> None:
+            raise KeyboardInterrupt
+
+        def work(layer: nn.Module, batch: dict[str, Any]) -> None:
+            with contextlib.suppress(KeyboardInterrupt):
+                whole.part(batch)
+            batch["out"] = layer(batch["x"])
+
+        whole = Net(work)
+        whole.part = Net(interrupted)
+        amp.initialize(
+            whole,
+            torch.optim.SGD(whole.parameters(), 0.1),
+            opt_level="O2",
+            half_dtype=HALF,
+            verbosity=0,
+            keep_fp32=["part"],
+        )
+        batch = {"x": ones()}
+        for _ in range(2):
+            batch.pop("out", None)
+            whole(batch)
+            assert batch["out"].dtype is FLOAT32
+            assert not carried_back._stack.forwards
+
+    def test_keep_nothing_once_amp_is_off(self) -> None:
+        def work(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        model, x = half(work), ones()
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        assert carried_back._stack.forwards
+        amp.deinitialize()
+        assert not carried_back._stack.forwards
+
+
+class TestCopies:
+    @pytest.mark.parametrize("dtype", [HALF, FLOAT32])
+    def test_of_a_model_that_calls_itself_give_both_their_results(self, dtype: torch.dtype) -> None:
+        def work(layer: nn.Module, batch: dict[str, Any], inner: Any = None) -> None:
+            if inner is not None:
+                again(inner)
+            batch["out"] = layer(batch["x"])
+
+        again = copy.deepcopy(half(work)).to(dtype)
+        outer, inner = {"x": ones()}, {"x": ones()}
+        again(outer, inner)
+
+        assert set(outer) == set(inner) == {"x", "out"}
+
 
 class TestWhatIsLeftAlone:
     def test_is_a_container_that_nothing_was_written_to(self) -> None:
@@ -500,6 +664,46 @@ class TestWhatIsLeftAlone:
         half(lambda layer, batch, hidden: layer(batch["x"]))(Closed(x=ones().to(HALF)), hidden)
 
         assert hidden[0] is x
+
+    def test_is_a_property_before_an_attribute(self) -> None:
+        class Guarded:
+            def __init__(self) -> None:
+                self.__dict__.update(x=ones(), y=ones())
+
+            @property
+            def x(self) -> Tensor:
+                return self.__dict__["x"]
+
+            @property
+            def y(self) -> Tensor:
+                return self.__dict__["y"]
+
+            def to(self, dtype: torch.dtype) -> Guarded:
+                self.__dict__.update(x=self.x.to(dtype), y=self.y.to(dtype))
+                return self
+
+        def work(layer: nn.Module, batch: Guarded) -> None:
+            batch.__dict__["x"] = layer(batch.x)
+            batch.__dict__["z"] = batch.x
+            del batch.__dict__["y"]
+
+        batch = Guarded()
+        half(work)(batch)
+
+        assert batch.x is batch.z  # type: ignore[attr-defined]
+        assert batch.x.dtype is FLOAT32
+        assert batch.x.requires_grad
+        assert "y" not in vars(batch)
+
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_is_what_is_exported_to(self, strict: bool) -> None:
+        batch = {"x": ones()}
+        model = half(lambda layer, batch: (layer(batch["x"]), batch.update(n=1))[0])
+
+        exported = torch.export.export(model, (batch,), strict=strict)
+
+        assert exported.module()(batch).dtype is FLOAT32
+        assert set(batch) == {"x"}
 
     def test_is_everything_with_amp_off(self) -> None:
         batch, hidden = {"x": ones()}, [ones()]

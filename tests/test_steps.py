@@ -270,6 +270,16 @@ class TestForgottenScales:
             live.judge(live.scalers[0], torch.zeros(()))
             optimizer.step()
 
+    def test_are_warned_of_where_somebody_else_judges_another_loss(self):
+        model, theirs = network(), network()
+        optimizer, other = sgd(model), sgd(theirs)
+        amp.initialize([model, theirs], [optimizer, other], opt_level="O1", num_losses=2, verbosity=0)
+        scaled_backward(model, optimizer)
+        process.live.judge(process.live.scalers[0], torch.zeros(()))
+        loss_of(theirs).backward()
+        with pytest.warns(AmpWarning, match=NO_SCALE):
+            other.step()
+
     def test_in_a_later_block_are_warned_of(self):
         model, optimizer = begun()
         scaled_backward(model, optimizer)
