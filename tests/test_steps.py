@@ -273,7 +273,9 @@ class TestForgottenScales:
     def test_are_warned_of_where_somebody_else_judges_another_loss(self):
         model, theirs = network(), network()
         optimizer, other = sgd(model), sgd(theirs)
-        amp.initialize([model, theirs], [optimizer, other], opt_level="O1", num_losses=2, verbosity=0)
+        amp.initialize(
+            [model, theirs], [optimizer, other], opt_level="O1", loss_scale="dynamic", num_losses=2, verbosity=0
+        )
         scaled_backward(model, optimizer)
         process.live.judge(process.live.scalers[0], torch.zeros(()))
         loss_of(theirs).backward()
