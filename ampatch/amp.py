@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ampatch import calls, conversion_plan, kernels, opt_levels
 from ampatch import cast_lists as lists_module
@@ -52,6 +53,7 @@ from ampatch.process import (
 )
 from ampatch.session import Session
 from ampatch.settings import LiveSettings, Settings
+from ampatch.switch import WithoutCasts, off_in_graph
 from ampatch.weight_cache import CastCounts
 
 __all__ = [
@@ -498,15 +500,25 @@ class _ScaledLoss(Generic[_L]):
             self._session.abandon_pass(self._pass)
 
 
-@contextlib.contextmanager
-def disable_casts() -> Iterator[None]:
-    """Turns casts off in this thread: as a context manager, or as a decorator. Nests; an exception restores."""
-    live = process.live
-    if live is None:
-        yield
-        return
-    with live.switch.disabled():
-        yield
+@overload
+def disable_casts(function: None = None) -> WithoutCasts: ...
+@overload
+def disable_casts(function: _F) -> _F: ...
+def disable_casts(function: Any = None) -> Any:
+    """Turns casts off in this thread: as a context manager, or as a decorator, with parentheses or without.
+
+    Nests; an exception restores. What it returns can be entered again. Of a generator or a coroutine that it decorates
+    every step runs without casts, and what runs in between does not. It holds for amp that is set up later, too.
+
+    Args:
+        function: what to decorate.
+
+    Raises:
+        OptionError: it decorates something else, such as a class.
+    """
+    if function is not None:
+        return WithoutCasts()(function)
+    return off_in_graph() if is_dynamo_compiling() else WithoutCasts()
 
 
 @contextlib.contextmanager

@@ -15,10 +15,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -26,10 +27,13 @@ from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 
 from ampatch.compilers import called_in_graphs, traced_within_others
+from ampatch.errors import OptionError
 from ampatch.patching import PatchLedger
 
 # An accelerator whose backend is not public. torch leaves it out even when it asks whether *any* autocast is enabled.
 _SIGNAL = "maia"
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class _Thread(threading.local):
@@ -52,21 +56,20 @@ class Switch:
     def __init__(self) -> None:
         self.active = False
 
-    def is_off(self) -> bool:
+    @classmethod
+    def is_off(cls) -> bool:
         """Whether casts are off in this thread, or under a tracer where it has come to."""
-        asks = is_dynamo_compiling() or self.thread.off or _len_torch_dispatch_stack()
-        return bool(asks) and self.is_signalled_off()
+        asks = is_dynamo_compiling() or cls.thread.off or _len_torch_dispatch_stack()
+        return bool(asks) and cls.is_signalled_off()
 
     @staticmethod
     def is_signalled_off() -> bool:
         """`is_off` where there is something to ask for, as the caller has seen."""
         return torch.is_autocast_enabled(_SIGNAL)
 
-    @contextlib.contextmanager
-    def disabled(self) -> Iterator[None]:
+    def disabled(self) -> AbstractContextManager[None]:
         """Casts are off in this thread until the block ends; nests. In compiled code the graph turns them off."""
-        with _off_in_graph() if is_dynamo_compiling() else _Region(self._count() + 1):
-            yield
+        return off_in_graph() if is_dynamo_compiling() else _Region(self._count() + 1)
 
     def suspended(self) -> AbstractContextManager[None]:
         """`disabled`, in less time, for code that is never traced: an optimizer's step."""
@@ -130,9 +133,97 @@ class Switch:
 
         return wrapper
 
-    def _count(self) -> int:
+    @classmethod
+    def _count(cls) -> int:
         """The regions that this thread is in, less those of graphs that raised."""
-        return self.thread.off if self.is_off() else 0
+        return cls.thread.off if cls.is_off() else 0
+
+
+class WithoutCasts:
+    """Casts are off in this thread: as a block, however often it is entered, or as a decorator.
+
+    Of all sessions, and of those that begin meanwhile.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "amp.disable_casts()"
+
+    @traced_within_others
+    def __enter__(self) -> None:
+        torch._dynamo.graph_break()  # as in `_Region`
+        Switch.thread.off = Switch._count() + 1
+        torch.set_autocast_enabled(_SIGNAL, True)
+
+    @traced_within_others
+    def __exit__(self, *_: object) -> None:
+        Switch.thread.off = max(0, Switch.thread.off - 1)
+        torch.set_autocast_enabled(_SIGNAL, Switch.thread.off > 0)
+
+    def __call__(self, function: _F) -> _F:
+        """Returns a function that runs without casts: a generator or a coroutine too, from step to step.
+
+        Raises:
+            OptionError: it is no function, or an asynchronous generator.
+        """
+        if isinstance(function, type) or not callable(function) or inspect.isasyncgenfunction(function):
+            found = f"the class {function.__name__}" if isinstance(function, type) else repr(function)
+            raise OptionError(
+                f"amp.disable_casts got {found}, and decorates functions, generators and coroutines. Put "
+                "with amp.disable_casts(): inside of what is to run without casts."
+            )
+        wrapper: Any
+        if inspect.isgeneratorfunction(function):
+
+            @functools.wraps(function)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                return (yield from _in_steps(function(*args, **kwargs)))
+
+        elif inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def wrapper(*args: Any, **kwargs: Any) -> Any:
+                return await _Awaitable(function(*args, **kwargs))
+
+        else:
+
+            @functools.wraps(function)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                with off_in_graph() if is_dynamo_compiling() else self:
+                    return function(*args, **kwargs)
+
+        return wrapper  # type: ignore[no-any-return]
+
+
+class _Awaitable:
+    """A coroutine that runs without casts, while others that run in between have theirs."""
+
+    def __init__(self, coroutine: Any) -> None:
+        self._coroutine = coroutine
+
+    def __await__(self) -> Any:
+        return (yield from _in_steps(self._coroutine))
+
+
+def _in_steps(steps: Any) -> Any:
+    """Runs a generator or coroutine without casts from each of its steps to the next, and not in between."""
+    off = WithoutCasts()
+    resume, value = steps.send, None
+    while True:
+        try:
+            with off:
+                given = resume(value)
+        except StopIteration as ended:
+            return ended.value
+        try:
+            resume, value = steps.send, (yield given)
+        except GeneratorExit:
+            with off:
+                steps.close()
+            raise
+        except BaseException as error:  # noqa: BLE001 - thrown in, whatever it is
+            resume, value = steps.throw, error
 
 
 class _Region:
@@ -168,7 +259,7 @@ class _Region:
 
 
 @contextlib.contextmanager
-def _off_in_graph() -> Iterator[None]:
+def off_in_graph() -> Iterator[None]:
     """What torch.compile traces: casts are off from one place of its graph to another."""
     before = torch.is_autocast_enabled(_SIGNAL)
     with torch.autocast(_SIGNAL, torch.bfloat16):  # which tracing takes back wherever it stops or starts anew

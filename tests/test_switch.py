@@ -6,7 +6,7 @@ import asyncio
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from ampatch import amp
+from ampatch.errors import OptionError
 from ampatch.patching import PatchLedger
 from ampatch.process import process
 from ampatch.switch import Switch
@@ -137,6 +138,119 @@ class TestDisableCasts:
     def test_is_inert_without_amp(self):
         with amp.disable_casts():
             assert product_dtype() is torch.float32
+
+    def test_holds_for_amp_that_is_set_up_inside(self):
+        with amp.disable_casts(), casts_on():
+            assert product_dtype() is torch.float32
+        with casts_on():
+            assert product_dtype() is torch.bfloat16
+
+    def test_what_it_returns_can_be_entered_again_and_within_itself(self):
+        off = amp.disable_casts()
+        with casts_on():
+            for _ in range(2):
+                with off:
+                    with off:
+                        assert product_dtype() is torch.float32
+                    assert product_dtype() is torch.float32
+                assert product_dtype() is torch.bfloat16
+        assert repr(off) == "amp.disable_casts()"
+
+    def test_is_a_decorator_without_parentheses_too(self):
+        @amp.disable_casts
+        def disabled(start: int) -> list[torch.dtype]:
+            return [product_dtype()] * start
+
+        with casts_on():
+            assert disabled(2) == [torch.float32] * 2
+
+    @pytest.mark.parametrize("decorate", [amp.disable_casts, amp.disable_casts()], ids=["bare", "called"])
+    def test_has_every_step_of_a_generator_run_without_casts_and_nothing_else(self, decorate):
+        seen: list[object] = []
+
+        @decorate
+        def steps(first: object) -> Iterator[torch.dtype]:
+            """Some."""
+            try:
+                seen.append((yield product_dtype()))
+                yield product_dtype()
+            except LookupError:
+                yield product_dtype()
+            finally:
+                seen.append(product_dtype())
+            return first
+
+        with casts_on():
+            run = steps("result")
+            assert next(run) is torch.float32
+            assert product_dtype() is torch.bfloat16
+            assert run.send("sent") is torch.float32
+            assert product_dtype() is torch.bfloat16
+            assert run.throw(LookupError()) is torch.float32
+            with pytest.raises(StopIteration, match="result"):
+                next(run)
+            assert seen == ["sent", torch.float32]
+            closed = steps("")
+            next(closed)
+            closed.close()
+            assert seen == ["sent", torch.float32, torch.float32]
+            assert product_dtype() is torch.bfloat16
+        assert steps.__doc__ == "Some."
+
+    def test_has_a_coroutine_run_without_casts_and_those_beside_it_with(self):
+        @amp.disable_casts
+        async def disabled() -> list[torch.dtype]:
+            found = [product_dtype()]
+            for _ in range(3):
+                await asyncio.sleep(0)
+                found.append(product_dtype())
+            return found
+
+        async def beside() -> list[torch.dtype]:
+            found = []
+            for _ in range(3):
+                found.append(product_dtype())
+                await asyncio.sleep(0)
+            return found
+
+        async def both() -> list[list[torch.dtype]]:
+            return await asyncio.gather(disabled(), beside())
+
+        with casts_on():
+            assert asyncio.run(both()) == [[torch.float32] * 4, [torch.bfloat16] * 3]
+
+    def test_of_a_class_or_an_asynchronous_generator_is_an_error(self):
+        async def steps() -> AsyncIterator[None]:
+            yield
+
+        for what, message in ((nn.Linear, "got the class Linear"), (steps, r"got <function .*steps"), (3, "got 3")):
+            with pytest.raises(OptionError, match=message + ".*, and decorates functions, generators and coroutines"):
+                amp.disable_casts()(what)
+
+    @pytest.mark.parametrize("fullgraph", [False, True])
+    def test_a_function_that_it_decorates_can_be_compiled(self, fullgraph):
+        @amp.disable_casts
+        def product() -> Tensor:
+            return torch.ones(2, 2) @ torch.ones(2, 2)
+
+        with casts_on():
+            compiled = torch.compile(
+                lambda: (product(), torch.ones(2, 2) @ torch.ones(2, 2)), fullgraph=fullgraph, backend="eager"
+            )
+            assert [each.dtype for each in compiled()] == [torch.float32, torch.bfloat16]
+
+    def test_what_was_made_outside_of_compiled_code_holds_inside(self):
+        off = amp.disable_casts()
+
+        def products() -> tuple[Tensor, Tensor]:
+            with off:
+                first = torch.ones(2, 2) @ torch.ones(2, 2)
+            return first, torch.ones(2, 2) @ torch.ones(2, 2)
+
+        with casts_on():
+            compiled = torch.compile(products, backend="eager")
+            for _ in range(2):
+                assert [each.dtype for each in compiled()] == [torch.float32, torch.bfloat16]
 
     def test_survives_amp_being_set_down_inside(self):
         amp.initialize(nn.Module(), verbosity=0)
