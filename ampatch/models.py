@@ -195,7 +195,8 @@ def note_types(model: nn.Module, error: BaseException | None, half: torch.dtype)
     where = f"keep_fp32=[{at!r}]" if at else "keep_fp32=[...] with the names of submodules"
     error.add_note(
         f"ampatch: amp.initialize has made this {type(model).__name__}'s weights {half}, and casts what it is called "
-        f"with, but not what is made inside{f' or called in {at!r} alone' if at else ''}. Type amp.initialize(..., "
+        "with (tensors, containers, dataclasses, objects with a method to), but no other object's tensors, nor what "
+        f"is made inside{f' or called in {at!r} alone' if at else ''}. Type amp.initialize(..., "
         f"{where}) to keep a part in float32; or patch_torch_functions=True, which casts at each function."
     )
 

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from ampatch import kernels, optimizer_state
+from ampatch.casting import tensors_in
 from ampatch.compilers import is_capturing
 from ampatch.distributed import Processes
 from ampatch.errors import LossScaleError, OptionError, UsageError, warn
@@ -164,6 +165,9 @@ class AdoptedOptimizer:
         self._skipped_steps = 0
         self._last_was_skipped = False
         self._has_told_of_loss = False
+        self._told_of_clipping: Scaling | None = None
+        self._scaled_in_closure: list[TensorWeakRef] = []
+        self._warns_of_scaled_result = True
         self._unsettled: deque[list[Scaling]] = deque()  # steps that the optimizer ran or skipped by itself
         self._near_floor = False
         self._widened: list[tuple[Tensor, torch.dtype, torch.dtype | None, torch.dtype]] = []
@@ -316,7 +320,7 @@ class AdoptedOptimizer:
             AmpWarning: some of this optimizer's are among them, and still scaled; or there are none, and its masters
                 wait for theirs.
         """
-        if self.scaled_by is None or self.scaled_by.is_one:
+        if self.scaled_by is None or self.scaled_by.is_one or self.scaled_by is self._told_of_clipping:
             return
         clipped, shows = set(map(id, grads)), self.masters.gradients.shows
         scaled = [each for each in self.model_parameters() if each.grad is not None and not shows(each)]
@@ -329,6 +333,7 @@ class AdoptedOptimizer:
             what = "and the float32 masters have none yet, so that nothing is clipped"
         else:
             return
+        self._told_of_clipping = self.scaled_by  # torch may come here several times in one call
         warn(
             f"gradients are clipped, or their norm is taken, where amp.scale_loss has them scaled still, {what}. Do it "
             "behind the block, without delay_unscale=True; or type amp.clip_grad_norm_(optimizer, max_norm) there."
@@ -655,11 +660,28 @@ class AdoptedOptimizer:
         self.masters.gradients.follow()
         self.masters.synchronise(by_value=True)
 
+    def note_scaled_losses(self, losses: Iterable[Tensor]) -> None:
+        """Takes note of what a block gives for losses, to know them where a closure returns one of them."""
+        if self.is_at_work and self._warns_of_scaled_result:
+            self._scaled_in_closure = list(map(TensorWeakRef, losses))
+
+    def _check_result(self, result: object) -> None:
+        scaled, self._scaled_in_closure = [each() for each in self._scaled_in_closure], []
+        if any(each is scaled_loss for each in tensors_in(result) for scaled_loss in scaled):
+            self._warns_of_scaled_result = False
+            warn(
+                "the closure of optimizer.step(closure) returns the scaled loss, which the optimizer takes for the "
+                "loss; LBFGS compares it with others, of other scales. End the closure with return loss: what "
+                "amp.scale_loss(loss, optimizer) was given."
+            )
+
     def _evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls the closure as the code around the step would."""
         self.masters.write()
         with self._switch.resumed():
             result = closure(*args, **kwargs)
+        if self._scaled_in_closure:
+            self._check_result(result)
         self.unfold()
         self._check_unscaled("the closure of optimizer.step(closure) left gradients that are")
         if self._warns_of_no_scale:

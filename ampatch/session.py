@@ -38,6 +38,7 @@ from ampatch import (
 from ampatch.bystanders import Bystanders
 from ampatch.calls import Accelerator
 from ampatch.cast_labels import LabellingCache
+from ampatch.casting import tensors_in
 from ampatch.conversion import Conversion
 from ampatch.distributed import Processes
 from ampatch.errors import OptionError, UsageError, warn
@@ -555,6 +556,9 @@ class Session:
             if scaled_pass.go_on():
                 scaled = scaled_pass.scaling.apply(loss)
             scaled_pass.begin(scaled)
+        if not scaling.is_one:
+            for optimizer in adopted:
+                optimizer.note_scaled_losses(tensors_in(scaled))
         # The graph holds the casts that backward needs, and lets go of each when it has been there. Kept here as well,
         # all of them would be there still when the last gradient is made.
         self.cache.end_iteration()

@@ -208,6 +208,41 @@ class TestStepsThatGoPast:
         assert all(map(torch.equal, weights(model), before))
 
 
+class TestScaledResultsOfClosures:
+    @every_half
+    @pytest.mark.parametrize("opt_level", ["O1", "O2"])
+    @pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
+    def test_are_warned_of_once(self, loss_scale, opt_level, half_dtype):
+        model, optimizer = begun(
+            lambda model: torch.optim.LBFGS(model.parameters(), max_iter=3),
+            opt_level=opt_level,
+            half_dtype=half_dtype,
+            loss_scale=loss_scale,
+            init_scale=1024.0 if loss_scale == "dynamic" else 2.0**16,
+        )
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            return scaled_loss
+
+        told(lambda: optimizer.step(closure), "returns the scaled loss")
+
+    @pytest.mark.usefixtures("no_warning")
+    @pytest.mark.parametrize("loss_scale", [1, 128.0])
+    def test_are_none_where_the_loss_itself_is_returned(self, loss_scale):
+        model, optimizer = begun(loss_scale=loss_scale, init_scale=2.0**16)
+
+        def closure() -> Tensor:
+            loss = loss_of(model)
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            return scaled_loss if loss_scale == 1 else loss
+
+        optimizer.step(closure)
+
+
 class TestForgottenScales:
     @pytest.mark.parametrize("opt_level", ["O1", "O2"])
     def test_are_warned_of_in_a_closure(self, opt_level):
