@@ -85,12 +85,21 @@ class ScaledPass:
         self._is_used = True
 
     def works_on(self, parameters: Collection[int]) -> bool:
-        """Returns whether it brings gradients of any of these to the scale, and back.
+        """Returns whether it divides the gradients of any of these by the scale, now that they have some.
 
         Args:
             parameters: ids of tensors.
         """
-        return bool(parameters) and any(id(each) in parameters for each in self._model_parameters())
+        return bool(parameters) and any(
+            id(each) in parameters
+            for optimizer in self._optimizers
+            for each in (
+                # Where half gradients wait for backward, what the user adds until then is taken as it is.
+                optimizer.masters.without_master(optimizer.parameters())
+                if optimizer.masters.gradients in self._waiting
+                else optimizer.model_parameters()
+            )
+        )
 
     def go_on(self) -> bool:
         """Stays at the scale of a pass whose gradients are to be reduced with those of this one, if there is one."""

@@ -50,6 +50,13 @@ def parameter_names(function: Callable[..., object]) -> tuple[str, ...]:
     return tuple(_readers(function))
 
 
+def may_have(function: Callable[..., object], name: str) -> bool:
+    """Returns whether a function may have an argument of a name that no operator's schema has, without reading all."""
+    if type(function) is types.FunctionType and not hasattr(function, "__wrapped__"):
+        return name in function.__code__.co_varnames
+    return type(function) not in _BUILTINS
+
+
 def argument_reader(function: Callable[..., object], name: str) -> ArgumentReader | None:
     """How to read the argument ``name`` of a call of ``function``; None where that cannot be told."""
     return _readers(function).get(name)

@@ -29,7 +29,7 @@ from ampatch.compilers import give_own_code, is_below_operators
 from ampatch.errors import BannedFunctionError, CastListError, Fault
 from ampatch.opt_levels import HALF_DTYPES
 from ampatch.paths import Path
-from ampatch.signatures import ArgumentReader, argument_reader, first_argument_reader
+from ampatch.signatures import ArgumentReader, argument_reader, first_argument_reader, may_have
 from ampatch.switch import Switch
 from ampatch.weight_cache import WeightCache
 
@@ -291,7 +291,7 @@ class Adapters:
 
     def _unless_in_place(self, adapter: Adapter, path: Path, original: Function | None, refuse_half: bool) -> Adapter:
         """Calls with ``inplace=True`` are in place: a cast would have them write to a copy that nobody reads."""
-        asked = argument_reader(original, "inplace") if original is not None else None
+        asked = argument_reader(original, "inplace") if original is not None and may_have(original, "inplace") else None
         if asked is None:
             return adapter
         otherwise, in_place = adapter.adapt, self._in_place(path, original, refuse_half)
