@@ -457,6 +457,11 @@ REPLACEMENTS = pytest.mark.parametrize(
 
 
 class TestPatchesByOthers:
+    @pytest.fixture(autouse=True)
+    def _without_closures(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Looking through every function there is takes most of a report's time, and has tests of its own."""
+        monkeypatch.setattr(doctor, "_captured", lambda _: ())
+
     def test_every_listed_function_is_torchs(self):
         """Among them those that torch itself decorates, dispatches or takes from another module."""
         label = f"of {len({path for path, _ in shipped().rules})} functions in the shipped lists, not torch's own"

@@ -194,6 +194,7 @@ class TestPatches:
 class TestEveryEntry:
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("list_name", LIST_NAMES)
+    @pytest.mark.covering(1)
     def test_computes_as_if_its_arguments_were_cast_by_hand(self, list_name, half, subtests):
         def check(entry, half):
             compared = 0
@@ -230,6 +231,7 @@ class TestEveryEntry:
 
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("list_name", LIST_NAMES)
+    @pytest.mark.covering(1)
     def test_result_is_close_to_the_one_in_float32(self, list_name, half, subtests):
         def check(entry, half):
             for call, actual in outcomes(entry, half):
