@@ -61,10 +61,10 @@ def _check(outputs: Iterable[Tensor | GradientEdge], inputs: Sequence[object], p
             if not each.has_told and each.works_on(leaves):
                 each.has_told = True
                 warn(
-                    "this backward pass begins with another loss than the one that the amp.scale_loss block around it "
-                    "has scaled, and the block divides its gradients by the scale all the same. Scale both: with "
-                    "amp.scale_loss((loss, other), optimizer) as (scaled_loss, scaled_other); or, if the other needs "
-                    "no scale, call its backward() behind the block."
+                    "this backward pass begins with another loss than the scaled one of the amp.scale_loss block around "
+                    "it, and the block divides its gradients by the scale all the same. Type: with "
+                    "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward(); and for several losses "
+                    "amp.scale_loss((loss, other), optimizer), which gives both scaled."
                 )
 
 

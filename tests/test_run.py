@@ -17,10 +17,10 @@ import ampatch
 from ampatch.no_gpu import HINT
 from ampatch.run import _STARTUP, _environment, _options
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 REPORT = """
 import json, os, sys
-
-pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 print(json.dumps({
     "argv": sys.argv, "name": __name__, "file": __file__, "package": __package__, "path": sys.path,
     "spec": __spec__ and __spec__.name, "is main": sys.modules["__main__"].__dict__ is globals(),

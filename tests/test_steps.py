@@ -324,7 +324,7 @@ class TestForgottenScales:
         optimizer.zero_grad()
         loss = loss_of(model)
         with (
-            pytest.warns(AmpWarning, match="begins with another loss than the one that the amp.scale_loss block"),
+            pytest.warns(AmpWarning, match="begins with another loss than the scaled one"),
             amp.scale_loss(loss, optimizer),
         ):
             loss.backward()
@@ -603,7 +603,7 @@ class TestSeveralLosses:
         model, optimizer = begun()
         losses = [loss_of(model), loss_of(model)]
         with (
-            pytest.warns(AmpWarning, match="begins with another loss than the one that the amp.scale_loss block"),
+            pytest.warns(AmpWarning, match="begins with another loss than the scaled one"),
             amp.scale_loss(losses, optimizer),
         ):
             losses[0].backward()
@@ -635,7 +635,7 @@ class TestLossesBesideTheScaledOne:
                 backward(scaled, loss_of(model), model)
             optimizer.step()
 
-        assert told(step, "begins with another loss than the one that the amp.scale_loss block").filename == __file__
+        assert told(step, "begins with another loss than the scaled one").filename == __file__
 
     @pytest.mark.usefixtures("no_warning")
     @pytest.mark.parametrize("opt_level", ["O1", "O2"])
