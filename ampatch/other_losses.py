@@ -61,8 +61,8 @@ def _check(outputs: Iterable[Tensor | GradientEdge], inputs: Sequence[object], p
             if not each.has_told and each.works_on(leaves):
                 each.has_told = True
                 warn(
-                    "this backward pass begins with another loss than the scaled one of the amp.scale_loss block around "
-                    "it, and the block divides its gradients by the scale all the same. Type: with "
+                    "this backward pass begins with another loss than the scaled one of the amp.scale_loss block "
+                    "around it, and the block divides its gradients by the scale all the same. Type: with "
                     "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward(); and for several losses "
                     "amp.scale_loss((loss, other), optimizer), which gives both scaled."
                 )
