@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import sys
@@ -127,6 +128,15 @@ def identities() -> list[int]:
 
 BEFORE = torch_now()  # keeps all of it alive, so that no other object takes an address
 SEEN_UNPATCHED = [identities()]  # and then once more for each time that a module was imported
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what was imported and collected out of what the garbage collector looks through from here on.
+
+    That is most of the objects, and tests of what is freed ask for a collection each; so does Python, every few tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
