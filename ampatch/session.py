@@ -564,7 +564,8 @@ class Session:
         self.cache.end_iteration()
         if not scaler.is_one and loss_id not in self._told_of:
             scaled_pass.watch(scaled)
-            self._open.append(scaled_pass)
+            if scaled_pass.watched:
+                self._open.append(scaled_pass)
         return scaled, scaled_pass
 
     def end_pass(self, scaled_pass: ScaledPass, delay_unscale: bool, delay_overflow_check: bool) -> None:

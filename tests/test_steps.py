@@ -673,6 +673,12 @@ class TestLossesBesideTheScaledOne:
             hidden.backward(cut.grad)
         optimizer.step()
 
+    @pytest.mark.usefixtures("no_warning")
+    def test_are_none_where_the_scaled_loss_has_no_graph(self):
+        model, optimizer = begun()
+        with amp.scale_loss(loss_of(model).detach(), optimizer) as scaled:
+            (loss_of(model) * scaled.detach()).backward()
+
     def test_gradients_by_hand_from_another_loss_are_told_of_at_the_end(self):
         model, optimizer = begun()
 
