@@ -1,7 +1,7 @@
 """What a forward writes into the containers that it was called with, carried back to the caller's.
 
-Where tensors are cast the forward gets containers of its own, and results that it leaves in them (a key in a batch, an
-item at the end of a list, an attribute) would be lost with those; so would what it writes to a tensor in place. Owns
+Where tensors are cast the forward gets containers of its own. Results that it leaves in them (a key in a batch, an item
+at the end of a list, an attribute) would be lost with those; so would what it writes to a tensor in place. Owns
 which forwards are under way, and what they were handed. Decides nothing about types; must never write to what the
 forward has not written to.
 """

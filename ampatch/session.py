@@ -556,17 +556,21 @@ class Session:
             if scaled_pass.go_on():
                 scaled = scaled_pass.scaling.apply(loss)
             scaled_pass.begin(scaled)
-        if not scaling.is_one:
-            for optimizer in adopted:
-                optimizer.note_scaled_losses(tensors_in(scaled))
         # The graph holds the casts that backward needs, and lets go of each when it has been there. Kept here as well,
         # all of them would be there still when the last gradient is made.
         self.cache.end_iteration()
-        if not scaler.is_one and loss_id not in self._told_of:
+        if not scaler.is_one:
+            for optimizer in adopted:
+                optimizer.note_scaled_losses(tensors_in(scaled))
+            self._watch(scaled_pass, scaled)
+        return scaled, scaled_pass
+
+    def _watch(self, scaled_pass: ScaledPass, scaled: object) -> None:
+        """Has the user be told once for each loss if something else than the scaled one goes backward in its block."""
+        if scaled_pass.scaling.scaler_id not in self._told_of:
             scaled_pass.watch(scaled)
             if scaled_pass.watched:
                 self._open.append(scaled_pass)
-        return scaled, scaled_pass
 
     def end_pass(self, scaled_pass: ScaledPass, delay_unscale: bool, delay_overflow_check: bool) -> None:
         """What it does after its block."""
