@@ -16,7 +16,7 @@ from ampatch import amp, list_edits
 from ampatch.cast_lists import Treatment, shipped
 from ampatch.errors import AmpWarning, BannedFunctionError, CastListError
 from ampatch.paths import Path, find
-from ampatch.spellings import NAMESPACES, called_by, spellings
+from ampatch.spellings import NAMESPACES, called_by, known_names, spellings
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
@@ -85,6 +85,32 @@ class TestEverySpelling:
         assert not [told for path, told in list_edits.undone(lists).items() if f".{path.name} (" in told]
         assert not list_edits.left_out(lists)
 
+    def test_leaves_none_out_of_any_name(self) -> None:
+        """Names between underscores come along as the operators of others."""
+        names = sorted(name for name in known_names() if not name.startswith("__"))
+
+        assert not list_edits.left_out(shipped().overlaid({"blacklist": {"*": names}}))
+
+    def test_has_no_methods_of_modules_among_them(self) -> None:
+        assert spellings("__gt__") == [Path("torch.Tensor", "__gt__")]
+
+    @pytest.mark.parametrize("listed", ["whitelist", "unlisted"])
+    def test_may_be_shared_by_two_names_that_are_treated_alike(self, listed: str) -> None:
+        """As an operator or an in-place form is."""
+        shared = [["mul", "multiply"], ["div", "divide", "true_divide"], ["abs", "absolute"], ["exp", "exp_"]]
+        lists = shipped().overlaid({listed: {"*": [name for names in shared for name in names]}})
+
+        alone = shipped().overlaid([{listed: {"*": [name]}} for names in shared for name in names])
+        assert lists == alone
+
+    def test_that_is_shared_may_be_named_for_one_half_type_each(self) -> None:
+        names = [{"name": "mul", "dtypes": ["float16"]}, "multiply"]
+
+        lists = shipped().overlaid({"promote": {"*": names}})
+
+        assert {Path("torch.Tensor", "__mul__"), Path("torch", "multiply")} <= set(lists.for_half(HALF))
+        assert Path("torch", "mul") not in lists.for_half(HALF)
+
     def test_takes_options(self) -> None:
         lists = shipped().overlaid({"blacklist": {"*": [{"name": "cumsum", "dtypes": ["float16"], "via_dtype": True}]}})
 
@@ -133,6 +159,34 @@ class TestEverySpelling:
                 'whitelist:\n  "*": [softmax]\n  torch: [softmax]',
                 "3: torch.softmax stands in 'whitelist' a second time, first in line 2; keep one.",
                 id="twice",
+            ),
+            pytest.param(
+                'whitelist: {"*": [mul]}\nblacklist: {"*": [multiply]}',
+                '2: `blacklist: {"*": [multiply]}` here and `whitelist: {"*": [mul]}` in line 1 both stand for '
+                'torch.Tensor.__mul__; keep one of them, or type namespaces in the place of "*".',
+                id="two lists for what two names share",
+            ),
+            pytest.param(
+                'banned:\n  "*": [mul, {name: multiply, instead: "use add"}]',
+                '2: `banned: {"*": [multiply]}` here and `banned: {"*": [mul]}` in line 2, which has other options, '
+                "both stand for torch.Tensor.__mul__; keep one",
+                id="other options for what two names share",
+            ),
+            pytest.param(
+                'whitelist:\n  "*": [mul]\n  torch.Tensor: [__mul__]',
+                '3: `whitelist: {torch.Tensor: [__mul__]}` here and `whitelist: {"*": [mul]}` in line 2 both stand for',
+                id="twice by another name",
+            ),
+            pytest.param(
+                'whitelist: {torch.Tensor: [abs]}\nblacklist: {"*": [absolute]}',
+                '2: `blacklist: {"*": [absolute]}` here and `whitelist: {torch.Tensor: [abs]}` in line 1 both stand '
+                "for torch.Tensor.__abs__; keep one",
+                id="two lists for one function by other names",
+            ),
+            pytest.param(
+                'whitelist: {"*": [mul, multiply, mul]}',
+                "1: torch.mul stands in 'whitelist' a second time, first in line 1; keep one.",
+                id="a name twice",
             ),
             pytest.param(
                 'blacklist: {"*": [{name: softmax, when: {dmi: [0]}}]}',
