@@ -296,7 +296,8 @@ class TestCheck:
             f"{file}:4: torch.mm is in the blacklist now, but torch.Tensor.mm and torch.sparse.mm "
         )
         assert verdict == (
-            f"{file} can be read, but 1 of its changes comes to nothing: it changes how 2 paths are treated."
+            f"{file} can be read, but 1 of its changes is undone by what the function calls: it changes how 2 paths "
+            "are treated."
         )
 
     @pytest.mark.parametrize(
