@@ -43,6 +43,9 @@ class Treatment(enum.Enum):
 
 UNLISTED = "unlisted"
 
+#: What an overlay that is no file is called, among the names of files.
+MAPPING = "a mapping"
+
 #: What `cast_lists=` takes: a file, several laid one over the other, or the same as a mapping. "~" is the user's home.
 Overlay = str | PathLike[str] | Mapping[str, object] | Sequence["str | PathLike[str] | Mapping[str, object]"]
 
@@ -81,7 +84,7 @@ class CastLists:
     Attributes:
         rules: (path, half dtype) to rule.
         named: every path that was ever listed, so that a function that was unlisted comes back under all its names.
-        files: the overlays, in their order: paths of files, and "a mapping" for each that is none.
+        files: the overlays, in their order: paths of files, and `MAPPING` for each that is none.
     """
 
     rules: Mapping[tuple[Path, torch.dtype], Rule]
@@ -171,7 +174,7 @@ def _read_overlay(overlay: object) -> tuple[str, Changes]:
         parsed.fault(error.line, str(error))
     except RecursionError:
         parsed.fault(0, "it is nested too deeply, or contains itself.")
-    return "a mapping" if isinstance(overlay, Mapping) else parsed.source, parsed.changes()
+    return MAPPING if isinstance(overlay, Mapping) else parsed.source, parsed.changes()
 
 
 def typed_conditions(when: When) -> str:
