@@ -43,6 +43,9 @@ class Treatment(enum.Enum):
 
 UNLISTED = "unlisted"
 
+#: What an overlay that is no file is called, among the names of files.
+MAPPING = "a mapping"
+
 #: What `cast_lists=` takes: a file, several laid one over the other, or the same as a mapping. "~" is the user's home.
 Overlay = str | PathLike[str] | Mapping[str, object] | Sequence["str | PathLike[str] | Mapping[str, object]"]
 
@@ -81,7 +84,7 @@ class CastLists:
     Attributes:
         rules: (path, half dtype) to rule.
         named: every path that was ever listed, so that a function that was unlisted comes back under all its names.
-        files: the overlays, in their order: paths of files, and "a mapping" for each that is none.
+        files: the overlays, in their order: paths of files, and `MAPPING` for each that is none.
     """
 
     rules: Mapping[tuple[Path, torch.dtype], Rule]
@@ -171,7 +174,7 @@ def _read_overlay(overlay: object) -> tuple[str, Changes]:
         parsed.fault(error.line, str(error))
     except RecursionError:
         parsed.fault(0, "it is nested too deeply, or contains itself.")
-    return "a mapping" if isinstance(overlay, Mapping) else parsed.source, parsed.changes()
+    return MAPPING if isinstance(overlay, Mapping) else parsed.source, parsed.changes()
 
 
 def typed_conditions(when: When) -> str:
@@ -185,12 +188,39 @@ def _as_typed(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """That a path stands in a list, in which line of the file (0 in a mapping, which has none), and with which rule."""
+    """That a path stands in a list, and with which rule.
+
+    Attributes:
+        path: the path.
+        entry: what the user wrote, which stands for several paths where the namespace is `EVERY`.
+        name: the list's.
+        line: of the file; 0 in a mapping, which has none.
+        rule: what the entry says; None: the path is to be on no list.
+    """
 
     path: Path
+    entry: Path
     name: str
     line: int
     rule: Rule | None
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether the path's name is another one than the user wrote, such as ``__mul__`` for ``mul``."""
+        return self.path.name != self.entry.name
+
+    def repeats(self, other: _Listing) -> bool:
+        """Whether two names that each stand for several paths decide the same for one that they share."""
+        return (
+            self.entry.namespace == other.entry.namespace == EVERY
+            and self.entry != other.entry
+            and not self.disagrees(other)
+        )
+
+    def disagrees(self, other: _Listing) -> bool:
+        """Whether the two, of one function, put it in different lists, or in one with different options."""
+        rules = [None if each.rule is None else replace(each.rule, path=self.path) for each in (self, other)]
+        return self.name != other.name or rules[0] != rules[1]
 
 
 class _Parsed:
@@ -280,10 +310,11 @@ class _Parsed:
             return
         dtypes = options.pop("dtypes", tuple(HALF_DTYPES.values()))
         faults = len(self._faults)
-        for path in self._paths(namespace, options.pop("name"), node, options.get("optional", False)):
+        entry = Path(namespace.value, options.pop("name"))
+        for path in self._paths(namespace, entry.name, node, options.get("optional", False)):
             fitting = options if namespace.value != EVERY else _fitting(options, path)
             if not self._resolve or self._exists(path, fitting, node, namespace):
-                self._add_path(path, treatment, dtypes, fitting, node)
+                self._add_path(path, entry, treatment, dtypes, fitting, node)
             if len(self._faults) > faults:
                 return  # of all spellings one is enough to be told of
 
@@ -301,17 +332,25 @@ class _Parsed:
     def _add_path(
         self,
         path: Path,
+        entry: Path,
         treatment: Treatment | None,
         dtypes: Iterable[torch.dtype],
         options: Mapping[str, Any],
         node: yaml.Node,
     ) -> None:
         rule = None if treatment is None else Rule(path, treatment, self._at(_line(node)), **options)
-        listing = _Listing(path, UNLISTED if treatment is None else treatment.value, _line(node), rule)
+        listing = _Listing(path, entry, UNLISTED if treatment is None else treatment.value, _line(node), rule)
         function = identity(path) if self._resolve else path
         for dtype in dtypes:
             first = self._first.setdefault((function, dtype), listing)
             again = self._listed.setdefault((path, dtype), listing)
+            if listing.repeats(again):
+                continue  # as of mul and multiply, both of which the operator belongs to
+            earlier = first if again is listing else again
+            clash = again is not listing or listing.disagrees(earlier)
+            if clash and (listing.is_derived or earlier.is_derived):
+                self.fault(node, _shared(listing, earlier))
+                return
             if first.name != listing.name:
                 same = "" if first.path == path else f", which is the same function as {first.path},"
                 where = f" in line {first.line}" if first.line else ""
@@ -385,6 +424,21 @@ class _Parsed:
         if unfit:
             self.fault(node, unfit)
         return not unfit
+
+
+def _shared(listing: _Listing, earlier: _Listing) -> str:
+    """Says that two entries stand for one path, which at least one of them does not name."""
+    where = f" in line {earlier.line}" if earlier.line else ""
+    options = ", which has other options," if listing.name == earlier.name and listing.disagrees(earlier) else ""
+    return (
+        f"{_typed(listing)} here and {_typed(earlier)}{where}{options} both stand for {listing.path}; keep one of "
+        f'them, or type namespaces in the place of "{EVERY}".'
+    )
+
+
+def _typed(listing: _Listing) -> str:
+    namespace = f'"{EVERY}"' if listing.entry.namespace == EVERY else listing.entry.namespace
+    return f"`{listing.name}: {{{namespace}: [{listing.entry.name}]}}`"
 
 
 def _fitting(options: Mapping[str, Any], path: Path) -> Mapping[str, Any]:

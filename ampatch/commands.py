@@ -20,7 +20,7 @@ from ampatch.errors import CastListError, KernelError, OptionError
 if TYPE_CHECKING:
     import torch
 
-_FAULT = 1  # a fault in what the command read
+_FAULT = 1  # a fault in what the command read, or a warning where that is to count as one
 
 # The half types of a peer that does not have both.
 _PEER_HALF_DTYPES = {"apex": ["float16"]}
@@ -28,7 +28,7 @@ _PEER_HALF_DTYPES = {"apex": ["float16"]}
 _DEMO = "Trains a small network in float32 and in mixed precision, and compares the two."
 _LISTS = "Shows, checks and compares the cast lists."
 _SHOW = "Prints the rules in force, each with the file and line it comes from."
-_CHECK = "Says what is wrong with a cast list file, one line a fault."
+_CHECK = "Says what is wrong with cast list files, one line a fault."
 _DIFF = "Prints what another system, or a file of yours, casts otherwise than ampatch's own lists."
 _DOCTOR = "Prints what a bug report needs: versions, devices, kernels, and who has patched what of torch."
 _BUILD = "Compiles the extension, which amp uses from then on: kernels, and the calls of patched functions."
@@ -93,7 +93,20 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=_file, metavar="FILE", help="a file as `amp.initialize(cast_lists=...)` takes it")
+    parser.add_argument(
+        "files",
+        nargs="+",
+        type=_file,
+        metavar="FILE",
+        help="a file as `amp.initialize(cast_lists=...)` takes it; of several each is checked by itself, and the exit "
+        "status is 1 if any has a fault",
+    )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="exit with status 1 also where an edit is undone by what the function calls, of which "
+        "`amp.initialize` warns",
+    )
     parser.set_defaults(run=_check)
 
 
@@ -101,14 +114,20 @@ def _check(arguments: argparse.Namespace) -> int:
     from ampatch import list_reports
     from ampatch.cast_lists import shipped
 
-    try:
-        with _searching_here():
-            changed = shipped().overlaid(arguments.file)  # read once only: it may be a pipe
-    except CastListError as error:
-        _print(list_reports.faults(error))
-        return _FAULT
-    _print(list_reports.checked(arguments.file, shipped(), changed))
-    return 0
+    status = 0
+    for file in arguments.files:
+        try:
+            with _searching_here():
+                changed = shipped().overlaid(file)  # read once only: it may be a pipe
+        except CastListError as error:
+            _print(list_reports.faults(error))
+            status = _FAULT
+            continue
+        checked = list_reports.checked(file, shipped(), changed)
+        _print(checked.lines)
+        if arguments.strict and checked.warns:
+            status = _FAULT
+    return status
 
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:

@@ -6,12 +6,13 @@ Owns the sentences that tell a user so. Only computes: it must never change a li
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from ampatch.cast_lists import UNLISTED, CastLists, Rule, Treatment, shipped, typed_conditions
+from ampatch.cast_lists import MAPPING, UNLISTED, CastLists, Rule, Treatment, shipped, typed_conditions
 from ampatch.opt_levels import HALF_DTYPES
 from ampatch.paths import Path, PathError, find, identity
 from ampatch.spellings import EVERY, NAMESPACES, called_by, spellings
@@ -51,11 +52,11 @@ def difference(live: CastLists, asked: CastLists) -> list[str]:
 def undone(
     lists: CastLists, half_dtypes: Iterable[torch.dtype] = HALF_DTYPES.values(), registered: Iterable[Edit] = ()
 ) -> dict[Path, str]:
-    """Names the functions of torch's whose edit comes to nothing, as what they call is treated otherwise.
+    """Names the functions of torch's whose edit is undone by what they call, which is treated otherwise.
 
     ``torch.nn.functional.softmax`` calls the method: whitelisted alone, it hands the method half tensors, which are
-    cast to float32 there. Functions of others are passed over:
-    a method that they call need not be a tensor's.
+    cast to float32 there, and float32 input has only lost digits. Functions of others are passed over: a method that
+    they call need not be a tensor's. So is what they call where a rule has conditions, which may hold for no such call.
 
     Args:
         lists: the rules in force, edits included.
@@ -68,10 +69,13 @@ def undone(
     told: dict[Path, str] = {}
     called = functools.cache(called_by)
     for half_dtype in half_dtypes:
+        edits = [edit for edit in (*_edits(lists, half_dtype), *registered) if _is_of_torch(edit)]
+        if not edits:
+            continue  # nearly always, and to look up every function takes milliseconds
         before = _by_function(shipped().for_half(half_dtype))
         now = _by_function(lists.for_half(half_dtype))
         now |= {id(edit.function): edit.rule for edit in registered if edit.rule is not None}
-        for edit in filter(_is_of_torch, [*_edits(lists, half_dtype), *registered]):
+        for edit in edits:
             rule, caller = edit.rule, before.get(id(edit.function))
             undoing = [
                 now[callee]
@@ -81,6 +85,28 @@ def undone(
             if undoing:
                 told[edit.path] = _told_undone(edit, undoing)
     return told
+
+
+def undone_in_brief(lists: CastLists, half_dtype: torch.dtype, registered: Sequence[Edit]) -> str | None:
+    """Says for a warning which edits are undone: of the first one all, of the others where to read on; None: of none.
+
+    Args:
+        lists: the rules in force, edits included.
+        half_dtype: the half type to look at.
+        registered: functions that count more than the lists.
+    """
+    told = undone(lists, [half_dtype], registered)
+    if not told:
+        return None
+    (_, first), *others = told.items()
+    if not others:
+        return first
+    # The command reads each file alone, and knows nothing of mappings and of functions that were registered.
+    if len(lists.files) == 1 and lists.files[0] != MAPPING and not registered:
+        verb = "is" if len(others) == 1 else "are"
+        command = f"ampatch lists check {shlex.quote(lists.files[0])}"
+        return f"{first} {len(others)} more {verb} undone so: `{command}` tells of each."
+    return f"{first} Undone in this way too: {_enumerated([str(path) for path, _ in others])}."
 
 
 def left_out(lists: CastLists) -> list[str]:
@@ -112,12 +138,11 @@ def left_out(lists: CastLists) -> list[str]:
 
 def _edits(lists: CastLists, half_dtype: torch.dtype) -> list[Edit]:
     """In what the lists differ from the shipped ones."""
+    if lists is shipped():
+        return []
     before, now = shipped().for_half(half_dtype), lists.for_half(half_dtype)
-    return [
-        Edit(path, _function(path), now.get(path))
-        for path in sorted({**before, **now})
-        if before.get(path) != now.get(path)
-    ]
+    edited = [path for path in {**before, **now} if before.get(path) != now.get(path)]
+    return [Edit(path, _function(path), now.get(path)) for path in sorted(edited)]
 
 
 def _by_function(rules: Mapping[Path, Rule]) -> dict[int, Rule]:
@@ -137,7 +162,9 @@ def _is_of_torch(edit: Edit) -> bool:
 
 def _undoes(callee: Rule | None, caller: Rule | None) -> bool:
     """Tells whether arguments that were cast for a caller are cast otherwise for a function that it calls."""
-    if callee is None or (caller is not None and caller.treatment in (callee.treatment, Treatment.BANNED)):
+    if callee is None or callee.when:
+        return False
+    if caller is not None and caller.treatment in (callee.treatment, Treatment.BANNED):
         return False
     # To the widest of types that are equal by then.
     return caller is None or callee.treatment is not Treatment.PROMOTE

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
@@ -112,28 +113,38 @@ def faults(error: AmpError) -> list[str]:
     return [_one_line(str(part)) for part in parts]
 
 
-def checked(file: str, before: CastLists, after: CastLists) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Checked:
     """What there is to say of a file without faults.
+
+    Attributes:
+        lines: one for each change that is undone, and for each that leaves out other spellings of its function. The
+            last one says how much the file changes, and what of that could not be checked.
+        warns: whether a change is undone. To leave out a spelling may be meant.
+    """
+
+    lines: list[str]
+    warns: bool
+
+
+def checked(file: str, before: CastLists, after: CastLists) -> Checked:
+    """Looks through a file without faults.
 
     Args:
         file: the file's name.
         before: the lists without it.
         after: the lists with it.
-
-    Returns:
-        A line for each change that comes to nothing, and for each that leaves out other spellings of its function. The
-        last one says how much the file changes, and what of that could not be checked.
     """
     undone = list_edits.undone(after)
     changed = {key[0] for key in {**before.rules, **after.rules} if before.rules.get(key) != after.rules.get(key)}
     unseen = sum(_found(path) is None for path in changed)
     note = f" ({unseen} not looked up, being in modules that are not imported yet)" if unseen else ""
-    come = "comes" if len(undone) == 1 else "come"
-    sound = f"can be read, but {len(undone)} of its changes {come} to nothing" if undone else "is sound"
+    how = "is undone by what the function calls" if len(undone) == 1 else "are undone by what the functions call"
+    sound = f"can be read, but {len(undone)} of its changes {how}" if undone else "is sound"
     are = "is" if len(changed) == 1 else "are"
     verdict = f"{file} {sound}: it changes how {_paths(len(changed))} {are} treated{note}."
-    # DEL{'is' if len(changed) == 1 else 'are'} treated{note}."
-    return [_one_line(line) for line in (*undone.values(), *list_edits.left_out(after), verdict)]
+    lines = [*undone.values(), *list_edits.left_out(after), verdict]
+    return Checked(list(map(_one_line, lines)), bool(undone))
 
 
 def difference(theirs: CastLists, ours: CastLists, name: str, half_dtypes: Sequence[torch.dtype] = BOTH) -> list[str]:

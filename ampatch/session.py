@@ -190,12 +190,9 @@ class Session:
     def _warn_of_undone_edits(self) -> None:
         edits = [known.as_edit() for known in self.registered]
         half_dtype = self.settings.properties.half_dtype
-        undone = list(list_edits.undone(self.settings.lists, [half_dtype], edits).values())
-        if undone:
-            more = (
-                f" {len(undone) - 1} more are undone so: `ampatch lists check FILE` names them." if undone[1:] else ""
-            )
-            warn(undone[0] + more)
+        told = list_edits.undone_in_brief(self.settings.lists, half_dtype, edits)
+        if told:
+            warn(told)
 
     def hear(self, tensor: Tensor) -> None:
         """Somebody may write to a tensor in a way that torch does not count."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ampatch.paths import Path, PathError, beneath, find
+from ampatch.paths import Path, beneath
 
 #: Instead of a namespace: each of those below.
 EVERY = "*"
@@ -73,10 +73,9 @@ def _owner(namespace: str) -> object:
 
 
 def _is_function(path: Path) -> bool:
-    try:
-        found = find(path)
-    except PathError:
-        return False
+    if path.name.startswith("__") and path.namespace != "torch.Tensor":
+        return False  # a method of the module's own, such as torch.__eq__
+    found = beneath(getattr(_owner(path.namespace), path.name, None))  # find() would look for near misses, and slowly
     return callable(found) and not isinstance(found, (type, types.ModuleType))
 
 

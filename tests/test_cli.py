@@ -95,7 +95,7 @@ class TestCommandLine:
             ),
             (["lists", "check"], "ampatch lists check: error: the following arguments are required: FILE"),
             (["lists", "check", ""], "ampatch lists check: error: argument FILE: the name of a file is empty"),
-            (["lists", "check", "a", "b"], "ampatch: error: unrecognized arguments: b"),
+            (["lists", "diff", "apex", "b"], "ampatch: error: unrecognized arguments: b"),
             (
                 ["lists", "diff", "apx"],
                 "ampatch lists diff: error: argument SYSTEM | FILE: 'apx' is neither one of apex, torch_autocast_cuda,",
@@ -296,7 +296,8 @@ class TestCheck:
             f"{file}:4: torch.mm is in the blacklist now, but torch.Tensor.mm and torch.sparse.mm "
         )
         assert verdict == (
-            f"{file} can be read, but 1 of its changes comes to nothing: it changes how 2 paths are treated."
+            f"{file} can be read, but 1 of its changes is undone by what the function calls: it changes how 2 paths "
+            "are treated."
         )
 
     @pytest.mark.parametrize(
@@ -343,6 +344,38 @@ class TestCheck:
         (line,) = capsys.readouterr().out.splitlines()
         assert line.startswith(f"{tmp_path / name}: ".replace("\n", " "))
         assert why in line
+
+    def test_of_several_files_each_is_checked_by_itself(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        faulty, sound, opposite = tmp_path / "faulty.yaml", tmp_path / "sound.yaml", tmp_path / "opposite.yaml"
+        faulty.write_text("whitelist:\n  torch: [mmm]\n")
+        sound.write_text(SOUND)
+        opposite.write_text("whitelist:\n  torch.nn.functional: [linear]\n")  # as it is in the shipped lists
+
+        assert cli.main(["lists", "check", str(faulty), str(sound), str(opposite)]) == 1
+
+        first, second, third = capsys.readouterr().out.splitlines()
+        assert first.startswith(f"{faulty}:2: 'torch' has no 'mmm'")
+        assert second == f"{sound} is sound: it changes how 1 path is treated."
+        assert third == f"{opposite} is sound: it changes how 0 paths are treated."
+        assert cli.main(["lists", "check", str(sound), str(opposite)]) == 0
+
+    @pytest.mark.parametrize(
+        ("content", "status"),
+        [
+            pytest.param("whitelist: {torch.nn.functional: [softmax]}", 1, id="undone"),
+            pytest.param("blacklist: {torch: [mm]}", 0, id="left out"),
+            pytest.param("whitelist: {torch: [mmm]}", 1, id="a fault"),
+            pytest.param(SOUND, 0, id="sound"),
+        ],
+    )
+    def test_strict_counts_an_undone_edit_as_a_fault(self, content: str, status: int, tmp_path: Path) -> None:
+        file, sound = tmp_path / "own.yaml", tmp_path / "sound.yaml"
+        file.write_text(content)
+        sound.write_text(SOUND)
+
+        assert cli.main(["lists", "check", "--strict", str(file), str(sound)]) == status
 
     def test_a_pipe_can_be_checked(self) -> None:
         done = python("-m", "ampatch", "lists", "check", "/dev/stdin", stdin=SOUND)

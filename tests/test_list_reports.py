@@ -190,7 +190,7 @@ class TestVerdict:
         ids=str,
     )
     def test_it_counts_what_is_treated_otherwise(self, overlay: dict[str, object], changed: str) -> None:
-        *_, verdict = list_reports.checked("own.yaml", shipped(), shipped().overlaid(overlay))
+        *_, verdict = list_reports.checked("own.yaml", shipped(), shipped().overlaid(overlay)).lines
 
         assert verdict == f"own.yaml is sound: it changes how {changed} treated."
 
@@ -199,7 +199,7 @@ class TestVerdict:
         monkeypatch.syspath_prepend(tmp_path)
         after = shipped().overlaid({"blacklist": {"torch": ["mm"], "not_imported_yet": ["f", "g"]}})
 
-        *_, verdict = list_reports.checked("own.yaml", shipped(), after)
+        *_, verdict = list_reports.checked("own.yaml", shipped(), after).lines
 
         assert verdict.endswith("3 paths are treated (2 not looked up, being in modules that are not imported yet).")
 

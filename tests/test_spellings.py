@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path as FilePath
 
 import pytest
@@ -13,10 +14,11 @@ from helpers import casts_on
 from torch import Tensor, nn
 
 from ampatch import amp, list_edits
-from ampatch.cast_lists import Treatment, shipped
+from ampatch.cast_lists import Rule, Treatment, shipped
 from ampatch.errors import AmpWarning, BannedFunctionError, CastListError
+from ampatch.opt_levels import HALF_DTYPES
 from ampatch.paths import Path, find
-from ampatch.spellings import NAMESPACES, called_by, spellings
+from ampatch.spellings import NAMESPACES, called_by, known_names, spellings
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
@@ -85,6 +87,32 @@ class TestEverySpelling:
         assert not [told for path, told in list_edits.undone(lists).items() if f".{path.name} (" in told]
         assert not list_edits.left_out(lists)
 
+    def test_leaves_none_out_of_any_name(self) -> None:
+        """Names between underscores come along as the operators of others."""
+        names = sorted(name for name in known_names() if not name.startswith("__"))
+
+        assert not list_edits.left_out(shipped().overlaid({"blacklist": {"*": names}}))
+
+    def test_has_no_methods_of_modules_among_them(self) -> None:
+        assert spellings("__gt__") == [Path("torch.Tensor", "__gt__")]
+
+    @pytest.mark.parametrize("listed", ["whitelist", "unlisted"])
+    def test_may_be_shared_by_two_names_that_are_treated_alike(self, listed: str) -> None:
+        """As an operator or an in-place form is."""
+        shared = [["mul", "multiply"], ["div", "divide", "true_divide"], ["abs", "absolute"], ["exp", "exp_"]]
+        lists = shipped().overlaid({listed: {"*": [name for names in shared for name in names]}})
+
+        alone = shipped().overlaid([{listed: {"*": [name]}} for names in shared for name in names])
+        assert lists == alone
+
+    def test_that_is_shared_may_be_named_for_one_half_type_each(self) -> None:
+        names = [{"name": "mul", "dtypes": ["float16"]}, "multiply"]
+
+        lists = shipped().overlaid({"promote": {"*": names}})
+
+        assert {Path("torch.Tensor", "__mul__"), Path("torch", "multiply")} <= set(lists.for_half(HALF))
+        assert Path("torch", "mul") not in lists.for_half(HALF)
+
     def test_takes_options(self) -> None:
         lists = shipped().overlaid({"blacklist": {"*": [{"name": "cumsum", "dtypes": ["float16"], "via_dtype": True}]}})
 
@@ -133,6 +161,34 @@ class TestEverySpelling:
                 'whitelist:\n  "*": [softmax]\n  torch: [softmax]',
                 "3: torch.softmax stands in 'whitelist' a second time, first in line 2; keep one.",
                 id="twice",
+            ),
+            pytest.param(
+                'whitelist: {"*": [mul]}\nblacklist: {"*": [multiply]}',
+                '2: `blacklist: {"*": [multiply]}` here and `whitelist: {"*": [mul]}` in line 1 both stand for '
+                'torch.Tensor.__mul__; keep one of them, or type namespaces in the place of "*".',
+                id="two lists for what two names share",
+            ),
+            pytest.param(
+                'banned:\n  "*": [mul, {name: multiply, instead: "use add"}]',
+                '2: `banned: {"*": [multiply]}` here and `banned: {"*": [mul]}` in line 2, which has other options, '
+                "both stand for torch.Tensor.__mul__; keep one",
+                id="other options for what two names share",
+            ),
+            pytest.param(
+                'whitelist:\n  "*": [mul]\n  torch.Tensor: [__mul__]',
+                '3: `whitelist: {torch.Tensor: [__mul__]}` here and `whitelist: {"*": [mul]}` in line 2 both stand for',
+                id="twice by another name",
+            ),
+            pytest.param(
+                'whitelist: {torch.Tensor: [abs]}\nblacklist: {"*": [absolute]}',
+                '2: `blacklist: {"*": [absolute]}` here and `whitelist: {torch.Tensor: [abs]}` in line 1 both stand '
+                "for torch.Tensor.__abs__; keep one",
+                id="two lists for one function by other names",
+            ),
+            pytest.param(
+                'whitelist: {"*": [mul, multiply, mul]}',
+                "1: torch.mul stands in 'whitelist' a second time, first in line 1; keep one.",
+                id="a name twice",
             ),
             pytest.param(
                 'blacklist: {"*": [{name: softmax, when: {dmi: [0]}}]}',
@@ -191,6 +247,57 @@ class TestAnUndoneEdit:
         with pytest.warns(AmpWarning, match=r"functional.softmax is in the whitelist now, but calls what undoes that"):
             amp.init(half_dtype=HALF, cast_lists={"whitelist": {"*": ["softmax"]}})
 
+    @pytest.mark.parametrize("half_dtype", list(HALF_DTYPES.values()), ids=str)
+    def test_needs_an_edit_before_any_function_is_looked_up(
+        self, half_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It takes milliseconds of every `initialize`."""
+        read_again = replace(shipped())
+        monkeypatch.setattr(list_edits, "identity", None)
+
+        for lists in (shipped(), read_again):
+            assert list_edits.undone(lists, [half_dtype]) == {}
+
+    def test_is_told_of_in_full_and_the_others_by_name(self) -> None:
+        amp.register_half_function(F, "softmax")
+        names = ["gumbel_softmax", "log_softmax", "normalize", "softmin"]
+
+        with pytest.warns(AmpWarning) as caught:
+            amp.init(half_dtype=HALF, cast_lists={"whitelist": {"torch.nn.functional": names}})
+
+        (warning,) = caught
+        assert str(warning.message).endswith(
+            " Undone in this way too: torch.nn.functional.log_softmax, torch.nn.functional.normalize, "
+            "torch.nn.functional.softmin, and 1 more."
+        )
+
+    @pytest.mark.parametrize(("count", "verb"), [(2, "is"), (3, "are")])
+    def test_in_a_file_is_told_of_with_a_command_for_the_others(
+        self, count: int, verb: str, tmp_path: FilePath
+    ) -> None:
+        file = tmp_path / "my casts.yaml"
+        file.write_text(f"whitelist: {{torch.nn.functional: {['softmax', 'softmin', 'log_softmax'][:count]}}}")
+
+        told = list_edits.undone_in_brief(shipped().overlaid(file), HALF, [])
+
+        assert told is not None
+        assert told.endswith(f" {count - 1} more {verb} undone so: `ampatch lists check '{file}'` tells of each.")
+
+    @pytest.mark.parametrize("form", ["mapping", "two files", "registered too"])
+    def test_is_told_of_with_a_command_only_where_that_finds_it(self, form: str, tmp_path: FilePath) -> None:
+        content: dict[str, object] = {"whitelist": {"torch.nn.functional": ["softmax", "softmin"]}}
+        file = tmp_path / "own.yaml"
+        file.write_text(str(content))
+        lists = shipped().overlaid({"mapping": [content], "two files": [file, file]}.get(form, [file]))
+        path = Path("torch.nn.functional", "log_softmax")
+        registered = [list_edits.Edit(path, F.log_softmax, Rule(path, Treatment.WHITELIST, "registered"))]
+
+        told = list_edits.undone_in_brief(lists, HALF, registered if form == "registered too" else [])
+
+        assert told is not None
+        assert "Undone in this way too: torch.nn.functional.softmin" in told
+        assert "lists check" not in told
+
     @pytest.mark.parametrize(
         ("overlay", "calls"),
         [
@@ -203,9 +310,7 @@ class TestAnUndoneEdit:
             ),
             pytest.param({"whitelist": {"torch.nn.functional": ["lp_pool1d"]}}, "torch.Tensor.pow", id="float16 only"),
             pytest.param(
-                {"promote": {"torch.nn.functional": ["upsample_bilinear"]}},
-                "torch.nn.functional.interpolate",
-                id="what is promoted first",
+                {"promote": {"torch.nn.functional": ["normalize"]}}, "torch.Tensor.norm", id="what is promoted first"
             ),
             pytest.param(
                 {"unlisted": {"torch.nn.functional": ["gumbel_softmax"]}}, "torch.Tensor.scatter_", id="promoted inside"
@@ -234,6 +339,16 @@ class TestAnUndoneEdit:
     )
     def test_is_no_other(self, overlay: Mapping[str, object]) -> None:
         assert undone(overlay) == {}
+
+    def test_is_none_where_what_it_calls_has_conditions(self) -> None:
+        """They may hold for no call of its, as here."""
+        lists = {
+            "whitelist": {"torch.nn.functional": ["softmax"]},
+            "blacklist": {"torch.Tensor": [{"name": "softmax", "when": {"dim": [0]}}]},
+        }
+
+        with casts_on(half_dtype=HALF, cast_lists=lists):
+            assert F.softmax(torch.ones(2, 2), -1).dtype is HALF
 
     def test_is_none_in_functions_of_others(self, tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> None:
         """There ``softmax`` may be anybody's method."""
@@ -264,6 +379,13 @@ class TestWhatIsCalled:
     )
     def test_is_read_from_the_code(self, function: object, called: object) -> None:
         assert id(called) in called_by(function)
+
+    def test_is_read_from_functions_inside_it_too(self) -> None:
+        def function(x: Tensor) -> Tensor:
+            inside = lambda: torch.norm(x)  # noqa: E731 - as torch has them
+            return inside()
+
+        assert id(torch.norm) in called_by(function)
 
     def test_of_a_builtin_is_nothing(self) -> None:
         assert called_by(torch.softmax) == {}
@@ -301,6 +423,15 @@ class TestWhatIsLeftOut:
             list_edits.left_out(shipped().overlaid({"blacklist": {"torch": [{"name": "exp", "dtypes": ["float16"]}]}}))
             == []
         )
+
+    def test_is_not_what_was_decided_otherwise(self) -> None:
+        lists = shipped().overlaid({"blacklist": {"torch": ["mm"]}, "promote": {"torch.Tensor": ["mm"]}})
+
+        (told,) = list_edits.left_out(lists)  # torch.sparse.mm is promoted already
+        assert "torch.mm is in the blacklist now, but torch.sparse.mm stays as it is." in told
+
+    def test_is_nothing_of_a_name_that_is_not_torchs(self) -> None:
+        assert list_edits.left_out(shipped().overlaid({"blacklist": {"math": ["sqrt"]}})) == []
 
     def test_is_left_to_an_edit_that_is_undone(self) -> None:
         assert list_edits.left_out(shipped().overlaid({"whitelist": {"torch.nn.functional": ["softmax"]}})) == []

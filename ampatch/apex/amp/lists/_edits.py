@@ -26,7 +26,7 @@ _TREATMENTS = {
 # Apex kept those of its promoted functions apart that take a sequence.
 _OF_SEQUENCES = ("cat", "stack")
 
-# A function in Python, such as F.softmax, calls the method; to change the one alone would change nothing.
+# A function in Python, such as F.softmax, calls the method; an edit of the one alone is undone by the other.
 _CALLED_BY = {"torch.nn.functional": ("torch", "torch.Tensor")}
 
 
