@@ -15,6 +15,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from os import PathLike, fspath
@@ -323,9 +324,11 @@ class _Parsed:
         if namespace.value != EVERY:
             return [Path(namespace.value, name)]
         found = spellings(name)
-        if not found and not optional:
+        if any(sign in name for sign in "*?["):
+            self.fault(node, _no_pattern(name))  # even where it is optional: no torch has such a name
+        elif not found and not optional:
             namespaces = ", ".join(NAMESPACES)
-            near = did_you_mean(name, (known for known in known_names() if not known.startswith("_")))
+            near = did_you_mean(name, _public_names())
             self.fault(node, f"no function is named {name!r} in any of {namespaces}; `{EVERY!r}` means these.{near}")
         return found
 
@@ -424,6 +427,26 @@ class _Parsed:
         if unfit:
             self.fault(node, unfit)
         return not unfit
+
+
+# Of the names that a pattern fits, for whoever has to type them out: those of the losses all stand in one message.
+_MOST_NAMED = 24
+
+
+def _public_names() -> list[str]:
+    return sorted(name for name in known_names() if not name.startswith("_"))
+
+
+def _no_pattern(pattern: str) -> str:
+    """Says that a pattern is no name, and which names to type for it: those that it fits, or the nearest."""
+    fitting = [name for name in _public_names() if fnmatchcase(name, pattern)]
+    if fitting:
+        more = f", and {len(fitting) - _MOST_NAMED} more" if len(fitting) > _MOST_NAMED else ""
+        near = f" It would fit {', '.join(fitting[:_MOST_NAMED])}{more}."
+    else:
+        near = did_you_mean(re.sub(r"[*?\[\]]", "", pattern), _public_names())
+    expected = "a function's name: patterns are not taken; type each name out."
+    return f"found the pattern {pattern!r}; expected {expected}{near}"
 
 
 def _shared(listing: _Listing, earlier: _Listing) -> str:
@@ -576,11 +599,22 @@ class _UnreadableError(Exception):
         self.line = line
 
 
+def unexpanded(file: str) -> str:
+    """Says what to type for a path that is not there, with a space in front, if it has variables of the shell's."""
+    if "$" not in file:
+        return ""
+    return (
+        " Variables are not expanded in paths: the shell does that, outside of single quotes. Type the folder itself, "
+        "`~` for your home, or in Python `os.path.expandvars(path)`."
+    )
+
+
 def _text_of(file: str) -> str:
     try:
         content = FilePath(file).read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        raise _UnreadableError(f"the file cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+        hint = unexpanded(file) if isinstance(error, FileNotFoundError) else ""
+        raise _UnreadableError(f"the file cannot be read: {getattr(error, 'strerror', None) or error}.{hint}") from None
     try:
         return content.decode()
     except UnicodeDecodeError as error:

@@ -144,14 +144,15 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
 
 
 def _peer_or_file(text: str) -> str:
-    from ampatch.cast_lists import PEERS
+    from ampatch.cast_lists import PEERS, unexpanded
     from ampatch.errors import did_you_mean
 
     file = _file(text)
     if text in PEERS or Path(file).exists():
         return file
     raise argparse.ArgumentTypeError(
-        f"{text!r} is neither one of {', '.join(PEERS)}, nor a file that there is.{did_you_mean(text, PEERS)}"
+        f"{text!r} is neither one of {', '.join(PEERS)}, nor a file that there is."
+        f"{did_you_mean(text, PEERS)}{unexpanded(text)}"
     )
 
 

@@ -512,6 +512,17 @@ promote:
     def test_of_a_file_that_is_not_there(self, tmp_path: Path) -> None:
         assert faults(tmp_path / "none.yaml") == ["none.yaml: the file cannot be read: No such file or directory."]
 
+    def test_of_a_path_with_variables(self) -> None:
+        (fault,) = faults("$HOME/none.yaml")
+        assert fault == (
+            "$HOME/none.yaml: the file cannot be read: No such file or directory. Variables are not expanded in paths: "
+            "the shell does that, outside of single quotes. Type the folder itself, `~` for your home, or in Python "
+            "`os.path.expandvars(path)`."
+        )
+
+    def test_of_a_file_whose_name_has_the_sign_of_variables(self, tmp_path: Path) -> None:
+        assert shipped().overlaid(write(tmp_path, "", "$HOME.yaml")) == shipped()
+
     def test_of_a_folder(self, tmp_path: Path) -> None:
         (tmp_path / "folder").mkdir()
         assert faults(tmp_path / "folder") == ["folder: the file cannot be read: Is a directory."]

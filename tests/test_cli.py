@@ -411,6 +411,11 @@ class TestHome:
 
 
 class TestDiff:
+    def test_variables_in_the_path_of_a_file_are_told_of(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert ends(["lists", "diff", "$HOME/own.yaml"]) == 2
+
+        assert "nor a file that there is. Variables are not expanded in paths: " in capsys.readouterr().err
+
     @pytest.mark.parametrize("name", PEERS)
     @pytest.mark.parametrize("dtype", list_reports.BOTH, ids=str)
     def test_it_compares_a_peer_with_the_shipped_lists(

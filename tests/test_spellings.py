@@ -135,6 +135,10 @@ class TestEverySpelling:
         assert rules[Path("torch", "softmax")].treatment is Treatment.BLACKLIST
         assert rules[Path("torch.Tensor", "softmax")].treatment is Treatment.WHITELIST
 
+    def test_names_no_more_than_can_be_read_of_what_a_pattern_fits(self) -> None:
+        with pytest.raises(CastListError, match=r"It would fit (\w+, ){24}and \d+ more\.$"):
+            shipped().overlaid({"whitelist": {"*": ["*"]}})
+
     @pytest.mark.parametrize(
         ("content", "expected"),
         [
@@ -143,6 +147,20 @@ class TestEverySpelling:
                 "1: no function is named 'sofmax' in any of torch, torch.nn.functional, torch.Tensor, torch.linalg, "
                 "torch.special, torch.fft, torch.sparse; `'*'` means these. Did you mean 'softmax' or",
                 id="misspelt",
+            ),
+            pytest.param(
+                'whitelist: {"*": ["l?_loss"]}',
+                "1: found the pattern 'l?_loss'; expected a function's name: patterns are not taken; type each name "
+                "out. It would fit l1_loss.",
+                id="a pattern",
+            ),
+            pytest.param(
+                'whitelist: {"*": [{name: "*_*", optional: true}]}',
+                "type each name out. It would fit abs_, absolute_, acos_, ",
+                id="a pattern that fits many",
+            ),
+            pytest.param(
+                'whitelist: {"*": ["sotfmax*"]}', "type each name out. Did you mean 'softmax'", id="a misspelt pattern"
             ),
             pytest.param('whitelist: {"*": [functional.softmax]}', "no function is named 'functional.sof", id="dotted"),
             pytest.param(
