@@ -28,6 +28,8 @@ from packaging.utils import canonicalize_name
 
 from ampatch import extension, extension_build
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 ROOT = Path(__file__).resolve().parents[1]
 CAST_LISTS = ("whitelist.yaml", "blacklist.yaml", "promote.yaml", "banned.yaml")
 LEFTOVERS = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist")
@@ -40,8 +42,6 @@ import json
 from importlib.resources import files
 import ampatch, ampatch.demo.digits as digits
 from ampatch import extension
-
-pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
 found_library = extension.find()
 
