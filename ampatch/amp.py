@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Generic, TypeVar, overload
 
 import torch
@@ -131,6 +131,8 @@ def initialize(
     cast_lists: Overlay | None = ...,
     init_scale: float = ...,
     scale_factor: float = ...,
+    growth_factor: float | None = ...,
+    backoff_factor: float | None = ...,
     scale_window: int = ...,
     hysteresis: int = ...,
     exact_hooks: bool = ...,
@@ -161,6 +163,8 @@ def initialize(
     cast_lists: Overlay | None = ...,
     init_scale: float = ...,
     scale_factor: float = ...,
+    growth_factor: float | None = ...,
+    backoff_factor: float | None = ...,
     scale_window: int = ...,
     hysteresis: int = ...,
     exact_hooks: bool = ...,
@@ -190,6 +194,8 @@ def initialize(
     cast_lists: Overlay | None = None,
     init_scale: float = 2.0**16,
     scale_factor: float = 2.0,
+    growth_factor: float | None = None,
+    backoff_factor: float | None = None,
     scale_window: int = 2000,
     hysteresis: int = 1,
     exact_hooks: bool = False,
@@ -224,7 +230,9 @@ def initialize(
             bfloat16.
         cast_lists: a YAML file, a list of them, or a mapping of the same form, laid over the shipped lists.
         init_scale: where a dynamic scale starts.
-        scale_factor: by which it grows and backs off.
+        scale_factor: by which it grows and backs off; sets the next two.
+        growth_factor: what it is multiplied by when it grows; None: ``scale_factor``.
+        backoff_factor: what it is multiplied by when it backs off; None: 1 / ``scale_factor``.
         scale_window: clean steps before it grows.
         hysteresis: overflows before it backs off.
         exact_hooks: that a skipped step fires none of the optimizer's step hooks, at the price of waiting for the
@@ -279,6 +287,8 @@ def initialize(
             properties.loss_scale,
             init_scale=init_scale,
             scale_factor=scale_factor,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
             scale_window=scale_window,
             hysteresis=hysteresis,
             min_loss_scale=min_loss_scale,
@@ -697,8 +707,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     other = settings_unlike(live.settings.scale_policy, *(state_dict[name] for name in common))
     if other:
         warn(
-            f"the GradScaler had {other}, which is not loaded. To have it here, give scale_factor and scale_window to "
-            "amp.initialize."
+            f"the GradScaler had {other}, which is not loaded. To have it here, give growth_factor, backoff_factor and "
+            "scale_window to amp.initialize."
         )
     for name, state in states.items():
         _take_over(name, known[name], state, was_static=state_dict[name].get("dynamic") is False, tell=live.verbose)
@@ -715,7 +725,7 @@ def _take_over(name: str, scaler: LossScaler, state: ScaleState, was_static: boo
         if tell:
             logger.info("%s was saved at %g, and is static here: %g", name, state.loss_scale, policy.init_scale)
         state = replace(state, loss_scale=policy.init_scale)
-    scaler.load_state_dict(asdict(state))
+    scaler.go_on_from(state)
 
 
 def get_loss_scale(loss_id: int = 0) -> float:

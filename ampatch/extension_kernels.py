@@ -69,7 +69,8 @@ def update_scale(
     unskipped: Tensor,
     hysteresis_left: Tensor,
     found_inf: Tensor,
-    factor: float,
+    growth: float,
+    backoff: float,
     window: int,
     hysteresis: int,
     floor: float,
@@ -77,6 +78,6 @@ def update_scale(
 ) -> None:
     """As `ampatch.torch_kernels.update_scale`."""
     torch.ops.ampatch.update_scale(
-        scale, unskipped, hysteresis_left, found_inf, factor, window, hysteresis, floor, ceiling
+        scale, unskipped, hysteresis_left, found_inf, growth, backoff, window, hysteresis, floor, ceiling
     )
     increment_version([scale, unskipped, hysteresis_left])

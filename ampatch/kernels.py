@@ -327,7 +327,8 @@ def update_scale(
     hysteresis_left: Tensor,
     found_inf: Tensor,
     *,
-    factor: float,
+    growth: float,
+    backoff: float,
     window: int,
     hysteresis: int,
     floor: float,
@@ -340,14 +341,15 @@ def update_scale(
         unskipped: 0-dimensional int32, clean steps since the last change.
         hysteresis_left: 0-dimensional int32.
         found_inf: 0-dimensional float32, not 0 after an overflow.
-        factor: by which the scale grows and backs off.
+        growth: what the scale is multiplied by when it grows.
+        backoff: what it is multiplied by when it backs off.
         window: clean steps before it grows.
         hysteresis: overflows before it backs off.
         floor: the least scale.
-        ceiling: the greatest.
+        ceiling: the greatest; may be inf, and the scale then grows as long as it stays finite.
     """
     _operators_on(scale.device).update_scale(
-        scale, unskipped, hysteresis_left, found_inf, factor, window, hysteresis, floor, ceiling
+        scale, unskipped, hysteresis_left, found_inf, growth, backoff, window, hysteresis, floor, ceiling
     )
 
 

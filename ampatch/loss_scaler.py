@@ -8,6 +8,7 @@ Knows gradients as tensors only, never as parameters or optimizers.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
@@ -26,7 +27,14 @@ _L = TypeVar("_L")
 
 # The keys of a saved state. The first two of each are what a scaler cannot do without: the scale and its clean steps.
 _KEYS = ("loss_scale", "unskipped", "hysteresis_left", "dynamic")
-_GRAD_SCALER_KEYS = ("scale", "_growth_tracker", "growth_factor", "backoff_factor", "growth_interval")
+_GRAD_SCALER_KEYS = (
+    "scale",
+    "_growth_tracker",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "hysteresis_left",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +45,18 @@ class ScalePolicy:
         dynamic: whether it reacts to overflows; a static one is neither checked nor changed.
         init_scale: where it starts. 2**16 is the largest power of two that float16 nearly holds: gradients of 1
             overflow at once, and the scale comes down to what the model bears in a few steps.
-        factor: by which it grows and backs off. A power of two leaves every mantissa as it was.
+        growth_factor: what it is multiplied by when it grows. Powers of two leave every mantissa as it was.
+        backoff_factor: what it is multiplied by when it backs off.
         window: clean steps before it grows; 2000 as in the paper.
         hysteresis: overflows, not necessarily in a row, before it backs off; refilled when it grows.
         floor: the least scale. 2**-24 is float16's smallest number: below it, scaling has failed.
-        ceiling: the greatest.
+        ceiling: the greatest; inf: what float32 holds.
     """
 
     dynamic: bool
     init_scale: float
-    factor: float = 2.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
     window: int = 2000
     hysteresis: int = 1
     floor: float = 2.0**-24
@@ -77,25 +87,25 @@ def make_policy(
     hysteresis: int = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
+    growth_factor: float | None = None,
+    backoff_factor: float | None = None,
 ) -> ScalePolicy:
     """A checked policy from the arguments of ``amp.initialize``.
 
     Raises:
-        OptionError: a value out of range, or a floor above the ceiling.
+        OptionError: a value out of range, a floor above the ceiling, or ``scale_factor`` beside what it would set.
     """
     checked: LossScale = check_loss_scale(loss_scale)
     floor = 2.0**-24 if min_loss_scale is None else _checked_scale("min_loss_scale", min_loss_scale)
     ceiling = _checked_scale("max_loss_scale", max_loss_scale)
     if floor > ceiling:
         raise OptionError(f"min_loss_scale={floor} is above max_loss_scale={ceiling}; expected it to be at most that.")
-    factor = _checked_scale("scale_factor", scale_factor)
-    if factor <= 1:
-        raise OptionError(f"scale_factor is {scale_factor!r}; expected a number above 1, such as 2.")
+    growth, backoff = _factors(scale_factor, growth_factor, backoff_factor)
     window, left = _count("scale_window", scale_window), _count("hysteresis", hysteresis)
     start = _checked_scale("init_scale", init_scale)
     if checked != "dynamic":
-        return ScalePolicy(False, _checked_scale("loss_scale", checked), factor, window, left, floor, ceiling)
-    return ScalePolicy(True, min(max(start, floor), ceiling), factor, window, left, floor, ceiling)
+        return ScalePolicy(False, _checked_scale("loss_scale", checked), growth, backoff, window, left, floor, ceiling)
+    return ScalePolicy(True, min(max(start, floor), ceiling), growth, backoff, window, left, floor, ceiling)
 
 
 def first_state(policy: ScalePolicy) -> ScaleState:
@@ -112,12 +122,13 @@ def next_state(state: ScaleState, overflow: bool, policy: ScalePolicy) -> ScaleS
         left -= 1
         unskipped = 0
         if left <= 0:
-            scale /= policy.factor
+            scale *= policy.backoff_factor
     else:
         unskipped = state.unskipped + 1
         if unskipped >= policy.window:
-            scale, unskipped, left = scale * policy.factor, 0, policy.hysteresis
-    return ScaleState(min(max(scale, policy.floor), policy.ceiling), unskipped, left)
+            scale, unskipped, left = scale * policy.growth_factor, 0, policy.hysteresis
+    bounded = min(max(_float32(scale), policy.floor), policy.ceiling)
+    return ScaleState(bounded if math.isfinite(bounded) else state.loss_scale, unskipped, left)
 
 
 def scaled(loss: _L, scale: Tensor | None) -> _L:
@@ -158,6 +169,8 @@ class LossScaler:
         hysteresis: overflows before it backs off.
         min_loss_scale: the floor; None: 2**-24.
         max_loss_scale: the ceiling.
+        growth_factor: what it is multiplied by when it grows; None: ``scale_factor``.
+        backoff_factor: what it is multiplied by when it backs off; None: 1 / ``scale_factor``.
 
     Attributes:
         policy: how it behaves.
@@ -195,6 +208,8 @@ class LossScaler:
         hysteresis: int = 1,
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
+        growth_factor: float | None = None,
+        backoff_factor: float | None = None,
     ) -> None:
         self._begin(
             make_policy(
@@ -205,6 +220,8 @@ class LossScaler:
                 hysteresis=hysteresis,
                 min_loss_scale=min_loss_scale,
                 max_loss_scale=max_loss_scale,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
             )
         )
 
@@ -222,7 +239,7 @@ class LossScaler:
             self._unskipped = torch.empty((), dtype=torch.int32, device="cpu")
             self._hysteresis_left = torch.empty_like(self._unskipped)
             self._found_inf = torch.empty_like(self._scale)
-        self._set(first_state(policy))
+        self.go_on_from(first_state(policy))
 
     def scale(self, loss: _L) -> _L:
         """``loss`` in float32 times the scale.
@@ -309,12 +326,34 @@ class LossScaler:
             self._unskipped,
             self._hysteresis_left,
             found_inf,
-            factor=policy.factor,
+            growth=policy.growth_factor,
+            backoff=policy.backoff_factor,
             window=policy.window,
             hysteresis=policy.hysteresis,
             floor=policy.floor,
             ceiling=policy.ceiling,
         )
+        self.age += 1
+
+    def set_scale(self, scale: float | Tensor) -> None:
+        """Sets the scale of a dynamic scaler, and leaves its clean updates as they are.
+
+        Args:
+            scale: a positive number; or a floating tensor of one, whose value is not looked at.
+
+        Raises:
+            OptionError: it is neither.
+        """
+        if not isinstance(scale, Tensor):
+            self._scale.fill_(_checked_scale("new_scale", scale))
+        elif scale.numel() == 1 and scale.is_floating_point() and not scale.requires_grad:
+            self._scale.copy_(scale.reshape(()))
+        else:
+            raise OptionError(
+                f"new_scale is {_kind(scale)} of shape {tuple(scale.shape)}"
+                f"{' that requires gradients' * scale.requires_grad}; expected a number, or a floating tensor of one "
+                "number without gradients."
+            )
         self.age += 1
 
     def snapshot(self) -> Tensor:
@@ -346,6 +385,11 @@ class LossScaler:
             self._hysteresis_left = self._hysteresis_left.to(device)
             self._found_inf = self._found_inf.to(device)
             self._kept = None
+
+    @property
+    def on_device(self) -> tuple[Tensor, Tensor]:
+        """The scale and its clean updates as they are kept: to be read only."""
+        return self._scale, self._unskipped
 
     def tensors_on(self, device: torch.device) -> tuple[Tensor, ...]:
         """The state as it is kept, once it was moved to a device: written to, that is the state from then on."""
@@ -391,7 +435,7 @@ class LossScaler:
         Raises:
             OptionError: a key is missing, unknown, or holds no such number; nothing was changed.
         """
-        self._set(self.read_state_dict(state_dict))
+        self.go_on_from(self.read_state_dict(state_dict))
 
     def read_state_dict(self, state_dict: Mapping[str, object]) -> ScaleState:
         """The state that a dict holds, checked, without taking it over.
@@ -418,7 +462,7 @@ class LossScaler:
             scale = _checked_scale(scale_key, state_dict[scale_key])
             unskipped = _count(unskipped_key, state_dict[unskipped_key], least=0)
             left = _count("hysteresis_left", state_dict.get("hysteresis_left", self.policy.hysteresis), least=-(2**31))
-            for key in _GRAD_SCALER_KEYS[2:]:
+            for key in _GRAD_SCALER_KEYS[2:5]:
                 _checked_scale(key, state_dict.get(key, 1.0))
         except AmpError as error:
             raise OptionError(f"the state of a loss scaler is not sound: {error}") from None
@@ -426,7 +470,8 @@ class LossScaler:
             scale = min(max(scale, self.policy.floor), self.policy.ceiling)
         return ScaleState(scale, unskipped, left)
 
-    def _set(self, state: ScaleState) -> None:
+    def go_on_from(self, state: ScaleState) -> None:
+        """Takes over a state that was checked."""
         # In place, as everything is but the move to a device: a CUDA graph goes on with the tensors that it met.
         self._set_to = state.loss_scale
         self._scale.fill_(state.loss_scale)
@@ -448,7 +493,11 @@ def settings_unlike(policy: ScalePolicy, *state_dicts: Mapping[Any, object]) -> 
 
     Empty where none did, and for a static scale, which does not react.
     """
-    here = {"growth_factor": policy.factor, "backoff_factor": 1 / policy.factor, "growth_interval": policy.window}
+    here = {
+        "growth_factor": policy.growth_factor,
+        "backoff_factor": policy.backoff_factor,
+        "growth_interval": policy.window,
+    }
     saved = [state_dict for state_dict in state_dicts if policy.dynamic and is_of_grad_scaler(state_dict)]
     unlike = {
         f"{name}={state_dict[name]} ({value:g} here)": None
@@ -498,8 +547,36 @@ def _kind(value: object) -> str:
 def _checked_scale(name: str, value: object) -> float:
     """A number that float32 holds without rounding it or its reciprocal to zero, as float32 holds it."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 2.0**-126 <= value <= 2.0**126:
-        return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
+        return _float32(value)
     raise OptionError(f"{name} is {value!r}; expected a number from 2**-126 to 2**126.")
+
+
+def _factors(scale_factor: object, growth_factor: object, backoff_factor: object) -> tuple[float, float]:
+    """What a scale grows and backs off by: as given apart, or as one factor for both."""
+    both = _factor("scale_factor", scale_factor)
+    if both <= 1:
+        raise OptionError(f"scale_factor is {scale_factor!r}; expected a number above 1, such as 2.")
+    if both != 2 and not (growth_factor is None and backoff_factor is None):
+        raise OptionError(
+            f"scale_factor={scale_factor!r} stands beside growth_factor or backoff_factor; expected either the one "
+            "factor for both directions, or those two."
+        )
+    growth = both if growth_factor is None else _factor("growth_factor", growth_factor)
+    backoff = 1 / both if backoff_factor is None else _factor("backoff_factor", backoff_factor)
+    if growth <= 1:
+        raise OptionError(f"growth_factor is {growth_factor!r}; expected a number above 1, such as 2.")
+    if backoff >= 1:
+        raise OptionError(f"backoff_factor is {backoff_factor!r}; expected a number below 1, such as 0.5.")
+    return growth, backoff
+
+
+def _factor(name: str, value: object) -> float:
+    _checked_scale(name, value)
+    return float(value)  # type: ignore[arg-type] # exactly: the product is what is rounded
+
+
+def _float32(number: float) -> float:
+    return float(torch.tensor(number, dtype=torch.float32, device="cpu"))
 
 
 def _count(name: str, value: object, least: int = 1) -> int:

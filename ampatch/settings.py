@@ -22,7 +22,8 @@ from ampatch.opt_levels import Properties
 # The arguments of ``amp.initialize`` that a scale's policy comes from, by its fields.
 _SCALE_ARGUMENTS = {
     "init_scale": "init_scale",
-    "factor": "scale_factor",
+    "growth_factor": "growth_factor",
+    "backoff_factor": "backoff_factor",
     "window": "scale_window",
     "hysteresis": "hysteresis",
     "floor": "min_loss_scale",

@@ -140,7 +140,8 @@ def update_scale(
     unskipped: Tensor,
     hysteresis_left: Tensor,
     found_inf: Tensor,
-    factor: float,
+    growth: float,
+    backoff: float,
     window: int,
     hysteresis: int,
     floor: float,
@@ -154,8 +155,16 @@ def update_scale(
     grows = unskipped >= window
     unskipped.masked_fill_(grows, 0)
     hysteresis_left.masked_fill_(grows, hysteresis)
-    changed = torch.where(backs_off, scale / factor, torch.where(grows, scale * factor, scale))
-    scale.copy_(changed.clamp_(floor, ceiling))
+    # Rounded once, from the exact product: float32 does that where it holds the factors.
+    exact = scale if _float32_holds(growth) and _float32_holds(backoff) else scale.double()
+    changed = torch.where(backs_off, exact * backoff, torch.where(grows, exact * growth, exact)).float()
+    changed = changed.clamp_(floor, ceiling)
+    scale.copy_(torch.where(changed.isfinite(), changed, scale) if math.isinf(ceiling) else changed)
+
+
+@functools.cache
+def _float32_holds(number: float) -> bool:
+    return bool(torch.tensor(number, dtype=torch.float32, device="cpu").double() == number)
 
 
 class _Batch(NamedTuple):

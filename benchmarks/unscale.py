@@ -185,7 +185,7 @@ def follow(operators: ModuleType, was_written: bool) -> Call:
 
 
 def update_scale(operators: ModuleType) -> Call:
-    return lambda model: operators.update_scale(*model.scale, model.found_inf, 2.0, 2000, 1, 1.0, 2.0**24)
+    return lambda model: operators.update_scale(*model.scale, model.found_inf, 2.0, 0.5, 2000, 1, 1.0, 2.0**24)
 
 
 def norm(model: Model, operators: ModuleType = extension_kernels) -> None:

@@ -264,7 +264,8 @@ void update_scale(Tensor scale,
                   Tensor unskipped,
                   Tensor hysteresis_left,
                   Tensor found_inf,
-                  double factor,
+                  double growth,
+                  double backoff,
                   int64_t window,
                   int64_t hysteresis,
                   double floor,
@@ -274,7 +275,7 @@ void update_scale(Tensor scale,
   int32_t* clean = scalar<int32_t>(name, "unskipped", unskipped, scale);
   int32_t* left = scalar<int32_t>(name, "hysteresis_left", hysteresis_left, scale);
   const float* flag = scalar<float>(name, "found_inf", found_inf, scale);
-  const UpdateScale update(factor, window, hysteresis, floor, ceiling);
+  const UpdateScale update(growth, backoff, window, hysteresis, floor, ceiling);
   update(*current, *clean, *left, *flag);
 }
 

@@ -469,14 +469,15 @@ void update_scale(Tensor scale,
                   Tensor unskipped,
                   Tensor hysteresis_left,
                   Tensor found_inf,
-                  double factor,
+                  double growth,
+                  double backoff,
                   int64_t window,
                   int64_t hysteresis,
                   double floor,
                   double ceiling) {
   const char* name = "ampatch::update_scale";
   const OnDevice device(name, scale);
-  const UpdateScale update(factor, window, hysteresis, floor, ceiling);
+  const UpdateScale update(growth, backoff, window, hysteresis, floor, ceiling);
   update_scale_kernel<<<1, 1, 0, device.stream()>>>(scalar<float>(name, "scale", scale, scale),
                                                     scalar<int32_t>(name, "unskipped", unskipped, scale),
                                                     scalar<int32_t>(name, "hysteresis_left", hysteresis_left, scale),

@@ -142,33 +142,36 @@ struct CopyToHalf {
 // The transition of a loss scale, as ampatch.loss_scaler.next_state describes it.
 struct UpdateScale {
   // As the operator gets them.
-  UpdateScale(double factor, int64_t window, int64_t hysteresis, double floor, double ceiling)
-      : factor(static_cast<float>(factor)),
+  UpdateScale(double growth, double backoff, int64_t window, int64_t hysteresis, double floor, double ceiling)
+      : growth(growth),
+        backoff(backoff),
         window(static_cast<int32_t>(window)),
         hysteresis(static_cast<int32_t>(hysteresis)),
         floor(static_cast<float>(floor)),
         ceiling(static_cast<float>(ceiling)) {
   }
 
-  float factor;
+  double growth;
+  double backoff;
   int32_t window;
   int32_t hysteresis;
   float floor;
   float ceiling;
 
   C10_HOST_DEVICE void operator()(float& scale, int32_t& unskipped, int32_t& hysteresis_left, float found_inf) const {
-    float changed = scale;
+    double changed = scale;
     if (found_inf != 0) {
       unskipped = 0;
       if (--hysteresis_left <= 0) {
-        changed = scale / factor;
+        changed *= backoff;
       }
     } else if (++unskipped >= window) {
       unskipped = 0;
       hysteresis_left = hysteresis;
-      changed = scale * factor;
+      changed *= growth;
     }
-    scale = fminf(fmaxf(changed, floor), ceiling);
+    const float bounded = fminf(fmaxf(static_cast<float>(changed), floor), ceiling);
+    scale = is_finite(bounded) ? bounded : scale;
   }
 };
 

@@ -21,5 +21,5 @@ STABLE_TORCH_LIBRARY(ampatch, m) {
   m.def("follow(Tensor[] halves, Tensor(a!)[] masters, Tensor before, Tensor now, bool of_gradients) -> ()");
   m.def(
       "update_scale(Tensor(a!) scale, Tensor(b!) unskipped, Tensor(c!) hysteresis_left, Tensor found_inf, "
-      "float factor, int window, int hysteresis, float floor, float ceiling) -> ()");
+      "float growth, float backoff, int window, int hysteresis, float floor, float ceiling) -> ()");
 }

@@ -87,6 +87,8 @@ class TestSignatures:
             "cast_lists",
             "init_scale",
             "scale_factor",
+            "growth_factor",
+            "backoff_factor",
             "scale_window",
             "hysteresis",
             "exact_hooks",
@@ -370,6 +372,16 @@ class TestLevels:
             optimizer.step()
             scales.append(amp.get_loss_scale())
         assert scales == [4, 16, 16, 32, 32, 8, 2]
+
+    def test_growth_and_backoff_apart(self, model, optimizer):
+        initialize(model, optimizer, loss_scale="dynamic", growth_factor=8.0, backoff_factor=0.25, scale_window=1)
+        scales = []
+        for factor in (1, math.inf, math.inf):
+            optimizer.zero_grad()
+            backward(loss_of(model) * factor, optimizer)
+            optimizer.step()
+            scales.append(amp.get_loss_scale())
+        assert scales == [2.0**19, 2.0**17, 2.0**15]
 
 
 class TestVerbosity:

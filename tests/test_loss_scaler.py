@@ -40,7 +40,8 @@ class TestPolicy:
         assert make_policy("dynamic") == ScalePolicy(
             dynamic=True,
             init_scale=2.0**16,
-            factor=2.0,
+            growth_factor=2.0,
+            backoff_factor=0.5,
             window=2000,
             hysteresis=1,
             floor=2.0**-24,
@@ -71,6 +72,12 @@ class TestPolicy:
             ({"init_scale": True}, "init_scale is True"),
             ({"scale_factor": 1}, "scale_factor is 1; expected a number above 1"),
             ({"scale_factor": 0.5}, "scale_factor is 0.5; expected a number above 1"),
+            ({"growth_factor": 1}, "growth_factor is 1; expected a number above 1"),
+            ({"growth_factor": math.inf}, "growth_factor is inf"),
+            ({"backoff_factor": 1.0}, "backoff_factor is 1.0; expected a number below 1"),
+            ({"backoff_factor": 0}, "backoff_factor is 0"),
+            ({"backoff_factor": "0.5"}, "backoff_factor is '0.5'"),
+            ({"scale_factor": 4, "backoff_factor": 0.5}, "scale_factor=4 stands beside"),
             ({"scale_window": 0}, "scale_window is 0"),
             ({"scale_window": 10.0}, "scale_window is 10.0"),
             ({"hysteresis": 0}, "hysteresis is 0"),
@@ -126,7 +133,7 @@ class TestTransition:
 
     @given(overflows=st.text("x.", max_size=200), window=st.integers(1, 5), hysteresis=st.integers(1, 4))
     def test_never_leaves_its_bounds(self, overflows, window, hysteresis):
-        policy = ScalePolicy(True, 1.0, 2.0, window, hysteresis, floor=2.0**-3, ceiling=2.0**3)
+        policy = ScalePolicy(True, 1.0, 2.0, 0.5, window, hysteresis, floor=2.0**-3, ceiling=2.0**3)
         state = first_state(policy)
         for overflow in overflows:
             state = next_state(state, overflow == "x", policy)

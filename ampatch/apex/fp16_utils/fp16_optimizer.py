@@ -382,7 +382,7 @@ def _dynamic_loss_scaler(**settings: Any) -> DynamicLossScaler:
     """One whose settings, of the names in `_LOSS_ARGS`, were checked; those of amp where they are left out."""
     policy = make_policy("dynamic", **settings)
     return DynamicLossScaler(
-        policy.init_scale, policy.factor, policy.window, min_scale=policy.floor, max_scale=policy.ceiling
+        policy.init_scale, policy.growth_factor, policy.window, min_scale=policy.floor, max_scale=policy.ceiling
     )
 
 
