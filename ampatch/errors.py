@@ -33,6 +33,14 @@ class LossScaleError(AmpError, RuntimeError):
     """Gradients still overflow although the loss scale has reached its floor."""
 
 
+class ScalerOptionError(OptionError, AssertionError):
+    """An argument of a `GradScaler` is not allowed; an AssertionError too, as of torch's class."""
+
+
+class ScalerUsageError(UsageError, AssertionError):
+    """A call of a `GradScaler` came out of order: a RuntimeError and an AssertionError, as of torch's class."""
+
+
 class KernelError(AmpError, RuntimeError):
     """The compiled extension was asked for, and cannot be built or loaded."""
 

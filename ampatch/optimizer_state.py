@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampatch import calls
+from ampatch import calls, kernels
 from ampatch.casting import CASTABLE, cast_tensors
 from ampatch.errors import OptionError
 from ampatch.opt_levels import HALVES
@@ -72,6 +72,32 @@ def are_bare(parameters: Iterable[Tensor], may_be_half: bool = True) -> bool:
     return all(parameter.grad is None and (may_be_half or parameter.dtype not in HALVES) for parameter in parameters)
 
 
+def not_finite_gradients(parameters: Iterable[Tensor], name_of: Callable[[Tensor], str]) -> str:
+    """Names the gradients with elements that are inf or NaN, and how many, for a message; waits for the device."""
+    lines = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            values = kernels.values_of(parameter.grad)
+            infs, nans = int(values.isinf().sum()), int(values.isnan().sum())
+            if infs or nans:
+                lines.append(f"{name_of(parameter)} ({infs} inf, {nans} nan of {values.numel()})")
+    if not lines:
+        return "the gradients were cleared since, so that none can be named"
+    more = f" and {len(lines) - 10} more" if len(lines) > 10 else ""
+    return f"gradients that are not finite: {', '.join(lines[:10])}{more}"
+
+
+def names_in(optimizer: Any) -> Callable[[Tensor], str]:
+    """What gives a parameter's name, as the optimizer has it, or its place in the groups; for messages."""
+    names: dict[int, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names", ())
+        for place, parameter in enumerate(group["params"]):
+            where = f"param_groups[{number}]['params'][{place}] of shape {tuple(parameter.shape)}"
+            names[id(parameter)] = given[place] if place < len(given) else where
+    return lambda parameter: names[id(parameter)]
+
+
 def replace_parameters(optimizer: Any, replacement_of: Callable[[Tensor], tuple[Tensor, torch.dtype] | None]) -> None:
     """Puts other tensors in the place of some, and has their state follow.
 
@@ -125,6 +151,27 @@ def retyped(value: Any, before: torch.dtype, now: torch.dtype, parameter: Tensor
     if isinstance(value, dict) and "step" in value:
         return {**cast_tensors(value, cast), "step": value["step"]}  # type: ignore[dict-item]
     return cast_tensors(value, cast)
+
+
+def evaluates_first(optimizer: object) -> bool:
+    """Whether a step calls its closure once, before it changes anything: all optimizers of torch but LBFGS do."""
+    kind = type(optimizer)
+    return getattr(torch.optim, kind.__name__, None) is kind and kind is not torch.optim.LBFGS
+
+
+def has_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer has made the state that it will use: a first step that skips in its kernel would make some.
+
+    SGD with momentum would even go on from memory that nobody has written to (torch 2.13).
+    """
+    for group in optimizer.param_groups:
+        stateless = isinstance(optimizer, torch.optim.SGD) and not group["momentum"]
+        for parameter in group["params"]:
+            if parameter.grad is not None and not stateless:
+                state = optimizer.state.get(parameter)
+                if not state or any(value is None for value in state.values()):
+                    return False
+    return True
 
 
 class Snapshot:

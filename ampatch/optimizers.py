@@ -596,7 +596,7 @@ class AdoptedOptimizer:
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], has_closure: bool
     ) -> Any:
         # An overflow in a later evaluation of the closure finds the parameters moved already.
-        may_go_back = has_closure and self._dynamic and not _evaluates_first(self._optimizer())
+        may_go_back = has_closure and self._dynamic and not optimizer_state.evaluates_first(self._optimizer())
         before = Snapshot(self._optimizer()) if may_go_back else None
         try:
             if not (self.masters.wanted and self.masters):
@@ -728,7 +728,7 @@ class AdoptedOptimizer:
             and getattr(optimizer, "_step_supports_amp_scaling", False)
             and isinstance(optimizer, torch.optim.Optimizer)
             and all(group.get("fused", True) for group in optimizer.param_groups)  # any of them may say otherwise
-            and _has_state(optimizer)
+            and optimizer_state.has_state(optimizer)
         )
 
     def _divides_by_itself(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -809,9 +809,12 @@ class AdoptedOptimizer:
         self._tell_of_loss(overflowed)
         for scaling in overflowed:
             if scaling.began_at_floor:
+                culprits = optimizer_state.not_finite_gradients(
+                    self.parameters(), lambda each: self._name_of(self.masters.parameter_of(each))
+                )
                 raise LossScaleError(
                     f"loss scaler {scaling.scaler_id} is at its floor of {scaling.scaler.policy.floor:g} "
-                    f"and the gradients still overflow, so no scale can help: {self._not_finite()}. Look for inputs "
+                    f"and the gradients still overflow, so no scale can help: {culprits}. Look for inputs "
                     "or a loss that are not finite, or a learning rate that is too high; with "
                     "half_dtype=torch.bfloat16 no loss scale is needed."
                 )
@@ -835,20 +838,6 @@ class AdoptedOptimizer:
             for last in {scaling.scaler_id: scaling for scaling in overflowed}.values():
                 last.announce()
 
-    def _not_finite(self) -> str:
-        lines = []
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                values = kernels.values_of(parameter.grad)
-                infs, nans = int(values.isinf().sum()), int(values.isnan().sum())
-                if infs or nans:
-                    name = self._name_of(self.masters.parameter_of(parameter))
-                    lines.append(f"{name} ({infs} inf, {nans} nan of {values.numel()})")
-        if not lines:
-            return "the gradients were cleared since, so that none can be named"
-        more = f" and {len(lines) - 10} more" if len(lines) > 10 else ""
-        return f"gradients that are not finite: {', '.join(lines[:10])}{more}"
-
 
 class _ClosureOverflowedError(BaseException):
     """Leads out of an optimizer's step, past whatever it catches, when its closure overflowed."""
@@ -862,27 +851,6 @@ class _ClosureOverflowedError(BaseException):
 def _has_hooks(*hooks: Mapping[int, Callable[..., Any]]) -> bool:
     """Returns whether there are hooks beside amp's own."""
     return any(not hasattr(hook, OWN_HOOK) for table in hooks for hook in table.values())
-
-
-def _evaluates_first(optimizer: object) -> bool:
-    """Whether a step calls its closure once, before it changes anything: all optimizers of torch but LBFGS do."""
-    kind = type(optimizer)
-    return getattr(torch.optim, kind.__name__, None) is kind and kind is not torch.optim.LBFGS
-
-
-def _has_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer has made the state that it will use: a first step that skips in its kernel would make some.
-
-    SGD with momentum would even go on from memory that nobody has written to (torch 2.13).
-    """
-    for group in optimizer.param_groups:
-        stateless = isinstance(optimizer, torch.optim.SGD) and not group["momentum"]
-        for parameter in group["params"]:
-            if parameter.grad is not None and not stateless:
-                state = optimizer.state.get(parameter)
-                if not state or any(value is None for value in state.values()):
-                    return False
-    return True
 
 
 def _set_gradient(parameter: Tensor, grad: Tensor | None, allowed: torch.dtype | None) -> None:

@@ -690,6 +690,24 @@ class Session:
             )
         self.processes.note_forward(wrapper)
 
+    def let_unscale(self, optimizer: OptimizerLike) -> None:
+        """A `GradScaler`, torch's or ampatch's, is about to unscale an optimizer's gradients.
+
+        Raises:
+            UsageError: amp has them, or has scaled them too.
+        """
+        adopted = self._optimizers.get(id(optimizer))
+        if adopted is None:
+            self._bystanders.let_pass(optimizer)
+            return
+        if adopted.masters or adopted.passes:
+            raise UsageError(
+                f"a GradScaler cannot unscale for this {type(optimizer).__name__}: amp.scale_loss does, and has it "
+                "skip where gradients overflow. Leave the GradScaler out: with amp.scale_loss(loss, optimizer) as "
+                "scaled_loss: scaled_loss.backward(), and then optimizer.step()."
+            )
+        adopted.note_other_scale()
+
     def _refusing_to_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A `GradScaler._unscale_grads_` that says so where amp has the gradients, or has scaled them too."""
         active = self._while_active(lambda session: session)
@@ -697,17 +715,8 @@ class Session:
         @functools.wraps(original)
         def _unscale_grads_(scaler: GradScaler, optimizer: OptimizerLike, *args: Any, **kwargs: Any) -> Any:
             session = active()
-            adopted = None if session is None else session._optimizers.get(id(optimizer))
-            if adopted is not None and (adopted.masters or adopted.passes):
-                raise UsageError(
-                    f"torch.amp.GradScaler cannot unscale for this {type(optimizer).__name__}: amp.scale_loss does, "
-                    "and has it skip where gradients overflow. Leave the GradScaler out: with amp.scale_loss(loss, "
-                    "optimizer) as scaled_loss: scaled_loss.backward(), and then optimizer.step()."
-                )
-            if adopted is not None:
-                adopted.note_other_scale()
-            elif session is not None:
-                session._bystanders.let_pass(optimizer)
+            if session is not None:
+                session.let_unscale(optimizer)
             return original(scaler, optimizer, *args, **kwargs)
 
         return _unscale_grads_

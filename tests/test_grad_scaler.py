@@ -1,0 +1,887 @@
+"""Of `ampatch.GradScaler`: what torch's class takes gives the same bits with both; what it does beyond, it does."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import math
+import pickle
+import re
+import warnings
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import DEVICES, HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+import ampatch
+from ampatch import amp
+from ampatch.errors import AmpError, AmpWarning, LossScaleError, OptionError, UsageError
+
+TORCHS, OURS = torch.amp.GradScaler, ampatch.GradScaler
+EACH = pytest.mark.parametrize("kind", [TORCHS, OURS], ids=["torch", "ampatch"])
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": SGD,
+    "AdamW": ADAMW,
+    "SGD-fused": functools.partial(torch.optim.SGD, lr=0.1, fused=True),  # momentum: see TestStep
+    "AdamW-fused": functools.partial(ADAMW, fused=True),
+}
+EACH_OPTIMIZER = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+def scaler(**options: Any) -> ampatch.GradScaler:
+    return OURS("cpu", **options)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def loss_of(model: nn.Module, index: int = 0) -> Tensor:
+    batch = torch.randn(5, 4, generator=torch.Generator().manual_seed(index))
+    return model(batch).float().square().mean()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def with_gradients(*values: float, **options: Any) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    """A parameter of ones with gradients, and an SGD that has it."""
+    parameter = nn.Parameter(torch.ones(len(values)))
+    parameter.grad = torch.tensor(values)
+    return parameter, torch.optim.SGD([parameter], **{"lr": 1.0, **options})
+
+
+class TestInterface:
+    def test_is_one_of_torchs(self):
+        assert isinstance(scaler(), TORCHS)
+
+    def test_has_all_that_torchs_has_and_inherits_none_of_it(self):
+        """What torch's class does inside would work on attributes that this one does not have."""
+        inherited = {name for name, value in vars(TORCHS).items() if callable(value) and name not in vars(OURS)}
+        assert inherited == {"_check_scale_growth_tracker"}
+
+    @pytest.mark.parametrize("name", [*sorted(name for name in vars(TORCHS) if name[0] != "_"), "__init__"])
+    def test_takes_what_torchs_takes(self, name):
+        theirs = list(inspect.signature(getattr(TORCHS, name)).parameters.values())
+        ours = list(inspect.signature(getattr(OURS, name)).parameters.values())[: len(theirs)]
+        told = [(each.name, each.kind, each.default) for each in theirs]
+        assert [(each.name, each.kind, each.default) for each in ours] == told
+
+    def test_is_reached_from_the_package(self):
+        from ampatch import GradScaler
+
+        assert GradScaler is OURS
+
+    def test_without_a_gpu_it_is_disabled_and_says_so(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.warns(AmpWarning, match=r"CUDA is not available.*Type GradScaler\('cpu'\)"):
+            assert not OURS().is_enabled()
+
+    def test_shows_what_it_is(self):
+        shown = "GradScaler(scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)"
+        used = scaler(init_scale=8)
+        used.scale(torch.ones(1))
+        assert repr(scaler()) == shown
+        assert repr(used).startswith("GradScaler(scale=8.0,")
+        assert repr(scaler(enabled=False)) == "GradScaler(enabled=False)"
+
+
+# What torch's class takes
+
+
+class Script:
+    """Calls of a scaler, in any order, and what came of each."""
+
+    def __init__(self, kind: type[torch.amp.GradScaler], make: Callable[..., torch.optim.Optimizer]) -> None:
+        self.scaler = kind("cpu", init_scale=2.0**10, growth_factor=3.0, backoff_factor=0.3, growth_interval=2)
+        self.model = network()
+        self.optimizers = [make(self.model[0].parameters()), SGD(self.model[2].parameters())]
+        self.told: list[Any] = []
+
+    def run(self, calls: list[tuple[str, int]]) -> None:
+        for number, (name, which) in enumerate(calls):
+            try:
+                self.told.append(getattr(self, name)(which, number))
+            except (AssertionError, RuntimeError, ValueError) as error:
+                self.told.append(error)
+
+    def backward(self, which: int, number: int) -> None:
+        loss = loss_of(self.model, number) * (math.inf if which and number % 3 == 0 else 1.0)
+        self.scaler.scale(loss).backward()
+
+    def clear(self, which: int, _: int) -> None:
+        self.optimizers[which].zero_grad(set_to_none=bool(which))
+
+    def unscale(self, which: int, _: int) -> Any:
+        return self.scaler.unscale_(self.optimizers[which])
+
+    def clip(self, which: int, _: int) -> float:
+        return float(nn.utils.clip_grad_norm_(self.model[2 * which].parameters(), 0.1))
+
+    def step(self, which: int, _: int) -> Any:
+        return self.scaler.step(self.optimizers[which])
+
+    def update(self, *_: int) -> float:
+        self.scaler.update()
+        return self.scaler.get_scale()
+
+    def update_to(self, which: int, number: int) -> float:
+        self.scaler.update(new_scale=torch.tensor(2.0**number) if which else 2.0**number)
+        return self.scaler.get_scale()
+
+    def set(self, which: int, number: int) -> tuple[float, ...]:
+        self.scaler.set_growth_factor(2.0 + which)
+        self.scaler.set_backoff_factor(1 / (2 + number))
+        self.scaler.set_growth_interval(1 + which)
+        return self.scaler.get_growth_factor(), self.scaler.get_backoff_factor(), self.scaler.get_growth_interval()
+
+    def save(self, which: int, _: int) -> dict[str, Any]:
+        saved = self.scaler.state_dict()
+        self.scaler.load_state_dict({**saved, "scale": 4.0, "_growth_tracker": 1} if which else saved)
+        return self.scaler.state_dict()
+
+    def pickle(self, *_: int) -> None:
+        self.scaler = pickle.loads(pickle.dumps(self.scaler))
+
+
+CALLS = ["backward", "backward", "backward", "clear", "unscale", "clip", "step", "step", "update", "update"]
+CALLS += ["update_to", "set", "save", "pickle"]
+
+
+class TestBesideTorchs:
+    """Both go through the same script: the same numbers, the same bits, errors of the same classes."""
+
+    @staticmethod
+    def check(make: Callable[..., torch.optim.Optimizer], calls: list[tuple[str, int]]) -> None:
+        theirs, ours = Script(TORCHS, make), Script(OURS, make)
+        for script in (theirs, ours):
+            script.run(calls)
+        for expected, found in zip(theirs.told, ours.told, strict=True):
+            if isinstance(expected, Exception):
+                assert isinstance(found, type(expected))
+                assert isinstance(found, AmpError)
+            else:
+                assert repr(found) == repr(expected)  # NaN is like NaN
+        for expected, found in zip(theirs.model.parameters(), ours.model.parameters(), strict=True):
+            assert_same_bits(found, expected)
+            assert (found.grad is None) == (expected.grad is None)
+            if expected.grad is not None:
+                assert_same_bits(found.grad, expected.grad)
+        for expected, found in zip(theirs.optimizers, ours.optimizers, strict=True):
+            if found.state:  # an empty one becomes what a first step makes of nothing, when there is one
+                assert_same_state(found.state_dict(), expected.state_dict())
+
+    @EACH_OPTIMIZER
+    @given(calls=st.lists(st.tuples(st.sampled_from(CALLS), st.integers(0, 1)), max_size=24))
+    def test_whatever_is_called_in_whatever_order(self, make, calls):
+        self.check(make, calls)
+
+    @EACH_OPTIMIZER
+    @given(passes=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=6))
+    def test_loops_that_train(self, make, passes):
+        calls: list[tuple[str, int]] = []
+        for overflows, clips in passes:
+            calls += [("clear", 1), ("clear", 0), ("backward", overflows), ("backward", 0)]
+            calls += [("unscale", 0), ("clip", 0)] if clips else []
+            calls += [("step", 1), ("step", 0), ("update", 0)]
+        self.check(make, calls)
+
+
+LOOPS: dict[str, Callable[[torch.amp.GradScaler, torch.dtype], list[nn.Module]]] = {}
+
+
+def _loop(function: Callable[[torch.amp.GradScaler, torch.dtype], list[nn.Module]]) -> None:
+    LOOPS[function.__name__] = function
+
+
+def _batches() -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        yield torch.randn(8, 4, generator=generator), torch.randn(8, 3, generator=generator)
+
+
+@_loop
+def typical(scaler: torch.amp.GradScaler, half: torch.dtype) -> list[nn.Module]:
+    model = network()
+    optimizer = SGD(model.parameters())
+    for images, targets in _batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", half):
+            loss = F.mse_loss(model(images), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return [model]
+
+
+@_loop
+def clipped(scaler: torch.amp.GradScaler, half: torch.dtype) -> list[nn.Module]:
+    model = network()
+    optimizer = SGD(model.parameters())
+    for images, targets in _batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", half):
+            loss = F.mse_loss(model(images), targets)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+    return [model]
+
+
+@_loop
+def accumulated(scaler: torch.amp.GradScaler, half: torch.dtype) -> list[nn.Module]:
+    model = network()
+    optimizer = SGD(model.parameters())
+    for index, (images, targets) in enumerate(_batches()):
+        with torch.autocast("cpu", half):
+            loss = F.mse_loss(model(images), targets) / 2
+        scaler.scale(loss).backward()
+        if index % 2:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return [model]
+
+
+@_loop
+def penalised(scaler: torch.amp.GradScaler, half: torch.dtype) -> list[nn.Module]:
+    model = network()
+    optimizer = SGD(model.parameters())
+    for images, targets in _batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", half):
+            loss = F.mse_loss(model(images), targets)
+        scaled = torch.autograd.grad(scaler.scale(loss), list(model.parameters()), create_graph=True)
+        inverse = 1.0 / scaler.get_scale()
+        with torch.autocast("cpu", half):
+            loss = loss + sum((grad * inverse).pow(2).sum() for grad in scaled).sqrt()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return [model]
+
+
+@_loop
+def several(scaler: torch.amp.GradScaler, half: torch.dtype) -> list[nn.Module]:
+    models = [network(), network()]
+    optimizers = [SGD(models[0].parameters()), ADAMW(models[1].parameters())]
+    for images, targets in _batches():
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with torch.autocast("cpu", half):
+            first, second = models[0](images), models[1](images)
+            losses = F.mse_loss(2 * first + 3 * second, targets), F.mse_loss(3 * first - 5 * second, targets)
+        scaler.scale(losses[0]).backward(retain_graph=True)
+        scaler.scale(losses[1]).backward()
+        scaler.unscale_(optimizers[0])
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    return models
+
+
+@pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_for_torchs_runs_with_this_one_to_the_same_bits(name: str, half: torch.dtype) -> None:
+    found = LOOPS[name](scaler(growth_interval=2), half)
+    expected = LOOPS[name](TORCHS("cpu", growth_interval=2), half)
+    for ours, theirs in zip(found, expected, strict=True):
+        for parameter, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert_same_bits(parameter, wanted)
+
+
+Losses = namedtuple("Losses", "first second")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+class TestScale:
+    def test_keeps_the_shape_of_what_is_nested(self, device):
+        one = torch.ones(2, device=device)
+        outputs = [one, (one, {"a": one}), Losses(one, OrderedDict(b=one)), []]
+        found = OURS(device, init_scale=4.0).scale(outputs)
+        four = torch.full_like(one, 4)
+        assert repr(found) == repr([four, (four, {"a": four}), Losses(four, OrderedDict(b=four)), []])
+
+    def test_iterables_become_iterators(self, device):
+        found = OURS(device, init_scale=4.0).scale(torch.ones((), device=device) for _ in range(2))
+        assert [float(each) for each in found] == [4.0, 4.0]
+
+    @pytest.mark.parametrize(
+        ("dtype", "wanted"),
+        [
+            (torch.float16, torch.float32),
+            (torch.bfloat16, torch.float32),
+            (torch.float64, torch.float64),
+            (torch.complex64, torch.complex64),
+        ],
+        ids=str,
+    )
+    def test_of_a_type_that_holds_it(self, device, dtype, wanted):
+        found = OURS(device).scale(torch.full((2,), 2, dtype=dtype, device=device))
+        assert (found.dtype, found[0].item()) == (wanted, 2.0**17)
+
+    @pytest.mark.parametrize(
+        ("outputs", "kind"),
+        [(3.0, "float"), (None, "NoneType"), ([torch.ones(1), 2], "int"), (torch.tensor(1), "a tensor of torch.int64")],
+        ids=repr,
+    )
+    def test_refuses_what_has_no_gradients(self, device, outputs, kind):
+        with pytest.raises(OptionError, match=f"outputs must be a Tensor or an iterable of Tensors.*found {kind}"):
+            OURS(device).scale(outputs)
+
+    def test_a_loss_may_go_backward_after_an_update(self, device):
+        """Autograd keeps what the loss was multiplied by."""
+        used = OURS(device, init_scale=4.0)
+        weight = torch.ones(1, device=device, requires_grad=True)
+        loss = used.scale((weight * 3).sum())
+        used.update(new_scale=2.0)
+        loss.backward()
+        assert weight.grad is not None
+        assert weight.grad.item() == 12.0
+
+
+class TestUnscale:
+    def test_sparse_gradients_and_their_sums(self):
+        table = nn.Embedding(4, 2, sparse=True)
+        optimizer, used = torch.optim.SGD(table.parameters(), lr=1.0), scaler(init_scale=4.0)
+        before = table.weight.detach().clone()
+        used.scale(table(torch.tensor([1, 1])).sum()).backward()
+        used.unscale_(optimizer)
+        assert_same_bits(table.weight.grad.to_dense()[1], torch.tensor([2.0, 2.0]))
+        used.step(optimizer)
+        assert_same_bits(table.weight[1], before[1] - 2)
+
+    def test_complex_gradients(self):
+        parameter = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        optimizer, used = torch.optim.SGD([parameter], lr=1.0), scaler(init_scale=4.0)
+        used.scale((parameter * (1 + 2j)).real.sum()).backward()
+        used.step(optimizer)
+        assert_same_bits(parameter, torch.full((2,), 0 + 2j))
+        parameter.grad = torch.tensor([complex(0, math.inf), 0j])
+        used.update()
+        used.step(optimizer)
+        used.update()
+        assert used.get_scale() == 2.0
+
+    @EACH
+    def test_float16_gradients_are_refused_and_stay_as_they_were(self, kind):
+        parameters = [nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, dtype=torch.float16))]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        used = kind("cpu")
+        used.scale(torch.ones(1))
+        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+            used.unscale_(torch.optim.SGD(parameters, lr=1.0))
+        assert [float(parameter.grad) for parameter in parameters] == [1.0, 1.0]
+
+    def test_a_gradient_that_two_parameters_share_is_unscaled_once(self):
+        first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+        first.grad = second.grad = torch.tensor([8.0])
+        used = scaler(init_scale=4.0)
+        used.scale(torch.ones(1))
+        used.unscale_(torch.optim.SGD([first, second], lr=1.0))
+        assert first.grad.item() == 2.0
+
+    def test_torchs_own_pieces_are_there(self):
+        """As torch's tests of its class call them."""
+        parameter, optimizer = with_gradients(4.0, math.inf)
+        used = scaler()
+        used._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        assert (used._scale.item(), used._growth_tracker.item()) == (65536.0, 0)
+        assert used._get_scale_async() is used._scale
+        found = used._unscale_grads_(optimizer, torch.tensor(0.25), torch.tensor(0.0), True)
+        assert found == {torch.device("cpu"): 1.0}
+        assert parameter.grad[0].item() == 1.0
+        assert used._check_inf_per_device(optimizer) == used._found_inf_per_device(optimizer) == found
+
+
+OUT_OF_ORDER: dict[str, tuple[Callable[[Any, Any], object], str]] = {
+    "unscale_ before scale": (lambda used, optimizer: used.unscale_(optimizer), r"unscale_\(\) comes before any scale"),
+    "step before scale": (lambda used, optimizer: used.step(optimizer), r"step\(\) comes before any scale"),
+    "update before scale": (lambda used, _: used.update(), r"update\(\) comes before any scale"),
+    "unscale_ twice": (
+        lambda used, optimizer: [used.scale(torch.ones(1)), used.unscale_(optimizer), used.unscale_(optimizer)],
+        r"unscale_\(\) has already been called on this optimizer since the last update\(\)",
+    ),
+    "unscale_ after step": (
+        lambda used, optimizer: [used.scale(torch.ones(1)), used.step(optimizer), used.unscale_(optimizer)],
+        r"unscale_\(\) is being called after step\(\)",
+    ),
+    "step twice": (
+        lambda used, optimizer: [used.scale(torch.ones(1)), used.step(optimizer), used.step(optimizer)],
+        r"step\(\) has already been called since the last update\(\)",
+    ),
+    "step without gradients": (
+        lambda used, _: [used.scale(torch.ones(1)), used.step(SGD(network().parameters()))],
+        "No inf checks were recorded for this optimizer",
+    ),
+    "update without step": (
+        lambda used, _: [used.scale(torch.ones(1)), used.update()],
+        "No inf checks were recorded prior to update",
+    ),
+    "pickled in the middle": (
+        lambda used, optimizer: [used.scale(torch.ones(1)), used.unscale_(optimizer), pickle.dumps(used)],
+        "may only be pickled at the beginning of an iteration",
+    ),
+    "copied in the middle": (
+        lambda used, optimizer: [used.scale(torch.ones(1)), used.unscale_(optimizer), copy.deepcopy(used)],
+        "may only be pickled at the beginning of an iteration",
+    ),
+}
+
+
+class TestOrder:
+    @pytest.mark.parametrize(("calls", "message"), OUT_OF_ORDER.values(), ids=OUT_OF_ORDER)
+    def test_out_of_order_is_an_error_of_each_class_that_callers_catch(self, calls, message):
+        with pytest.raises(UsageError, match=message) as caught:
+            calls(scaler(), with_gradients(1.0)[1])
+        assert isinstance(caught.value, RuntimeError)
+        assert isinstance(caught.value, AssertionError)
+        assert re.search(r"\b(Call|Type|Run|Copy)\b", str(caught.value))
+
+    def test_a_step_that_raises_may_be_tried_again(self):
+        parameter, optimizer = with_gradients(2.0)
+        used = scaler(init_scale=2.0)
+        used.scale(torch.ones(1))
+        handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            used.step(optimizer)
+        handle.remove()
+        used.step(optimizer)
+        assert parameter.item() == 0.0
+
+    def test_what_is_no_optimizer_is_told(self):
+        used = scaler()
+        used.scale(torch.ones(1))
+        for call in (used.step, used.unscale_):
+            with pytest.raises(OptionError, match="found Linear as an optimizer"):
+                call(nn.Linear(1, 1))
+
+
+class TestStep:
+    def test_hands_on_arguments_and_returns_what_the_optimizer_does(self):
+        class Told(torch.optim.SGD):
+            def step(self, *args: Any, **kwargs: Any) -> Any:
+                return args, kwargs
+
+        parameter, _ = with_gradients(1.0)
+        used = scaler()
+        used.scale(torch.ones(1))
+        assert used.step(Told([parameter], lr=1.0), None, epoch=3) == ((None,), {"epoch": 3})
+
+    def test_a_skipped_one_returns_none_and_satisfies_a_scheduler(self):
+        parameter, optimizer = with_gradients(math.inf)
+        scheduler = lr_scheduler.StepLR(optimizer, 1)
+        used = scaler()
+        used.scale(torch.ones(1))
+        assert used.step(optimizer) is None
+        assert parameter.item() == 1.0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scheduler.step()
+
+    def test_an_optimizer_that_takes_the_scaler_gets_it(self):
+        class Old(torch.optim.SGD):
+            _step_supports_amp_scaling = True
+            given: Any = None
+
+            def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:
+                self.given = grad_scaler
+
+        parameter, _ = with_gradients(1.0)
+        optimizer, used = Old([parameter], lr=1.0), scaler()
+        used.scale(torch.ones(1))
+        with pytest.warns(FutureWarning, match="this Old takes grad_scaler"):
+            used.step(optimizer)
+        assert optimizer.given is used
+
+    @EACH
+    @pytest.mark.parametrize("unscaled", [False, True])
+    def test_a_grad_scale_that_the_user_has_set_is_divided_by_as_well(self, kind, unscaled):
+        parameter, _ = with_gradients(15.0)
+        optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+        used = kind("cpu", init_scale=5.0)
+        used.scale(torch.ones(1))
+        if unscaled:
+            used.unscale_(optimizer)
+        optimizer.grad_scale = torch.tensor(3.0)
+        used.step(optimizer)
+        assert parameter.item() == pytest.approx(0.0)
+        assert not hasattr(optimizer, "grad_scale")
+
+    def test_a_fused_one_that_skips_its_first_step_makes_no_state(self):
+        """SGD with momentum would go on from memory that nobody has written to."""
+        parameter, _ = with_gradients(math.nan)
+        optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9, fused=True)
+        used = scaler()
+        used.scale(torch.ones(1))
+        used.step(optimizer)
+        assert not optimizer.state
+        assert parameter.item() == 1.0
+
+    @pytest.mark.usefixtures("far_away")
+    def test_nothing_is_left_on_an_optimizer_whose_step_raises(self):
+        class Fails(torch.optim.SGD):
+            _step_supports_amp_scaling = True
+
+            def step(self, closure: Any = None) -> None:
+                raise ZeroDivisionError
+
+        parameter, _ = with_gradients(1.0)
+        optimizer, used = Fails([parameter], lr=1.0), scaler()
+        used.scale(torch.ones(1))
+        with pytest.raises(ZeroDivisionError):
+            used.step(optimizer)
+        assert not hasattr(optimizer, "found_inf")
+
+
+class TestClosures:
+    """Which torch's class refuses."""
+
+    @staticmethod
+    def train(
+        used: ampatch.GradScaler, optimizer: Any, model: nn.Module, *, clips: bool = False, overflow_at: int = -1
+    ) -> list[float]:
+        evaluations = 0
+        losses = []
+
+        def closure() -> Tensor:
+            nonlocal evaluations
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            used.scale(loss * (math.inf if evaluations == overflow_at else 1)).backward()
+            if clips:
+                used.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            evaluations += 1
+            return loss
+
+        for _ in range(3):
+            losses.append(used.step(optimizer, closure).item())
+            used.update()
+        return losses
+
+    @pytest.mark.parametrize("clips", [False, True], ids=["", "clipped-in-the-closure"])
+    @pytest.mark.parametrize(
+        "make",
+        [SGD, ADAMW, functools.partial(ADAMW, fused=True), torch.optim.LBFGS],
+        ids=["SGD", "AdamW", "AdamW-fused", "LBFGS"],
+    )
+    def test_step_as_without_a_scale(self, make, clips):
+        found, expected = network(), network()
+        used, plain = scaler(growth_interval=1), scaler(enabled=False)
+        losses = self.train(used, make(found.parameters()), found, clips=clips)
+        assert losses == self.train(plain, make(expected.parameters()), expected, clips=clips)
+        for parameter, wanted in zip(found.parameters(), expected.parameters(), strict=True):
+            assert_same_bits(parameter, wanted)
+        assert used.get_scale() == 2.0**19
+
+    def test_by_keyword(self):
+        model = network()
+        optimizer, used = SGD(model.parameters()), scaler()
+
+        def closure() -> Tensor:
+            loss = loss_of(model)
+            used.scale(loss).backward()
+            return loss
+
+        assert used.step(optimizer, closure=closure).item() == loss_of(network()).item()
+
+    @pytest.mark.parametrize("overflow_at", [0, 3], ids=["first-evaluation", "later-evaluation"])
+    def test_an_overflow_in_any_evaluation_undoes_the_step(self, overflow_at):
+        model = network()
+        optimizer, used = torch.optim.LBFGS(model.parameters(), max_iter=5), scaler()
+        before, state = weights(model), copy.deepcopy(optimizer.state_dict())
+
+        def closure(evaluation: list[int] = [0]) -> Tensor:  # noqa: B006 - counts
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            used.scale(loss * (math.inf if evaluation[0] == overflow_at else 1)).backward()
+            evaluation[0] += 1
+            return loss
+
+        used.step(optimizer, closure)
+        used.update()
+        for parameter, wanted in zip(model.parameters(), before, strict=True):
+            assert_same_bits(parameter, wanted)
+        assert_same_state(optimizer.state_dict(), state)
+        assert used.get_scale() == 2.0**15
+
+    def test_gradients_that_were_unscaled_before_it_are_not_those_of_the_closure(self):
+        model = network()
+        optimizer, used = SGD(model.parameters()), scaler()
+        used.scale(loss_of(model)).backward()
+        used.unscale_(optimizer)
+        with pytest.raises(UsageError, match=r"unscale_\(\) was called before a step with a closure"):
+            used.step(optimizer, lambda: loss_of(model))
+
+    def test_one_that_makes_no_gradients_is_told(self):
+        model = network()
+        optimizer, used = SGD(model.parameters()), scaler()
+        used.scale(torch.ones(1))
+        with pytest.raises(UsageError, match="No inf checks were recorded for this optimizer"):
+            used.step(optimizer, lambda: loss_of(model))
+
+    def test_one_that_is_never_called_is_told(self):
+        class Deaf(torch.optim.SGD):
+            def step(self, closure: Any = None) -> None: ...
+
+        model = network()
+        used = scaler()
+        used.scale(torch.ones(1))
+        with pytest.raises(UsageError, match="this Deaf did not call its closure"):
+            used.step(Deaf(model.parameters(), lr=1.0), lambda: loss_of(model))
+
+
+class TestUpdate:
+    @pytest.mark.parametrize(
+        "new_scale", [8, 8.0, torch.tensor(8.0), torch.tensor([8.0], dtype=torch.float16)], ids=repr
+    )
+    def test_to_a_scale_of_ones_own(self, new_scale):
+        used = scaler()
+        used.scale(torch.ones(1))
+        used.update(new_scale)
+        assert used.get_scale() == 8.0
+        if isinstance(new_scale, Tensor):
+            new_scale.fill_(1)
+        assert used.get_scale() == 8.0
+
+    @pytest.mark.parametrize(
+        "new_scale",
+        [0.0, -1.0, math.inf, math.nan, "8", torch.ones(2), torch.ones(1, requires_grad=True), torch.tensor(8)],
+        ids=repr,
+    )
+    def test_what_is_no_scale_is_told_and_changes_nothing(self, new_scale):
+        used = scaler()
+        used.scale(torch.ones(1))
+        with pytest.raises(OptionError, match="new_scale is"):
+            used.update(new_scale)
+        assert used.get_scale() == 65536.0
+
+    def test_hysteresis_forgives(self):
+        parameter, optimizer = with_gradients(math.inf)
+        used, scales = scaler(hysteresis=2), []
+        used.scale(torch.ones(1))
+        for _ in range(3):
+            used.step(optimizer)
+            used.update()
+            scales.append(used.get_scale())
+        assert scales == [2.0**16, 2.0**15, 2.0**14]
+        assert parameter.item() == 1.0
+
+    def test_the_scale_grows_to_its_ceiling(self):
+        _, optimizer = with_gradients(0.0)
+        used = scaler(growth_factor=100.0, growth_interval=1, max_loss_scale=2.0**20)
+        used.scale(torch.ones(1))
+        for _ in range(2):
+            used.step(optimizer)
+            used.update()
+        assert used.get_scale() == 2.0**20
+
+    def test_without_a_ceiling_it_stays_finite(self):
+        _, optimizer = with_gradients(0.0)
+        used = scaler(growth_factor=2.0**100, growth_interval=1)
+        used.scale(torch.ones(1))
+        for _ in range(3):
+            used.step(optimizer)
+            used.update()
+        assert used.get_scale() == 2.0**116
+
+
+class TestFloor:
+    @staticmethod
+    def overflow(used: ampatch.GradScaler, optimizer: torch.optim.Optimizer, times: int) -> None:
+        used.scale(torch.ones(1))
+        for _ in range(times):
+            for group in optimizer.param_groups:
+                group["params"][0].grad = torch.tensor([math.inf, math.nan, 1.0])
+            used.step(optimizer)
+            used.update()
+
+    @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+    def test_an_overflow_there_raises_and_names_the_parameters(self, fused):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0, fused=fused)
+        used = scaler(init_scale=4.0, min_loss_scale=1.0)
+        self.overflow(used, optimizer, 2)
+        assert used.get_scale() == 1.0
+        culprit = r"param_groups\[0\]\['params'\]\[0\] of shape \(3,\) \(1 inf, 1 nan of 3\)"
+        with pytest.raises(LossScaleError, match=f"floor of 1 and the gradients still overflow.*{culprit}"):
+            self.overflow(used, optimizer, 1)
+
+    def test_by_the_names_that_the_optimizer_has(self):
+        optimizer = torch.optim.SGD([("layer.weight", nn.Parameter(torch.ones(3)))], lr=1.0)
+        with pytest.raises(LossScaleError, match=r"layer.weight \(1 inf, 1 nan of 3\)"):
+            self.overflow(scaler(init_scale=1.0, min_loss_scale=1.0), optimizer, 1)
+
+    def test_where_there_is_none_it_warns_once_and_never_becomes_zero(self):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0)
+        used = scaler(backoff_factor=2.0**-10)
+        with pytest.warns(AmpWarning, match=r"has come down to .*\(1 inf, 1 nan of 3\)") as warned:
+            self.overflow(used, optimizer, 50)
+        assert len(warned) == 1
+        assert used.get_scale() == 2.0**-126
+
+        parameter = optimizer.param_groups[0]["params"][0]
+        parameter.grad = torch.zeros(3)
+        used.step(optimizer)
+        assert parameter.tolist() == [1.0] * 3
+
+
+BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "growth of 1": ({"growth_factor": 1.0}, "growth_factor is 1.0; expected a number above 1"),
+    "backoff of 1": ({"backoff_factor": 1.0}, "backoff_factor is 1.0; expected a number below 1"),
+    "no backoff": ({"backoff_factor": 0}, "backoff_factor is 0"),
+    "no interval": ({"growth_interval": 0}, "growth_interval is 0"),
+    "a negative scale": ({"init_scale": -1.0}, "init_scale is -1.0"),
+    "text": ({"init_scale": "big"}, "init_scale is 'big'"),
+    "floor above ceiling": ({"min_loss_scale": 2, "max_loss_scale": 1}, "is above max_loss_scale"),
+    "no hysteresis": ({"hysteresis": 0}, "hysteresis is 0"),
+}
+
+
+class TestOptions:
+    @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
+    def test_out_of_range_is_an_error_of_each_class_that_callers_catch(self, options, message):
+        with pytest.raises(OptionError, match=message) as caught:
+            scaler(**options)
+        assert isinstance(caught.value, AssertionError)
+
+    @pytest.mark.parametrize(
+        ("name", "value"), [("growth_factor", 1.0), ("backoff_factor", 2.0), ("growth_interval", 0.5)]
+    )
+    def test_a_setter_refuses_too(self, name, value):
+        used = scaler()
+        before = used.state_dict()
+        with pytest.raises(OptionError, match=name.replace("growth_interval", "scale_window|growth_interval")):
+            getattr(used, f"set_{name}")(value)
+        assert used.state_dict() == before
+
+    def test_disabled_it_does_nothing(self):
+        used = OURS("cpu", enabled=False)
+        parameter, optimizer = with_gradients(1.0)
+        loss = torch.ones((), dtype=torch.float16)
+        assert used.scale(loss) is loss
+        used.unscale_(optimizer)
+        used.step(optimizer)
+        used.step(optimizer, lambda: loss)
+        used.update()
+        used.load_state_dict({})
+        assert parameter.item() == -1.0
+        assert (used.get_scale(), used.state_dict(), used.is_enabled()) == (1.0, {}, False)
+        assert not pickle.loads(pickle.dumps(used)).is_enabled()
+
+
+class TestSaving:
+    @pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
+    @pytest.mark.parametrize("source", [TORCHS, OURS], ids=["from-torch", "from-ampatch"])
+    @pytest.mark.parametrize("target", [TORCHS, OURS], ids=["to-torch", "to-ampatch"])
+    def test_a_state_goes_either_way(self, source, target, begun):
+        saved = source("cpu", init_scale=3.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=2).state_dict()
+        used = target("cpu", init_scale=6.0)
+        used._init_growth_tracker = 7
+        if begun:
+            used.scale(torch.ones(1))
+        used.load_state_dict(saved)
+        assert used.state_dict() == saved
+        assert used._init_growth_tracker == 0
+
+    def test_amp_takes_it(self):
+        model = network()
+        amp.initialize(model, SGD(model.parameters()), half_dtype="float16", verbosity=0)
+        used = scaler(init_scale=2.0**9, hysteresis=2)
+        amp.load_state_dict(used.state_dict())
+        assert amp.get_loss_scale() == 2.0**9
+        used.load_state_dict(amp.state_dict()["loss_scaler0"])
+
+    def test_hysteresis_is_saved_and_goes_on(self):
+        _, optimizer = with_gradients(math.inf)
+        used = scaler(hysteresis=2)
+        used.scale(torch.ones(1))
+        used.step(optimizer)
+        used.update()
+        assert used.state_dict()["hysteresis_left"] == 1
+        loaded = scaler(hysteresis=2)
+        loaded.load_state_dict(used.state_dict())
+        for each in (loaded, pickle.loads(pickle.dumps(used))):
+            each.scale(torch.ones(1))
+            each.step(optimizer)
+            each.update()
+            assert each.get_scale() == 2.0**15
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"scale": 0.0}, "scale is 0.0"),
+            ({"scale": "8"}, "scale is '8'"),
+            ({"growth_factor": 0.5}, "growth_factor is 0.5"),
+            ({"_growth_tracker": -1}, "_growth_tracker is -1"),
+            ({"unknown": 1}, "unexpected keys"),
+        ],
+        ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+    )
+    def test_what_no_scaler_saved_is_told_and_changes_nothing(self, changes, message):
+        used = scaler()
+        before = used.state_dict()
+        with pytest.raises(OptionError, match=message):
+            used.load_state_dict({**before, **changes})
+        assert used.state_dict() == before
+
+    @pytest.mark.parametrize("state", [None, 3, []], ids=repr)
+    def test_nor_is_what_is_no_state(self, state):
+        with pytest.raises(OptionError, match="as the state of a loss scaler"):
+            scaler().load_state_dict(state)
+
+    def test_one_that_was_disabled_saved_nothing(self):
+        with pytest.raises(RuntimeError, match="The source state dict is empty"):
+            scaler().load_state_dict({})
+
+
+class TestBesideAmp:
+    """A `GradScaler` of either kind is for optimizers whose gradients amp does not scale."""
+
+    @EACH
+    def test_works_at_o1_without_scale_loss(self, kind):
+        model, plain = network(), network()
+        optimizer, used = SGD(model.parameters()), kind("cpu")
+        amp.initialize(model, optimizer, half_dtype="float16", patch_torch_functions=False, verbosity=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for index in range(2):
+                optimizer.zero_grad()
+                used.scale(loss_of(model, index)).backward()
+                used.step(optimizer)
+                used.update()
+        wanted = SGD(plain.parameters())
+        for index in range(2):
+            wanted.zero_grad()
+            loss_of(plain, index).backward()
+            wanted.step()
+        for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_same_bits(parameter, expected)
+
+    @EACH
+    @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+    def test_raises_where_amp_has_the_gradients(self, kind, fused):
+        model = network()
+        optimizer, used = SGD(model.parameters(), fused=fused), kind("cpu")
+        amp.initialize(model, optimizer, opt_level="O2", half_dtype="float16", verbosity=0)
+        used.scale(loss_of(model)).backward()
+        with pytest.raises(UsageError, match=r"a GradScaler cannot unscale for this SGD: amp\.scale_loss does"):
+            used.step(optimizer)
