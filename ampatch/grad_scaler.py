@@ -33,7 +33,7 @@ from ampatch.process import process
 # hundred overflows in a row to come this far down.
 _LEAST = 2.0**-126
 
-# float16's smallest number: a scale below it helps nobody, and is warned of.
+# float16's smallest number. The scaler warns below it.
 _OF_NO_USE = 2.0**-24
 
 
@@ -138,7 +138,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def _scale(self) -> Tensor | None:  # type: ignore[override]
-        """The scale on the device, under torch's name for it: others read it. None before the first `scale`."""
+        """Returns the scale on the device, which frameworks read by this name; None before the first `scale`."""
         return None if self._loss_scaler is None else self._loss_scaler.on_device[0]
 
     @property
@@ -195,10 +195,9 @@ class GradScaler(torch.amp.GradScaler):
     # Gradients
 
     def unscale_(self, optimizer: OptimizerLike) -> None:
-        """Divides an optimizer's gradients by the scale in place, and takes note of an overflow; nobody waits.
+        """Divides an optimizer's gradients by the scale in place, and looks for overflow; does not wait for the device.
 
-        For what has to see gradients as they are, such as clipping, before `step`, which does it otherwise. Once for
-        each optimizer between two `update`, after all of its gradients have been added up.
+        Call it before clipping; otherwise `step` does. Once for each optimizer and iteration, after the last backward.
 
         Raises:
             UsageError: it was called already, or after `step`, or before any `scale`; or amp has these gradients.
@@ -274,9 +273,9 @@ class GradScaler(torch.amp.GradScaler):
 
         An optimizer that says ``_step_supports_amp_scaling`` is always called, and skips by itself.
 
-        With a closure, each evaluation has its gradients unscaled and looked at when the closure returns; it may call
-        `unscale_` itself, to clip. If one overflows, the parameters and the optimizer's state are what they were before
-        the step. The closure returns the loss, not the scaled one.
+        With a closure, the gradients of each evaluation are unscaled and checked when the closure returns; to clip, it
+        calls `unscale_` itself. If an evaluation overflows, the parameters and the optimizer's state become what they
+        were before the step. The closure returns the loss, not the scaled one.
 
         Returns:
             What ``optimizer.step`` returned; None if it was skipped. If a closure's evaluation overflowed, what the
@@ -321,7 +320,7 @@ class GradScaler(torch.amp.GradScaler):
     def _step_or_skip(
         self, optimizer: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The step of an optimizer that unscales and skips by itself; see docs/guide/optimizers.md."""
+        """Steps an optimizer that unscales and skips by itself; see docs/guide/optimizers.md."""
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
             warnings.warn(
                 f"the step of this {type(optimizer).__name__} takes grad_scaler, as torch's optimizers once did. Have "
@@ -352,7 +351,7 @@ class GradScaler(torch.amp.GradScaler):
             del optimizer.grad_scale, optimizer.found_inf
 
     def _is_to_be_read(self, optimizer: Any, found_inf: Tensor) -> bool:
-        """Whether the host looks at an overflow before a step that would skip by itself."""
+        """Returns whether the host reads the overflow before a step that would skip by itself."""
         if self._has_floor or found_inf.device.type in scaling.AT_HAND:
             return True
         return _is_torchs(optimizer) and not optimizer_state.has_state(optimizer)
@@ -463,15 +462,15 @@ class GradScaler(torch.amp.GradScaler):
     # Settings, under torch's names
 
     def is_enabled(self) -> bool:
-        """Whether it scales at all."""
+        """Returns whether it scales at all."""
         return self._enabled
 
     def get_scale(self) -> float:
-        """The scale as a number, 1.0 if scaling is off; waits for the device."""
+        """Returns the scale, 1.0 if scaling is off; waits for the device."""
         return self._state.loss_scale if self._enabled else 1.0
 
     def get_growth_factor(self) -> float:
-        """What the scale is multiplied by when it grows."""
+        """Returns what the scale is multiplied by when it grows."""
         return self._policy.growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -483,7 +482,7 @@ class GradScaler(torch.amp.GradScaler):
         self._set(growth_factor=make_policy("dynamic", growth_factor=new_factor).growth_factor)
 
     def get_backoff_factor(self) -> float:
-        """What the scale is multiplied by when it backs off."""
+        """Returns what the scale is multiplied by when it backs off."""
         return self._policy.backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
@@ -495,7 +494,7 @@ class GradScaler(torch.amp.GradScaler):
         self._set(backoff_factor=make_policy("dynamic", backoff_factor=new_factor).backoff_factor)
 
     def get_growth_interval(self) -> int:
-        """How many clean updates it takes to grow."""
+        """Returns how many clean updates in a row it takes to grow."""
         return self._policy.window
 
     def set_growth_interval(self, new_interval: int) -> None:
@@ -524,9 +523,9 @@ class GradScaler(torch.amp.GradScaler):
         return self._state.unskipped if self._enabled else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain numbers, as ``torch.amp.GradScaler`` gives and takes it; empty if scaling is off.
+        """Returns the state as plain numbers, as ``torch.amp.GradScaler`` does; empty if scaling is off.
 
-        With hysteresis there is ``hysteresis_left`` besides, which torch's class passes over. Waits for the device.
+        With hysteresis it also holds ``hysteresis_left``, which torch's class ignores. Waits for the device.
         """
         if not self._enabled:
             return {}
@@ -543,7 +542,7 @@ class GradScaler(torch.amp.GradScaler):
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` gave, here or in torch: the scale, and how it grows and backs off.
+        """Loads what `state_dict` returned, here or in torch: the scale, and how it grows and backs off.
 
         Raises:
             OptionError: it is empty, a key is missing or unknown, or holds no such number; nothing was changed.
@@ -577,7 +576,7 @@ class GradScaler(torch.amp.GradScaler):
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
                 "scaler.update(). Copy or pickle it there."
             )
-        # On no device: whoever unpickles it may not have that one.
+        # Numbers only: the process that unpickles them may lack the device.
         return {**vars(self), "_first_state": self._state, "_loss_scaler": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

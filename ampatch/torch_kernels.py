@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -164,7 +165,7 @@ def update_scale(
 
 @functools.cache
 def _float32_holds(number: float) -> bool:
-    return bool(torch.tensor(number, dtype=torch.float32, device="cpu").double() == number)
+    return struct.unpack("f", struct.pack("f", number))[0] == number  # type: ignore[no-any-return]
 
 
 class _Batch(NamedTuple):

@@ -23,6 +23,7 @@ from torch.optim import lr_scheduler
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import ampatch
 from ampatch import amp, host_copy
 from ampatch.errors import LossScaleError
 
@@ -373,6 +374,43 @@ class TestReads:
         with reads as found:
             train(model, optimizer, False, False)
         assert found == []
+
+
+class TestReadsOfAGradScaler:
+    """Of `ampatch.GradScaler`, for which no session is needed."""
+
+    @staticmethod
+    def run(scaler: ampatch.GradScaler, optimizer: Any, model: nn.Module, count: int, *, clips: bool = False) -> None:
+        for index in range(count):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, index)).backward()
+            if clips:
+                scaler.unscale_(optimizer)
+                torch._foreach_mul_([parameter.grad for parameter in model.parameters()], 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+
+    @every_fused
+    @pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
+    def test_are_none_with_an_optimizer_that_skips_by_itself_and_has_its_state(self, make, clips, reads):
+        model = network()
+        optimizer, scaler = make(model.parameters()), ampatch.GradScaler("cpu")
+        self.run(scaler, optimizer, model, 1)
+        with reads as found:
+            self.run(scaler, optimizer, model, 3, clips=clips)
+        assert found == []
+
+    @pytest.mark.parametrize(
+        ("make", "options"),
+        [(functools.partial(torch.optim.SGD, lr=0.1), {}), (SGD, {"min_loss_scale": 1.0})],
+        ids=["not-fused", "with-a-floor"],
+    )
+    def test_are_one_in_every_other_step(self, make, options, reads):
+        model = network()
+        optimizer, scaler = make(model.parameters()), ampatch.GradScaler("cpu", **options)
+        with reads as found:
+            self.run(scaler, optimizer, model, 3)
+        assert len(found) == 3
 
 
 class TestSkippedStep:

@@ -5,17 +5,24 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers import completed
+import torch
+from helpers import assert_same_state, completed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 UNDER_TORCHRUN = [("ddp", "--opt-level", "O1"), ("ddp", "--opt-level", "O2"), ("fsdp2",)]
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+GRAD_SCALER = [sys.executable, "-W", "error::UserWarning", str(EXAMPLES / "grad_scaler.py")]
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
@@ -24,6 +31,7 @@ SCRIPTS = [
     "accumulation",
     pytest.param("compile", marks=NEEDS_COMPILER),
     "gan",
+    "grad_scaler",
     "gradient_penalty",
     "single_process",
 ]
@@ -31,9 +39,8 @@ SCRIPTS = [
 
 def run(script: str, *options: str, where: Path, launcher: Sequence[str] = ()) -> str:
     """What a script prints, run by itself in a folder that it leaves as it was."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error::UserWarning", *launcher, str(EXAMPLES / f"{script}.py"), *options]
-    done = completed(command, cwd=where, env=environment)
+    done = completed(command, cwd=where, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(where.iterdir()) == []
     return done.stdout
@@ -62,6 +69,34 @@ class TestExamples:
     def test_learn_something_in_two_processes(self, command, tmp_path):
         first, last = first_and_last(run(*command, where=tmp_path, launcher=TORCHRUN))
         assert last < first / 2
+
+
+def saved_by(*options: str, checkpoint: Path) -> dict[str, Any]:
+    done = completed([*GRAD_SCALER, *options, "--checkpoint", str(checkpoint)], cwd=checkpoint.parent, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    accuracy = re.search(r"accuracy: (\d+\.\d)%", done.stdout)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 94
+    return torch.load(checkpoint, weights_only=True)  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_the_loop_for_torch_ends_with_the_same_bits_if_it_is_killed_and_resumed(half: str, tmp_path: Path) -> None:
+    options = ["--epochs", "12", "--half", half]
+    whole = saved_by(*options, checkpoint=tmp_path / "whole.pt")
+
+    broken = tmp_path / "broken.pt"
+    first = subprocess.Popen([*GRAD_SCALER, *options, "--checkpoint", str(broken)], cwd=tmp_path, env=ENVIRONMENT)
+    while not broken.exists() and first.poll() is None:
+        time.sleep(0.01)
+    first.kill()
+    first.wait()
+    assert torch.load(broken, weights_only=True)["epoch"] < 12
+    resumed = saved_by(*options, checkpoint=broken)
+
+    assert_same_state(resumed, whole)
+    assert (resumed["scaler"] == {}) is (half == "bfloat16")
 
 
 def test_all_of_them_are_run() -> None:
