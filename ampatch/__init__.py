@@ -3,7 +3,7 @@
 ::
 
     from ampatch import amp
-    from ampatch import GradScaler
+    from ampatch import GradScaler, MixedPrecision
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ampatch import amp
     from ampatch.grad_scaler import GradScaler
+    from ampatch.mixed_precision import MixedPrecision
 
-__all__ = ["GradScaler", "__version__", "amp"]
+__all__ = ["GradScaler", "MixedPrecision", "__version__", "amp"]
+
+_CLASSES = {"GradScaler": "ampatch.grad_scaler", "MixedPrecision": "ampatch.mixed_precision"}
 
 __version__ = "0.1.0"
 
@@ -24,6 +27,6 @@ def __getattr__(name: str) -> object:
     """Imports what is public, and torch with it, only when somebody asks for it: `ampatch run` does not."""
     if name == "amp":
         return importlib.import_module("ampatch.amp")
-    if name == "GradScaler":
-        return importlib.import_module("ampatch.grad_scaler").GradScaler
+    if name in _CLASSES:
+        return getattr(importlib.import_module(_CLASSES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

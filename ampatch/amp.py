@@ -37,6 +37,7 @@ from ampatch.errors import (
 )
 from ampatch.function_patches import Registration
 from ampatch.loss_scaler import LossScaler, ScaleState, is_of_grad_scaler, make_policy, settings_unlike
+from ampatch.mixed_precision import precise_within
 from ampatch.opt_levels import Properties
 from ampatch.optimizer_state import parameters_of
 from ampatch.optimizers import OptimizerLike, check_optimizer
@@ -1006,6 +1007,12 @@ def _check_whole(optimizers: list[Any], models: list[nn.Module], properties: Pro
             f"that opt_level={properties.opt_level!r} converts. Call amp.initialize first, then wrap the model."
         )
     for optimizer in optimizers:
+        if properties.master_weights and precise_within(optimizer) is not None:
+            raise OptionError(
+                f"the {type(optimizer).__name__} has masters of its own, by a MixedPrecision, and opt_level="
+                f"{properties.opt_level!r} would give it others. Leave MixedPrecision out, or type "
+                "master_weights=False."
+            )
         if properties.master_weights and hasattr(optimizer, "consolidate_state_dict"):
             raise OptionError(
                 f"the {type(optimizer).__name__} hands pieces of its parameters to an optimizer of its own, which "

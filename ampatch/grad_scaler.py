@@ -24,6 +24,7 @@ from ampatch.casting import cast_tensors
 from ampatch.distributed import Processes
 from ampatch.errors import LossScaleError, OptionError, ScalerOptionError, ScalerUsageError, warn
 from ampatch.loss_scaler import LossScaler, ScaleState, make_policy
+from ampatch.mixed_precision import precise_within
 from ampatch.opt_levels import HALVES
 from ampatch.optimizer_state import Snapshot
 from ampatch.optimizers import OptimizerLike, check_optimizer
@@ -230,6 +231,9 @@ class GradScaler(torch.amp.GradScaler):
         session = process.live
         if session is not None and session.switch.active:
             session.let_unscale(optimizer)
+        precise = None if allow_fp16 else precise_within(optimizer)
+        if precise is not None:
+            precise.widen_gradients()
         parameters = list(optimizer_state.parameters_of(optimizer))
         for parameter in parameters:
             if not isinstance(parameter, Tensor):
@@ -241,7 +245,7 @@ class GradScaler(torch.amp.GradScaler):
                 raise OptionError(
                     "Attempting to unscale FP16 gradients: most of what the scale has kept from underflow would be "
                     "lost. Keep the weights in float32 and cast in forward (torch.autocast, or opt_level='O1'); or, "
-                    'for half weights, type amp.initialize(model, optimizer, opt_level="O2") and amp.scale_loss.'
+                    "for half weights, type optimizer = ampatch.MixedPrecision(optimizer)."
                 )
         processes = Processes() if session is None else session.processes
         found: dict[torch.device, Tensor] = {}

@@ -1,0 +1,492 @@
+"""Any optimizer over half parameters, with float32 masters in its own state: `MixedPrecision`.
+
+Owns the masters of one optimizer, which are entries of its state, and the moments at which they stand in the
+parameters' place: while it steps, loads, or says what it has. Must not know opt levels, patches or the loss scale,
+beyond the two attributes by which a scaler speaks to an optimizer (docs/guide/optimizers.md).
+
+The habit is that of Optimisers.jl, whose rule of this name keeps the precise weights in the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import operator
+import types
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampatch import kernels, optimizer_state
+from ampatch.errors import OptionError, UsageError
+from ampatch.opt_levels import dtype_of
+from ampatch.optimizers import OptimizerLike, check_optimizer
+from ampatch.process import process
+
+# What makes an optimizer when it is called; an object that is callable may be anything.
+_MAKERS = (type, functools.partial, types.FunctionType, types.MethodType)
+
+#: Where the state of a parameter has its master.
+MASTER = "master"
+
+_INSIDE = ("optimizer", "optim", "base_optimizer", "_base_optimizer")  # where wrappers keep what they wrap
+
+
+class MixedPrecision(torch.optim.Optimizer):
+    """Gives an optimizer float32 masters of its half parameters, kept in its own state.
+
+    ::
+
+        model = Net().bfloat16()
+        optimizer = MixedPrecision(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        loss_fn(model(inputs), targets).backward()
+        optimizer.step()  # updates the masters, and rounds them to the model's weights
+
+    In front of a class it makes optimizers: ``MixedPrecision(torch.optim.AdamW)(model.parameters(), lr=1e-3)``.
+    ``param_groups``, ``state`` and all other attributes are those of the optimizer inside, which steps with the masters
+    in the place of the half parameters. Parameters that are precise already have no master. It needs neither
+    ``amp.initialize`` nor casts. For float16, scale the loss with `ampatch.GradScaler`.
+
+    What is written to a half parameter between two steps counts: its master takes over the elements that differ from
+    what it was rounded to.
+
+    Args:
+        optimizer: an optimizer, or what makes one (a class, a ``functools.partial``).
+        dtype: the masters' type: ``torch.float32`` or ``torch.float64``, or its name.
+        masters_from: float32 values to start from, in place of the half weights: a module or tensors, one for each
+            parameter of the optimizer in its order, or a mapping by the names that the optimizer was given. The half
+            parameters become these values, rounded. None: the masters start as the half weights.
+
+    Attributes:
+        optimizer: the one inside.
+
+    Raises:
+        OptionError: it is no optimizer, it has masters already, or ``masters_from`` does not fit.
+        UsageError: amp gives it float32 masters (O2, O5).
+    """
+
+    # It heeds `grad_scale` and `found_inf`.
+    _step_supports_amp_scaling = True
+
+    optimizer: Any
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+    def __new__(cls, optimizer: Any = None, dtype: torch.dtype | str = torch.float32, masters_from: Any = None) -> Any:
+        """Makes one, or what makes one."""
+        if isinstance(optimizer, _MAKERS):
+
+            @functools.wraps(optimizer, updated=())
+            def make(*args: Any, **kwargs: Any) -> MixedPrecision:
+                return cls(optimizer(*args, **kwargs), dtype, masters_from)
+
+            return make
+        return super().__new__(cls)
+
+    def __init__(
+        self, optimizer: OptimizerLike, dtype: torch.dtype | str = torch.float32, masters_from: Any = None
+    ) -> None:
+        check_optimizer(optimizer)
+        _check_composition(optimizer)
+        self._dtype = _master_type(dtype)
+        self.optimizer = optimizer
+        self._in_place: list[tuple[Tensor, Tensor]] = []  # while masters are: parameter and master
+        self._widened: list[tuple[Tensor, torch.dtype | None]] = []
+        values = None if masters_from is None else _values(masters_from, optimizer)
+        super().__setstate__({})  # hooks of its own; `__init__` would copy the groups
+        for number, parameter in enumerate(optimizer_state.parameters_of(optimizer)):
+            master = self._master(parameter)
+            if master is not None and values is not None:
+                with torch.no_grad():
+                    master.copy_(values[number])
+                    parameter.copy_(master)
+
+    # What is the other's
+
+    @property
+    def param_groups(self) -> Any:
+        """The groups of the optimizer inside, with the half parameters, for a closure and a scaler too."""
+        groups = self.optimizer.param_groups
+        if not self._in_place:
+            return groups
+        originals = {id(master): parameter for parameter, master in self._in_place}
+        return [_Shown(group, [originals.get(id(each), each) for each in group["params"]]) for group in groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The state of the optimizer inside, with the masters in it."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        """The defaults of the optimizer inside."""
+        return getattr(self.optimizer, "defaults", {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"MixedPrecision({self.optimizer!r}, dtype={self._dtype})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the optimizer inside; masters of its half parameters are made."""
+        self.optimizer.add_param_group(param_group)
+        for parameter in self._parameters():
+            self._master(parameter)
+
+    # Masters
+
+    def master_params(self) -> Iterator[Tensor]:
+        """Yields what is updated, in the order of the groups: masters, and parameters that have none."""
+        for parameter in list(self._parameters()):
+            master = self._followed(parameter)
+            yield parameter if master is None else master
+
+    def master_of(self, parameter: Tensor) -> Tensor:
+        """Returns the master of a parameter of this optimizer; the parameter itself if it has none.
+
+        Raises:
+            OptionError: the optimizer does not have the parameter.
+        """
+        if not any(parameter is each for each in self._parameters()):
+            raise OptionError(
+                f"found a tensor of shape {tuple(parameter.shape)} that this {type(self.optimizer).__name__} does not "
+                "update; expected a parameter of the model that it was made for."
+            )
+        master = self._followed(parameter)
+        return parameter if master is None else master
+
+    def master_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Returns ``model.state_dict()`` with the masters' values in the place of half weights.
+
+        Args:
+            model: with parameters that this optimizer updates. Others, and buffers, are as they are.
+        """
+        masters = {id(each): master for each in self._parameters() if (master := self._followed(each)) is not None}
+        named = {name: masters.get(id(value)) for name, value in model.state_dict(keep_vars=True).items()}
+        return {
+            name: value if named.get(name) is None else named[name].clone()  # type: ignore[union-attr]
+            for name, value in model.state_dict().items()
+        }
+
+    def _parameters(self) -> Iterator[Tensor]:
+        """Yields the parameters, also while masters are in their place."""
+        originals = {id(master): parameter for parameter, master in self._in_place}
+        for each in optimizer_state.parameters_of(self.optimizer):
+            yield originals.get(id(each), each)
+
+    def _master(self, parameter: Tensor) -> Tensor | None:
+        """The master of a parameter, made if there is none yet; None if it needs none."""
+        if not parameter.is_floating_point() or parameter.dtype is self._dtype:
+            return None
+        if torch.promote_types(parameter.dtype, self._dtype) is not self._dtype:
+            return None
+        state = self.optimizer.state.setdefault(parameter, {})
+        if MASTER not in state:
+            # A parameter, as some optimizers look for; its gradient is put there at each step.
+            if state:  # of an optimizer that has stepped before, in half
+                state.update(optimizer_state.retyped(dict(state), parameter.dtype, self._dtype, parameter))
+            state[MASTER] = nn.Parameter(parameter.detach().to(self._dtype), requires_grad=parameter.requires_grad)
+        return state[MASTER]  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _followed(self, parameter: Tensor) -> Tensor | None:
+        """The master, with what was written to the parameter since it was rounded to it."""
+        if self._in_place:
+            return next((master for each, master in self._in_place if each is parameter), None)
+        master = self._master(parameter)
+        if master is not None:
+            wide = parameter.to(master.dtype)
+            is_same = parameter == master.to(parameter.dtype)
+            master.copy_(torch.where(is_same, master, wide))
+        return master
+
+    # Steps
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the parameters."""
+        for parameter in self._parameters():
+            if parameter.grad is None:
+                continue
+            if set_to_none:
+                parameter.grad = None
+            else:
+                parameter.grad = torch.zeros_like(parameter.grad)
+        if set_to_none:
+            self._narrow()
+
+    def widen_gradients(self) -> None:
+        """Makes half gradients float32 until the next step or `zero_grad`, to be unscaled without loss."""
+        for parameter in self._parameters():
+            grad = parameter.grad
+            if grad is not None and grad.dtype is not self._dtype and self._master(parameter) is not None:
+                self._widened.append((parameter, parameter.grad_dtype))
+                parameter.grad = None
+                parameter.grad_dtype = self._dtype
+                parameter.grad = grad.to(self._dtype)
+
+    def _narrow(self) -> None:
+        """Undoes `widen_gradients`."""
+        for parameter, allowed in self._widened:
+            grad, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = allowed
+            if grad is not None:
+                parameter.grad = grad.to(parameter.dtype)
+        self._widened.clear()
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Runs a step of the optimizer inside on the masters, and rounds them to the parameters.
+
+        Args:
+            closure: evaluates the model again, with the parameters rounded from the masters.
+            args: handed on.
+            kwargs: handed on.
+
+        Returns:
+            What the optimizer inside returns; None after an overflow that a scaler has found.
+        """
+        if self._in_place:
+            raise UsageError("the step of this MixedPrecision is under way; its closure must not step it again.")
+        inside = self.optimizer
+        found_inf, grad_scale = self.__dict__.get("found_inf"), self.__dict__.get("grad_scale")
+        with self._masters_in_place():
+            if closure is None:
+                self._take_gradients(grad_scale)
+            else:
+                closure = functools.partial(self._evaluate, closure)
+            if found_inf is not None and not self._hands_on_the_flag(closure):
+                if bool(found_inf):
+                    return None
+                found_inf = None
+            if found_inf is not None:
+                inside.grad_scale, inside.found_inf = None, found_inf
+            try:
+                return inside.step(*args, **kwargs) if closure is None else inside.step(closure, *args, **kwargs)
+            finally:
+                if found_inf is not None:
+                    del inside.grad_scale, inside.found_inf
+                self._narrow()
+
+    def _hands_on_the_flag(self, closure: object) -> bool:
+        """Returns whether the optimizer inside skips by itself, so that nobody waits for the device."""
+        inside = self.optimizer
+        supports = getattr(inside, "_step_supports_amp_scaling", False)
+        return supports and closure is None and optimizer_state.has_state(inside)
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        self._round()
+        # The optimizer inside has masters, and its zero_grad would leave the parameters' gradients to be added to.
+        marks = [master.new_zeros(()).expand(master.shape) for _, master in self._in_place]
+        versions = [mark._version for mark in marks]
+        for (_, master), mark in zip(self._in_place, marks, strict=True):
+            master.grad = mark
+        result = closure()
+        now = [master.grad for _, master in self._in_place]
+        if any(map(operator.is_not, now, marks)) or [mark._version for mark in marks] != versions:
+            raise UsageError(
+                f"the closure clears gradients by the {type(self.optimizer).__name__} inside of this MixedPrecision, "
+                "whose gradients are not those of the model. Call zero_grad() of the MixedPrecision, or of the model."
+            )
+        self._take_gradients(None)
+        return result
+
+    @torch.no_grad()
+    def _take_gradients(self, grad_scale: Tensor | None) -> None:
+        """Gives masters the gradients of their parameters, divided by the scale."""
+        taken = {id(master) for _, master in self._in_place}
+        for parameter, master in self._in_place:
+            grad = parameter.grad
+            master.grad = None if grad is None else grad.to(master.dtype, copy=True)
+        if grad_scale is not None:
+            own = [each for each in optimizer_state.parameters_of(self.optimizer) if id(each) not in taken]
+            grads = optimizer_state.gradients_of(itertools.chain(own, (master for _, master in self._in_place)))
+            kernels.multiply_(grads, grad_scale.float().reciprocal())
+
+    @contextlib.contextmanager
+    def _masters_in_place(self) -> Iterator[None]:
+        """Has masters stand in the groups and the state in the place of their parameters."""
+        pairs = [(each, master) for each in self._parameters() if (master := self._followed(each)) is not None]
+        for parameter, _ in pairs:
+            del self.optimizer.state[parameter][MASTER]
+            if not self.optimizer.state[parameter]:  # which an optimizer may take for state that it has made
+                del self.optimizer.state[parameter]
+        _exchange(self.optimizer, {id(parameter): master for parameter, master in pairs})
+        self._in_place = pairs
+        try:
+            yield
+        finally:
+            self._round()
+            for _, master in pairs:
+                master.grad = None
+            _exchange(self.optimizer, {id(master): parameter for parameter, master in pairs})
+            self._in_place = []
+            for parameter, master in pairs:
+                self.optimizer.state.setdefault(parameter, {})[MASTER] = master
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for parameter, master in self._in_place:
+            parameter.copy_(master)
+
+    # Saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state dict of the optimizer inside; each half parameter's state has its master as "master"."""
+        if self._in_place:
+            raise UsageError("the step of this MixedPrecision is under way; save its state before or after it.")
+        for parameter in list(self._parameters()):
+            self._followed(parameter)
+        return self.optimizer.state_dict()  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` returned, or that of the optimizer inside by itself.
+
+        Masters keep all their bits, and parameters become their values, rounded. Parameters that have no master now
+        become the values of saved ones.
+
+        Args:
+            state_dict: without masters: these stay as the present weights.
+        """
+        states: Mapping[Any, Any] = state_dict["state"]
+        bare = {key: {name: v for name, v in each.items() if name != MASTER} for key, each in states.items()}
+        with self._masters_in_place():  # whose type the optimizer gives the state that it loads
+            self.optimizer.load_state_dict({**state_dict, "state": bare})
+        keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        for key, parameter in zip(keys, list(self._parameters()), strict=True):
+            saved = states.get(key, {}).get(MASTER)
+            if saved is not None:
+                master = self._master(parameter)
+                if master is not None:
+                    master.copy_(saved)
+                parameter.copy_(saved)
+
+
+class _Shown(MutableMapping[str, Any]):
+    """A group while masters are in it: with the parameters of the model, and otherwise the group itself."""
+
+    def __init__(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        self._group, self._parameters = group, parameters
+
+    def __getitem__(self, name: str) -> Any:
+        return self._parameters if name == "params" else self._group[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._group[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._group[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._group)
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+
+def precise_within(optimizer: object) -> MixedPrecision | None:
+    """Returns the `MixedPrecision` that an optimizer is, or wraps; None if there is none."""
+    return next((each for each in _chain(optimizer) if isinstance(each, MixedPrecision)), None)
+
+
+def _chain(optimizer: object) -> Iterator[Any]:
+    """Yields an optimizer, and what it wraps."""
+    seen: set[int] = set()
+    while hasattr(optimizer, "param_groups") and id(optimizer) not in seen:
+        seen.add(id(optimizer))
+        yield optimizer
+        held = vars(optimizer) if hasattr(optimizer, "__dict__") else {}
+        optimizer = next((held[name] for name in _INSIDE if name in held), None)
+
+
+def _check_composition(optimizer: object) -> None:
+    kind = type(optimizer).__name__
+    if precise_within(optimizer) is not None:
+        raise OptionError(
+            f"this {kind} has masters of its own already, by a MixedPrecision. Hand in the optimizer that is inside of "
+            "that, or leave this one out."
+        )
+    if not isinstance(getattr(optimizer, "state", None), MutableMapping):
+        raise OptionError(
+            f"this {kind} has no mapping `state`, in which masters are kept; expected an optimizer like those of torch."
+        )
+    live = process.live
+    for each in _chain(optimizer):
+        if live is not None and live.has_adopted(each) and live.adopted(each).masters.wanted:
+            raise UsageError(
+                f"amp.initialize gives this {kind} float32 masters, at opt_level="
+                f"{live.settings.properties.opt_level!r}. Leave MixedPrecision out, or type master_weights=False there."
+            )
+
+
+def _master_type(dtype: object) -> torch.dtype:
+    found = dtype_of(dtype)
+    if found in (torch.float32, torch.float64):
+        return found
+    raise OptionError(f"dtype is {dtype!r}; expected torch.float32 or torch.float64, or its name, for the masters.")
+
+
+def _values(masters_from: Any, optimizer: Any) -> list[Tensor]:
+    """The values to start from, one for each parameter, in its shape."""
+    parameters = list(optimizer_state.parameters_of(optimizer))
+    if isinstance(masters_from, Mapping):
+        named: list[Any] = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+        if len(named) != len(parameters):
+            raise OptionError(
+                f"masters_from is a mapping, and this {type(optimizer).__name__} has no names for its parameters. Make "
+                "it of model.named_parameters(); or give a list of tensors in the order of the parameters."
+            )
+        missing = [name for name in named if name not in masters_from]
+        if missing:
+            named_few = ", ".join(map(repr, missing[:5]))
+            raise OptionError(f"masters_from lacks {named_few}; expected a value for each parameter's name.")
+        values = [masters_from[name] for name in named]
+    else:
+        values = list(masters_from.parameters() if isinstance(masters_from, nn.Module) else masters_from)
+    if len(values) != len(parameters):
+        raise OptionError(
+            f"masters_from has {len(values)} tensors, and the optimizer {len(parameters)} parameters; expected one for "
+            "each, in the order in which the optimizer was given them."
+        )
+    for number, (value, parameter) in enumerate(zip(values, parameters, strict=True)):
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != parameter.shape:
+            is_tensor = isinstance(value, Tensor)
+            found = f"{value.dtype} of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
+            raise OptionError(
+                f"masters_from has {found} for parameter {number}, whose shape is {tuple(parameter.shape)}; expected "
+                "a floating tensor of that shape."
+            )
+    return [value.detach() for value in values]
+
+
+def _exchange(optimizer: Any, others: Mapping[int, Tensor]) -> None:
+    """Puts other tensors in the place of parameters, in the lists and mappings that are there."""
+    for group in optimizer.param_groups:
+        # In the list itself: some optimizers (LBFGS) hold on to it.
+        group["params"][:] = [others.get(id(each), each) for each in group["params"]]
+    for state in _states(optimizer):
+        moved = {others.get(id(key), key): value for key, value in state.items()}
+        state.clear()
+        state.update(moved)
+
+
+def _states(optimizer: object) -> list[MutableMapping[Any, Any]]:
+    """The mappings by parameter that an optimizer and those inside of it have, each once."""
+    found = [getattr(each, "state", None) for each in _chain(optimizer)]
+    return list({id(state): state for state in found if isinstance(state, MutableMapping)}.values())

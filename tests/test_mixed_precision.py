@@ -1,0 +1,701 @@
+"""Of `ampatch.MixedPrecision`: every optimizer steps as in float32, and its masters travel in its own state."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+import ampatch
+from ampatch import MixedPrecision, amp
+from ampatch.errors import OptionError, UsageError
+
+EACH_HALF = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "SGD-fused": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "AdamW": functools.partial(torch.optim.AdamW, lr=0.01),
+    "AdamW-foreach": functools.partial(torch.optim.AdamW, lr=0.01, foreach=True, amsgrad=True),
+    "AdamW-fused": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.1),
+    "Adadelta": torch.optim.Adadelta,
+    "Adamax": torch.optim.Adamax,
+    "ASGD": torch.optim.ASGD,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": functools.partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "Rprop": torch.optim.Rprop,
+    "Adafactor": torch.optim.Adafactor,
+}
+EACH_OPTIMIZER = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+SGD, ADAMW = OPTIMIZERS["SGD"], OPTIMIZERS["AdamW"]
+
+
+def network(half: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    """Half but for its last layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    model[0].to(half)
+    return model
+
+
+def loss_of(model: nn.Module, index: int = 0) -> Tensor:
+    batch = torch.randn(5, 4, generator=torch.Generator().manual_seed(index))
+    hidden = model[1](model[0](batch.to(model[0].weight.dtype)))
+    return model[2](hidden.float()).square().mean()
+
+
+def train(model: nn.Module, optimizer: Any, *indices: int) -> None:
+    for index in indices:
+        optimizer.zero_grad()
+        loss_of(model, index).backward()
+        optimizer.step()
+
+
+class ByHand:
+    """A model with float32 copies of its weights, which a float32 optimizer updates."""
+
+    def __init__(self, model: nn.Module, make: Callable[..., torch.optim.Optimizer]) -> None:
+        self.model = model
+        self.parameters = list(model.parameters())
+        self.masters = [nn.Parameter(each.detach().float().clone()) for each in self.parameters]
+        self.optimizer = make(self.masters)
+
+    def train(self, *indices: int) -> None:
+        for index in indices:
+            self.model.zero_grad()
+            loss_of(self.model, index).backward()
+            for master, parameter in zip(self.masters, self.parameters, strict=True):
+                master.grad = parameter.grad.float()
+            self.optimizer.step()
+            with torch.no_grad():
+                for master, parameter in zip(self.masters, self.parameters, strict=True):
+                    parameter.copy_(master)
+
+
+def check(optimizer: MixedPrecision, model: nn.Module, by_hand: ByHand) -> None:
+    for found, expected in zip(optimizer.master_params(), by_hand.masters, strict=True):
+        assert_same_bits(found, expected)
+    for found, expected in zip(model.parameters(), by_hand.model.parameters(), strict=True):
+        assert_same_bits(found, expected)
+    states = zip(
+        optimizer.state_dict()["state"].values(), by_hand.optimizer.state_dict()["state"].values(), strict=True
+    )
+    for found, expected in states:
+        assert_same_state({key: value for key, value in found.items() if key != "master"}, expected)
+
+
+class TestSteps:
+    @EACH_HALF
+    @EACH_OPTIMIZER
+    def test_are_those_of_a_float32_optimizer_on_the_masters(self, make, half):
+        model, by_hand = network(half), ByHand(network(half), make)
+        optimizer = MixedPrecision(make(model.parameters()))
+        train(model, optimizer, 0, 1, 2)
+        by_hand.train(0, 1, 2)
+        check(optimizer, model, by_hand)
+
+    @EACH_HALF
+    def test_in_front_of_a_class_it_makes_optimizers(self, half):
+        model, by_hand = network(half), ByHand(network(half), SGD)
+        made = MixedPrecision(torch.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
+        assert isinstance(made, MixedPrecision)
+        assert isinstance(made.optimizer, torch.optim.SGD)
+        assert isinstance(MixedPrecision(SGD)(network(half).parameters()), MixedPrecision)
+        train(model, made, 0, 1)
+        by_hand.train(0, 1)
+        check(made, model, by_hand)
+
+    def test_small_updates_are_not_lost(self):
+        parameter = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        optimizer = MixedPrecision(torch.optim.SGD([parameter], lr=1e-3))
+        for _ in range(100):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        assert parameter.item() == pytest.approx(0.9, abs=2e-3)
+
+    def test_masters_may_be_float64(self):
+        model = network()
+        optimizer = MixedPrecision(ADAMW(model.parameters()), dtype="float64")
+        train(model, optimizer, 0)
+        assert {master.dtype for master in optimizer.master_params()} == {torch.float64}
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16, torch.float32}
+        assert all(state["exp_avg"].dtype is torch.float64 for state in optimizer.state.values())
+
+    def test_parameters_of_all_types_in_one_optimizer(self):
+        types = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+        parameters = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in types]
+        optimizer = MixedPrecision(torch.optim.SGD(parameters, lr=0.5))
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert [each.dtype for each in optimizer.master_params()] == [torch.float32] * 3 + [torch.float64]
+        assert [each.tolist() for each in parameters] == [[0.5, 0.5]] * 4
+        assert [each.dtype for each in parameters] == types
+
+    def test_sparse_gradients(self):
+        table = nn.Embedding(4, 2, sparse=True, dtype=torch.bfloat16)
+        before = table.weight.detach().clone()
+        optimizer = MixedPrecision(torch.optim.SparseAdam(table.parameters(), lr=0.1))
+        table(torch.tensor([1, 1])).sum().backward()
+        optimizer.step()
+        assert_same_bits(table.weight[0], before[0])
+        assert (table.weight[1] != before[1]).all()
+
+    def test_without_gradients_nothing_moves(self):
+        model = network()
+        before = copy.deepcopy(model.state_dict())
+        optimizer = MixedPrecision(ADAMW(model.parameters()))
+        optimizer.step()
+        assert_same_state(model.state_dict(), before)
+
+    def test_an_error_in_a_step_leaves_parameters_in_their_place(self):
+        model = network()
+        optimizer = MixedPrecision(ADAMW(model.parameters()))
+        handle = optimizer.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(model, optimizer, 0)
+        handle.remove()
+        held = [each for group in optimizer.param_groups for each in group["params"]]
+        assert all(found is wanted for found, wanted in zip(held, model.parameters(), strict=True))
+        by_hand = ByHand(network(), ADAMW)
+        train(model, optimizer, 0)
+        by_hand.train(0)
+        check(optimizer, model, by_hand)
+
+
+class TestClosures:
+    def test_see_the_models_parameters_in_the_groups_and_may_set_options(self):
+        model = network()
+        optimizer = MixedPrecision(SGD(model.parameters()))
+        seen: list[Any] = []
+
+        def closure() -> Tensor:
+            (group,) = optimizer.param_groups
+            seen.extend(group["params"])
+            group["lr"] = 0.0
+            loss = loss_of(model)
+            loss.backward()
+            return loss
+
+        before = copy.deepcopy(model.state_dict())
+        optimizer.step(closure)
+        assert all(found is wanted for found, wanted in zip(seen, model.parameters(), strict=True))
+        assert_same_state(model.state_dict(), before)
+        assert optimizer.param_groups[0]["lr"] == 0.0
+
+    @pytest.mark.parametrize("make", [SGD, torch.optim.LBFGS], ids=["SGD", "LBFGS"])
+    def test_see_weights_rounded_from_the_masters(self, make):
+        model, by_hand = network(), ByHand(network(), make)
+        optimizer = MixedPrecision(make(model.parameters()))
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            return loss
+
+        def closure_by_hand() -> Tensor:
+            with torch.no_grad():
+                for master, parameter in zip(by_hand.masters, by_hand.parameters, strict=True):
+                    parameter.copy_(master)
+            by_hand.model.zero_grad()
+            loss = loss_of(by_hand.model)
+            loss.backward()
+            for master, parameter in zip(by_hand.masters, by_hand.parameters, strict=True):
+                master.grad = parameter.grad.float()
+            return loss
+
+        for _ in range(3):
+            found, expected = optimizer.step(closure), by_hand.optimizer.step(closure_by_hand)
+            assert found.item() == expected.item()
+        for master, wanted in zip(optimizer.master_params(), by_hand.masters, strict=True):
+            assert_same_bits(master, wanted)
+
+    @pytest.mark.parametrize("set_to_none", [True, False])
+    def test_that_clear_other_gradients_than_the_models_are_told(self, set_to_none):
+        model = network()
+        optimizer = MixedPrecision(torch.optim.LBFGS(model.parameters()))
+
+        def closure() -> Tensor:
+            optimizer.optimizer.zero_grad(set_to_none=set_to_none)
+            loss = loss_of(model)
+            loss.backward()
+            return loss
+
+        with pytest.raises(UsageError, match="clears gradients by the LBFGS inside"):
+            optimizer.step(closure)
+
+    def test_must_not_step(self):
+        model = network()
+        optimizer = MixedPrecision(SGD(model.parameters()))
+        with pytest.raises(UsageError, match="is under way"):
+            optimizer.step(optimizer.step)
+
+
+class TestWhatIsTheOthers:
+    def test_options_are_adjustable_as_before(self):
+        model = network()
+        inside = SGD(model.parameters())
+        optimizer = MixedPrecision(inside)
+        optimizer.param_groups[0]["lr"] = 0.5
+        assert inside.param_groups[0]["lr"] == 0.5
+        inside.param_groups[0]["momentum"] = 0.0
+        assert optimizer.param_groups[0]["momentum"] == 0.0
+        assert optimizer.defaults is inside.defaults
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert "SGD" in repr(optimizer)
+        with pytest.raises(AttributeError, match="SGD"):
+            optimizer.nothing_of_the_kind  # noqa: B018
+
+    @pytest.mark.parametrize("on_inside", [False, True], ids=["on-it", "on-the-one-inside"])
+    @pytest.mark.filterwarnings("error")
+    def test_schedulers(self, on_inside):
+        model, by_hand = network(), ByHand(network(), SGD)
+        inside = SGD(model.parameters())
+        optimizer = MixedPrecision(inside)
+        schedulers = [
+            lr_scheduler.StepLR(inside if on_inside else optimizer, 1, gamma=0.5),
+            lr_scheduler.StepLR(by_hand.optimizer, 1, gamma=0.5),
+        ]
+        for index in range(3):
+            train(model, optimizer, index)
+            by_hand.train(index)
+            for scheduler in schedulers:
+                scheduler.step()
+        check(optimizer, model, by_hand)
+
+    def test_hooks_on_it_see_the_model_and_those_inside_the_masters(self):
+        model = network()
+        optimizer = MixedPrecision(SGD(model.parameters()))
+        seen: list[Any] = []
+
+        def note(stepping: Any, *_: Any) -> None:
+            seen.append([each.dtype for group in stepping.param_groups for each in group["params"]])
+
+        optimizer.register_step_post_hook(note)
+        optimizer.optimizer.register_step_pre_hook(note)
+        train(model, optimizer, 0)
+        half, full = torch.bfloat16, torch.float32
+        assert seen == [[full] * 4, [half, half, full, full]]
+
+    def test_groups_that_come_later(self):
+        model, late = network(), nn.Parameter(torch.ones(1, dtype=torch.float16))
+        optimizer = MixedPrecision(SGD(model.parameters()))
+        optimizer.add_param_group({"params": [late], "lr": 0.25})
+        assert optimizer.master_of(late).dtype is torch.float32
+        late.grad = torch.ones_like(late)
+        optimizer.step()
+        assert late.item() == 0.75
+
+    def test_parameters_that_come_into_a_group_later(self):
+        model, late = network(), nn.Parameter(torch.ones(1, dtype=torch.float16))
+        optimizer = MixedPrecision(SGD(model.parameters()))
+        optimizer.param_groups[0]["params"].append(late)
+        late.grad = torch.ones_like(late)
+        optimizer.step()
+        assert late.item() == pytest.approx(0.9, abs=1e-3)
+        assert optimizer.master_of(late).item() == pytest.approx(0.9, abs=1e-7)
+
+
+class TestWhatIsWrittenInBetween:
+    def test_counts_element_by_element(self):
+        parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        optimizer = MixedPrecision(torch.optim.SGD([parameter], lr=1e-3))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        parameter.data[1] = 5.0
+        assert optimizer.master_of(parameter).tolist() == [pytest.approx(0.999), 5.0]
+
+    def test_loading_the_model_counts(self):
+        model, other = network(), network()
+        optimizer = MixedPrecision(SGD(model.parameters()))
+        train(model, optimizer, 0)
+        model.load_state_dict(other.state_dict())
+        for found, expected in zip(optimizer.master_params(), other.parameters(), strict=True):
+            assert_same_bits(found.to(expected.dtype), expected)
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_also_what_is_not_finite(self, value):
+        parameter = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        optimizer = MixedPrecision(torch.optim.SGD([parameter], lr=1e-3))
+        parameter.data.fill_(value)
+        assert repr(optimizer.master_of(parameter).item()) == repr(value)
+
+
+class TestGradients:
+    @EACH_HALF
+    def test_accumulate_and_are_clipped(self, half):
+        model, by_hand = network(half), ByHand(network(half), SGD)
+        optimizer = MixedPrecision(SGD(model.parameters()))
+        for each in (model, by_hand.model):
+            for index in range(2):
+                loss_of(each, index).backward()
+            nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+        optimizer.step()
+        for master, parameter in zip(by_hand.masters, by_hand.parameters, strict=True):
+            master.grad = parameter.grad.float()
+        by_hand.optimizer.step()
+        for master, wanted in zip(optimizer.master_params(), by_hand.masters, strict=True):
+            assert_same_bits(master, wanted)
+
+    def test_accumulate_in_float32_where_that_is_asked_for(self):
+        parameter = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        optimizer = MixedPrecision(torch.optim.SGD([parameter], lr=1.0))
+        (parameter * 256).sum().backward()
+        optimizer.widen_gradients()
+        (parameter * 1).sum().backward()
+        assert (parameter.grad.dtype, parameter.grad.item()) == (torch.float32, 257.0)
+        optimizer.step()
+        assert optimizer.master_of(parameter).item() == -256.0
+        assert parameter.grad.dtype is torch.bfloat16
+        assert parameter.grad_dtype is torch.bfloat16
+
+    @pytest.mark.parametrize("set_to_none", [True, False])
+    def test_are_cleared(self, set_to_none):
+        model = network()
+        optimizer = MixedPrecision(SGD(model.parameters()))
+        loss_of(model).backward()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        assert all(each.grad is None if set_to_none else not each.grad.any() for each in model.parameters())
+
+
+SCALERS = pytest.mark.parametrize("kind", [torch.amp.GradScaler, ampatch.GradScaler], ids=["torch", "ampatch"])
+
+
+class TestFloat16:
+    @staticmethod
+    def train(scaler: Any, model: nn.Module, optimizer: Any, overflows: list[bool], *, clips: bool = False) -> None:
+        for index, overflow in enumerate(overflows):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, index) * (math.inf if overflow else 1)).backward()
+            if clips:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+
+    @SCALERS
+    @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+    @pytest.mark.parametrize("far", [False, True], ids=["", "far-away"])
+    def test_a_scaler_unscales_and_skips(self, kind, fused, far, request):
+        if far:
+            request.getfixturevalue("far_away")
+        model, plain = network(torch.float16), network(torch.float16)
+        make = functools.partial(torch.optim.AdamW, lr=0.01, fused=fused)
+        optimizer, wanted = MixedPrecision(make(model.parameters())), MixedPrecision(make(plain.parameters()))
+        scaler = kind("cpu", init_scale=2.0**8)
+        self.train(scaler, model, optimizer, [True, False, False, True, False])
+        for index in (1, 2, 4):  # of powers of two nothing is lost, unless gradients are as small as float16's least
+            wanted.zero_grad()
+            (loss_of(plain, index) * 2.0**8).backward()
+            for parameter in plain.parameters():
+                parameter.grad_dtype = None
+                parameter.grad = parameter.grad.float() / 2.0**8
+            wanted.step()
+        assert scaler.get_scale() == 2.0**6
+        for found, expected in zip(optimizer.master_params(), wanted.master_params(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        assert {int(state["step"]) for state in optimizer.state.values()} == {3}
+
+    def test_gradients_that_ampatchs_unscales_are_float32_until_the_step(self):
+        model = network(torch.float16)
+        optimizer = MixedPrecision(torch.optim.SGD(model.parameters(), lr=1e4))
+        scaler = ampatch.GradScaler("cpu")
+        scaler.scale(loss_of(model)).backward()
+        scaler.unscale_(optimizer)
+        assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-6)  # less than float16 holds
+        before = [master.detach().clone() for master in optimizer.master_params()]
+        scaler.step(optimizer)
+        moved = [(now - was).norm() for now, was in zip(optimizer.master_params(), before, strict=True)]
+        assert torch.stack(moved).norm().item() == pytest.approx(1e-2, rel=1e-3)
+        assert [parameter.grad.dtype for parameter in model.parameters()] == [torch.float16] * 2 + [torch.float32] * 2
+
+    def test_a_scaler_steps_with_a_closure(self):
+        model = network(torch.float16)
+        optimizer, scaler = MixedPrecision(torch.optim.LBFGS(model.parameters())), ampatch.GradScaler("cpu")
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            scaler.scale(loss).backward()
+            return loss
+
+        first = scaler.step(optimizer, closure)
+        scaler.update()
+        assert loss_of(model) < first / 2
+
+    def test_torchs_does_not_unscale_half_gradients_for_clipping(self):
+        model = network(torch.float16)
+        optimizer, scaler = MixedPrecision(SGD(model.parameters())), torch.amp.GradScaler("cpu")
+        scaler.scale(loss_of(model)).backward()
+        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+            scaler.unscale_(optimizer)
+
+
+class TestStart:
+    @pytest.mark.parametrize("form", ["tensors", "module", "names"])
+    def test_from_float32_values(self, form):
+        torch.manual_seed(0)
+        precise = nn.Linear(4, 3)
+        model = copy.deepcopy(precise).bfloat16()
+        named = list(model.named_parameters())
+        given = {
+            "tensors": [each.detach().clone() for each in precise.parameters()],
+            "module": precise,
+            "names": precise.state_dict(),
+        }[form]
+        optimizer = MixedPrecision(torch.optim.SGD(named, lr=0.1), masters_from=given)
+        for master, parameter in zip(optimizer.master_params(), precise.parameters(), strict=True):
+            assert_same_bits(master, parameter)
+            assert master is not parameter
+        for parameter, wanted in zip(model.parameters(), precise.parameters(), strict=True):
+            assert_same_bits(parameter, wanted.bfloat16())
+
+    def test_from_the_half_weights(self):
+        model = network()
+        for master, parameter in zip(
+            MixedPrecision(SGD(model.parameters())).master_params(), model.parameters(), strict=True
+        ):
+            assert_same_bits(master, parameter.float())
+
+    def test_of_an_optimizer_that_has_stepped_in_half(self):
+        model = network()
+        inside = ADAMW(model.parameters())
+        train(model, inside, 0)
+        optimizer = MixedPrecision(inside)
+        train(model, optimizer, 1)
+        assert all(state["exp_avg"].dtype is torch.float32 for state in optimizer.state.values())
+
+
+class TestSaving:
+    @staticmethod
+    def reloaded(state: Any) -> Any:
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    @EACH_HALF
+    @EACH_OPTIMIZER
+    def test_another_one_goes_on_with_every_bit(self, make, half):
+        model = network(half)
+        optimizer = MixedPrecision(make(model.parameters()))
+        train(model, optimizer, 0, 1)
+        saved = self.reloaded({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+        other = network(half)
+        resumed = MixedPrecision(make(other.parameters()))
+        resumed.load_state_dict(saved["optimizer"])
+        other.load_state_dict(saved["model"])
+        train(model, optimizer, 2, 3)
+        train(other, resumed, 2, 3)
+        assert_same_state(resumed.state_dict(), optimizer.state_dict())
+        assert_same_state(other.state_dict(), model.state_dict())
+
+    def test_loading_the_optimizer_alone_gives_the_weights_too(self):
+        model, other = network(), network()
+        optimizer, resumed = MixedPrecision(SGD(model.parameters())), MixedPrecision(SGD(other.parameters()))
+        train(model, optimizer, 0, 1)
+        resumed.load_state_dict(optimizer.state_dict())
+        for found, expected in zip(list(other.parameters())[:2], model.parameters(), strict=False):
+            assert_same_bits(found, expected)
+
+    def test_a_checkpoint_without_masters_loads(self):
+        model, other = network(torch.float32), network()
+        plain, optimizer = ADAMW(model.parameters()), MixedPrecision(ADAMW(other.parameters()))
+        train(model, plain, 0)
+        optimizer.load_state_dict(plain.state_dict())
+        for found, expected in zip(optimizer.state.values(), plain.state.values(), strict=True):
+            assert_same_bits(found["exp_avg"], expected["exp_avg"])
+
+    def test_a_float32_model_goes_on_from_the_masters(self):
+        model, precise = network(), network(torch.float32)
+        optimizer, wrapped = MixedPrecision(ADAMW(model.parameters())), MixedPrecision(ADAMW(precise.parameters()))
+        train(model, optimizer, 0)
+        wrapped.load_state_dict(optimizer.state_dict())
+        for found, expected in zip(list(precise.parameters())[:2], optimizer.master_params(), strict=False):
+            assert_same_bits(found, expected)
+
+    @pytest.mark.parametrize(
+        "way", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+    )
+    def test_copies_train_apart_to_the_same_bits(self, way):
+        model = network()
+        optimizer = MixedPrecision(ADAMW(model.parameters()))
+        train(model, optimizer, 0)
+        other, copied = way((model, optimizer))
+        train(model, optimizer, 1)
+        train(other, copied, 1)
+        assert_same_state(copied.state_dict(), optimizer.state_dict())
+        assert_same_state(other.state_dict(), model.state_dict())
+
+    def test_gives_the_float32_weights_back(self):
+        model = network()
+        optimizer = MixedPrecision(SGD(model.parameters()))
+        train(model, optimizer, 0, 1)
+        saved = optimizer.master_state_dict(model)
+        assert list(saved) == list(model.state_dict())
+        precise = network(torch.float32)
+        precise.load_state_dict(saved)
+        for found, expected in zip(precise.parameters(), optimizer.master_params(), strict=True):
+            assert_same_bits(found, expected)
+
+
+class Lookahead:
+    """As in "Lookahead Optimizer: k steps forward, 1 step back" (Zhang et al., 2019), the way it is mostly wrapped."""
+
+    def __init__(self, optimizer: Any, k: int = 2, alpha: float = 0.5) -> None:
+        self.optimizer, self.k, self.alpha, self.count = optimizer, k, alpha, 0
+        self.param_groups = optimizer.param_groups
+        self.state: dict[Tensor, Any] = {}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                self.state.setdefault(each, {"slow": each.detach().clone()})
+        result = self.optimizer.step(closure)
+        self.count += 1
+        if self.count % self.k == 0:
+            for group in self.param_groups:
+                for each in group["params"]:
+                    slow = self.state[each]["slow"]
+                    slow.add_(each - slow, alpha=self.alpha)
+                    each.copy_(slow)
+        return result
+
+
+class TestComposition:
+    def test_wraps_one_that_wraps(self):
+        model, by_hand = network(), ByHand(network(), lambda masters: Lookahead(SGD(masters)))
+        optimizer = MixedPrecision(Lookahead(SGD(model.parameters())))
+        train(model, optimizer, *range(5))
+        by_hand.train(*range(5))
+        for master, wanted in zip(optimizer.master_params(), by_hand.masters, strict=True):
+            assert_same_bits(master, wanted)
+
+    def test_is_wrapped(self):
+        model = network()
+        optimizer = MixedPrecision(SGD(model.parameters()))
+        outer = Lookahead(optimizer)
+        train(model, outer, *range(4))
+        for master, parameter in zip(optimizer.master_params(), model.parameters(), strict=True):
+            assert_same_bits(master.to(parameter.dtype), parameter)
+
+    @pytest.mark.parametrize("inside", [False, True])
+    def test_with_larc(self, inside):
+        from ampatch.apex.parallel.LARC import LARC
+
+        model = network()
+        made = SGD(model.parameters())
+        optimizer = MixedPrecision(LARC(made)) if inside else LARC(MixedPrecision(made))
+        before = loss_of(model)
+        train(model, optimizer, *[0] * 5)
+        assert loss_of(model) < before
+
+    @pytest.mark.parametrize("between", [False, True])
+    def test_twice_is_an_error(self, between):
+        once = MixedPrecision(SGD(network().parameters()))
+        with pytest.raises(OptionError, match="has masters of its own already, by a MixedPrecision"):
+            MixedPrecision(Lookahead(once) if between else once)
+
+    @EACH_HALF
+    def test_under_o2s_own_masters_is_an_error_either_way(self, half):
+        model = network(torch.float32)
+        optimizer = MixedPrecision(SGD(model.parameters()))
+        for handed_in in (optimizer, Lookahead(optimizer)):
+            with pytest.raises(OptionError, match=r"has masters of its own, by a MixedPrecision.*master_weights=False"):
+                amp.initialize(model, handed_in, opt_level="O2", half_dtype=half, verbosity=0)
+        inside = SGD(model.parameters())
+        amp.initialize(model, inside, opt_level="O2", half_dtype=half, verbosity=0)
+        with pytest.raises(UsageError, match=r"amp\.initialize gives this SGD float32 masters"):
+            MixedPrecision(inside)
+
+    @EACH_HALF
+    def test_gives_o3_its_masters(self, half):
+        model, by_hand = network(torch.float32), ByHand(network(torch.float32).to(half), SGD)
+        optimizer = MixedPrecision(SGD(model.parameters()))
+        amp.initialize(model, optimizer, opt_level="O3", half_dtype=half, verbosity=0)
+        for index in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 4)).float().square().mean() * (index + 1)
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            by_hand.model.zero_grad()
+            (by_hand.model(torch.ones(2, 4).to(half)).float().square().mean() * (index + 1)).backward()
+            for master, parameter in zip(by_hand.masters, by_hand.parameters, strict=True):
+                master.grad = parameter.grad.float()
+            by_hand.optimizer.step()
+            with torch.no_grad():
+                for master, parameter in zip(by_hand.masters, by_hand.parameters, strict=True):
+                    parameter.copy_(master)
+        for master, wanted in zip(optimizer.master_params(), by_hand.masters, strict=True):
+            assert_same_bits(master, wanted)
+
+
+class Stateless:
+    param_groups: Any = []  # noqa: RUF012
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("call", "message"),
+        [
+            (MixedPrecision, "found Linear as an optimizer"),
+            (lambda _: MixedPrecision(None), "found NoneType as an optimizer"),
+            (lambda _: MixedPrecision(Stateless()), "this Stateless has no mapping `state`"),
+            (lambda model: MixedPrecision(SGD(model.parameters()), dtype=torch.float16), "dtype is torch.float16"),
+            (lambda model: MixedPrecision(SGD(model.parameters()), dtype="float"), None),
+            (lambda model: MixedPrecision(SGD(model.parameters()), dtype="int"), "dtype is 'int'"),
+            (
+                lambda model: MixedPrecision(SGD(model.parameters()), masters_from=[torch.ones(1)]),
+                "masters_from has 1 tensors, and the optimizer 2 parameters",
+            ),
+            (
+                lambda model: MixedPrecision(SGD(model.parameters()), masters_from=[torch.ones(1), 2]),
+                r"masters_from has torch.float32 of shape \(1,\) for parameter 0, whose shape is \(3, 2\)",
+            ),
+            (
+                lambda model: MixedPrecision(SGD(model.parameters()), masters_from=model.state_dict()),
+                "masters_from is a mapping, and this SGD has no names",
+            ),
+            (
+                lambda model: MixedPrecision(SGD(model.named_parameters()), masters_from={"weight": model.weight}),
+                "masters_from lacks 'bias'",
+            ),
+            (
+                lambda model: MixedPrecision(SGD(model.parameters())).master_of(torch.ones(1)),
+                r"found a tensor of shape \(1,\) that this SGD does not update",
+            ),
+        ],
+    )
+    def test_is_one_clear_error_and_changes_nothing(self, call, message):
+        model = nn.Linear(2, 3).bfloat16()
+        before = copy.deepcopy(model.state_dict())
+        if message is None:
+            call(model)
+        else:
+            with pytest.raises(OptionError, match=message):
+                call(model)
+        assert_same_state(model.state_dict(), before)
