@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ampatch import kernels, optimizer_state
 from ampatch.errors import OptionError, UsageError
-from ampatch.opt_levels import dtype_of
+from ampatch.opt_levels import HALVES, dtype_of
 from ampatch.optimizers import OptimizerLike, check_optimizer
 from ampatch.process import process
 
@@ -193,9 +193,9 @@ class MixedPrecision(torch.optim.Optimizer):
 
     def _master(self, parameter: Tensor) -> Tensor | None:
         """The master of a parameter, made if there is none yet; None if it needs none."""
-        if not parameter.is_floating_point() or parameter.dtype is self._dtype:
-            return None
-        if torch.promote_types(parameter.dtype, self._dtype) is not self._dtype:
+        is_narrower = parameter.is_floating_point() and parameter.dtype is not self._dtype
+        if not is_narrower or torch.promote_types(parameter.dtype, self._dtype) is not self._dtype:
+            self._retire_master(parameter)
             return None
         state = self.optimizer.state.setdefault(parameter, {})
         if MASTER not in state:
@@ -204,6 +204,15 @@ class MixedPrecision(torch.optim.Optimizer):
                 state.update(optimizer_state.retyped(dict(state), parameter.dtype, self._dtype, parameter))
             state[MASTER] = nn.Parameter(parameter.detach().to(self._dtype), requires_grad=parameter.requires_grad)
         return state[MASTER]  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _retire_master(self, parameter: Tensor) -> None:
+        """Gives a parameter that was made precise, as by ``model.float()``, the bits of the master that it had."""
+        state = self.optimizer.state.get(parameter, {})
+        if MASTER in state:
+            master = state.pop(MASTER).to(parameter.dtype)
+            rounded = [parameter == master.to(half).to(parameter.dtype) for half in HALVES]
+            parameter.copy_(torch.where(torch.stack(rounded).any(dim=0), master, parameter))
 
     @torch.no_grad()
     def _followed(self, parameter: Tensor) -> Tensor | None:

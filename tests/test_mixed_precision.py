@@ -542,6 +542,22 @@ class TestSaving:
         assert_same_state(copied.state_dict(), optimizer.state_dict())
         assert_same_state(other.state_dict(), model.state_dict())
 
+    @EACH_HALF
+    def test_a_model_that_is_made_float32_gets_them_back(self, half):
+        model, by_hand = network(half), ByHand(network(half), SGD)
+        optimizer = MixedPrecision(SGD(model.parameters()))
+        train(model, optimizer, 0, 1)
+        by_hand.train(0, 1)
+        model.float()
+        with torch.no_grad():
+            model[0].bias[0] = 0.5
+            by_hand.masters[1][0] = 0.5
+        saved = optimizer.master_state_dict(model)
+        for found, expected in zip(saved.values(), by_hand.masters, strict=True):
+            assert_same_bits(found, expected)
+        train(model, optimizer, 2)
+        assert_same_bits(model[0].weight, next(optimizer.master_params()))
+
     def test_gives_the_float32_weights_back(self):
         model = network()
         optimizer = MixedPrecision(SGD(model.parameters()))

@@ -22,7 +22,6 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 UNDER_TORCHRUN = [("ddp", "--opt-level", "O1"), ("ddp", "--opt-level", "O2"), ("fsdp2",)]
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-GRAD_SCALER = [sys.executable, "-W", "error::UserWarning", str(EXAMPLES / "grad_scaler.py")]
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
@@ -32,6 +31,7 @@ SCRIPTS = [
     pytest.param("compile", marks=NEEDS_COMPILER),
     "gan",
     "grad_scaler",
+    "mixed_precision",
     "gradient_penalty",
     "single_process",
 ]
@@ -71,8 +71,8 @@ class TestExamples:
         assert last < first / 2
 
 
-def saved_by(*options: str, checkpoint: Path) -> dict[str, Any]:
-    done = completed([*GRAD_SCALER, *options, "--checkpoint", str(checkpoint)], cwd=checkpoint.parent, env=ENVIRONMENT)
+def saved_by(script: list[str], *options: str, checkpoint: Path) -> dict[str, Any]:
+    done = completed([*script, *options, "--checkpoint", str(checkpoint)], cwd=checkpoint.parent, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     accuracy = re.search(r"accuracy: (\d+\.\d)%", done.stdout)
     assert accuracy is not None
@@ -82,18 +82,20 @@ def saved_by(*options: str, checkpoint: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_the_loop_for_torch_ends_with_the_same_bits_if_it_is_killed_and_resumed(half: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["grad_scaler", "mixed_precision"])
+def test_one_that_is_killed_and_resumed_ends_with_the_same_bits(name: str, half: str, tmp_path: Path) -> None:
+    script = [sys.executable, "-W", "error::UserWarning", str(EXAMPLES / f"{name}.py")]
     options = ["--epochs", "12", "--half", half]
-    whole = saved_by(*options, checkpoint=tmp_path / "whole.pt")
+    whole = saved_by(script, *options, checkpoint=tmp_path / "whole.pt")
 
     broken = tmp_path / "broken.pt"
-    first = subprocess.Popen([*GRAD_SCALER, *options, "--checkpoint", str(broken)], cwd=tmp_path, env=ENVIRONMENT)
+    first = subprocess.Popen([*script, *options, "--checkpoint", str(broken)], cwd=tmp_path, env=ENVIRONMENT)
     while not broken.exists() and first.poll() is None:
         time.sleep(0.01)
     first.kill()
     first.wait()
     assert torch.load(broken, weights_only=True)["epoch"] < 12
-    resumed = saved_by(*options, checkpoint=broken)
+    resumed = saved_by(script, *options, checkpoint=broken)
 
     assert_same_state(resumed, whole)
     assert (resumed["scaler"] == {}) is (half == "bfloat16")
