@@ -1,8 +1,8 @@
 """Any optimizer over half parameters, with float32 masters in its own state: `MixedPrecision`.
 
-Owns the masters of one optimizer, which are entries of its state, and the moments at which they stand in the
-parameters' place: while it steps, loads, or says what it has. Must not know opt levels, patches or the loss scale,
-beyond the two attributes by which a scaler speaks to an optimizer (docs/guide/optimizers.md).
+Owns the masters of one optimizer, which are entries of its state. They stand in the parameters' place while it steps or
+loads. Must not know opt levels, patches or the loss scale, beyond the two attributes that a scaler sets on an optimizer
+(docs/guide/optimizers.md).
 
 The habit is that of Optimisers.jl, whose rule of this name keeps the precise weights in the optimizer's state.
 """
@@ -56,9 +56,9 @@ class MixedPrecision(torch.optim.Optimizer):
     Args:
         optimizer: an optimizer, or what makes one (a class, a ``functools.partial``).
         dtype: the masters' type: ``torch.float32`` or ``torch.float64``, or its name.
-        masters_from: float32 values to start from, in place of the half weights: a module or tensors, one for each
-            parameter of the optimizer in its order, or a mapping by the names that the optimizer was given. The half
-            parameters become these values, rounded. None: the masters start as the half weights.
+        masters_from: float32 values to start from: tensors in the order of the optimizer's parameters, a module, or a
+            mapping by the names that the optimizer was given. The half parameters become these values, rounded. None:
+            the masters start as the half weights.
 
     Attributes:
         optimizer: the one inside.
@@ -108,7 +108,7 @@ class MixedPrecision(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> Any:
-        """The groups of the optimizer inside, with the half parameters, for a closure and a scaler too."""
+        """Returns the groups of the optimizer inside, with the half parameters, also while it steps."""
         groups = self.optimizer.param_groups
         if not self._in_place:
             return groups
@@ -121,7 +121,7 @@ class MixedPrecision(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The state of the optimizer inside, with the masters in it."""
+        """Returns the state of the optimizer inside, with the masters in it."""
         return self.optimizer.state
 
     @state.setter
@@ -130,7 +130,7 @@ class MixedPrecision(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> Any:  # type: ignore[override]
-        """The defaults of the optimizer inside."""
+        """Returns the defaults of the optimizer inside."""
         return getattr(self.optimizer, "defaults", {})
 
     def __getattr__(self, name: str) -> Any:
@@ -192,7 +192,7 @@ class MixedPrecision(torch.optim.Optimizer):
             yield originals.get(id(each), each)
 
     def _master(self, parameter: Tensor) -> Tensor | None:
-        """The master of a parameter, made if there is none yet; None if it needs none."""
+        """Returns the master of a parameter, and makes it if there is none; None if it needs none."""
         is_narrower = parameter.is_floating_point() and parameter.dtype is not self._dtype
         if not is_narrower or torch.promote_types(parameter.dtype, self._dtype) is not self._dtype:
             self._retire_master(parameter)
@@ -216,7 +216,7 @@ class MixedPrecision(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _followed(self, parameter: Tensor) -> Tensor | None:
-        """The master, with what was written to the parameter since it was rounded to it."""
+        """Returns the master with what was written to the parameter since the last step; None if it has none."""
         if self._in_place:
             return next((master for each, master in self._in_place if each is parameter), None)
         master = self._master(parameter)
@@ -293,7 +293,7 @@ class MixedPrecision(torch.optim.Optimizer):
                 self._narrow()
 
     def _hands_on_the_flag(self, closure: object) -> bool:
-        """Returns whether the optimizer inside skips by itself, so that nobody waits for the device."""
+        """Returns whether the optimizer inside skips by itself, without a wait for the device."""
         inside = self.optimizer
         supports = getattr(inside, "_step_supports_amp_scaling", False)
         return supports and closure is None and optimizer_state.has_state(inside)
@@ -452,7 +452,7 @@ def _master_type(dtype: object) -> torch.dtype:
 
 
 def _values(masters_from: Any, optimizer: Any) -> list[Tensor]:
-    """The values to start from, one for each parameter, in its shape."""
+    """Returns the values to start from, one for each parameter, in its shape."""
     parameters = list(optimizer_state.parameters_of(optimizer))
     if isinstance(masters_from, Mapping):
         named: list[Any] = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
@@ -496,6 +496,6 @@ def _exchange(optimizer: Any, others: Mapping[int, Tensor]) -> None:
 
 
 def _states(optimizer: object) -> list[MutableMapping[Any, Any]]:
-    """The mappings by parameter that an optimizer and those inside of it have, each once."""
+    """Returns the mappings by parameter of an optimizer and of those that it wraps, each once."""
     found = [getattr(each, "state", None) for each in _chain(optimizer)]
     return list({id(state): state for state in found if isinstance(state, MutableMapping)}.values())
