@@ -400,6 +400,19 @@ class TestReadsOfAGradScaler:
             self.run(scaler, optimizer, model, 3, clips=clips)
         assert found == []
 
+    @pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
+    def test_are_none_with_masters_inside_of_it_either(self, clips, reads):
+        model = network()
+        model[0].half()
+        model[0].register_forward_pre_hook(lambda _, inputs: inputs[0].half())
+        model[1].register_forward_pre_hook(lambda _, inputs: inputs[0].float())
+        optimizer = ampatch.MixedPrecision(torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+        scaler = ampatch.GradScaler("cpu", init_scale=SCALE)
+        self.run(scaler, optimizer, model, 1)
+        with reads as found:
+            self.run(scaler, optimizer, model, 3, clips=clips)
+        assert found == []
+
     @pytest.mark.parametrize(
         ("make", "options"),
         [(functools.partial(torch.optim.SGD, lr=0.1), {}), (SGD, {"min_loss_scale": 1.0})],

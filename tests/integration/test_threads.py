@@ -124,7 +124,7 @@ class TestThreads:
     @pytest.mark.parametrize("device", DEVICES)
     @pytest.mark.parametrize("level", ["O1", "O2"])
     def test_that_train_for_long_do_as_each_does_alone(self, device, level):
-        train_side_by_side(device, 30, half_dtype=torch.float16, opt_level=level)
+        train_side_by_side(device, 15, half_dtype=torch.float16, opt_level=level)
 
     @pytest.mark.parametrize("device", DEVICES)
     def test_that_run_one_model_leave_the_weights_of_another_alone(self, device):
