@@ -151,6 +151,17 @@ class TestAgreesWithTorch:
         amp.clip_grad_norm_(optimizer, max_norm)
         assert_same_state(gradients(optimizer), expected)
 
+    @pytest.mark.parametrize("delayed", [False, True], ids=["unscaled", "delayed"])
+    def test_a_norm_as_small_as_torchs_margin_is_clipped_as_torch_does(self, delayed):
+        model, optimizer = prepared()
+        backward(loss_of(model, 0) * 1e-6, optimizer)
+        assert torchs(optimizer, 1e-7) < 1e-5
+        expected = norm_of(gradients(optimizer))
+        optimizer.zero_grad()
+        backward(loss_of(model, 0) * 1e-6, optimizer, delay_unscale=delayed)
+        amp.clip_grad_norm_(optimizer, 1e-7)
+        assert norm_of(gradients(optimizer)) == pytest.approx(expected, rel=1e-4)
+
     def test_norm_of_zero_clips_everything_away(self):
         model, optimizer = prepared()
         backward(loss_of(model, 0), optimizer)
