@@ -573,6 +573,16 @@ class TestMasters:
         assert [parameter.grad is None for parameter in model.parameters()] == [True, False, False, False]
         optimizer.step()
 
+    def test_what_is_clipped_to_less_than_half_holds_is_not_shown_as_zero(self):
+        model, optimizer = prepared(SGD, **LEVELS["O2"])
+        backward(loss_of(model, 0), optimizer)
+        shown = [parameter.grad for parameter in model.parameters()]
+        amp.clip_grad_norm_(optimizer, 1e-9)
+        for parameter, grad, full in zip(model.parameters(), shown, gradients(optimizer), strict=True):
+            assert parameter.grad is grad
+            assert 0 < full.abs().max() < 2.0**-26
+            assert torch.equal(grad != 0, full != 0)
+
     def test_sums_of_sparse_half_gradients_may_be_beyond_half(self):
         torch.manual_seed(0)
         table = nn.Embedding(4, 2, sparse=True)
