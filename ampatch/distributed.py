@@ -62,18 +62,25 @@ class Processes:
         self._sharding: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # of FSDP2
         self._layouts: dict[tuple[Any, tuple[Any, ...]], _Spread] = {}
 
-    def find_wrappers(self, model: nn.Module) -> None:
-        """Takes note of the wrappers in a model; one made later is found when it is asked for again, or by `add`."""
+    def find_wrappers(self, model: nn.Module) -> list[DistributedDataParallel]:
+        """Takes note of the wrappers in a model; one made later is found when it is asked for again, or by `add`.
+
+        Returns:
+            Those that replicate, whose forwards are to be told of.
+        """
+        replicating = []
         fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody has imported it there are none
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
                 self.add(module)
+                replicating.append(module)
             elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
                 self._flattening[module] = None
                 self.has_wrappers = True
             elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
                 self._sharding[module] = None
                 self.has_wrappers = True
+        return replicating
 
     @property
     def gathers_weights(self) -> bool:

@@ -373,7 +373,8 @@ class Session:
     def _find_wrappers(self) -> None:
         """Looks through all models: those from before may have been sharded since."""
         for model in self._models:
-            self.processes.find_wrappers(model)
+            for wrapper in self.processes.find_wrappers(model):
+                self._hear_forwards_of(wrapper)
         if self.processes.gathers_weights:
             self.cache.keep_nothing()
 
@@ -663,7 +664,7 @@ class Session:
             has_sent_weights: whether it has seen to that itself; half weights it has sent, and not the values behind.
         """
         self.processes.add(wrapper)
-        self.ledger.on_undo(wrapper.register_forward_hook(self._hooks.after_replicated_forward).remove, wrapper)
+        self._hear_forwards_of(wrapper)
         if not has_sent_weights:
             return
         for tensor in distributed.sent_by(wrapper):
@@ -675,6 +676,11 @@ class Session:
             device = next(wrapper.parameters()).device
             for tensor in [tensor for scaler in self.scalers for tensor in scaler.tensors_on(device)]:
                 distributed.send_from_first(tensor, wrapper)
+
+    def _hear_forwards_of(self, wrapper: DistributedDataParallel) -> None:
+        hook = self._hooks.after_replicated_forward
+        if hook not in wrapper._forward_hooks.values():
+            self.ledger.on_undo(wrapper.register_forward_hook(hook).remove, wrapper)
 
     def note_replicated_forward(self, wrapper: DistributedDataParallel) -> None:
         """A wrapper runs forward: what it was told decides whether its backward reduces gradients.

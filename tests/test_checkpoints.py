@@ -557,6 +557,15 @@ class TestForeignScales:
             amp.load_state_dict(scalers((64.0, 3)))
         assert caplog.messages == ["loss_scaler0 was saved at 64, and is static here: 128"]
 
+    @pytest.mark.parametrize("verbosity", [0, 1])
+    def test_that_were_static_leave_a_dynamic_one_as_it_is(self, initialize, caplog, verbosity):
+        initialize(init_scale=SCALE, verbosity=verbosity)
+        with caplog.at_level("INFO", logger="ampatch"):
+            amp.load_state_dict({"loss_scaler0": {"loss_scale": 128.0, "unskipped": 7, "dynamic": False}})
+        assert amp.state_dict() == scalers((SCALE, 0))
+        told = "loss_scaler0 was saved with a static scale, and is dynamic here: it stays as it is."
+        assert caplog.messages == [told] * verbosity
+
     @pytest.mark.parametrize(
         ("options", "told"),
         [

@@ -151,6 +151,17 @@ class TestAgreesWithTorch:
         amp.clip_grad_norm_(optimizer, max_norm)
         assert_same_state(gradients(optimizer), expected)
 
+    @pytest.mark.parametrize("delayed", [False, True], ids=["unscaled", "delayed"])
+    def test_a_norm_as_small_as_torchs_margin_is_clipped_as_torch_does(self, delayed):
+        model, optimizer = prepared()
+        backward(loss_of(model, 0) * 1e-6, optimizer)
+        assert torchs(optimizer, 1e-7) < 1e-5
+        expected = norm_of(gradients(optimizer))
+        optimizer.zero_grad()
+        backward(loss_of(model, 0) * 1e-6, optimizer, delay_unscale=delayed)
+        amp.clip_grad_norm_(optimizer, 1e-7)
+        assert norm_of(gradients(optimizer)) == pytest.approx(expected, rel=1e-4)
+
     def test_norm_of_zero_clips_everything_away(self):
         model, optimizer = prepared()
         backward(loss_of(model, 0), optimizer)
@@ -561,6 +572,16 @@ class TestMasters:
         amp.clip_grad_norm_(optimizer, MAX_NORM)
         assert [parameter.grad is None for parameter in model.parameters()] == [True, False, False, False]
         optimizer.step()
+
+    def test_what_is_clipped_to_less_than_half_holds_is_not_shown_as_zero(self):
+        model, optimizer = prepared(SGD, **LEVELS["O2"])
+        backward(loss_of(model, 0), optimizer)
+        shown = [parameter.grad for parameter in model.parameters()]
+        amp.clip_grad_norm_(optimizer, 1e-9)
+        for parameter, grad, full in zip(model.parameters(), shown, gradients(optimizer), strict=True):
+            assert parameter.grad is grad
+            assert 0 < full.abs().max() < 2.0**-26
+            assert torch.equal(grad != 0, full != 0)
 
     def test_sums_of_sparse_half_gradients_may_be_beyond_half(self):
         torch.manual_seed(0)

@@ -35,6 +35,9 @@ NOT_FINITE = (math.inf, -math.inf, math.nan)
 # The least numbers that the half types hold with all their digits, and a subnormal of each.
 SMALL = {torch.float16: (2.0**-14, 2.0**-24), torch.bfloat16: (2.0**-126, 2.0**-133)}
 
+# What gradients of a type show of 2**-30, which is too small for one of them.
+SHOWN = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-30, torch.float32: 2.0**-30}
+
 
 def scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float32)
@@ -332,6 +335,16 @@ class TestUnscaleInto:
             self.unscale(adds, grads, master_grads, torch.full((), 0.5, device="cuda"), found_inf, write_back)
             assert found_inf.item() == 1
             assert [each.cpu()[0].item() for each in master_grads] == [0.5] * 4
+
+
+@with_each_implementation
+@pytest.mark.parametrize(
+    "kinds", [*itertools.permutations(SHOWN, 2)], ids=lambda kinds: "-".join(map(dtype_name, kinds))
+)
+def test_gradients_of_two_types_are_each_rounded_as_their_own_wants_it(kinds):
+    grads = [torch.zeros(2, dtype=dtype) for dtype in kinds]
+    kernels.show([torch.tensor([2.0**-30, 1.0]) for _ in kinds], grads)
+    assert [grad.tolist() for grad in grads] == [[SHOWN[dtype], 1] for dtype in kinds]
 
 
 @with_each_implementation

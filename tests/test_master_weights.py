@@ -389,6 +389,22 @@ class TestMasters:
         for master, wanted in zip(masters(optimizer), reference.parameters(), strict=True):
             assert_same_bits(master.detach(), wanted.detach())
 
+    @pytest.mark.parametrize(("level", "expected"), [("O2", torch.float32), ("O3", torch.float16)])
+    def test_state_from_before_in_other_types_stays_in_them(self, level, expected):
+        """As the codes of an optimizer that keeps its state in 8 bits, and sums in double."""
+        model = network()
+        optimizer = MOMENTUM(model.parameters())
+        loss_of(model, 0).backward()
+        optimizer.step()
+        others = {"codes": torch.tensor([0, 255], dtype=torch.uint8), "sums": torch.ones(2, dtype=torch.float64)}
+        for state in optimizer.state.values():
+            state.update({**others, "largest": torch.tensor(1 + 2.0**-20)})
+        initialize(model, optimizer, opt_level=level)
+        for state in optimizer.state.values():
+            assert state["momentum_buffer"].dtype is expected
+            assert {name: state[name] for name in others} == others
+            assert state["largest"].item() == 1 + 2.0**-20
+
     def test_marks_on_parameters_are_on_masters(self):
         model = network()
         model[0].weight.no_weight_decay = True
@@ -1598,6 +1614,16 @@ class TestLoadingUnusualThings:
         saved = network(seed=1).state_dict()
         model.load_state_dict(saved)
         assert_same_bits(masters(optimizer)[0].detach(), saved["0.weight"])
+
+    def test_after_the_parameter_of_a_single_layer_was_unfrozen_too(self):
+        model = nn.Linear(4, 3)
+        model.weight.requires_grad_(False)
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        model.weight.requires_grad_(True)
+        saved = nn.Linear(4, 3).state_dict()
+        model.load_state_dict(saved)
+        assert_same_bits(masters(optimizer)[0].detach(), saved["weight"])
 
 
 @pytest.mark.gpu

@@ -152,6 +152,28 @@ def test_that_overflow_on_one_rank_skip_the_step_of_all(two: Workers, level, hal
     assert first[::2] == [False, True, False]
 
 
+def with_a_wrapper_inside(begins_beside_it: bool) -> list[object]:
+    """A step of a model that has one part in a wrapper. What comes to that part beside it overflows in rank 1."""
+    replica = DistributedDataParallel(nn.Linear(4, 2))
+    model = nn.Sequential(replica, nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level="O1", half_dtype=torch.float16, **SCALE)
+    first, second = batches(2)
+    if begins_beside_it:
+        loss = loss_of(replica.module, first) * (float("inf") if dist.get_rank() == 1 else 1)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    with amp.scale_loss(loss_of(model, second), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    return [amp.step_was_skipped(optimizer), amp.get_loss_scale()]
+
+
+@pytest.mark.parametrize(("begins_beside_it", "expected"), [(False, [False, 2.0**10]), (True, [True, 2.0**9])])
+def test_of_a_wrapper_inside_a_model_are_found(two: Workers, begins_beside_it, expected):
+    assert two.run(with_a_wrapper_inside, begins_beside_it) == [expected] * 2
+
+
 def stepped_after_a_block_of_the_module() -> None:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -248,6 +248,27 @@ class TestClipping:
                 assert float(moved) == pytest.approx(0.25 * 0.5, rel=1e-3)  # the norm times the learning rate
 
 
+def overflowed_under_a_static_scale(kind: str) -> list[bool]:
+    """Whether gradients that are finite here stay as they are, where a piece of another process is not."""
+    model = sharded(Exact(), kind, "cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, half_dtype=torch.float16, loss_scale=8.0)
+    backward(model(data("cpu", dist.get_rank())[0]).float().sum(), optimizer)
+    grads = [values_of(p.grad) for p in model.parameters() if p.grad is not None and p.grad.numel()]
+    if dist.get_rank() == 1:
+        grads[0].view(-1)[0] = float("inf")
+    before = [grad.clone() for grad in grads]
+    amp.clip_grad_norm_(optimizer, 0.25)
+    return [bool(grad.any()) and torch.equal(grad, was) for grad, was in zip(grads, before, strict=True)]
+
+
+@KINDS
+def test_clipping_leaves_all_pieces_as_they_are_where_one_has_overflowed(two, kind):
+    for are_left in two.run(overflowed_under_a_static_scale, kind):
+        assert any(are_left)
+        assert all(are_left)
+
+
 def clipped_twice(device: str, fused: bool) -> dict[str, Tensor]:
     model = sharded(Exact(), "fully_shard", device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, fused=fused)
@@ -385,11 +406,12 @@ class TestBadUse:
 
 def casts_of_weights(kind: str) -> tuple[int, int]:
     model, optimizer = set_up(kind, torch.float16, "cpu")
+    kept = 0
     for _ in range(2):
-        with amp.scale_loss(model(data("cpu", dist.get_rank())[0]).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-    counts = amp.cast_counts()
-    return counts.cache_hits, len(process.live.cache)
+        loss = model(data("cpu", dist.get_rank())[0]).float().sum()
+        kept = max(kept, len(process.live.cache))  # the end of the block would drop them
+        backward(loss, optimizer)
+    return amp.cast_counts().cache_hits, kept
 
 
 @KINDS
