@@ -252,9 +252,6 @@ class FunctionPatches:
 
 
 # Packages whose tables are not the users'.
-_OF_OTHERS = frozenset({"torch", "ampatch", "builtins", "abc", "typing"})
-
-# Packages whose tables are not the users'.
 _NOT_USERS = frozenset({"torch", "ampatch", "builtins", "abc", "typing"})
 
 # The originals of all wrappers that anybody still has, those of earlier sessions included.

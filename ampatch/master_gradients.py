@@ -362,7 +362,7 @@ class MasterGradients:
             return
         replaced = False
         for pair in self._pairs.values():
-            if pair.left is not None and pair.was_cleared:
+            if pair.was_cleared:
                 is_sum_dropped = pair.gradient is _Gradient.BASE and pair.master.grad is not None
                 replaced = replaced or (is_sum_dropped and pair.parameter.grad is not None)
                 pair.master.grad = None
