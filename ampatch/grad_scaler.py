@@ -327,7 +327,8 @@ class GradScaler(torch.amp.GradScaler):
 
         With a closure, each evaluation has its gradients unscaled and looked at when the closure returns; it may call
         `unscale_` itself, to clip. If one overflows, the parameters and the optimizer's state are what they were before
-        the step. The closure returns the loss, not the scaled one.
+        the step. The closure returns the loss, not the scaled one. What an optimizer does with gradients before it
+        calls the closure, it does with scaled ones.
 
         Returns:
             What ``optimizer.step`` returned; None if it was skipped. If a closure's evaluation overflowed, what the
@@ -623,6 +624,11 @@ class GradScaler(torch.amp.GradScaler):
             raise ScalerUsageError(
                 "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler. "
                 "Leave load_state_dict out, or give a state that was saved with enabled=True."
+            )
+        if isinstance(state_dict, Mapping) and state_dict.get("dynamic") is False:
+            raise ScalerOptionError(
+                "the state is of a static loss scale, which is no place for a dynamic one to start from. Leave "
+                "load_state_dict out."
             )
         reader = LossScaler.from_policy(self._policy)
         state = reader.read_state_dict(state_dict)

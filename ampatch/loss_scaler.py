@@ -442,7 +442,8 @@ class LossScaler:
     def read_state_dict(self, state_dict: Mapping[str, object]) -> ScaleState:
         """The state that a dict holds, checked, without taking it over.
 
-        A dynamic scale comes within this policy's floor and ceiling, as it would at the next `update`.
+        A dynamic scale comes within this policy's floor and ceiling, as it would at the next `update`, and has no more
+        overflows left that are forgiven than this policy gives.
 
         Raises:
             OptionError: a key is missing, unknown, or holds no such number.
@@ -470,7 +471,7 @@ class LossScaler:
             raise OptionError(f"the state of a loss scaler is not sound: {error}") from None
         if self.dynamic:
             scale = min(max(scale, self.policy.floor), self.policy.ceiling)
-        return ScaleState(scale, unskipped, left)
+        return ScaleState(scale, unskipped, min(left, self.policy.hysteresis))
 
     def go_on_from(self, state: ScaleState) -> None:
         """Takes over a state that was checked."""

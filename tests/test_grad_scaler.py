@@ -1008,6 +1008,21 @@ class TestSaving:
             used.load_state_dict({**before, **changes})
         assert used.state_dict() == before
 
+    def test_no_more_overflows_are_forgiven_than_here(self):
+        _, optimizer = with_gradients(math.inf)
+        used = scaler()
+        used.load_state_dict(scaler(hysteresis=3).state_dict())
+        used.scale(torch.ones(1))
+        used.step(optimizer)
+        used.update()
+        assert used.get_scale() == 2.0**15
+
+    def test_a_static_scale_is_no_place_to_start_from(self):
+        used = scaler()
+        with pytest.raises(OptionError, match="of a static loss scale"):
+            used.load_state_dict(amp.LossScaler(1.0).state_dict())
+        assert used.get_scale() == 2.0**16
+
     @pytest.mark.parametrize("state", [None, 3, []], ids=repr)
     def test_nor_is_what_is_no_state(self, state):
         with pytest.raises(OptionError, match="as the state of a loss scaler"):
