@@ -64,6 +64,15 @@ def follow(halves: list[Tensor], masters: list[Tensor], before: Tensor, now: Ten
     torch.ops.ampatch.follow(halves, masters, before, now, of_gradients)
 
 
+def follow_by_value(narrow: list[Tensor], wide: list[Tensor]) -> None:
+    """As `ampatch.torch_kernels.follow_by_value`."""
+    some = [index for index, half in enumerate(narrow) if half.numel()]
+    if some:
+        numbers = torch.zeros(len(some), dtype=torch.float64, device=narrow[0].device)
+        # As if every tensor had been written to.
+        follow([narrow[index] for index in some], [wide[index] for index in some], numbers, numbers + 1, False)
+
+
 def update_scale(
     scale: Tensor,
     unskipped: Tensor,

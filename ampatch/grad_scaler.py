@@ -7,6 +7,7 @@ it asks the session.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import warnings
@@ -16,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from ampatch import kernels, optimizer_state, scaling
@@ -67,7 +68,8 @@ class GradScaler(torch.amp.GradScaler):
         growth_factor: what it is multiplied by after ``growth_interval`` clean updates in a row; above 1.
         backoff_factor: what it is multiplied by after an overflow; below 1.
         growth_interval: how many clean updates it takes to grow.
-        enabled: False: `scale` gives back what it was given, `step` steps, and all else does nothing.
+        enabled: False: `scale` gives back what it was given, `step` steps, and all else does nothing. Numbers out of
+            range are no matter then.
         hysteresis: overflows before the scale backs off; counted anew when it grows.
         min_loss_scale: the floor. An overflow there raises, with the parameters named whose gradients overflowed, and
             every step waits for the device then. None: there is none, as in torch; the scale stays above 0.
@@ -97,13 +99,15 @@ class GradScaler(torch.amp.GradScaler):
                 scale_window=growth_interval,
                 hysteresis=hysteresis,
                 min_loss_scale=_LEAST if min_loss_scale is None else min_loss_scale,
-                max_loss_scale=2.0**126 if max_loss_scale is None else max_loss_scale,
+                max_loss_scale=torch.finfo(torch.float32).max if max_loss_scale is None else max_loss_scale,
                 growth_factor=growth_factor,
                 backoff_factor=backoff_factor,
             )
         except OptionError as error:
-            raise ScalerOptionError(str(error).replace("scale_window", "growth_interval")) from None
-        self._device = device
+            if enabled:
+                raise ScalerOptionError(str(error).replace("scale_window", "growth_interval")) from None
+            policy = make_policy("dynamic")
+        self._device = _checked_device(device)
         self._enabled = enabled
         if enabled and device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
             warn(
@@ -138,15 +142,58 @@ class GradScaler(torch.amp.GradScaler):
         self._first_state = replace(self._first_state, unskipped=value)
 
     @property
-    def _scale(self) -> Tensor | None:  # type: ignore[override]
-        """Returns the scale on the device, which frameworks read by this name; None before the first `scale`."""
+    def _scale(self) -> Tensor | None:
+        """Returns the scale on the device; frameworks read and set it by this name. None before the first `scale`."""
         return None if self._loss_scaler is None else self._loss_scaler.on_device[0]
 
+    @_scale.setter
+    def _scale(self, value: Tensor | None) -> None:
+        self._set_on_device(0, value)
+
     @property
-    def _growth_tracker(self) -> Tensor | None:  # type: ignore[override]
+    def _growth_tracker(self) -> Tensor | None:
         return None if self._loss_scaler is None else self._loss_scaler.on_device[1]
 
+    @_growth_tracker.setter
+    def _growth_tracker(self, value: Tensor | None) -> None:
+        self._set_on_device(1, value)
+
+    def _set_on_device(self, which: int, value: Tensor | None) -> None:
+        if value is None:
+            self._loss_scaler = None  # it begins anew
+        else:
+            self._begun("setting _scale or _growth_tracker").on_device[which].copy_(value)
+
+    @property
+    def _growth_factor(self) -> float:
+        return self.get_growth_factor()
+
+    @_growth_factor.setter
+    def _growth_factor(self, value: float) -> None:
+        self.set_growth_factor(value)
+
+    @property
+    def _backoff_factor(self) -> float:
+        return self.get_backoff_factor()
+
+    @_backoff_factor.setter
+    def _backoff_factor(self, value: float) -> None:
+        self.set_backoff_factor(value)
+
+    @property
+    def _growth_interval(self) -> int:
+        return self.get_growth_interval()
+
+    @_growth_interval.setter
+    def _growth_interval(self, value: int) -> None:
+        self.set_growth_interval(value)
+
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if self._loss_scaler is not None:
+            raise ScalerUsageError(
+                "_growth_tracker initialized before _scale: there is a scale already, which would begin anew. Call "
+                "update(new_scale) to set it."
+            )
         scaler = LossScaler.from_policy(self._policy)
         scaler.to(torch.device(dev))
         scaler.go_on_from(self._first_state)
@@ -155,7 +202,7 @@ class GradScaler(torch.amp.GradScaler):
     def _begun(self, what: str) -> LossScaler:
         if self._loss_scaler is None:
             raise ScalerUsageError(
-                f"{what}() comes before any scale(), so that there is no scale yet. Type scaler.scale(loss).backward() "
+                f"{what} comes before any scale(), so that there is no scale yet. Type scaler.scale(loss).backward() "
                 "earlier in the iteration."
             )
         return self._loss_scaler
@@ -189,7 +236,7 @@ class GradScaler(torch.amp.GradScaler):
         scale = scales.get(output.device)
         if scale is None:
             # A copy, since an update before backward would change what autograd keeps.
-            scale = self._begun("scale").snapshot().to(output.device, non_blocking=True)
+            scale = self._begun("scale()").snapshot().to(output.device, non_blocking=True)
             scales[output.device] = scale
         return (output.float() if output.dtype in HALVES else output) * scale
 
@@ -206,8 +253,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        scaler = self._begun("unscale_")
-        state = self._per_optimizer_states[id(check_optimizer(optimizer))]
+        scaler = self._begun("unscale_()")
+        state = self._state_of(optimizer)
         if state["stage"] is OptState.UNSCALED:
             raise ScalerUsageError(
                 "unscale_() has already been called on this optimizer since the last update(): its gradients would be "
@@ -219,10 +266,14 @@ class GradScaler(torch.amp.GradScaler):
                 "or type scaler.update() to begin another iteration."
             )
         scale = scaler.on_device[0]
-        state["found_inf_per_device"] = self._unscale_grads_(
-            optimizer, scale.reciprocal(), scaler.no_overflow(), allow_fp16=False
-        )
+        # By position: whoever overrides it may have other names for them.
+        state["found_inf_per_device"] = self._unscale_grads_(optimizer, scale.reciprocal(), scaler.no_overflow(), False)
         state["stage"] = OptState.UNSCALED
+
+    def _state_of(self, optimizer: OptimizerLike) -> dict[str, Any]:
+        state = self._per_optimizer_states[id(check_optimizer(optimizer))]
+        state["optimizer"] = optimizer  # which keeps it, or another one might have its id before the next update
+        return state
 
     def _unscale_grads_(
         self, optimizer: OptimizerLike, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -262,9 +313,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: OptimizerLike) -> dict[Any, Tensor]:
         """Looks for overflow in gradients, which stay scaled."""
-        one = torch.ones_like(self._begun("_check_inf_per_device").no_overflow())
-        found = self._unscale_grads_(optimizer, one, torch.zeros_like(one), allow_fp16=True)
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        one = torch.ones_like(self._begun("_check_inf_per_device()").no_overflow())
+        found = self._unscale_grads_(optimizer, one, torch.zeros_like(one), True)
+        self._state_of(optimizer)["found_inf_per_device"] = found
         return found
 
     def _found_inf_per_device(self, optimizer: OptimizerLike) -> dict[Any, Tensor]:
@@ -279,7 +330,8 @@ class GradScaler(torch.amp.GradScaler):
 
         With a closure, the gradients of each evaluation are unscaled and checked when the closure returns; to clip, it
         calls `unscale_` itself. If an evaluation overflows, the parameters and the optimizer's state become what they
-        were before the step. The closure returns the loss, not the scaled one.
+        were before the step. The closure returns the loss, not the scaled one. If the optimizer reads gradients before
+        it calls the closure, these are scaled.
 
         Returns:
             What ``optimizer.step`` returned; None if it was skipped. If a closure's evaluation overflowed, what the
@@ -293,15 +345,17 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         closure = args[0] if args else kwargs.get("closure")
-        if not callable(closure):  # which may be what scales first
-            self._begun("step")
-        state = self._per_optimizer_states[id(check_optimizer(optimizer))]
+        if not callable(closure) or isinstance(closure, nn.Module):
+            closure = None
+        if closure is None:  # which may be what scales first
+            self._begun("step()")
+        state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise ScalerUsageError(
                 "step() has already been called since the last update(). Type scaler.update() after the steps of all "
                 "optimizers, once an iteration."
             )
-        if callable(closure):
+        if closure is not None:
             result = self._step_with_closure(optimizer, state, closure, args, kwargs)
         elif getattr(optimizer, "_step_supports_amp_scaling", False):
             result = self._step_or_skip(optimizer, state, args, kwargs)
@@ -333,7 +387,7 @@ class GradScaler(torch.amp.GradScaler):
                 stacklevel=3,
             )
             return optimizer.step(*args, **kwargs, grad_scaler=self)
-        scaler = self._begun("step")
+        scaler = self._begun("step()")
         is_unscaled = state["stage"] is OptState.UNSCALED
         if not is_unscaled:
             self._check_inf_per_device(optimizer)
@@ -374,17 +428,24 @@ class GradScaler(torch.amp.GradScaler):
                 "scaler.unscale_(optimizer) at the end of the closure; or leave it out."
             )
         evaluations = 0
+        overflow: _ClosureOverflowedError | None = None
 
         def evaluate(*closure_args: Any, **closure_kwargs: Any) -> Any:
-            nonlocal evaluations
+            nonlocal evaluations, overflow
             evaluations += 1
             state.update(_ready())
             result = closure(*closure_args, **closure_kwargs)
+            if self._state_of(optimizer) is not state:
+                raise ScalerUsageError(
+                    "update() was called in the closure of a step, which is not over. Call scaler.update() after "
+                    "scaler.step(optimizer, closure)."
+                )
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
             _check_found(optimizer, state)
             if _overflowed(state):
-                raise _ClosureOverflowedError(result)
+                overflow = _ClosureOverflowedError(result)
+                raise overflow
             return result
 
         # An overflow in a later evaluation finds the parameters moved already.
@@ -393,13 +454,14 @@ class GradScaler(torch.amp.GradScaler):
             args = (evaluate, *args[1:])
         else:
             kwargs = {**kwargs, "closure": evaluate}
-        try:
+        result = None
+        with contextlib.suppress(_ClosureOverflowedError):
             result = optimizer.step(*args, **kwargs)
-        except _ClosureOverflowedError as error:
+        if overflow is not None:  # even if the optimizer has caught it, and gone on
             if before is not None:
                 before.restore()
             self._skip(optimizer)
-            return error.result
+            return overflow.result
         if not evaluations:
             raise ScalerUsageError(
                 f"the step of this {type(optimizer).__name__} did not call its closure, and has updated parameters "
@@ -448,9 +510,12 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        scaler = self._begun("update")
+        scaler = self._begun("update()")
         if new_scale is not None:
-            scaler.set_scale(new_scale)
+            try:
+                scaler.set_scale(new_scale)
+            except OptionError as error:
+                raise ScalerOptionError(str(error)) from None
         else:
             found = [
                 flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
@@ -471,7 +536,10 @@ class GradScaler(torch.amp.GradScaler):
 
     def get_scale(self) -> float:
         """Returns the scale, 1.0 if scaling is off; waits for the device."""
-        return self._state.loss_scale if self._enabled else 1.0
+        if not self._enabled:
+            return 1.0
+        scale = self._get_scale_async()
+        return self._init_scale if scale is None else float(scale)
 
     def get_growth_factor(self) -> float:
         """Returns what the scale is multiplied by when it grows."""
@@ -503,6 +571,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Sets how many clean updates it takes to grow.
+
+        Where there were as many already, it grows at the next one; torch's would not before an overflow.
 
         Raises:
             OptionError: it is no whole number above 0.
@@ -558,6 +628,11 @@ class GradScaler(torch.amp.GradScaler):
                 "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler. "
                 "Leave load_state_dict out, or give a state that was saved with enabled=True."
             )
+        if isinstance(state_dict, Mapping) and state_dict.get("dynamic") is False:
+            raise ScalerOptionError(
+                "the state is of a static loss scale, which is no place for a dynamic one to start from. Leave "
+                "load_state_dict out."
+            )
         reader = LossScaler.from_policy(self._policy)
         state = reader.read_state_dict(state_dict)
         policy = make_policy(
@@ -607,6 +682,19 @@ class _ClosureOverflowedError(BaseException):
         self.result = result
 
 
+def _checked_device(device: object) -> Any:
+    try:
+        if isinstance(device, (str, torch.device)):
+            torch.device(device)
+            return device
+    except RuntimeError:
+        pass
+    raise ScalerOptionError(
+        f"device is {device!r}; expected the type of a device, such as 'cuda' or 'cpu'. Where init_scale came first, "
+        "as in torch.cuda.amp.GradScaler, type GradScaler(init_scale=...)."
+    )
+
+
 def _check_outputs(outputs: object) -> None:
     if isinstance(outputs, Tensor):
         if not (outputs.is_floating_point() or outputs.is_complex()):
@@ -650,7 +738,7 @@ def _combined(state: dict[str, Any], none: Tensor) -> Tensor:
 
 def _maximum(flags: list[Tensor], none: Tensor) -> Tensor:
     for flag in flags:
-        none = torch.maximum(none, flag.to(none.device, non_blocking=True))
+        none = torch.maximum(none, flag.to(none.device, non_blocking=True).reshape(()))
     return none
 
 

@@ -273,6 +273,20 @@ def follow(halves: list[Tensor], masters: list[Tensor], before: Tensor, now: Ten
     _implementation_of_all(halves).follow(halves, masters, before, now, of_gradients)
 
 
+def follow_by_value(narrow: list[Tensor], wide: list[Tensor]) -> None:
+    """``wide = narrow`` in the elements in which these are not ``wide``, rounded; the others keep their bits.
+
+    Args:
+        narrow: dense floating tensors.
+        wide: as many of a type that holds theirs, of the same shapes and devices.
+    """
+    if all(tensor.dtype is torch.float32 for tensor in wide):
+        for operators, _, (halves, masters) in _by_implementation(narrow, wide):
+            operators.follow_by_value(halves, masters)
+    else:
+        torch_kernels.follow_by_value(narrow, wide)
+
+
 def found_inf_norm(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor, sum_of_squares: Tensor) -> None:
     """``sum_of_squares += sum((grads * inv_scale) ** 2)``, and ``found_inf`` as in `unscale_`; reads once.
 

@@ -25,6 +25,8 @@ from ampatch.opt_levels import LossScale, check_loss_scale
 
 _L = TypeVar("_L")
 
+_GREATEST = torch.finfo(torch.float32).max
+
 # The keys of a saved state. The first two of each are what a scaler cannot do without: the scale and its clean steps.
 _KEYS = ("loss_scale", "unskipped", "hysteresis_left", "dynamic")
 _GRAD_SCALER_KEYS = (
@@ -440,7 +442,8 @@ class LossScaler:
     def read_state_dict(self, state_dict: Mapping[str, object]) -> ScaleState:
         """The state that a dict holds, checked, without taking it over.
 
-        A dynamic scale comes within this policy's floor and ceiling, as it would at the next `update`.
+        A dynamic scale comes within this policy's floor and ceiling, as it would at the next `update`, and has no more
+        overflows left that are forgiven than this policy gives.
 
         Raises:
             OptionError: a key is missing, unknown, or holds no such number.
@@ -468,7 +471,7 @@ class LossScaler:
             raise OptionError(f"the state of a loss scaler is not sound: {error}") from None
         if self.dynamic:
             scale = min(max(scale, self.policy.floor), self.policy.ceiling)
-        return ScaleState(scale, unskipped, left)
+        return ScaleState(scale, unskipped, min(left, self.policy.hysteresis))
 
     def go_on_from(self, state: ScaleState) -> None:
         """Takes over a state that was checked."""
@@ -545,10 +548,10 @@ def _kind(value: object) -> str:
 
 
 def _checked_scale(name: str, value: object) -> float:
-    """A number that float32 holds without rounding it or its reciprocal to zero, as float32 holds it."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 2.0**-126 <= value <= 2.0**126:
+    """A number that float32 holds without rounding it to zero or its reciprocal to inf or zero, as float32 holds it."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 2.0**-126 <= value <= _GREATEST:
         return _float32(value)
-    raise OptionError(f"{name} is {value!r}; expected a number from 2**-126 to 2**126.")
+    raise OptionError(f"{name} is {value!r}; expected a number from 2**-126 to {_GREATEST:g}.")
 
 
 def _factors(scale_factor: object, growth_factor: object, backoff_factor: object) -> tuple[float, float]:
@@ -582,4 +585,6 @@ def _float32(number: float) -> float:
 def _count(name: str, value: object, least: int = 1) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31:
         return value
-    raise OptionError(f"{name} is {value!r}; expected a whole number of at least {least}.")
+    raise OptionError(
+        f"{name} is {value!r}; expected a whole number of at least {least}{', below 2**31' * isinstance(value, int)}."
+    )

@@ -51,7 +51,7 @@ class MixedPrecision(torch.optim.Optimizer):
     ``amp.initialize`` nor casts. For float16, scale the loss with `ampatch.GradScaler`.
 
     What is written to a half parameter between two steps counts: its master takes over the elements that differ from
-    what it was rounded to.
+    its own, rounded. What is written to a master reaches the parameter with the next step, unless both were written to.
 
     Args:
         optimizer: an optimizer, or what makes one (a class, a ``functools.partial``).
@@ -94,6 +94,8 @@ class MixedPrecision(torch.optim.Optimizer):
         self._dtype = _master_type(dtype)
         self.optimizer = optimizer
         self._in_place: list[tuple[Tensor, Tensor]] = []  # while masters are: parameter and master
+        # By id: a parameter, and the versions of both sides when it was rounded.
+        self._noted: dict[int, tuple[Tensor, int, int]] = {}
         self._widened: list[tuple[Tensor, torch.dtype | None]] = []
         values = None if masters_from is None else _values(masters_from, optimizer)
         super().__setstate__({})  # hooks of its own; `__init__` would copy the groups
@@ -103,6 +105,7 @@ class MixedPrecision(torch.optim.Optimizer):
                 with torch.no_grad():
                     master.copy_(values[number])
                     parameter.copy_(master)
+        self._follow()
 
     # What is the other's
 
@@ -142,7 +145,7 @@ class MixedPrecision(torch.optim.Optimizer):
         return f"MixedPrecision({self.optimizer!r}, dtype={self._dtype})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
+        return {**self.__dict__, "_noted": {}}  # by ids, which a copy does not have
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the optimizer inside; masters of its half parameters are made."""
@@ -154,9 +157,9 @@ class MixedPrecision(torch.optim.Optimizer):
 
     def master_params(self) -> Iterator[Tensor]:
         """Yields what is updated, in the order of the groups: masters, and parameters that have none."""
+        masters = {id(parameter): master for parameter, master in self._follow()}
         for parameter in list(self._parameters()):
-            master = self._followed(parameter)
-            yield parameter if master is None else master
+            yield masters.get(id(parameter), parameter)
 
     def master_of(self, parameter: Tensor) -> Tensor:
         """Returns the master of a parameter of this optimizer; the parameter itself if it has none.
@@ -169,8 +172,7 @@ class MixedPrecision(torch.optim.Optimizer):
                 f"found a tensor of shape {tuple(parameter.shape)} that this {type(self.optimizer).__name__} does not "
                 "update; expected a parameter of the model that it was made for."
             )
-        master = self._followed(parameter)
-        return parameter if master is None else master
+        return next((master for each, master in self._follow() if each is parameter), parameter)
 
     def master_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Returns ``model.state_dict()`` with the masters' values in the place of half weights.
@@ -178,7 +180,7 @@ class MixedPrecision(torch.optim.Optimizer):
         Args:
             model: with parameters that this optimizer updates. Others, and buffers, are as they are.
         """
-        masters = {id(each): master for each in self._parameters() if (master := self._followed(each)) is not None}
+        masters = {id(parameter): master for parameter, master in self._follow()}
         named = {name: masters.get(id(value)) for name, value in model.state_dict(keep_vars=True).items()}
         return {
             name: value if named.get(name) is None else named[name].clone()  # type: ignore[union-attr]
@@ -215,16 +217,25 @@ class MixedPrecision(torch.optim.Optimizer):
             parameter.copy_(torch.where(torch.stack(rounded).any(dim=0), master, parameter))
 
     @torch.no_grad()
-    def _followed(self, parameter: Tensor) -> Tensor | None:
-        """Returns the master with what was written to the parameter since the last step; None if it has none."""
+    def _follow(self) -> list[tuple[Tensor, Tensor]]:
+        """Has masters take over what was written to their parameters since these were rounded; returns all pairs."""
         if self._in_place:
-            return next((master for each, master in self._in_place if each is parameter), None)
-        master = self._master(parameter)
-        if master is not None:
-            wide = parameter.to(master.dtype)
-            is_same = parameter == master.to(parameter.dtype)
-            master.copy_(torch.where(is_same, master, wide))
-        return master
+            return self._in_place
+        pairs = [(each, master) for each in self._parameters() if (master := self._master(each)) is not None]
+        written = [pair for pair in pairs if not self._is_masters_word(*pair)]
+        kernels.follow_by_value(*_columns(written))
+        self._note(written)
+        return pairs
+
+    def _is_masters_word(self, parameter: Tensor, master: Tensor) -> bool:
+        """Returns whether torch has counted a write to a master since the last step, and none to its parameter."""
+        noted = self._noted.get(id(parameter))
+        return noted is not None and noted[1] == parameter._version and noted[2] != master._version
+
+    def _note(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Takes note that parameters are their masters, rounded."""
+        for parameter, master in pairs:
+            self._noted[id(parameter)] = parameter, parameter._version, master._version
 
     # Steps
 
@@ -330,7 +341,7 @@ class MixedPrecision(torch.optim.Optimizer):
     @contextlib.contextmanager
     def _masters_in_place(self) -> Iterator[None]:
         """Has masters stand in the groups and the state in the place of their parameters."""
-        pairs = [(each, master) for each in self._parameters() if (master := self._followed(each)) is not None]
+        pairs = self._follow()
         for parameter, _ in pairs:
             del self.optimizer.state[parameter][MASTER]
             if not self.optimizer.state[parameter]:  # which an optimizer may take for state that it has made
@@ -341,6 +352,7 @@ class MixedPrecision(torch.optim.Optimizer):
             yield
         finally:
             self._round()
+            self._note(pairs)
             for _, master in pairs:
                 master.grad = None
             _exchange(self.optimizer, {id(master): parameter for parameter, master in pairs})
@@ -350,8 +362,11 @@ class MixedPrecision(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _round(self) -> None:
-        for parameter, master in self._in_place:
-            parameter.copy_(master)
+        parameters, masters = _columns(self._in_place)
+        if self._dtype is torch.float32:
+            kernels.copy_to_half(masters, parameters)
+        elif masters:
+            torch._foreach_copy_(parameters, masters)
 
     # Saving
 
@@ -359,8 +374,7 @@ class MixedPrecision(torch.optim.Optimizer):
         """Returns the state dict of the optimizer inside; each half parameter's state has its master as "master"."""
         if self._in_place:
             raise UsageError("the step of this MixedPrecision is under way; save its state before or after it.")
-        for parameter in list(self._parameters()):
-            self._followed(parameter)
+        self._follow()
         return self.optimizer.state_dict()  # type: ignore[no-any-return]
 
     @torch.no_grad()
@@ -385,6 +399,8 @@ class MixedPrecision(torch.optim.Optimizer):
                 if master is not None:
                     master.copy_(saved)
                 parameter.copy_(saved)
+                if master is not None:
+                    self._note([(parameter, master)])
 
 
 class _Shown(MutableMapping[str, Any]):
@@ -493,6 +509,10 @@ def _exchange(optimizer: Any, others: Mapping[int, Tensor]) -> None:
         moved = {others.get(id(key), key): value for key, value in state.items()}
         state.clear()
         state.update(moved)
+
+
+def _columns(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    return [parameter for parameter, _ in pairs], [master for _, master in pairs]
 
 
 def _states(optimizer: object) -> list[MutableMapping[Any, Any]]:

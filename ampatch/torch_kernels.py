@@ -119,6 +119,13 @@ def follow(halves: list[Tensor], masters: list[Tensor], before: Tensor, now: Ten
                 torch._foreach_copy_(batch.columns[1], _shaped_as(batch.columns[1], values))
 
 
+def follow_by_value(narrow: list[Tensor], wide: list[Tensor]) -> None:
+    """``wide = narrow`` in the elements in which these are not ``wide``, rounded."""
+    for half, master in zip(narrow, wide, strict=True):
+        is_same = half == master.to(half.dtype)
+        master.copy_(torch.where(is_same, master, half.to(master.dtype)))
+
+
 def found_inf_norm(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, sum_of_squares: Tensor) -> None:
     """Adds the sum of ``(grads * inv_scale) ** 2`` to ``sum_of_squares``, and sets ``found_inf`` as `unscale_` does."""
     for (group,) in _by_dtype([grad for grad in grads if grad.numel()]):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import math
 import pickle
 import re
 import warnings
+import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -92,6 +94,12 @@ class TestInterface:
         with pytest.warns(AmpWarning, match=r"CUDA is not available.*Type GradScaler\('cpu'\)"):
             assert not OURS().is_enabled()
 
+    @pytest.mark.parametrize("device", [1024.0, None, "cdua"], ids=repr)
+    def test_what_is_no_device_is_told(self, device):
+        """A scale that comes first, as torch.cuda.amp.GradScaler takes it, would be passed over."""
+        with pytest.raises(OptionError, match=r"device is .*type GradScaler\(init_scale=\.\.\.\)"):
+            OURS(device)
+
     def test_shows_what_it_is(self):
         shown = "GradScaler(scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)"
         used = scaler(init_scale=8)
@@ -147,7 +155,7 @@ class Script:
     def set(self, which: int, number: int) -> tuple[float, ...]:
         self.scaler.set_growth_factor(2.0 + which)
         self.scaler.set_backoff_factor(1 / (2 + number))
-        self.scaler.set_growth_interval(1 + which)
+        self.scaler.set_growth_interval(self.scaler.get_growth_interval() + which)  # to less: see TestUpdate
         return self.scaler.get_growth_factor(), self.scaler.get_backoff_factor(), self.scaler.get_growth_interval()
 
     def save(self, which: int, _: int) -> dict[str, Any]:
@@ -357,6 +365,85 @@ class TestScale:
         assert weight.grad.item() == 12.0
 
 
+class TestPiecesThatOthersUse:
+    """Private ones, which subclasses and loops read and set."""
+
+    @EACH
+    def test_are_read_by_an_update_of_ones_own(self, kind):
+        class Own(kind):  # type: ignore[misc, valid-type]
+            def update(self, new_scale: Any = None) -> None:
+                scale, clean = self._check_scale_growth_tracker("update")
+                factors = self._growth_factor, self._backoff_factor, self._growth_interval
+                torch._amp_update_scale_(scale, clean, torch.zeros(()), *factors)
+                self._per_optimizer_states.clear()
+
+        used = Own("cpu", init_scale=4.0, growth_factor=3.0, growth_interval=1)
+        used.scale(torch.ones(1))
+        used.step(with_gradients(1.0)[1])
+        used.update()
+        assert used.get_scale() == 12.0
+
+    @EACH
+    def test_are_set_by_hand(self, kind):
+        used = kind("cpu")
+        used.scale(torch.ones(1))
+        used._growth_factor, used._backoff_factor, used._growth_interval = 3.0, 0.25, 7
+        used._scale = torch.tensor(128).to(used._scale)
+        used._growth_tracker = torch.tensor(5, dtype=torch.int32)
+        wanted = {"scale": 128.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7}
+        assert used.state_dict() == {**wanted, "_growth_tracker": 5}
+        used._scale = used._growth_tracker = None
+        assert used.scale(torch.ones(1)).item() == 65536.0
+
+    @EACH
+    def test_a_scale_that_is_there_does_not_begin_anew(self, kind):
+        used = kind("cpu")
+        used.scale(torch.ones(1))
+        used.update(4.0)
+        with pytest.raises(AssertionError, match="_growth_tracker initialized before _scale"):
+            used._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        assert used.get_scale() == 4.0
+
+    @EACH
+    def test_half_gradients_by_a_subclass_that_has_names_of_its_own(self, kind):
+        class Half(kind):  # type: ignore[misc, valid-type]
+            def _unscale_grads_(self, optimizer: Any, inverse: Tensor, found: Tensor, _: bool) -> Any:
+                return super()._unscale_grads_(optimizer, inverse, found, True)
+
+        parameter = nn.Parameter(torch.ones(1, dtype=torch.float16))
+        used = Half("cpu", init_scale=4.0)
+        used.scale(parameter.float().sum()).backward()
+        used.step(torch.optim.SGD([parameter], lr=1.0))
+        used.update()
+        assert (parameter.item(), used.get_scale()) == (0.0, 4.0)
+
+    @EACH
+    @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+    def test_a_verdict_of_one_element_is_one(self, kind, fused):
+        """As of ShardedGradScaler, and of those who reduce it over processes."""
+        parameter, optimizer = with_gradients(1.0, fused=fused)
+        used = kind("cpu")
+        used.scale(torch.ones(1))
+        used.unscale_(optimizer)
+        used._found_inf_per_device(optimizer)[torch.device("cpu")] = torch.ones(1)
+        used.step(optimizer)
+        used.update()
+        assert (parameter.item(), used.get_scale()) == (1.0, 2.0**15)
+
+    def test_an_optimizer_lives_until_the_update(self):
+        """Or another one with its id would be taken for it, and not have its gradients unscaled."""
+        _, optimizer = with_gradients(1.0)
+        used, known = scaler(), weakref.ref(optimizer)
+        used.scale(torch.ones(1))
+        used.unscale_(optimizer)
+        del optimizer
+        gc.collect()
+        assert known() is not None
+        used.update()
+        gc.collect()
+        assert known() is None
+
+
 class TestUnscale:
     def test_sparse_gradients_and_their_sums(self):
         table = nn.Embedding(4, 2, sparse=True)
@@ -485,6 +572,17 @@ class TestStep:
         used = scaler()
         used.scale(torch.ones(1))
         assert used.step(Told([parameter], lr=1.0), None, epoch=3) == ((None,), {"epoch": 3})
+
+    @EACH
+    def test_a_module_is_no_closure(self, kind):
+        class Told(torch.optim.SGD):
+            def step(self, model: Any) -> Any:
+                return model
+
+        parameter, _ = with_gradients(1.0)
+        model, used = nn.Linear(1, 1), kind("cpu")
+        used.scale(torch.ones(1))
+        assert used.step(Told([parameter], lr=1.0), model) is model
 
     def test_a_skipped_one_returns_none_and_satisfies_a_scheduler(self):
         parameter, optimizer = with_gradients(math.inf)
@@ -624,6 +722,44 @@ class TestClosures:
         assert_same_state(optimizer.state_dict(), state)
         assert used.get_scale() == 2.0**15
 
+    def test_an_overflow_that_the_optimizer_catches_undoes_it_too(self):
+        class Catches(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                try:
+                    closure()
+                finally:
+                    super().step()
+                    return None  # noqa: B012 - such code is there
+
+        model = network()
+        optimizer, used, before = Catches(model.parameters(), lr=0.1), scaler(), weights(model)
+
+        def closure() -> Tensor:
+            loss = loss_of(model) * math.inf
+            used.scale(loss).backward()
+            return loss
+
+        used.step(optimizer, closure)
+        used.update()
+        for parameter, wanted in zip(model.parameters(), before, strict=True):
+            assert_same_bits(parameter, wanted)
+        assert used.get_scale() == 2.0**15
+
+    def test_an_update_in_it_is_told(self):
+        model = network()
+        optimizer, used = torch.optim.LBFGS(model.parameters(), max_iter=3), scaler()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            used.scale(loss).backward()
+            used.unscale_(optimizer)
+            used.update()
+            return loss
+
+        with pytest.raises(UsageError, match=r"update\(\) was called in the closure of a step"):
+            used.step(optimizer, closure)
+
     def test_gradients_that_were_unscaled_before_it_are_not_those_of_the_closure(self):
         model = network()
         optimizer, used = SGD(model.parameters()), scaler()
@@ -671,8 +807,9 @@ class TestUpdate:
     def test_what_is_no_scale_is_told_and_changes_nothing(self, new_scale):
         used = scaler()
         used.scale(torch.ones(1))
-        with pytest.raises(OptionError, match="new_scale is"):
+        with pytest.raises(OptionError, match="new_scale is") as caught:
             used.update(new_scale)
+        assert isinstance(caught.value, AssertionError)
         assert used.get_scale() == 65536.0
 
     def test_hysteresis_forgives(self):
@@ -694,6 +831,29 @@ class TestUpdate:
             used.step(optimizer)
             used.update()
         assert used.get_scale() == 2.0**20
+
+    def test_grows_at_once_after_more_clean_updates_than_it_takes_now(self):
+        """With torch's class it would not before an overflow."""
+        _, optimizer = with_gradients(0.0)
+        used = scaler(growth_interval=5)
+        used.scale(torch.ones(1))
+        for _ in range(4):
+            used.step(optimizer)
+            used.update()
+            used.set_growth_interval(2)
+        assert used.get_scale() == 2.0**18
+
+    @EACH
+    def test_begins_as_high_as_float32_goes_and_is_saved_there(self, kind):
+        _, optimizer = with_gradients(0.0)
+        used = kind("cpu", init_scale=1e38, growth_interval=1, growth_factor=3.0)
+        used.scale(torch.ones(1))
+        for _ in range(2):
+            used.step(optimizer)
+            used.update()
+        loaded = kind("cpu")
+        loaded.load_state_dict(used.state_dict())
+        assert loaded.get_scale() == used.get_scale() == pytest.approx(3e38)
 
     def test_without_a_ceiling_it_stays_finite(self):
         _, optimizer = with_gradients(0.0)
@@ -773,6 +933,11 @@ class TestOptions:
             getattr(used, f"set_{name}")(value)
         assert used.state_dict() == before
 
+    @EACH
+    @pytest.mark.parametrize("options", [{"growth_factor": 1.0}, {"init_scale": None}, {"growth_interval": 0}], ids=str)
+    def test_disabled_it_takes_any(self, kind, options):
+        assert not kind("cpu", enabled=False, **options).is_enabled()
+
     def test_disabled_it_does_nothing(self):
         used = OURS("cpu", enabled=False)
         parameter, optimizer = with_gradients(1.0)
@@ -842,6 +1007,21 @@ class TestSaving:
         with pytest.raises(OptionError, match=message):
             used.load_state_dict({**before, **changes})
         assert used.state_dict() == before
+
+    def test_no_more_overflows_are_forgiven_than_here(self):
+        _, optimizer = with_gradients(math.inf)
+        used = scaler()
+        used.load_state_dict(scaler(hysteresis=3).state_dict())
+        used.scale(torch.ones(1))
+        used.step(optimizer)
+        used.update()
+        assert used.get_scale() == 2.0**15
+
+    def test_a_static_scale_is_no_place_to_start_from(self):
+        used = scaler()
+        with pytest.raises(OptionError, match="of a static loss scale"):
+            used.load_state_dict(amp.LossScaler(1.0).state_dict())
+        assert used.get_scale() == 2.0**16
 
     @pytest.mark.parametrize("state", [None, 3, []], ids=repr)
     def test_nor_is_what_is_no_state(self, state):

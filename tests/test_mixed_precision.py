@@ -318,6 +318,16 @@ class TestWhatIsWrittenInBetween:
         parameter.data[1] = 5.0
         assert optimizer.master_of(parameter).tolist() == [pytest.approx(0.999), 5.0]
 
+    def test_to_a_master_counts_from_the_next_step_on(self):
+        parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        optimizer = MixedPrecision(torch.optim.SGD([parameter], lr=1.0))
+        with torch.no_grad():
+            optimizer.master_of(parameter).copy_(torch.tensor([3.0, 2.0]))
+        assert optimizer.master_of(parameter).tolist() == [3.0, 2.0]
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert parameter.tolist() == [2.0, 1.0]
+
     def test_loading_the_model_counts(self):
         model, other = network(), network()
         optimizer = MixedPrecision(SGD(model.parameters()))

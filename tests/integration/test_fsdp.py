@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 
-from ampatch import amp
+from ampatch import GradScaler, amp
 from ampatch.kernels import values_of
 from ampatch.process import process
 
@@ -432,6 +432,45 @@ def scaler_by_itself() -> tuple[bool, float]:
 
 def test_a_scaler_by_itself_hears_of_other_pieces(two):
     assert two.run(scaler_by_itself) == [(True, 4.0)] * 2
+
+
+def grad_scaler_by_itself(how: str, device: str) -> tuple[bool, float]:
+    """Whether a step left this process's pieces as they were, and the scale after it."""
+    model = sharded(Exact(), "fully_shard", device)
+    fused = functools.partial(torch.optim.AdamW, fused=True)
+    optimizer = (fused if "fused" in how else torch.optim.SGD)(model.parameters(), lr=0.5)
+    scaler = GradScaler(device, init_scale=8.0)
+    before = [values_of(parameter.detach()).clone() for parameter in model.parameters()]
+
+    def closure() -> Tensor:
+        loss = model(data(device, dist.get_rank())[0]).sum()
+        scaler.scale(loss).backward()
+        if dist.get_rank() == 1:
+            values_of(next(model.parameters()).grad).view(-1)[0] = float("inf")
+        elif "no gradients beside" in how:
+            optimizer.zero_grad()
+        return loss
+
+    if how == "closure":
+        scaler.step(optimizer, closure)
+    else:
+        closure()
+        if how == "unscaled":
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    scaler.update()
+    same = all(map(torch.equal, map(values_of, model.parameters()), before))
+    return same, scaler.get_scale()
+
+
+@ON_DEVICES
+@pytest.mark.parametrize(
+    "how", ["plain", "unscaled", "closure", "fused", "no gradients beside", "no gradients beside, fused"]
+)
+@pytest.mark.slow
+@pytest.mark.either_way
+def test_a_grad_scaler_by_itself_skips_in_all(two, how, device):
+    assert two.run(grad_scaler_by_itself, how, device) == [(True, 4.0)] * 2
 
 
 def norm_beside_whole_weights(how: str) -> float:
