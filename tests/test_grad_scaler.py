@@ -624,10 +624,11 @@ class TestStep:
         assert parameter.item() == pytest.approx(0.0)
         assert not hasattr(optimizer, "grad_scale")
 
-    def test_a_fused_one_that_skips_its_first_step_makes_no_state(self):
+    @pytest.mark.parametrize("kind", [torch.optim.SGD, type("Own", (torch.optim.SGD,), {})])
+    def test_a_fused_one_that_skips_its_first_step_makes_no_state(self, kind):
         """SGD with momentum would go on from memory that nobody has written to."""
         parameter, _ = with_gradients(math.nan)
-        optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9, fused=True)
+        optimizer = kind([parameter], lr=1.0, momentum=0.9, fused=True)
         used = scaler()
         used.scale(torch.ones(1))
         used.step(optimizer)
