@@ -389,10 +389,6 @@ class GradScaler(torch.amp.GradScaler):
         if not is_unscaled:
             self._check_inf_per_device(optimizer)
         found_inf = _combined(state, scaler.no_overflow())
-        if self._is_to_be_read(optimizer, found_inf) and bool(found_inf):
-            self._skip(optimizer)
-            if _is_torchs(optimizer):
-                return None
         preset = getattr(optimizer, "grad_scale", None)
         if is_unscaled:
             optimizer.grad_scale = preset
@@ -401,6 +397,10 @@ class GradScaler(torch.amp.GradScaler):
             optimizer.grad_scale = scale if preset is None else scale * preset
         optimizer.found_inf = found_inf
         try:
+            if self._is_to_be_read(optimizer, found_inf) and bool(found_inf):
+                self._skip(optimizer)
+                if _is_torchs(optimizer):
+                    return None
             return optimizer.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
