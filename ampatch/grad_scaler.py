@@ -323,7 +323,8 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: OptimizerLike, *args: Any, **kwargs: Any) -> Any:
         """Runs ``optimizer.step(*args, **kwargs)`` with unscaled gradients; skips it if one of them is not finite.
 
-        An optimizer that says ``_step_supports_amp_scaling`` is always called, and skips by itself.
+        An optimizer that says ``_step_supports_amp_scaling`` is always called, and skips by itself; but torch's are not
+        called where the host sees the overflow: on the CPU, and before they have state.
 
         With a closure, each evaluation has its gradients unscaled and looked at when the closure returns; it may call
         `unscale_` itself, to clip. If one overflows, the parameters and the optimizer's state are what they were before
