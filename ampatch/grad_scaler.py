@@ -326,7 +326,8 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: OptimizerLike, *args: Any, **kwargs: Any) -> Any:
         """Runs ``optimizer.step(*args, **kwargs)`` with unscaled gradients; skips it if one of them is not finite.
 
-        An optimizer that says ``_step_supports_amp_scaling`` is always called, and skips by itself.
+        An optimizer that says ``_step_supports_amp_scaling`` is always called, and skips by itself; but torch's are not
+        called where the host sees the overflow: on the CPU, and before they have state.
 
         With a closure, the gradients of each evaluation are unscaled and checked when the closure returns; to clip, it
         calls `unscale_` itself. If an evaluation overflows, the parameters and the optimizer's state become what they
@@ -392,10 +393,6 @@ class GradScaler(torch.amp.GradScaler):
         if not is_unscaled:
             self._check_inf_per_device(optimizer)
         found_inf = _combined(state, scaler.no_overflow())
-        if self._is_to_be_read(optimizer, found_inf) and bool(found_inf):
-            self._skip(optimizer)
-            if _is_torchs(optimizer):
-                return None
         preset = getattr(optimizer, "grad_scale", None)
         if is_unscaled:
             optimizer.grad_scale = preset
@@ -404,6 +401,10 @@ class GradScaler(torch.amp.GradScaler):
             optimizer.grad_scale = scale if preset is None else scale * preset
         optimizer.found_inf = found_inf
         try:
+            if self._is_to_be_read(optimizer, found_inf) and bool(found_inf):
+                self._skip(optimizer)
+                if _is_torchs(optimizer):
+                    return None
             return optimizer.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
@@ -743,4 +744,5 @@ def _maximum(flags: list[Tensor], none: Tensor) -> Tensor:
 
 
 def _is_torchs(optimizer: object) -> bool:
-    return getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
+    """Whether its step is one of torch's, as that of a subclass which only adds to it may be."""
+    return str(type(optimizer).step.__module__).startswith("torch.optim.")  # type: ignore[attr-defined]

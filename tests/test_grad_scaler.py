@@ -611,6 +611,19 @@ class TestStep:
         assert optimizer.given is used
 
     @EACH
+    def test_a_grad_scale_that_the_user_has_set_is_gone_after_a_skipped_step(self, kind):
+        """Or later gradients, for which none is set, would be divided by it."""
+        parameter, optimizer = with_gradients(math.inf, fused=True)
+        used = kind("cpu", init_scale=2.0)
+        used.scale(torch.ones(1))
+        optimizer.grad_scale = torch.tensor(4.0)
+        used.step(optimizer)
+        used.update()
+        parameter.grad = torch.tensor([1.0])
+        used.step(optimizer)
+        assert parameter.item() == 0.0
+
+    @EACH
     @pytest.mark.parametrize("unscaled", [False, True])
     def test_a_grad_scale_that_the_user_has_set_is_divided_by_as_well(self, kind, unscaled):
         parameter, _ = with_gradients(15.0)
@@ -624,10 +637,11 @@ class TestStep:
         assert parameter.item() == pytest.approx(0.0)
         assert not hasattr(optimizer, "grad_scale")
 
-    def test_a_fused_one_that_skips_its_first_step_makes_no_state(self):
+    @pytest.mark.parametrize("kind", [torch.optim.SGD, type("Own", (torch.optim.SGD,), {})])
+    def test_a_fused_one_that_skips_its_first_step_makes_no_state(self, kind):
         """SGD with momentum would go on from memory that nobody has written to."""
         parameter, _ = with_gradients(math.nan)
-        optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9, fused=True)
+        optimizer = kind([parameter], lr=1.0, momentum=0.9, fused=True)
         used = scaler()
         used.scale(torch.ones(1))
         used.step(optimizer)
