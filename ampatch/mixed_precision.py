@@ -14,8 +14,8 @@ import functools
 import itertools
 import operator
 import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -94,8 +94,7 @@ class MixedPrecision(torch.optim.Optimizer):
         self._dtype = _master_type(dtype)
         self.optimizer = optimizer
         self._in_place: list[tuple[Tensor, Tensor]] = []  # while masters are: parameter and master
-        # By id: a parameter, and the versions of both sides when it was rounded.
-        self._noted: dict[int, tuple[Tensor, int, int]] = {}
+        self._noted: dict[int, _Noted] = {}  # by id of the parameter
         self._widened: list[tuple[Tensor, torch.dtype | None]] = []
         values = None if masters_from is None else _values(masters_from, optimizer)
         super().__setstate__({})  # hooks of its own; `__init__` would copy the groups
@@ -195,7 +194,8 @@ class MixedPrecision(torch.optim.Optimizer):
 
     def _master(self, parameter: Tensor) -> Tensor | None:
         """Returns the master of a parameter, and makes it if there is none; None if it needs none."""
-        is_narrower = parameter.is_floating_point() and parameter.dtype is not self._dtype
+        # Types of 8 bits are not promoted, and no optimizer updates them.
+        is_narrower = parameter.is_floating_point() and 1 < parameter.dtype.itemsize < self._dtype.itemsize
         if not is_narrower or torch.promote_types(parameter.dtype, self._dtype) is not self._dtype:
             self._retire_master(parameter)
             return None
@@ -212,9 +212,9 @@ class MixedPrecision(torch.optim.Optimizer):
         """Gives a parameter that was made precise, as by ``model.float()``, the bits of the master that it had."""
         state = self.optimizer.state.get(parameter, {})
         if MASTER in state:
-            master = state.pop(MASTER).to(parameter.dtype)
-            rounded = [parameter == master.to(half).to(parameter.dtype) for half in HALVES]
-            parameter.copy_(torch.where(torch.stack(rounded).any(dim=0), master, parameter))
+            master = state.pop(MASTER)
+            _keep_bits(parameter, master, HALVES)
+            parameter.copy_(master)
 
     @torch.no_grad()
     def _follow(self) -> list[tuple[Tensor, Tensor]]:
@@ -222,6 +222,11 @@ class MixedPrecision(torch.optim.Optimizer):
         if self._in_place:
             return self._in_place
         pairs = [(each, master) for each in self._parameters() if (master := self._master(each)) is not None]
+        for parameter, master in pairs:
+            noted = self._noted.get(id(parameter))
+            if noted is not None and noted.dtype is not parameter.dtype:  # as by model.half()
+                _keep_bits(parameter, master, [noted.dtype])
+                parameter.copy_(master)
         written = [pair for pair in pairs if not self._is_masters_word(*pair)]
         kernels.follow_by_value(*_columns(written))
         self._note(written)
@@ -230,12 +235,12 @@ class MixedPrecision(torch.optim.Optimizer):
     def _is_masters_word(self, parameter: Tensor, master: Tensor) -> bool:
         """Returns whether torch has counted a write to a master since the last step, and none to its parameter."""
         noted = self._noted.get(id(parameter))
-        return noted is not None and noted[1] == parameter._version and noted[2] != master._version
+        return noted is not None and noted.version == parameter._version and noted.of_master != master._version
 
     def _note(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Takes note that parameters are their masters, rounded."""
         for parameter, master in pairs:
-            self._noted[id(parameter)] = parameter, parameter._version, master._version
+            self._noted[id(parameter)] = _Noted(parameter, parameter.dtype, parameter._version, master._version)
 
     # Steps
 
@@ -296,12 +301,20 @@ class MixedPrecision(torch.optim.Optimizer):
                 found_inf = None
             if found_inf is not None:
                 inside.grad_scale, inside.found_inf = None, found_inf
+            versions = [parameter._version for parameter, _ in self._in_place]
             try:
-                return inside.step(*args, **kwargs) if closure is None else inside.step(closure, *args, **kwargs)
+                result = inside.step(*args, **kwargs) if closure is None else inside.step(closure, *args, **kwargs)
             finally:
                 if found_inf is not None:
                     del inside.grad_scale, inside.found_inf
                 self._narrow()
+            if closure is None and versions != [parameter._version for parameter, _ in self._in_place]:
+                raise UsageError(
+                    f"this {type(inside).__name__} has updated half parameters, and not their masters, which are in "
+                    "its param_groups while it steps: it keeps a list of parameters of its own. Have it update those in "
+                    "param_groups. The half parameters are what they were before the step."
+                )
+            return result
 
     def _hands_on_the_flag(self, closure: object) -> bool:
         """Returns whether the optimizer inside skips by itself, without a wait for the device."""
@@ -377,6 +390,22 @@ class MixedPrecision(torch.optim.Optimizer):
         self._follow()
         return self.optimizer.state_dict()  # type: ignore[no-any-return]
 
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Registers a hook on the optimizer inside, which is what is saved."""
+        return self.optimizer.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Registers a hook on the optimizer inside, which is what is saved."""
+        return self.optimizer.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Registers a hook on the optimizer inside, which is what is loaded."""
+        return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Registers a hook on the optimizer inside, which is what is loaded."""
+        return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned, or that of the optimizer inside by itself.
@@ -386,14 +415,16 @@ class MixedPrecision(torch.optim.Optimizer):
 
         Args:
             state_dict: without masters: these stay as the present weights.
+
+        Raises:
+            OptionError: it is no state dict of an optimizer, or a master in it has another shape; nothing was changed.
         """
+        saved_masters = self._saved_masters(state_dict)
         states: Mapping[Any, Any] = state_dict["state"]
         bare = {key: {name: v for name, v in each.items() if name != MASTER} for key, each in states.items()}
         with self._masters_in_place():  # whose type the optimizer gives the state that it loads
             self.optimizer.load_state_dict({**state_dict, "state": bare})
-        keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        for key, parameter in zip(keys, list(self._parameters()), strict=True):
-            saved = states.get(key, {}).get(MASTER)
+        for parameter, saved in zip(list(self._parameters()), saved_masters, strict=True):
             if saved is not None:
                 master = self._master(parameter)
                 if master is not None:
@@ -401,6 +432,48 @@ class MixedPrecision(torch.optim.Optimizer):
                 parameter.copy_(saved)
                 if master is not None:
                     self._note([(parameter, master)])
+
+    def _saved_masters(self, state_dict: Any) -> list[Tensor | None]:
+        """Returns the masters in a state dict, one for each parameter; None for those that have none."""
+        parameters = list(self._parameters())
+        try:
+            keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+            states = dict(state_dict["state"].items())
+            found = [states.get(key, {}).get(MASTER) for key in keys]
+        except (AttributeError, KeyError, TypeError):
+            raise OptionError(
+                f"found {type(state_dict).__name__} that is no state dict of an optimizer; expected what "
+                "optimizer.state_dict() returned, with 'state' and 'param_groups'."
+            ) from None
+        for number, (parameter, saved) in enumerate(zip(parameters, found, strict=False)):
+            if saved is not None and saved.shape != parameter.shape:
+                raise OptionError(
+                    f"the state dict has a master of shape {tuple(saved.shape)} for parameter {number}, whose shape is "
+                    f"{tuple(parameter.shape)}; expected the state of an optimizer of the same model."
+                )
+        return found
+
+
+class _Noted(NamedTuple):
+    """A parameter as it was when it was rounded from its master: its type, and how often torch had counted writes."""
+
+    parameter: Tensor  # kept, so that its id stays its own
+    dtype: torch.dtype
+    version: int
+    of_master: int
+
+
+def _keep_bits(parameter: Tensor, master: Tensor, before: Iterable[torch.dtype]) -> None:
+    """Has a master take over what a parameter is since it changed its type, but for what the change made of it alone.
+
+    Args:
+        parameter: in its new type.
+        master: changed in place.
+        before: the types that the parameter may have had.
+    """
+    rounded = [parameter == master.to(dtype).to(parameter.dtype) for dtype in before]
+    is_same = torch.stack(rounded).any(dim=0)
+    master.copy_(torch.where(is_same, master, parameter.to(master.dtype)))
 
 
 class _Shown(MutableMapping[str, Any]):

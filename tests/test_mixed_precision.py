@@ -144,6 +144,14 @@ class TestSteps:
         assert [each.tolist() for each in parameters] == [[0.5, 0.5]] * 4
         assert [each.dtype for each in parameters] == types
 
+    def test_types_of_8_bits_have_no_master(self):
+        tiny = nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)
+        empty = nn.Parameter(torch.empty(0, dtype=torch.bfloat16))
+        optimizer = MixedPrecision(torch.optim.SGD([tiny, empty], lr=1.0))
+        empty.grad = torch.zeros_like(empty)
+        optimizer.step()
+        assert [each.dtype for each in optimizer.master_params()] == [torch.float8_e4m3fn, torch.float32]
+
     def test_sparse_gradients(self):
         table = nn.Embedding(4, 2, sparse=True, dtype=torch.bfloat16)
         before = table.weight.detach().clone()
@@ -523,6 +531,41 @@ class TestSaving:
         for found, expected in zip(list(other.parameters())[:2], model.parameters(), strict=False):
             assert_same_bits(found, expected)
 
+    @pytest.mark.parametrize(
+        "state",
+        [{}, None, 3, {"state": {}}, {"state": 3, "param_groups": [{"params": [0]}]}, {"state": {}, "param_groups": 1}],
+        ids=repr,
+    )
+    def test_what_is_no_state_dict_is_told(self, state):
+        optimizer = MixedPrecision(SGD(network().parameters()))
+        with pytest.raises(OptionError, match="is no state dict of an optimizer"):
+            optimizer.load_state_dict(state)
+
+    @pytest.mark.parametrize("broken", ["shape", "groups"])
+    def test_a_state_of_another_model_is_told_and_changes_nothing(self, broken):
+        model = network()
+        optimizer = MixedPrecision(ADAMW(model.parameters()))
+        state = copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, 0)
+        before = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+        if broken == "shape":
+            state["state"][1]["master"] = torch.ones(7)
+        else:
+            state["param_groups"] *= 2
+        with pytest.raises(ValueError, match=r"a master of shape|different number of parameter groups"):
+            optimizer.load_state_dict(state)
+        assert_same_state((optimizer.state_dict(), model.state_dict()), before)
+
+    def test_hooks_on_it_are_heard(self):
+        optimizer = MixedPrecision(SGD(network().parameters()))
+        heard: list[str] = []
+        optimizer.register_state_dict_pre_hook(lambda *_: heard.append("before saving"))
+        optimizer.register_state_dict_post_hook(lambda *_: heard.append("after saving"))
+        optimizer.register_load_state_dict_pre_hook(lambda *_: heard.append("before loading"))
+        optimizer.register_load_state_dict_post_hook(lambda *_: heard.append("after loading"))
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert heard == ["before saving", "after saving", "before loading", "after loading"]
+
     def test_a_checkpoint_without_masters_loads(self):
         model, other = network(torch.float32), network()
         plain, optimizer = ADAMW(model.parameters()), MixedPrecision(ADAMW(other.parameters()))
@@ -567,6 +610,19 @@ class TestSaving:
             assert_same_bits(found, expected)
         train(model, optimizer, 2)
         assert_same_bits(model[0].weight, next(optimizer.master_params()))
+
+    def test_a_model_of_the_other_half_type_keeps_them(self):
+        model = network(torch.bfloat16)
+        optimizer = MixedPrecision(SGD(model.parameters()))
+        train(model, optimizer, 0, 1)
+        before = [master.detach().clone() for master in optimizer.master_params()]
+        model[0].half()
+        with torch.no_grad():
+            model[0].bias[0] = before[1][0] = 0.25
+        for found, expected in zip(optimizer.master_params(), before, strict=True):
+            assert_same_bits(found, expected)
+        train(model, optimizer, 2)
+        assert_same_bits(model[0].weight, next(optimizer.master_params()).half())
 
     def test_gives_the_float32_weights_back(self):
         model = network()
@@ -674,6 +730,28 @@ class TestComposition:
                     parameter.copy_(master)
         for master, wanted in zip(optimizer.master_params(), by_hand.masters, strict=True):
             assert_same_bits(master, wanted)
+
+
+class Hoarder(torch.optim.Optimizer):
+    """Keeps a list of parameters of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.mine = [each for group in self.param_groups for each in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for each in self.mine:
+            each.sub_(each.grad)
+
+
+def test_an_optimizer_that_updates_other_tensors_than_its_groups_is_told() -> None:
+    model = network()
+    optimizer = MixedPrecision(Hoarder(model[0].parameters()))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UsageError, match="this Hoarder has updated half parameters, and not their masters"):
+        train(model, optimizer, 0)
+    assert_same_state(model.state_dict(), before)
 
 
 class Stateless:
