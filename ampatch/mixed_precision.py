@@ -310,9 +310,9 @@ class MixedPrecision(torch.optim.Optimizer):
                 self._narrow()
             if closure is None and versions != [parameter._version for parameter, _ in self._in_place]:
                 raise UsageError(
-                    f"this {type(inside).__name__} has updated half parameters, and not their masters, which are in "
-                    "its param_groups while it steps: it keeps a list of parameters of its own. Have it update those in "
-                    "param_groups. The half parameters are what they were before the step."
+                    f"this {type(inside).__name__} has updated half parameters, and not their masters, which its "
+                    "param_groups hold while it steps: it keeps a list of parameters of its own. Have it update those "
+                    "in param_groups. The half parameters are what they were before the step."
                 )
             return result
 
