@@ -455,6 +455,27 @@ class TestFloat16:
         scaler.update()
         assert loss_of(model) < first / 2
 
+    @pytest.mark.parametrize("overflow_at", [0, 2])
+    def test_an_overflow_in_a_closure_undoes_the_step(self, overflow_at):
+        model = network(torch.float16)
+        optimizer, scaler = MixedPrecision(torch.optim.LBFGS(model.parameters())), ampatch.GradScaler("cpu")
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        evaluations = 0
+
+        def closure() -> Tensor:
+            nonlocal evaluations
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            scaler.scale(loss * (math.inf if evaluations == overflow_at else 1)).backward()
+            evaluations += 1
+            return loss
+
+        scaler.step(optimizer, closure)
+        scaler.update()
+        assert evaluations == overflow_at + 1
+        assert scaler.get_scale() == 2.0**15
+        assert_same_state((model.state_dict(), optimizer.state_dict()), before)
+
     def test_torchs_does_not_unscale_half_gradients_for_clipping(self):
         model = network(torch.float16)
         optimizer, scaler = MixedPrecision(SGD(model.parameters())), torch.amp.GradScaler("cpu")
