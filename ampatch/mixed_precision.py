@@ -96,6 +96,7 @@ class MixedPrecision(torch.optim.Optimizer):
         self._in_place: list[tuple[Tensor, Tensor]] = []  # while masters are: parameter and master
         self._noted: dict[int, _Noted] = {}  # by id of the parameter
         self._widened: list[tuple[Tensor, torch.dtype | None]] = []
+        self._versions: list[int] = []  # of the parameters while it steps, when only this may write to them
         values = None if masters_from is None else _values(masters_from, optimizer)
         super().__setstate__({})  # hooks of its own; `__init__` would copy the groups
         for number, parameter in enumerate(optimizer_state.parameters_of(optimizer)):
@@ -144,10 +145,13 @@ class MixedPrecision(torch.optim.Optimizer):
         return f"MixedPrecision({self.optimizer!r}, dtype={self._dtype})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_noted": {}}  # by ids, which a copy does not have
+        # As torch's, without hooks, and without the `step` that a scheduler sets, which steps the original.
+        kept = {name: self.__dict__[name] for name in ("optimizer", "_dtype", "_in_place", "_widened", "_versions")}
+        return {**kept, "_noted": {}}  # which is by ids
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the optimizer inside; masters of its half parameters are made."""
+        self._check_not_stepping("add groups")
         self.optimizer.add_param_group(param_group)
         for parameter in self._parameters():
             self._master(parameter)
@@ -194,6 +198,8 @@ class MixedPrecision(torch.optim.Optimizer):
 
     def _master(self, parameter: Tensor) -> Tensor | None:
         """Returns the master of a parameter, and makes it if there is none; None if it needs none."""
+        if self._in_place:  # whose state is the master's at the time
+            return next((master for each, master in self._in_place if each is parameter), None)
         # Types of 8 bits are not promoted, and no optimizer updates them.
         is_narrower = parameter.is_floating_point() and 1 < parameter.dtype.itemsize < self._dtype.itemsize
         if not is_narrower or torch.promote_types(parameter.dtype, self._dtype) is not self._dtype:
@@ -221,7 +227,8 @@ class MixedPrecision(torch.optim.Optimizer):
         """Has masters take over what was written to their parameters since these were rounded; returns all pairs."""
         if self._in_place:
             return self._in_place
-        pairs = [(each, master) for each in self._parameters() if (master := self._master(each)) is not None]
+        each_once = list({id(each): each for each in self._parameters()}.values())
+        pairs = [(each, master) for each in each_once if (master := self._master(each)) is not None]
         for parameter, master in pairs:
             noted = self._noted.get(id(parameter))
             if noted is not None and noted.dtype is not parameter.dtype:  # as by model.half()
@@ -270,7 +277,8 @@ class MixedPrecision(torch.optim.Optimizer):
         """Undoes `widen_gradients`."""
         for parameter, allowed in self._widened:
             grad, parameter.grad = parameter.grad, None
-            parameter.grad_dtype = allowed
+            # None follows the parameter's type. The present type would stay where model.float() changes it.
+            parameter.grad_dtype = None if allowed is parameter.dtype else allowed
             if grad is not None:
                 parameter.grad = grad.to(parameter.dtype)
         self._widened.clear()
@@ -286,8 +294,7 @@ class MixedPrecision(torch.optim.Optimizer):
         Returns:
             What the optimizer inside returns; None after an overflow that a scaler has found.
         """
-        if self._in_place:
-            raise UsageError("the step of this MixedPrecision is under way; its closure must not step it again.")
+        self._check_not_stepping("step again")
         inside = self.optimizer
         found_inf, grad_scale = self.__dict__.get("found_inf"), self.__dict__.get("grad_scale")
         with self._masters_in_place():
@@ -301,20 +308,27 @@ class MixedPrecision(torch.optim.Optimizer):
                 found_inf = None
             if found_inf is not None:
                 inside.grad_scale, inside.found_inf = None, found_inf
-            versions = [parameter._version for parameter, _ in self._in_place]
+            self._versions = self._versions_now()
             try:
                 result = inside.step(*args, **kwargs) if closure is None else inside.step(closure, *args, **kwargs)
+                self._check_not_written()
+                return result
             finally:
                 if found_inf is not None:
                     del inside.grad_scale, inside.found_inf
                 self._narrow()
-            if closure is None and versions != [parameter._version for parameter, _ in self._in_place]:
-                raise UsageError(
-                    f"this {type(inside).__name__} has updated half parameters, and not their masters, which its "
-                    "param_groups hold while it steps: it keeps a list of parameters of its own. Have it update those "
-                    "in param_groups. The half parameters are what they were before the step."
-                )
-            return result
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter, _ in self._in_place]
+
+    def _check_not_written(self) -> None:
+        """Raises if the optimizer inside has updated half parameters, which become the masters, rounded, again."""
+        if self._versions_now() != self._versions:
+            raise UsageError(
+                f"this {type(self.optimizer).__name__} has updated half parameters, and not their masters, which its "
+                "param_groups hold while it steps: it keeps a list of parameters of its own. Have it update those in "
+                "param_groups. The half parameters are what they were before the step."
+            )
 
     def _hands_on_the_flag(self, closure: object) -> bool:
         """Returns whether the optimizer inside skips by itself, without a wait for the device."""
@@ -323,6 +337,7 @@ class MixedPrecision(torch.optim.Optimizer):
         return supports and closure is None and optimizer_state.has_state(inside)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        self._check_not_written()
         self._round()
         # The optimizer inside has masters, and its zero_grad would leave the parameters' gradients to be added to.
         marks = [master.new_zeros(()).expand(master.shape) for _, master in self._in_place]
@@ -330,6 +345,7 @@ class MixedPrecision(torch.optim.Optimizer):
         for (_, master), mark in zip(self._in_place, marks, strict=True):
             master.grad = mark
         result = closure()
+        self._versions = self._versions_now()
         now = [master.grad for _, master in self._in_place]
         if any(map(operator.is_not, now, marks)) or [mark._version for mark in marks] != versions:
             raise UsageError(
@@ -355,7 +371,8 @@ class MixedPrecision(torch.optim.Optimizer):
     def _masters_in_place(self) -> Iterator[None]:
         """Has masters stand in the groups and the state in the place of their parameters."""
         pairs = self._follow()
-        for parameter, _ in pairs:
+        for parameter, master in pairs:
+            master.requires_grad_(parameter.requires_grad)
             del self.optimizer.state[parameter][MASTER]
             if not self.optimizer.state[parameter]:  # which an optimizer may take for state that it has made
                 del self.optimizer.state[parameter]
@@ -385,26 +402,15 @@ class MixedPrecision(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state dict of the optimizer inside; each half parameter's state has its master as "master"."""
-        if self._in_place:
-            raise UsageError("the step of this MixedPrecision is under way; save its state before or after it.")
+        self._check_not_stepping("save its state")
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
         self._follow()
-        return self.optimizer.state_dict()  # type: ignore[no-any-return]
-
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Registers a hook on the optimizer inside, which is what is saved."""
-        return self.optimizer.register_state_dict_pre_hook(hook, prepend)
-
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Registers a hook on the optimizer inside, which is what is saved."""
-        return self.optimizer.register_state_dict_post_hook(hook, prepend)
-
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Registers a hook on the optimizer inside, which is what is loaded."""
-        return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
-
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Registers a hook on the optimizer inside, which is what is loaded."""
-        return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
+        saved: dict[str, Any] = self.optimizer.state_dict()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, saved)
+            saved = saved if changed is None else changed
+        return saved
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -419,6 +425,10 @@ class MixedPrecision(torch.optim.Optimizer):
         Raises:
             OptionError: it is no state dict of an optimizer, or a master in it has another shape; nothing was changed.
         """
+        self._check_not_stepping("load its state")
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)  # type: ignore[arg-type]
+            state_dict = state_dict if changed is None else changed
         saved_masters = self._saved_masters(state_dict)
         states: Mapping[Any, Any] = state_dict["state"]
         bare = {key: {name: v for name, v in each.items() if name != MASTER} for key, each in states.items()}
@@ -432,6 +442,12 @@ class MixedPrecision(torch.optim.Optimizer):
                 parameter.copy_(saved)
                 if master is not None:
                     self._note([(parameter, master)])
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _check_not_stepping(self, what: str) -> None:
+        if self._in_place:
+            raise UsageError(f"the step of this MixedPrecision is under way; {what} before or after it.")
 
     def _saved_masters(self, state_dict: Any) -> list[Tensor | None]:
         """Returns the masters in a state dict, one for each parameter; None for those that have none."""
@@ -446,9 +462,10 @@ class MixedPrecision(torch.optim.Optimizer):
                 "optimizer.state_dict() returned, with 'state' and 'param_groups'."
             ) from None
         for number, (parameter, saved) in enumerate(zip(parameters, found, strict=False)):
-            if saved is not None and saved.shape != parameter.shape:
+            if saved is not None and (not isinstance(saved, Tensor) or saved.shape != parameter.shape):
+                kind = f"shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else f"type {type(saved).__name__}"
                 raise OptionError(
-                    f"the state dict has a master of shape {tuple(saved.shape)} for parameter {number}, whose shape is "
+                    f"the state dict has a master of {kind} for parameter {number}, whose shape is "
                     f"{tuple(parameter.shape)}; expected the state of an optimizer of the same model."
                 )
         return found
@@ -524,6 +541,11 @@ def _check_composition(optimizer: object) -> None:
         raise OptionError(
             f"this {kind} has no mapping `state`, in which masters are kept; expected an optimizer like those of torch."
         )
+    if not all(isinstance(group["params"], list) for group in optimizer.param_groups):  # type: ignore[attr-defined]
+        raise OptionError(
+            f"the groups of this {kind} do not keep their parameters in lists, in which masters could take their "
+            "place; expected an optimizer like those of torch."
+        )
     live = process.live
     for each in _chain(optimizer):
         if live is not None and live.has_adopted(each) and live.adopted(each).masters.wanted:
@@ -555,6 +577,11 @@ def _values(masters_from: Any, optimizer: Any) -> list[Tensor]:
             named_few = ", ".join(map(repr, missing[:5]))
             raise OptionError(f"masters_from lacks {named_few}; expected a value for each parameter's name.")
         values = [masters_from[name] for name in named]
+    elif not isinstance(masters_from, (nn.Module, Iterable)):
+        raise OptionError(
+            f"masters_from is of type {type(masters_from).__name__}; expected tensors in the order of the parameters, "
+            "a module, or a mapping by names."
+        )
     else:
         values = list(masters_from.parameters() if isinstance(masters_from, nn.Module) else masters_from)
     if len(values) != len(parameters):

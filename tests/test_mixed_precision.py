@@ -378,7 +378,10 @@ class TestGradients:
         optimizer.step()
         assert optimizer.master_of(parameter).item() == -256.0
         assert parameter.grad.dtype is torch.bfloat16
-        assert parameter.grad_dtype is torch.bfloat16
+        parameter.grad = None
+        parameter.data = parameter.data.float()
+        (parameter * 1.001).sum().backward()
+        assert parameter.grad.item() == pytest.approx(1.001, abs=1e-6)
 
     @pytest.mark.parametrize("set_to_none", [True, False])
     def test_are_cleared(self, set_to_none):
@@ -387,6 +390,85 @@ class TestGradients:
         loss_of(model).backward()
         optimizer.zero_grad(set_to_none=set_to_none)
         assert all(each.grad is None if set_to_none else not each.grad.any() for each in model.parameters())
+
+
+class KeepsItsParameters(torch.optim.Optimizer):
+    """Steps what it was given at first, whatever stands in its groups."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.kept = list(parameters)
+        super().__init__(self.kept, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for _ in range(2):
+            if closure is not None:
+                closure()
+            for each in self.kept:
+                each.sub_(each.grad)
+
+
+class TestWhatWouldBeLostInSilence:
+    @pytest.mark.parametrize("closure", [None, lambda: None], ids=["", "closure"])
+    def test_updates_of_an_optimizer_that_keeps_its_parameters_are_told(self, closure):
+        parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        optimizer = MixedPrecision(KeepsItsParameters([parameter]))
+        parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(UsageError, match="this KeepsItsParameters has updated half parameters"):
+            optimizer.step(closure)
+        assert parameter.tolist() == optimizer.master_of(parameter).tolist() == [1.0, 1.0]
+
+    @EACH_HALF
+    def test_state_stays_when_a_closure_unscales(self, half):
+        parameter = nn.Parameter(torch.ones(1, dtype=half))
+        optimizer = MixedPrecision(torch.optim.SGD([parameter], lr=0.1, momentum=0.9))
+        scaler = ampatch.GradScaler("cpu", init_scale=4.0)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = parameter.sum()
+            scaler.scale(loss).backward()
+            return loss
+
+        for _ in range(3):
+            scaler.step(optimizer, closure)
+            scaler.update()
+        assert optimizer.state[parameter]["momentum_buffer"].item() == pytest.approx(2.71)
+        assert optimizer.master_of(parameter).item() == pytest.approx(0.439)
+
+    @pytest.mark.parametrize("what", ["add groups", "load its state"])
+    def test_a_closure_must_not_change_what_is_stepped(self, what):
+        model = network()
+        optimizer = MixedPrecision(SGD(model.parameters()))
+        train(model, optimizer, 0)
+        before, late = copy.deepcopy(optimizer.state_dict()), nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        change = {
+            "add groups": lambda: optimizer.add_param_group({"params": [late]}),
+            "load its state": lambda: optimizer.load_state_dict(before),
+        }[what]
+        with pytest.raises(UsageError, match=f"is under way; {what} before or after it"):
+            optimizer.step(change)
+        assert_same_state(optimizer.state_dict(), before)
+
+    def test_a_parameter_that_is_there_twice(self):
+        parameter = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        with pytest.warns(UserWarning, match="duplicate parameters"):
+            optimizer = MixedPrecision(torch.optim.SGD([parameter, parameter], lr=0.125))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert parameter.item() == optimizer.master_of(parameter).item() == 0.75
+
+    def test_masters_are_frozen_and_thawed_with_their_parameters(self):
+        model = network()
+        model.requires_grad_(False)
+        optimizer = MixedPrecision(SGD(model.parameters()))
+        model.requires_grad_(True)
+        seen: list[bool] = []
+        optimizer.optimizer.register_step_pre_hook(
+            lambda inside, *_: seen.extend(each.requires_grad for each in inside.param_groups[0]["params"])
+        )
+        train(model, optimizer, 0)
+        assert seen == [True] * 4
 
 
 SCALERS = pytest.mark.parametrize("kind", [torch.amp.GradScaler, ampatch.GradScaler], ids=["torch", "ampatch"])
@@ -577,15 +659,29 @@ class TestSaving:
             optimizer.load_state_dict(state)
         assert_same_state((optimizer.state_dict(), model.state_dict()), before)
 
-    def test_hooks_on_it_are_heard(self):
-        optimizer = MixedPrecision(SGD(network().parameters()))
-        heard: list[str] = []
-        optimizer.register_state_dict_pre_hook(lambda *_: heard.append("before saving"))
-        optimizer.register_state_dict_post_hook(lambda *_: heard.append("after saving"))
-        optimizer.register_load_state_dict_pre_hook(lambda *_: heard.append("before loading"))
-        optimizer.register_load_state_dict_post_hook(lambda *_: heard.append("after loading"))
-        optimizer.load_state_dict(optimizer.state_dict())
-        assert heard == ["before saving", "after saving", "before loading", "after loading"]
+    @pytest.mark.parametrize("way", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"])
+    def test_copies_made_with_a_scheduler_step_themselves(self, way):
+        parameter = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        optimizer = MixedPrecision(torch.optim.SGD([parameter], lr=0.5))
+        lr_scheduler.StepLR(optimizer, 1)
+        copied = way(optimizer)
+        (other,) = copied.param_groups[0]["params"]
+        other.grad = torch.ones_like(other)
+        copied.step()
+        assert (parameter.item(), other.item()) == (1.0, 0.5)
+
+    def test_its_hooks_are_called(self):
+        model = network()
+        optimizer = MixedPrecision(SGD(model.parameters()))
+        seen: list[str] = []
+        optimizer.register_state_dict_pre_hook(lambda _: seen.append("save"))
+        optimizer.register_state_dict_post_hook(lambda _, saved: {**saved, "more": 1})
+        optimizer.register_load_state_dict_pre_hook(lambda _, given: {k: v for k, v in given.items() if k != "more"})
+        optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
+        saved = optimizer.state_dict()
+        assert saved["more"] == 1
+        optimizer.load_state_dict(saved)
+        assert seen == ["save", "loaded"]
 
     def test_a_checkpoint_without_masters_loads(self):
         model, other = network(torch.float32), network()
@@ -753,28 +849,6 @@ class TestComposition:
             assert_same_bits(master, wanted)
 
 
-class Hoarder(torch.optim.Optimizer):
-    """Keeps a list of parameters of its own."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-        self.mine = [each for group in self.param_groups for each in group["params"]]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for each in self.mine:
-            each.sub_(each.grad)
-
-
-def test_an_optimizer_that_updates_other_tensors_than_its_groups_is_told() -> None:
-    model = network()
-    optimizer = MixedPrecision(Hoarder(model[0].parameters()))
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(UsageError, match="this Hoarder has updated half parameters, and not their masters"):
-        train(model, optimizer, 0)
-    assert_same_state(model.state_dict(), before)
-
-
 class Stateless:
     param_groups: Any = []  # noqa: RUF012
 
@@ -800,6 +874,10 @@ class TestBadInput:
             (
                 lambda model: MixedPrecision(SGD(model.parameters()), masters_from=[torch.ones(1), 2]),
                 r"masters_from has torch.float32 of shape \(1,\) for parameter 0, whose shape is \(3, 2\)",
+            ),
+            (
+                lambda model: MixedPrecision(SGD(model.parameters()), masters_from=5),
+                "masters_from is of type int",
             ),
             (
                 lambda model: MixedPrecision(SGD(model.parameters()), masters_from=model.state_dict()),
