@@ -38,6 +38,7 @@ from ampatch.errors import (
     warn,
 )
 from ampatch.function_patches import Registration
+from ampatch.inference_copy import convert
 from ampatch.loss_scaler import LossScaler, ScaleState, is_of_grad_scaler, make_policy, settings_unlike
 from ampatch.mixed_precision import precise_within
 from ampatch.opt_levels import Properties
@@ -77,6 +78,7 @@ __all__ = [
     "cast_counts",
     "clear_cache",
     "clip_grad_norm_",
+    "convert_model",
     "deinitialize",
     "disable_casts",
     "float_function",
@@ -105,6 +107,7 @@ __all__ = [
 logger = logging.getLogger("ampatch")
 
 _F = TypeVar("_F")
+_Model = TypeVar("_Model", bound=nn.Module)
 _L = TypeVar("_L")
 _Models = TypeVar("_Models", bound=nn.Module | Sequence[nn.Module])
 _Optimizers = TypeVar("_Optimizers")
@@ -534,6 +537,46 @@ def disable_casts(function: Any = None) -> Any:
     if function is not None:
         return WithoutCasts()(function)
     return off_in_graph() if is_dynamo_compiling() else WithoutCasts()
+
+
+def convert_model(
+    model: _Model,
+    half_dtype: torch.dtype | str | None = None,
+    excluded: Any = (),
+    cast_lists: Overlay | None = None,
+    *,
+    keep_float32: bool = True,
+) -> _Model:
+    """Makes a copy of a model for inference: half weights, and casts where the lists say, while its forward runs.
+
+    Nothing else in the process is patched, the model stays as it is, and `initialize` is not needed. The copy is in
+    evaluation mode, its parameters require no gradients, and it computes what the model does at O1, bit for bit.
+
+    A weight becomes half if only whitelisted functions read it. Of torch's own layers that is known at once, of others
+    after the first forward. The remaining weights (of embeddings, norms, or shared with one of these) stay float32.
+
+    Args:
+        model: float32, and not wrapped or compiled.
+        half_dtype: ``torch.float16`` or ``torch.bfloat16``, or its name; None: float16 where the parameters are on a
+            GPU, else bfloat16.
+        excluded: what is to compute in float32. Submodules, their names, patterns (``"*.head"``) or classes: everything
+            in there is left uncast, and its inputs are cast to float32. Functions (``torch.softmax``, or ``"softmax"``
+            for all its spellings, or ``"torch.nn.functional.softmax"`` for one). One of them, or a list.
+        cast_lists: as for `initialize`.
+        keep_float32: whether the copy keeps, in the memory of the CPU, the float32 values of its half weights: 4 bytes
+            a weight. Without them its state dict is float32 too, of rounded values, and a half weight that turns out to
+            be needed in float32 is a `UsageError`.
+
+    Returns:
+        The copy, of the same class. Its state dict is float32, and that of the model.
+
+    Raises:
+        OptionError: an argument has a value that is not allowed, or the model cannot be copied.
+        CastListError: the cast lists have faults.
+    """
+    kept = _flag("keep_float32", keep_float32)
+    half = _half_dtype(half_dtype, None, "", "O1", [models_module.check_module(model)])
+    return convert(model, half, excluded, _lists(cast_lists), kept)  # type: ignore[return-value]
 
 
 @contextlib.contextmanager

@@ -34,10 +34,16 @@ def _check_input_of_any_float(switch: Switch) -> Any:
 
     @functools.wraps(original)
     def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
-        dtype = self._flat_weights[0].dtype  # type: ignore[union-attr]
-        if switch.active and not switch.is_off() and input.dtype is not dtype and {input.dtype, dtype} <= CASTABLE:
-            # Only the shape is looked at from here on; a meta tensor holds no memory.
-            input = torch.empty(input.shape, dtype=dtype, device="meta")
+        if switch.active and not switch.is_off():
+            input = of_the_weights_type(self, input)
         original(self, input, batch_sizes)
 
     return check_input
+
+
+def of_the_weights_type(module: nn.RNNBase, input: Tensor) -> Tensor:
+    """Returns a tensor of an input's shape, for a check of it that is not to be about its type."""
+    dtype = module._flat_weights[0].dtype  # type: ignore[union-attr]
+    if input.dtype is dtype or not {input.dtype, dtype} <= CASTABLE:
+        return input
+    return torch.empty(input.shape, dtype=dtype, device="meta")  # which holds no memory

@@ -47,6 +47,8 @@ _TRACED = frozenset(
         *("amp", "process", "session", "models", "autocast_gates", "wrappers", "weight_cache", "switch", "compilers"),
         *(
             "casting",
+            "casting_mode",
+            "inference_copy",
             "carried_back",
             "cast_labels",
             "signatures",

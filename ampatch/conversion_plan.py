@@ -53,7 +53,7 @@ def check_matches(models: Iterable[nn.Module], keep_fp32: KeepFloat32) -> None:
     """Raises `OptionError`, with the nearest names, where one of ``keep_fp32`` matches no submodule at all."""
     submodules = [(name, module) for model in models for name, module in model.named_modules() if name]
     for wanted in keep_fp32:
-        if not any(_matches(wanted, name, module) for name, module in submodules):
+        if not any(matches(wanted, name, module) for name, module in submodules):
             names = [name for name, _ in submodules] + [type(module).__name__ for _, module in submodules]
             shown = repr(wanted) if isinstance(wanted, str) else wanted.__name__
             hint = did_you_mean(shown.strip("'"), list(dict.fromkeys(names)))
@@ -97,7 +97,7 @@ def plan(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool, keep_f
     for name, module in model.named_modules():
         if keep_batchnorm_fp32 and keeps_statistics(module):
             kept[module] = None
-        if name and any(_matches(wanted, name, module) for wanted in keep_fp32):
+        if name and any(matches(wanted, name, module) for wanted in keep_fp32):
             guarded.update(dict.fromkeys(_callable_roots(module)))
             kept.update(dict.fromkeys(module.modules()))
     inner = {below for module in guarded for below in module.modules() if below is not module}
@@ -131,7 +131,8 @@ def plan(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool, keep_f
     return Plan(converted, buffers, tuple(outermost) if dtype in HALVES else ())
 
 
-def _matches(wanted: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+def matches(wanted: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+    """Returns whether a submodule is meant by a name, a pattern or a class."""
     if isinstance(wanted, str):
         return fnmatch.fnmatchcase(name, wanted) or type(module).__name__ == wanted
     return isinstance(module, wanted)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ampatch import cast_labels, compilers, conversion_plan, models
+from ampatch import cast_labels, casting_mode, compilers, conversion_plan, models
 from ampatch.errors import OptionError, UsageError
 from ampatch.function_patches import Registration
 from ampatch.replaced import Replaced
@@ -147,13 +147,16 @@ def decorate(function: Any, kind: str) -> Any:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        session = process.live
-        if session is None or not session.patches_functions or not session.switch.active or session.switch.is_off():
+        session, mode = process.live, casting_mode.thread.mode
+        if mode is not None:  # in a forward of what `amp.convert_model` has made, where the session's casts are off
+            adapt = functools.partial(mode.adapt_decorated, kind)
+        elif session is None or not session.patches_functions or not session.switch.active or session.switch.is_off():
             return function(*args, **kwargs)
+        else:
+            adapt = session.adapters[kind]
+            if session.settings.profile_casts:
+                adapt = cast_labels.named(adapt, name)
         adapted = None
-        adapt = session.adapters[kind]
-        if session.settings.profile_casts:
-            adapt = cast_labels.named(adapt, name)
         try:
             adapted = adapt(args, kwargs)
             return function(*adapted[0], **adapted[1])

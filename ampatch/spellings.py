@@ -105,7 +105,7 @@ def called_by(function: object) -> dict[int, object]:
 def _named_in(function: types.FunctionType) -> Iterator[object]:
     """Finds the functions that a function names in its code: by global names, attributes and closures."""
     closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    for code in _codes(function.__code__):
+    for code in codes(function.__code__):
         value: object = None
         for instruction in dis.get_instructions(code):
             name = instruction.argval
@@ -124,11 +124,12 @@ def _named_in(function: types.FunctionType) -> Iterator[object]:
                 yield value
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yields the code of a function, and of those that are defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+            yield from codes(constant)
 
 
 def _content(cell: types.CellType | None) -> object:

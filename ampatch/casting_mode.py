@@ -1,0 +1,331 @@
+"""The cast lists applied by a mode of torch's instead of patches: to the calls of one thread, while a block runs.
+
+torch asks a `TorchFunctionMode` before each call of its functions. Owns which function is cast how in such a block, and
+who keeps the casts of weights there. Must never change a function of torch's: other threads, and this one outside of
+the block, see plain torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode, get_overridable_functions
+
+from ampatch import spellings
+from ampatch.cast_lists import Rule, Treatment
+from ampatch.casting import cast_tensors
+from ampatch.compilers import is_below_operators
+from ampatch.paths import PathError, beneath, find
+from ampatch.wrappers import Adapt, Adapters, Arguments, Function, explain
+
+
+class Weights(Protocol):
+    """Who keeps the weights that are used in a block."""
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns a tensor, which may be a weight, in another floating type."""
+
+    def full(self, weight: Tensor) -> Tensor:
+        """Returns the weight that a function gets which does not compute in half."""
+
+    def dtype_of(self, weight: Tensor) -> torch.dtype:
+        """Returns the type that a weight has to the model's code."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What is done with the calls of one function.
+
+    Attributes:
+        adapt: turns the arguments into those of its rule; None where it has none.
+        computes_in_half: whether it is to get half weights as they are.
+        inside: of a function in Python, one that does the same and has the functions that it calls cast, too.
+        reason: names the function and the list, for errors.
+    """
+
+    adapt: Adapt | None
+    computes_in_half: bool
+    inside: Function | None
+    reason: str
+
+
+class CastRules:
+    """The rules of cast lists for one half type, by function.
+
+    Args:
+        half_dtype: what whitelisted functions compute in.
+        rules: for this half type.
+        registered: functions that the user registered, each with the half type that it asks for, if any. They take
+            precedence.
+
+    Attributes:
+        half_dtype: as given.
+        adapters: what decorated functions do to their arguments, by kind.
+        out_of_sight: the rules of functions that torch does not ask a mode about, since they are not torch's.
+    """
+
+    def __init__(
+        self, half_dtype: torch.dtype, rules: Iterable[Rule], registered: Iterable[tuple[Rule, torch.dtype | None]] = ()
+    ) -> None:
+        self.half_dtype = half_dtype
+        self._rules, self._registered = tuple(rules), tuple(registered)
+        accelerator = torch.accelerator.current_accelerator()
+        kinds = {"cpu", "meta"} if accelerator is None else {"cpu", "meta", accelerator.type}
+        adapters = Adapters(half_dtype, _CASTS_OF_THE_BLOCK, kinds)
+        self.adapters = adapters.by_kind()
+        self.out_of_sight: list[Rule] = []
+        self.entries: dict[Any, _Entry] = {}
+        for rule in self._rules:
+            function = self._find(rule)
+            if function is not None:
+                kind = "banned" if rule.treatment is Treatment.BANNED else f"in the {rule.treatment.value}"
+                self.entries[function] = _Entry(
+                    adapters.for_rule(rule, function).adapt,
+                    rule.treatment is Treatment.WHITELIST and not rule.when,
+                    None,
+                    f"ampatch: {rule.path} is {kind} ({rule.source}).",
+                )
+        for rule, dtype in self._registered:
+            function = self._find(rule)
+            if function is not None:
+                self.entries[function] = _Entry(
+                    adapters.for_registration(rule.path, rule.treatment, dtype, function).adapt,
+                    rule.treatment is Treatment.WHITELIST and dtype in (None, half_dtype),
+                    None,
+                    f"ampatch: {rule.path} is registered for the {rule.treatment.value}.",
+                )
+        listed = {rule.path.name for rule in self._rules}
+        for function in _functions_in_python():
+            if not listed.isdisjoint(_names_called_by(function)):
+                entry = self.entries.get(function, _UNLISTED)
+                self.entries[function] = replace(entry, inside=_seen_through(function))
+
+    def _find(self, rule: Rule) -> Any:
+        """Returns the function of a rule; None if it is not there, or out of sight."""
+        try:
+            function = find(rule.path)
+        except PathError:  # optional, and not in this torch
+            return None
+        if function is None or rule.path.namespace.partition(".")[0] == "torch":
+            return function
+        self.out_of_sight.append(rule)
+        return None
+
+    def computes_in_half(self, function: Function) -> bool:
+        """Returns whether all floating arguments of a function are cast to half, whatever the others are."""
+        entry = self.entries.get(beneath(function))
+        return entry is not None and entry.computes_in_half
+
+    def __reduce__(self) -> Any:
+        return CastRules, (self.half_dtype, self._rules, self._registered)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CastRules:
+        return self  # nothing in it changes
+
+
+class CastingMode(TorchFunctionMode):
+    """Casts the arguments of torch's functions while its block runs.
+
+    Args:
+        rules: which are cast how.
+        weights: keeps the weights.
+        owner: whose block it is.
+
+    Attributes:
+        owner: as given.
+        rules: as given.
+        weights: as given.
+        off: in how many parts of the block without casts this is.
+    """
+
+    def __init__(self, rules: CastRules, weights: Weights, owner: object) -> None:
+        super().__init__()
+        self.owner = owner
+        self.rules = rules
+        self.weights = weights
+        self.off = 0
+        self._running: Function | None = None
+
+    def __torch_function__(  # noqa: D105
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if self.off or function in _DESCRIBING or function is self._running or _is_traced_below():
+            return function(*args, **kwargs)
+        if function in _TYPE and type(args[0]) is Parameter:
+            return self.weights.dtype_of(args[0])
+        entry = self.rules.entries.get(function, _UNLISTED)
+        adapted = None
+        try:
+            if not entry.computes_in_half:
+                args, kwargs = self._with_full_weights(args, kwargs)
+            adapted = (args, kwargs) if entry.adapt is None else entry.adapt(args, kwargs)
+            if is_dynamo_compiling() and function in _METHODS_IN_PYTHON:  # which it knows by their names only
+                return getattr(adapted[0][0], _METHODS_IN_PYTHON[function])(*adapted[0][1:], **adapted[1])
+            # A compiler has a function with a rule whole, as it has those that a session has patched.
+            if entry.inside is None or (is_dynamo_compiling() and entry.adapt is not None):
+                return function(*adapted[0], **adapted[1])
+            return self._run_inside(function, entry.inside, adapted[0], adapted[1])
+        except Exception as error:
+            if entry.adapt is not None:
+                explain(error, entry.reason, (args, kwargs), adapted)
+            raise
+
+    def adapt_decorated(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Returns the arguments of a decorated function, by a key of `CastRules.adapters`."""
+        if self.off:
+            return args, kwargs
+        if kind != Treatment.WHITELIST.value:
+            args, kwargs = self._with_full_weights(args, kwargs)
+        return self.rules.adapters[kind](args, kwargs)
+
+    def _run_inside(self, function: Function, inside: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before, self._running = self._running, function
+        try:
+            with self:
+                return inside(*args, **kwargs)
+        finally:
+            self._running = before
+
+    def _with_full_weights(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        if any(type(value) in _MAY_HOLD_WEIGHTS for value in args):
+            args = tuple([cast_tensors(value, self._full) for value in args])
+        if kwargs:
+            kwargs = {name: cast_tensors(value, self._full) for name, value in kwargs.items()}
+        return args, kwargs
+
+    def _full(self, tensor: Tensor) -> Tensor:
+        return self.weights.full(tensor) if type(tensor) is Parameter else tensor
+
+
+class _Thread(threading.local):
+    mode: CastingMode | None = None
+
+
+thread = _Thread()
+
+
+class _CastsOfTheBlock:
+    """Casts by whoever keeps the weights of the block that runs in this thread."""
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        mode = thread.mode
+        if is_dynamo_compiling() or mode is None:
+            return tensor.to(dtype)
+        return mode.weights.cast(tensor, dtype)
+
+
+_CASTS_OF_THE_BLOCK = _CastsOfTheBlock()
+_UNLISTED = _Entry(None, False, None, "")
+_MAY_HOLD_WEIGHTS = frozenset({Parameter, list, tuple, dict})
+
+# What these tell of a weight does not depend on its values, nor on its type.
+_DESCRIBING: frozenset[Any] = frozenset(
+    [
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("device", "shape", "ndim", "layout", "requires_grad", "is_leaf", "grad", "grad_fn")
+            + ("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "_version", "is_mps", "is_xpu")
+        ),
+        *(
+            getattr(Tensor, name)
+            for name in ("size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "__len__")
+            + ("is_contiguous", "is_floating_point", "is_complex", "get_device", "is_inference", "requires_grad_")
+        ),
+    ]
+)
+_METHODS_IN_PYTHON: dict[Any, str] = {
+    method: name for name, method in vars(Tensor).items() if isinstance(method, types.FunctionType)
+}
+_TYPE: frozenset[Any] = frozenset([Tensor.dtype.__get__])  # type: ignore[attr-defined]
+
+
+def _is_traced_below() -> bool:
+    """Returns whether the code that calls stands for an operator's kernel, which a tracer runs: it is not the user's."""
+    if is_dynamo_compiling() or not _len_torch_dispatch_stack():
+        return False
+    frame: Any = sys._getframe(2)
+    if frame.f_globals.get("__name__") == "torch.overrides":  # asked by a function in Python
+        frame = frame.f_back.f_back
+    return is_below_operators(frame)
+
+
+@functools.cache
+def _names_called_by(function: types.FunctionType) -> frozenset[str]:
+    """Returns the names in the code of a function, and in that of functions of its module that it calls."""
+    names: set[str] = set()
+    followed, waiting = {function}, [function]
+    while waiting:
+        home = waiting.pop()
+        here = {name for code in spellings.codes(home.__code__) for name in code.co_names}
+        held = [cell.cell_contents for cell in home.__closure__ or ()]
+        for value in [*map(home.__globals__.get, here - names), *held]:
+            is_near = isinstance(value, types.FunctionType) and value.__globals__ is home.__globals__
+            if is_near and value not in followed:
+                followed.add(value)
+                waiting.append(value)
+        names |= here
+    return frozenset(names)
+
+
+@functools.cache
+def _functions_in_python() -> tuple[types.FunctionType, ...]:
+    """Returns those of torch's functions in Python that ask for overrides."""
+    listed = {beneath(function) for functions in get_overridable_functions().values() for function in functions}
+    return tuple(function for function in listed if isinstance(function, types.FunctionType))
+
+
+def _asks_nobody(*_: object) -> bool:
+    return False
+
+
+_ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+@functools.cache
+def _seen_through(function: types.FunctionType) -> types.FunctionType:
+    """Returns a function with the same code, which asks for no overrides itself; those that it calls do.
+
+    torch asks a mode once about a function in Python, and not about what it calls. To be asked about that, the mode has
+    to be on while the code runs, which then would ask about the function itself without end.
+    """
+    # A function that holds itself does so to name itself to overrides.
+    cells = function.__closure__ or ()
+    closure = [cell if cell.cell_contents is function else _cell_seen_through(cell) for cell in cells]
+    seen_through = types.FunctionType(
+        function.__code__,
+        _globals_seen_through(function),
+        function.__name__,
+        function.__defaults__,
+        tuple(closure),
+    )
+    seen_through.__kwdefaults__ = function.__kwdefaults__
+    return seen_through
+
+
+def _cell_seen_through(cell: types.CellType) -> types.CellType:
+    held = cell.cell_contents
+    if isinstance(held, types.FunctionType) and any(name in held.__code__.co_names for name in _ASKING):
+        return types.CellType(_seen_through(held))
+    return cell
+
+
+_globals_by_module: dict[int, dict[str, Any]] = {}
+
+
+def _globals_seen_through(function: types.FunctionType) -> dict[str, Any]:
+    key = id(function.__globals__)
+    if key not in _globals_by_module:
+        _globals_by_module[key] = {**function.__globals__, **dict.fromkeys(_ASKING, _asks_nobody)}
+    return _globals_by_module[key]
