@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from ampatch import spellings
 from ampatch.cast_lists import Rule, Treatment
-from ampatch.casting import cast_tensors
-from ampatch.compilers import is_below_operators
+from ampatch.casting import TensorCast, cast_tensors
+from ampatch.compilers import is_below_operators, traced_within_others
 from ampatch.paths import PathError, beneath, find
 from ampatch.wrappers import Adapt, Adapters, Arguments, Function, explain
 
@@ -110,6 +110,10 @@ class CastRules:
             if not listed.isdisjoint(_names_called_by(function)):
                 entry = self.entries.get(function, _UNLISTED)
                 self.entries[function] = replace(entry, inside=_seen_through(function))
+        self.by_name = {
+            (function.__name__, getattr(function, "__module__", None)): entry
+            for function, entry in self.entries.items()
+        }
 
     def _find(self, rule: Rule) -> Any:
         """Returns the function of a rule; None if it is not there, or out of sight."""
@@ -141,6 +145,7 @@ class CastingMode(TorchFunctionMode):
         rules: which are cast how.
         weights: keeps the weights.
         owner: whose block it is.
+        is_traced: whether a tracer has put tensors of other classes in the places of the weights.
 
     Attributes:
         owner: as given.
@@ -149,38 +154,67 @@ class CastingMode(TorchFunctionMode):
         off: in how many parts of the block without casts this is.
     """
 
-    def __init__(self, rules: CastRules, weights: Weights, owner: object) -> None:
+    def __init__(self, rules: CastRules, weights: Weights, owner: object, is_traced: bool) -> None:
         super().__init__()
         self.owner = owner
         self.rules = rules
         self.weights = weights
         self.off = 0
+        self._is_traced = is_traced
         self._running: Function | None = None
 
-    def __torch_function__(  # noqa: D105
+    @traced_within_others
+    def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        if self.off or function in _DESCRIBING or function is self._running or _is_traced_below():
+        if self.off:
             return function(*args, **kwargs)
-        if function in _TYPE and type(args[0]) is Parameter:
+        if is_dynamo_compiling():
+            return self._traced(function, args, kwargs)
+        if function in _DESCRIBING or function is self._running or _is_traced_below():
+            return function(*args, **kwargs)
+        if function in _TYPE and self._may_be_weight(args[0]):
             return self.weights.dtype_of(args[0])
         entry = self.rules.entries.get(function, _UNLISTED)
         adapted = None
         try:
-            if not entry.computes_in_half:
-                args, kwargs = self._with_full_weights(args, kwargs)
-            adapted = (args, kwargs) if entry.adapt is None else entry.adapt(args, kwargs)
-            if is_dynamo_compiling() and function in _METHODS_IN_PYTHON:  # which it knows by their names only
-                return getattr(adapted[0][0], _METHODS_IN_PYTHON[function])(*adapted[0][1:], **adapted[1])
-            # A compiler has a function with a rule whole, as it has those that a session has patched.
-            if entry.inside is None or (is_dynamo_compiling() and entry.adapt is not None):
+            adapted = self._adapted(entry, args, kwargs)
+            if entry.inside is None:
                 return function(*adapted[0], **adapted[1])
-            return self._run_inside(function, entry.inside, adapted[0], adapted[1])
+            before, self._running = self._running, function
+            try:
+                with self:
+                    return entry.inside(*adapted[0], **adapted[1])
+            finally:
+                self._running = before
         except Exception as error:
             if entry.adapt is not None:
                 explain(error, entry.reason, (args, kwargs), adapted)
             raise
+
+    def _traced(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Does the same under torch.compile, to which a function in Python is not always the same object."""
+        name, module = getattr(function, "__name__", ""), getattr(function, "__module__", None)
+        entry = self.rules.by_name.get((name, module), _UNLISTED)
+        args, kwargs = self._adapted(entry, args, kwargs)
+        if module == "torch._tensor" and name in _METHODS_IN_PYTHON:
+            return getattr(args[0], name)(*args[1:], **kwargs)  # which the compiler knows, and not the function
+        # It has a function with a rule whole, as it has those that a session has patched.
+        if entry.inside is None or entry.adapt is not None:
+            return function(*args, **kwargs)
+        with self:
+            return entry.inside(*args, **kwargs)
+
+    def _adapted(self, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        if not entry.computes_in_half:
+            args, kwargs = self._with_full_weights(args, kwargs)
+        if entry.adapt is not None:
+            args, kwargs = entry.adapt(args, kwargs)
+        if entry.computes_in_half and entry.inside is not None:
+            # What it calls is to get weights as they are, whether it is listed or not.
+            args, kwargs = _applied(self._anonymous, args, kwargs)
+        return args, kwargs
 
     def adapt_decorated(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Returns the arguments of a decorated function, by a key of `CastRules.adapters`."""
@@ -190,23 +224,27 @@ class CastingMode(TorchFunctionMode):
             args, kwargs = self._with_full_weights(args, kwargs)
         return self.rules.adapters[kind](args, kwargs)
 
-    def _run_inside(self, function: Function, inside: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before, self._running = self._running, function
-        try:
-            with self:
-                return inside(*args, **kwargs)
-        finally:
-            self._running = before
-
     def _with_full_weights(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        if any(type(value) in _MAY_HOLD_WEIGHTS for value in args):
-            args = tuple([cast_tensors(value, self._full) for value in args])
-        if kwargs:
-            kwargs = {name: cast_tensors(value, self._full) for name, value in kwargs.items()}
+        if kwargs or self._is_traced or any(type(value) in _MAY_HOLD_WEIGHTS for value in args):
+            return _applied(self._full, args, kwargs)
         return args, kwargs
 
     def _full(self, tensor: Tensor) -> Tensor:
-        return self.weights.full(tensor) if type(tensor) is Parameter else tensor
+        return self.weights.full(tensor) if self._may_be_weight(tensor) else tensor
+
+    def _anonymous(self, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor) if self._may_be_weight(tensor) else tensor
+
+    def _may_be_weight(self, tensor: object) -> bool:
+        return type(tensor) is Parameter or self._is_traced
+
+
+def _applied(cast: TensorCast, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Returns arguments with ``cast`` applied to every weight in them."""
+    return (
+        tuple([cast_tensors(value, cast) for value in args]),
+        {name: cast_tensors(value, cast) for name, value in kwargs.items()},
+    )
 
 
 class _Thread(threading.local):
@@ -231,28 +269,27 @@ _UNLISTED = _Entry(None, False, None, "")
 _MAY_HOLD_WEIGHTS = frozenset({Parameter, list, tuple, dict})
 
 # What these tell of a weight does not depend on its values, nor on its type.
-_DESCRIBING: frozenset[Any] = frozenset(
-    [
-        *(
-            getattr(Tensor, name).__get__
-            for name in ("device", "shape", "ndim", "layout", "requires_grad", "is_leaf", "grad", "grad_fn")
-            + ("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "_version", "is_mps", "is_xpu")
-        ),
-        *(
-            getattr(Tensor, name)
-            for name in ("size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "__len__")
-            + ("is_contiguous", "is_floating_point", "is_complex", "get_device", "is_inference", "requires_grad_")
-        ),
-    ]
+_PROPERTIES = (
+    *("device", "shape", "ndim", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "_version"),
+    *("is_cpu", "is_cuda", "is_meta", "is_mps", "is_nested", "is_quantized", "is_sparse", "is_xpu"),
 )
-_METHODS_IN_PYTHON: dict[Any, str] = {
-    method: name for name, method in vars(Tensor).items() if isinstance(method, types.FunctionType)
-}
+_METHODS = (
+    *("size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "get_device", "__len__"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_inference", "requires_grad_"),
+)
+_DESCRIBING: frozenset[Any] = frozenset(
+    [getattr(Tensor, name).__get__ for name in _PROPERTIES] + [getattr(Tensor, name) for name in _METHODS]
+)
+_METHODS_IN_PYTHON = frozenset(
+    name
+    for name, method in vars(Tensor).items()
+    if isinstance(method, types.FunctionType) and not name.startswith("__")
+)
 _TYPE: frozenset[Any] = frozenset([Tensor.dtype.__get__])  # type: ignore[attr-defined]
 
 
 def _is_traced_below() -> bool:
-    """Returns whether the code that calls stands for an operator's kernel, which a tracer runs: it is not the user's."""
+    """Returns whether the caller stands for an operator's kernel, which a tracer runs: it is not the user's code."""
     if is_dynamo_compiling() or not _len_torch_dispatch_stack():
         return False
     frame: Any = sys._getframe(2)

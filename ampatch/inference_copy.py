@@ -21,7 +21,7 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import _get_tracing_state, _len_torch_dispatch_stack
 from torch.compiler import is_compiling, is_dynamo_compiling
@@ -70,6 +70,12 @@ def _is_traced() -> bool:
     return is_compiling() or _get_tracing_state() is not None or bool(_len_torch_dispatch_stack()) or is_capturing()
 
 
+_TRACED_TOO_EARLY = (
+    "a half weight of a converted model is read by a function that is not on the whitelist, while the model is traced. "
+    "Run the converted model once before you compile or export it: the weight becomes float32 again then."
+)
+
+
 class _State(Enum):
     """Which functions have read a weight so far."""
 
@@ -98,7 +104,8 @@ class _Weight:
     def parameter(self) -> Tensor | None:
         """Returns the parameter that stands in its place."""
         module, name = self.places[0]
-        return module._parameters.get(name)
+        found: Tensor | None = module._parameters.get(name)
+        return found
 
     def values(self, parameter: Tensor) -> Tensor:
         """Returns float32 values: those kept, but for elements that somebody has written to since."""
@@ -110,11 +117,23 @@ class _Weight:
 
 
 class _Weights:
-    """The weights of one copy, in every state; `Weights` of its blocks."""
+    """The weights of one copy, in every state: the `Weights` of its blocks.
+
+    Args:
+        half_dtype: the type of half weights.
+        keep_float32: whether the float32 values of half weights are kept.
+
+    Attributes:
+        half_dtype: as given.
+        keep_float32: as given.
+        are_of_the_model: whether the model had weights of this type itself.
+        all: those that were float32 in the model.
+    """
 
     def __init__(self, half_dtype: torch.dtype, keep_float32: bool) -> None:
         self.half_dtype = half_dtype
         self.keep_float32 = keep_float32
+        self.are_of_the_model = False
         self.all: list[_Weight] = []
         self._begin()
 
@@ -125,7 +144,7 @@ class _Weights:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"half_dtype": self.half_dtype, "keep_float32": self.keep_float32, "all": self.all}
+        return {name: held for name, held in vars(self).items() if not name.startswith("_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -182,17 +201,15 @@ class _Weights:
             UsageError: it is half, and its float32 values were let go; or a tracer is at work.
         """
         if is_dynamo_compiling():
+            if weight.dtype is self.half_dtype and not self.are_of_the_model:
+                raise UsageError(_TRACED_TOO_EARLY)
             return weight
         known = self.find(weight)
         if known is None or known.state is _State.FLOAT32:
             return weight
         if known.state is _State.HALF:
             if _is_traced():
-                raise UsageError(
-                    f"the converted model's {known.name!r} is half, and a function that is not on the whitelist reads "
-                    "it while the model is traced. Run the converted model once before you trace or export it: the "
-                    "weight becomes float32 again then."
-                )
+                raise UsageError(f"{_TRACED_TOO_EARLY} The weight is {known.name!r}.")
             self._restore(known, weight)
         elif not _is_traced():
             known.state = _State.FLOAT32
@@ -206,10 +223,10 @@ class _Weights:
     def settle(self) -> None:
         """Makes weights half that nothing but whitelisted functions has read, at the end of a forward."""
         for weight in self.all:
-            if weight.state is _State.IN_HALF:
-                parameter = weight.parameter()
+            parameter = weight.parameter() if weight.state is _State.IN_HALF else None
+            if parameter is not None:
                 with self._lock:
-                    if weight.state is _State.IN_HALF and parameter is not None:
+                    if weight.state is _State.IN_HALF:
                         self._make_half(weight, parameter)
 
     def _make_half(self, weight: _Weight, parameter: Tensor) -> None:
@@ -245,9 +262,7 @@ class _Weights:
                 with torch.no_grad():
                     saved[prefix + name] = weight.values(parameter).detach()
 
-    def before_load_state_dict(
-        self, module: nn.Module, loaded: dict[str, Any], prefix: str, *_: object
-    ) -> None:
+    def before_load_state_dict(self, module: nn.Module, loaded: dict[str, Any], prefix: str, *_: object) -> None:
         """A hook: the float32 values that come are kept, as the half weight takes no more than half of their bits."""
         for name, weight in self.of_module(module):
             found, parameter = loaded.get(prefix + name), module._parameters.get(name)
@@ -268,9 +283,10 @@ class _Copy:
         before = thread.mode
         if before is not None and before.owner is self:
             return forward(*args, **kwargs)
-        if _is_traced() and not is_dynamo_compiling():
+        is_traced = not is_dynamo_compiling() and _is_traced()
+        if is_traced:
             self.weights.index()
-        mode = thread.mode = CastingMode(self.rules, self.weights, self)
+        mode = thread.mode = CastingMode(self.rules, self.weights, self, is_traced)
         if before is not None:
             before.off += 1
         try:
@@ -280,7 +296,9 @@ class _Copy:
             thread.mode = before
             if before is not None:
                 before.off -= 1
-        if not _is_traced():
+        if is_traced:
+            self.weights.index()  # those that were there before
+        elif not is_dynamo_compiling():
             self.weights.settle()
         return result
 
@@ -367,16 +385,16 @@ def _copied(
         for name, parameter in module._parameters.items():
             if type(parameter) is Parameter and parameter.dtype is torch.float32:
                 holders.setdefault(id(parameter), []).append((path, name))
+    weights.are_of_the_model = any(each.dtype is weights.half_dtype for each in source.parameters())
     memo: dict[int, Any] = {}
     planned = []
     for key, places in holders.items():
-        parameter = modules[places[0][0]]._parameters[places[0][1]]
+        values = modules[places[0][0]].get_parameter(places[0][1]).detach()
         state, kept = _State.UNREAD, None
         if any(path in left_out for path, _ in places):
             state = _State.FLOAT32
         elif all(_reads_in_half(modules[path], name, rules) for path, name in places):
             state = _State.HALF
-            values = parameter.detach()
             memo[key] = Parameter(values.to(weights.half_dtype), requires_grad=False)
             kept = values.to("cpu", copy=True) if weights.keep_float32 else None
         planned.append((places, state, kept))
@@ -426,7 +444,7 @@ def _check(model: object) -> nn.Module:
     lazy = [name for name, tensor in tensors if is_lazy(tensor)]
     if lazy:
         raise OptionError(
-            f"{lazy[0]!r} has no shape yet. Call the model once, which gives its lazy modules theirs, and convert it then."
+            f"{lazy[0]!r} has no shape yet. Call the model once, which gives lazy modules theirs, and convert it then."
         )
     if is_sharded(tensor for _, tensor in tensors):
         raise OptionError(
@@ -499,8 +517,8 @@ def _tell_of_what_is_not_cast(model: nn.Module, left_out: Collection[str], rules
     if rules.out_of_sight:
         names = ", ".join(str(rule.path) for rule in rules.out_of_sight[:5])
         warn(
-            f"the copy does not cast for {names}: only functions of torch tell when they are called. Decorate a function "
-            "of your own (@amp.half_function, @amp.float_function); for those of others use amp.initialize."
+            f"the copy does not cast for {names}: only functions of torch tell when they are called. Decorate a "
+            "function of your own (@amp.half_function, @amp.float_function); for those of others use amp.initialize."
         )
     scripted = [name for name in models.scripted_parts(model) if name not in left_out]
     exported = [name for name in models.exported_parts(model) if name not in left_out]

@@ -23,7 +23,7 @@ from ampatch.function_patches import Registration
 from ampatch.replaced import Replaced
 from ampatch.session import Hooks, Session
 from ampatch.settings import Settings
-from ampatch.wrappers import explain
+from ampatch.wrappers import Adapt, explain
 
 
 @dataclass(slots=True)
@@ -149,7 +149,7 @@ def decorate(function: Any, kind: str) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         session, mode = process.live, casting_mode.thread.mode
         if mode is not None:  # in a forward of what `amp.convert_model` has made, where the session's casts are off
-            adapt = functools.partial(mode.adapt_decorated, kind)
+            adapt: Adapt = functools.partial(mode.adapt_decorated, kind)
         elif session is None or not session.patches_functions or not session.switch.active or session.switch.is_off():
             return function(*args, **kwargs)
         else:

@@ -12,7 +12,7 @@ import sys
 import types
 from collections.abc import Callable, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from ampatch.opt_levels import HALF_DTYPES
 from ampatch.paths import Path
 from ampatch.signatures import ArgumentReader, argument_reader, first_argument_reader, may_have
 from ampatch.switch import Switch
-from ampatch.weight_cache import WeightCache
 
 Function = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -71,6 +70,13 @@ def _instead_of_in_place(name: str) -> str:
     return f"{other}, or call it on tensor.float()."
 
 
+class Casts(Protocol):
+    """Who casts tensors, and may remember it."""
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns a tensor of a castable type in another one."""
+
+
 class Adapters:
     """Makes adapters for one half dtype.
 
@@ -85,7 +91,7 @@ class Adapters:
     def __init__(
         self,
         half_dtype: torch.dtype,
-        cache: WeightCache,
+        cache: Casts,
         device_types: Set[str],
         allow_banned: bool = False,
         labelled: bool = False,
