@@ -550,7 +550,8 @@ def convert_model(
     """Makes a copy of a model for inference: half weights, and casts where the lists say, while its forward runs.
 
     Nothing else in the process is patched, the model stays as it is, and `initialize` is not needed. The copy is in
-    evaluation mode, its parameters require no gradients, and it computes what the model does at O1, bit for bit.
+    evaluation mode, and computes what the model does at O1, bit for bit. Run it where no gradients are recorded: in
+    ``torch.inference_mode()`` or ``torch.no_grad()``.
 
     A weight becomes half if only whitelisted functions read it. Of torch's own layers that is known at once, of others
     after the first forward. The remaining weights (of embeddings, norms, or shared with one of these) stay float32.

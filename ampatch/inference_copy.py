@@ -89,13 +89,22 @@ class _Weight:
     """A weight of the copy that was float32 in the model.
 
     Attributes:
+        half_dtype: of the copy.
         places: the modules that hold it, each with its name there.
         name: as of `nn.Module.named_parameters`.
         state: which functions have read it.
         kept: of a half weight the float32 values, in the memory of the CPU; None if they were let go.
     """
 
-    def __init__(self, places: list[tuple[nn.Module, str]], name: str, state: _State, kept: Tensor | None) -> None:
+    def __init__(
+        self,
+        half_dtype: torch.dtype,
+        places: list[tuple[nn.Module, str]],
+        name: str,
+        state: _State,
+        kept: Tensor | None,
+    ) -> None:
+        self.half_dtype = half_dtype
         self.places = places
         self.name = name
         self.state = state
@@ -113,7 +122,8 @@ class _Weight:
         if self.kept is None:
             return shown.float()
         kept = self.kept.to(shown.device)
-        return torch.where(kept.to(shown.dtype) == shown, kept, shown.float())
+        # In half it was shown, and may have been given another type as a whole since.
+        return torch.where(kept.to(self.half_dtype).to(shown.dtype) == shown, kept, shown.float())
 
 
 class _Weights:
@@ -163,6 +173,10 @@ class _Weights:
                     known.append((name, weight))
         self._by_id = by_id
 
+    def forget_places(self) -> None:
+        """Has the parameters be found anew at the next use."""
+        self._by_id = {}
+
     def find(self, parameter: Tensor) -> _Weight | None:
         """Returns what is known of a parameter; None of one that is not the copy's."""
         if not self._by_id and self.all:
@@ -190,8 +204,10 @@ class _Weights:
             return kept
         with torch.inference_mode(False):
             cast = tensor.to(dtype)
-        if cast.grad_fn is None and tensor.layout is torch.strided and not tensor.is_inference():
-            self._casts.keep(tensor, cast)
+        may_be_kept = cast.grad_fn is None and tensor.layout is torch.strided and not tensor.is_inference()
+        if may_be_kept and torch._C._functorch.peek_interpreter_stack() is None:
+            # As its weight does, since torch's linear copies a weight that does not for each row of a batch.
+            self._casts.keep(tensor, cast.requires_grad_(tensor.requires_grad))
         return cast
 
     def full(self, weight: Tensor) -> Tensor:
@@ -266,8 +282,8 @@ class _Weights:
         """A hook: the float32 values that come are kept, as the half weight takes no more than half of their bits."""
         for name, weight in self.of_module(module):
             found, parameter = loaded.get(prefix + name), module._parameters.get(name)
-            fits = isinstance(found, Tensor) and parameter is not None and found.shape == parameter.shape
-            if fits and weight.state is _State.HALF and weight.kept is not None:
+            keeps = weight.state is _State.HALF and weight.kept is not None
+            if keeps and isinstance(found, Tensor) and parameter is not None and found.shape == parameter.shape:
                 weight.kept = found.detach().to("cpu", torch.float32, copy=True)
 
 
@@ -296,9 +312,9 @@ class _Copy:
             thread.mode = before
             if before is not None:
                 before.off -= 1
-        if is_traced:
-            self.weights.index()  # those that were there before
-        elif not is_dynamo_compiling():
+            if is_traced:
+                self.weights.forget_places()  # the tracer puts those back that were there before
+        if not is_traced and not is_dynamo_compiling():
             self.weights.settle()
         return result
 
@@ -369,10 +385,10 @@ def convert(
             module.__dict__["forward"] = _Forward(parts, module, module.forward, path in left_out)
         if isinstance(module, nn.RNNBase):
             module.__dict__["check_input"] = functools.partial(_check_input, module)
-        if module._parameters:
+        if weights.of_module(module):
             module.register_state_dict_post_hook(functools.partial(_Weights.after_state_dict, weights))
             module.register_load_state_dict_pre_hook(functools.partial(_Weights.before_load_state_dict, weights))
-    return made.requires_grad_(False).eval()
+    return made.eval()
 
 
 def _copied(
@@ -382,27 +398,31 @@ def _copied(
     holders: dict[int, list[tuple[str, str]]] = {}
     modules = dict(source.named_modules())
     for path, module in modules.items():
-        for name, parameter in module._parameters.items():
+        scripted = isinstance(module, torch.jit.ScriptModule)  # what it computes is seen by nobody
+        for name, parameter in () if scripted else module._parameters.items():
             if type(parameter) is Parameter and parameter.dtype is torch.float32:
                 holders.setdefault(id(parameter), []).append((path, name))
     weights.are_of_the_model = any(each.dtype is weights.half_dtype for each in source.parameters())
     memo: dict[int, Any] = {}
     planned = []
     for key, places in holders.items():
-        values = modules[places[0][0]].get_parameter(places[0][1]).detach()
+        parameter = modules[places[0][0]].get_parameter(places[0][1])
+        values = parameter.detach()
         state, kept = _State.UNREAD, None
         if any(path in left_out for path, _ in places):
             state = _State.FLOAT32
         elif all(_reads_in_half(modules[path], name, rules) for path, name in places):
             state = _State.HALF
-            memo[key] = Parameter(values.to(weights.half_dtype), requires_grad=False)
+            memo[key] = Parameter(values.to(weights.half_dtype), requires_grad=parameter.requires_grad)
             kept = values.to("cpu", copy=True) if weights.keep_float32 else None
         planned.append((places, state, kept))
-    made = copy.deepcopy(source, memo)
+    made = models.without_hooks(copy.deepcopy(source, memo))
     copies = dict(made.named_modules())
     for places, state, kept in planned:
         name = ".".join(filter(None, places[0]))
-        weights.all.append(_Weight([(copies[path], name) for path, name in places], name, state, kept))
+        weights.all.append(
+            _Weight(weights.half_dtype, [(copies[path], each) for path, each in places], name, state, kept)
+        )
     return made, weights
 
 

@@ -249,6 +249,27 @@ def hook_state_dict(
         ledger.on_undo(module.register_load_state_dict_post_hook(after_load).remove, module)
 
 
+def without_hooks(copied: nn.Module) -> nn.Module:
+    """Takes out of a deep copy what `hook_forward`, `hook_casts` and `hook_state_dict` put into the model."""
+    for module in copied.modules():
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._state_dict_hooks,
+            module._load_state_dict_pre_hooks,
+            module._load_state_dict_post_hooks,
+        ):
+            for key in [key for key, hook in hooks.items() if _is_of_amp(hook)]:
+                del hooks[key]
+    return copied
+
+
+def _is_of_amp(hook: Any) -> bool:
+    hook = getattr(hook, "hook", hook)  # torch's own wrapper of those before load_state_dict
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "ampatch"
+
+
 @traced_within_others
 def _cast_arguments(
     dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -124,7 +124,8 @@ class WeightCache:
         book.casts += 1
         cast = _with_version(tensor, dtype)
         if _can_be_kept(tensor, cast):
-            if cast.grad_fn is None:
+            # A transform of torch.func lets nobody ask for gradients.
+            if cast.grad_fn is None and torch._C._functorch.peek_interpreter_stack() is None:
                 # As its weight does, although nothing is recorded: torch's linear asks, and copies it for each row of
                 # a batch otherwise.
                 cast.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,616 @@
+"""Of `amp.convert_model`: a copy computes as the model does at O1, in half weights, and torch stays as it is."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import HALF_DTYPES, assert_same_bits, check_rows, dtype_name
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from ampatch import amp
+from ampatch.casting_mode import thread
+from ampatch.errors import AmpWarning, BannedFunctionError, CastListError, OptionError, UsageError
+
+# From torch 2.13 on, of what is traced here on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+
+EACH_HALF = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+class Mixed(nn.Module):
+    """Weights that are read in half, in float32, and in both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8)
+        self.layer = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.product = nn.Parameter(torch.randn(8, 8))
+        self.scale = nn.Parameter(torch.rand(8))
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, indices: Tensor) -> Tensor:
+        hidden = self.norm(self.layer(self.embedding(indices)))
+        hidden = torch.einsum("bij,jk->bik", hidden.softmax(-1), self.product) * self.scale
+        return self.head(hidden.to(self.layer.weight.dtype))
+
+
+INDICES = torch.arange(12).view(2, 6)
+
+
+def mixed() -> Mixed:
+    torch.manual_seed(0)
+    return Mixed().eval()
+
+
+def of_o1(model: nn.Module, half: torch.dtype, *args: Any, **options: Any) -> Any:
+    """What a model gives at O1."""
+    amp.initialize(model, opt_level="O1", half_dtype=half, verbosity=0, **options)
+    try:
+        torch.manual_seed(1)
+        return model(*args)
+    finally:
+        amp.deinitialize()
+
+
+def of_copy(made: nn.Module, *args: Any) -> Any:
+    torch.manual_seed(1)
+    return made(*args)
+
+
+def types_of(module: nn.Module) -> dict[str, torch.dtype]:
+    return {name: parameter.dtype for name, parameter in module.named_parameters()}
+
+
+class Calling(nn.Module):
+    """A function of the input and of a weight, as a model."""
+
+    def __init__(self, function: Callable[[Tensor, nn.Parameter], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.rand(4, 4) + 0.5)
+        self.layer = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.function(self.layer(inputs), self.weight)
+
+
+FUNCTIONS: list[tuple[str, Callable[[Tensor, Any], Any]]] = [
+    ("function", lambda x, w: torch.mm(w, x)),
+    ("method", lambda x, w: x.matmul(w)),
+    ("operator", lambda x, w: x @ w),
+    ("operator from the right", lambda x, w: (2**x) @ (1 / w) - 3 - x),
+    ("power", lambda x, w: x**2 + w**2),
+    ("in Python", lambda x, w: torch.einsum("ij,jk->ik", x, w)),
+    ("in Python, calls listed ones", lambda x, w: F.normalize(x) + F.normalize(w)),
+    ("method in Python", lambda x, w: x.norm(dim=1) + w.norm()),
+    ("takes a list", lambda x, w: torch.cat([x, w])),
+    ("nested list", lambda x, w: torch.block_diag(*[x, w])),
+    ("keywords", lambda x, w: F.linear(weight=w, input=x)),
+    ("its dtype", lambda x, w: F.softmax(x, -1, dtype=torch.float64)),
+    ("via dtype", lambda x, w: x.sum() + w.sum()),
+    ("in place", lambda x, w: x.clone().mul_(w[0])),
+    ("out", lambda x, w: torch.mm(x, w.to(x.dtype), out=torch.empty(4, 4, dtype=x.dtype))),
+    ("view of the weight", lambda x, w: F.linear(x, w[:2]) + F.linear(x, w.t())[:, :2]),
+    ("weight in float32 only", lambda x, w: x * w.exp()),
+    ("weight in both", lambda x, w: F.linear(x, w) * w.mean()),
+    ("property", lambda x, w: x.to(w.dtype) + w.T),
+    ("functional dispatch", lambda x, w: F.max_pool2d(x[None] @ w, 2)),
+    ("random", lambda x, w: F.gumbel_softmax(x @ w)),
+    ("linalg", lambda x, w: torch.linalg.multi_dot([x, w, w])),
+    ("checks of types", lambda x, w: x.float() if w.is_floating_point() and w.dim() == x.ndim else w),
+    ("vmap", lambda x, w: torch.func.vmap(lambda row: row @ w)(x)),
+]
+
+
+class TestAsO1:
+    @EACH_HALF
+    def test_every_way_to_call(self, half, subtests):
+        inputs = torch.randn(4, 4)
+
+        def check(function: Callable[..., Tensor]) -> None:
+            model = Calling(function)
+            expected = of_o1(model, half, inputs)
+            made = amp.convert_model(model, half)
+            for _ in range(3):  # a weight may be half from the second forward on
+                assert_same_bits(of_copy(made, inputs), expected)
+
+        check_rows(subtests, FUNCTIONS, check)
+
+    @EACH_HALF
+    @pytest.mark.parametrize(
+        ("make", "shape"),
+        [
+            (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), (2, 3, 6, 6)),
+            (lambda: nn.LSTM(5, 4, num_layers=2, bidirectional=True), (6, 2, 5)),
+            (lambda: nn.GRU(5, 4), (6, 2, 5)),
+            (lambda: nn.RNN(5, 4, nonlinearity="relu"), (6, 2, 5)),
+            (lambda: nn.GRUCell(5, 4), (2, 5)),
+            (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (2, 5, 8)),
+            (lambda: nn.ConvTranspose1d(3, 2, 2), (2, 3, 6)),
+            (lambda: nn.Sequential(nn.Linear(4, 4), nn.PReLU(), nn.Softmax(-1)), (2, 4)),
+            (lambda: parametrizations.weight_norm(nn.Linear(4, 3)), (2, 4)),
+            (lambda: parametrizations.spectral_norm(nn.Linear(4, 3)), (2, 4)),
+        ],
+        ids=[
+            "conv",
+            "lstm",
+            "gru",
+            "rnn",
+            "cell",
+            "transformer",
+            "transposed",
+            "prelu",
+            "weight-norm",
+            "spectral-norm",
+        ],
+    )
+    def test_layers_of_torch(self, make, shape, half):
+        torch.manual_seed(0)
+        model, inputs = make().eval(), torch.randn(shape)
+        expected = torch.utils._pytree.tree_leaves(of_o1(model, half, inputs))
+        made = amp.convert_model(model, half)
+        for _ in range(2):
+            for found, wanted in zip(torch.utils._pytree.tree_leaves(of_copy(made, inputs)), expected, strict=True):
+                assert_same_bits(found, wanted)
+
+    @EACH_HALF
+    def test_users_own_lists_and_functions(self, half):
+        calls = []
+
+        @amp.float_function
+        def own(tensor: Tensor) -> Tensor:
+            calls.append(tensor.dtype)
+            return tensor
+
+        model = Calling(lambda x, w: own(torch.mm(x, w)).tanh())
+        lists = {"blacklist": {"torch": ["mm"]}, "whitelist": {"torch.Tensor": ["tanh"]}}
+        expected = of_o1(model, half, torch.ones(4, 4), cast_lists=lists)
+        made = amp.convert_model(model, half, cast_lists=lists)
+        assert_same_bits(of_copy(made, torch.ones(4, 4)), expected)
+        assert expected.dtype is half
+        assert calls == [torch.float32] * 2
+
+    def test_registered_functions(self, monkeypatch):
+        monkeypatch.setattr("ampatch.process.process.registered", [])
+        amp.register_float_function(torch, "mm")
+        model = Calling(lambda x, w: torch.mm(w, x))
+        assert of_copy(amp.convert_model(model, "bfloat16"), torch.ones(4, 4)).dtype is torch.float32
+
+    def test_a_banned_function_raises_as_it_does_there(self):
+        made = amp.convert_model(Calling(lambda x, w: F.binary_cross_entropy(x.sigmoid(), w.round().clamp(0, 1))))
+        with pytest.raises(BannedFunctionError, match="binary_cross_entropy_with_logits"):
+            made(torch.ones(4, 4))
+
+    def test_errors_of_casts_name_the_function_and_its_list(self):
+        made = amp.convert_model(Calling(lambda x, w: x.exp_()), "float16")
+        with pytest.raises(BannedFunctionError) as raised:
+            made(torch.ones(4, 4))
+        assert "torch.Tensor.exp_ is in the blacklist" in raised.value.__notes__[0]
+
+
+class TestWeights:
+    @EACH_HALF
+    def test_are_half_where_only_whitelisted_functions_read_them(self, half):
+        made = amp.convert_model(mixed(), half)
+        known = types_of(made)
+        assert {name for name, dtype in known.items() if dtype is half} == {"layer.weight", "layer.bias"}
+        made(INDICES)
+        seen = types_of(made)
+        assert {name for name, dtype in seen.items() if dtype is half} == {"layer.weight", "layer.bias", "product"}
+        assert made.head.weight is made.embedding.weight
+
+    @EACH_HALF
+    def test_one_that_is_read_otherwise_is_float32_again_with_all_its_bits(self, half):
+        model = Calling(lambda x, w: x)
+        made = amp.convert_model(model, half)
+        made(torch.ones(4, 4))
+        made.function = lambda x, w: x + made.layer.weight.sum()
+        model.function = lambda x, w: x + model.layer.weight.sum()
+        assert_same_bits(made(torch.ones(4, 4)), of_o1(model, half, torch.ones(4, 4)))
+        assert_same_bits(made.layer.weight, model.layer.weight)
+
+    def test_without_their_values_that_is_an_error_which_names_the_weight(self):
+        made = amp.convert_model(Calling(lambda x, w: x), "bfloat16", keep_float32=False)
+        made.function = lambda x, w: x + made.layer.weight.sum()
+        with pytest.raises(UsageError, match=r"'layer\.weight' is half.*Leave keep_float32=False out"):
+            made(torch.ones(4, 4))
+
+    @EACH_HALF
+    def test_what_is_saved_is_the_model(self, half):
+        model = mixed()
+        made = amp.convert_model(model, half)
+        for _ in range(2):
+            saved, expected = made.state_dict(), model.state_dict()
+            assert saved.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert_same_bits(saved[name], tensor)
+            made(INDICES)
+        assert_same_bits(made.layer.state_dict()["weight"], model.layer.weight)
+        plain = Mixed()
+        plain.load_state_dict(saved)
+        assert_same_bits(of_copy(amp.convert_model(plain.eval(), half), INDICES), of_copy(made, INDICES))
+
+    def test_without_their_values_it_is_float32_and_rounded(self):
+        model = nn.Linear(4, 4)
+        saved = amp.convert_model(model, "bfloat16", keep_float32=False).state_dict()
+        assert_same_bits(saved["weight"], model.weight.bfloat16().float())
+
+    @EACH_HALF
+    def test_what_is_loaded_is_kept(self, half):
+        made, other = amp.convert_model(nn.Linear(4, 4), half), nn.Linear(4, 4)
+        made.load_state_dict(other.state_dict())
+        assert_same_bits(made.weight, other.weight.to(half))
+        assert_same_bits(made.state_dict()["weight"], other.weight)
+
+    @EACH_HALF
+    @pytest.mark.parametrize(
+        "write",
+        [
+            lambda weight: weight.mul_(2),
+            lambda weight: weight.data.mul_(2),
+            lambda weight: weight.copy_(weight * 2),
+            lambda weight: weight.data.__setitem__(slice(None), weight.data * 2),
+        ],
+        ids=["in-place", "data", "copy", "setitem"],
+    )
+    def test_what_is_written_to_a_half_weight_counts(self, half, write):
+        model = nn.Linear(4, 4)
+        made = amp.convert_model(model, half)
+        write(made.weight[:1] if write.__code__.co_names == ("mul_",) else made.weight)
+        changed = made.state_dict()["weight"]
+        assert_same_bits(changed[0], 2 * model.weight.to(half)[0].float())
+        whole = changed.ne(model.weight)[1:].any()
+        assert not whole or torch.equal(changed, made.weight.float())
+
+    def test_a_float32_weight_that_changes_is_cast_anew(self):
+        model = mixed()
+        made = amp.convert_model(model, "bfloat16")
+        made(INDICES)
+        made.embedding.weight.mul_(2)
+        model.embedding.weight.mul_(2)
+        assert_same_bits(of_copy(made, INDICES), of_o1(model, torch.bfloat16, INDICES))
+
+    @EACH_HALF
+    @pytest.mark.parametrize(
+        "again",
+        [
+            copy.deepcopy,
+            lambda made: pickle.loads(pickle.dumps(made)),
+            lambda made: torch.load(io.BytesIO(saved_whole(made)), weights_only=False),
+        ],
+        ids=["deepcopy", "pickle", "torch.save"],
+    )
+    @pytest.mark.parametrize("run_before", [False, True])
+    def test_copies_of_the_copy(self, half, again, run_before):
+        made = amp.convert_model(mixed(), half, excluded="norm")
+        if run_before:
+            made(INDICES)
+        other = again(made)
+        assert types_of(other) == types_of(made)
+        made.layer.weight.zero_()
+        model = mixed()
+        assert_same_bits(of_copy(other, INDICES), of_copy(amp.convert_model(model, half, excluded="norm"), INDICES))
+        assert_same_bits(other.state_dict()["layer.weight"], model.layer.weight)
+
+    def test_moved_by_to_they_stay_what_they_are(self):
+        made = amp.convert_model(mixed(), "bfloat16").to("cpu").to(torch.float32)
+        assert_same_bits(of_copy(made, INDICES), of_o1(mixed(), torch.bfloat16, INDICES))
+        assert_same_bits(made.state_dict()["layer.weight"], mixed().layer.weight)
+
+    def test_neither_copy_nor_model_is_kept_alive(self):
+        model = mixed()
+        made = amp.convert_model(model)
+        made(INDICES)
+        references = weakref.ref(model), weakref.ref(made)
+        del model, made
+        gc.collect()
+        assert [reference() for reference in references] == [None, None]
+
+
+def saved_whole(module: nn.Module) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    return buffer.getvalue()
+
+
+class TestExcluded:
+    @EACH_HALF
+    @pytest.mark.parametrize(
+        "excluded",
+        ["0.inner", "*.inner", nn.Linear, "Linear", ["0.inner"]],
+        ids=["name", "pattern", "class", "class-name", "list"],
+    )
+    def test_modules_compute_in_float32(self, half, excluded):
+        model = nn.Sequential(nn.Sequential(), nn.Conv1d(1, 1, 1))
+        model[0].add_module("inner", nn.Linear(3, 3))
+        made = amp.convert_model(model, half, excluded=excluded)
+        inputs = torch.randn(1, 1, 3)
+        assert made[0](inputs.to(half)).dtype is torch.float32
+        assert made(inputs).dtype is half
+        assert made[0].inner.weight.dtype is torch.float32
+        assert_same_bits(made[0](inputs), model[0](inputs))
+
+    def test_a_module_itself(self):
+        model = mixed()
+        assert amp.convert_model(model, excluded=model.layer).layer(torch.ones(8)).dtype is torch.float32
+
+    @EACH_HALF
+    def test_everything_below_is_left_out(self, half):
+        model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2))
+        made = amp.convert_model(model, half, excluded="0")
+        assert set(types_of(made[0]).values()) == {torch.float32}
+        assert_same_bits(made[0](torch.ones(2)), model[0](torch.ones(2)))
+        assert made[0][1](torch.ones(2, dtype=half)).dtype is torch.float32
+
+    @EACH_HALF
+    @pytest.mark.parametrize(
+        "excluded", [torch.mm, "mm", "torch.mm", [torch.mm]], ids=["itself", "name", "path", "list"]
+    )
+    def test_functions_compute_in_float32(self, half, excluded):
+        made = amp.convert_model(Calling(lambda x, w: torch.mm(w, x)), half, excluded=excluded)
+        assert made(torch.ones(4, 4)).dtype is torch.float32
+        assert made.weight.dtype is torch.float32
+
+    def test_by_name_under_every_spelling_and_by_path_under_one(self):
+        model = Calling(lambda x, w: (torch.mm(x, w), x.mm(w)))
+        every = amp.convert_model(model, "bfloat16", excluded="mm")(torch.ones(4, 4))
+        one = amp.convert_model(model, "bfloat16", excluded="torch.mm")(torch.ones(4, 4))
+        assert [result.dtype for result in every] == [torch.float32] * 2
+        assert [result.dtype for result in one] == [torch.float32, torch.bfloat16]
+
+    def test_a_weight_shared_with_what_is_excluded_stays_float32(self):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1].weight = model[0].weight
+        made = amp.convert_model(model, "bfloat16", excluded="1")
+        made(torch.ones(3))
+        assert made[0].weight.dtype is torch.float32
+        assert made[0](torch.ones(3)).dtype is torch.bfloat16
+
+    @pytest.mark.parametrize(
+        ("excluded", "said"),
+        [
+            ("layr", r"excluded has 'layr', which is neither.*Did you mean 'layer'"),
+            ("sofmax", r"Did you mean 'softmax'"),
+            ("torch.nn.functional.sofmax", "neither a submodule of the model nor a function of torch"),
+            (3, "excluded has 3; expected submodules"),
+            (len, "expected submodules of the model"),
+            (nn.Conv2d, "Conv2d"),
+            (nn.Linear(1, 1), "excluded has Linear"),
+        ],
+    )
+    def test_what_is_not_there_is_an_error(self, excluded, said):
+        with pytest.raises(OptionError, match=said):
+            amp.convert_model(mixed(), excluded=excluded)
+
+
+class TestNothingElse:
+    def test_neither_torch_nor_the_model_changes(self):
+        before = {name: vars(owner).copy() for name, owner in [("torch", torch), ("F", F), ("Tensor", Tensor)]}
+        model = mixed()
+        saved, held = copy.deepcopy(model.state_dict()), vars(model).copy()
+        made = amp.convert_model(model)
+        made(INDICES)
+        assert before == {name: vars(owner) for name, owner in [("torch", torch), ("F", F), ("Tensor", Tensor)]}
+        assert vars(model) == held
+        assert not amp.is_on()
+        for name, tensor in model.state_dict().items():
+            assert_same_bits(tensor, saved[name])
+        assert model(INDICES).dtype is torch.float32
+
+    def test_other_threads_see_plain_torch(self):
+        found: list[torch.dtype] = []
+
+        def look(x: Tensor, w: Tensor) -> Tensor:
+            other = threading.Thread(target=lambda: found.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype))
+            other.start()
+            other.join()
+            return torch.mm(x, w)
+
+        assert amp.convert_model(Calling(look), "bfloat16")(torch.ones(4, 4)).dtype is torch.bfloat16
+        assert found == [torch.float32]
+
+    def test_many_threads_at_once(self):
+        made = amp.convert_model(mixed(), "bfloat16")
+        expected, found = of_o1(mixed(), torch.bfloat16, INDICES), []
+
+        def serve() -> None:
+            with torch.inference_mode():
+                found.extend(made(INDICES) for _ in range(20))
+
+        threads = [threading.Thread(target=serve) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert len(found) == 80
+        for result in found:
+            assert torch.equal(result, expected)
+
+    def test_a_forward_that_raises_leaves_nothing_behind(self):
+        def fail(x: Tensor, w: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+        made = amp.convert_model(Calling(fail))
+        with pytest.raises(KeyboardInterrupt):
+            made(torch.ones(4, 4))
+        assert thread.mode is None
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_beside_a_live_session(self, level):
+        model, trained = mixed(), nn.Linear(2, 2)
+        expected = of_o1(mixed(), torch.float16, INDICES)
+        amp.initialize(trained, torch.optim.SGD(trained.parameters(), lr=1), opt_level=level, half_dtype="bfloat16")
+        made = amp.convert_model(model, "float16")
+        assert_same_bits(of_copy(made, INDICES), expected)
+        amp.deinitialize()
+        assert_same_bits(of_copy(made, INDICES), expected)
+
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_of_a_model_that_amp_has(self, level):
+        model = mixed()
+        amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1), opt_level=level, half_dtype="bfloat16")
+        made = amp.convert_model(model, "bfloat16")
+        found = of_copy(made, INDICES)
+        amp.deinitialize()
+        assert_same_bits(of_copy(made, INDICES), found)
+        assert_same_bits(found, of_o1(mixed(), torch.bfloat16, INDICES))
+        assert_same_bits(made.state_dict()["layer.weight"], mixed().layer.weight)
+
+    def test_one_copy_within_another(self):
+        inner = amp.convert_model(nn.Linear(4, 4), "float16")
+        seen = []
+
+        def both(x: Tensor, w: Tensor) -> Tensor:
+            seen.append(inner(x).dtype)
+            return torch.mm(x, w)
+
+        made = amp.convert_model(Calling(both), "bfloat16")
+        assert made(torch.ones(4, 4)).dtype is torch.bfloat16
+        assert seen == [torch.float16]
+
+
+class TestCalledOtherwise:
+    def test_a_submodule(self):
+        made = amp.convert_model(mixed(), "bfloat16")
+        assert made.layer(torch.ones(8)).dtype is torch.bfloat16
+
+    def test_a_method_of_the_users(self):
+        class Encoder(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(4, 4)
+
+            def encode(self, inputs: Tensor) -> Tensor:
+                return self.layer(inputs)
+
+        assert amp.convert_model(Encoder(), "bfloat16").encode(torch.ones(4)).dtype is torch.bfloat16
+
+    def test_functional_call(self):
+        model = nn.Linear(4, 4)
+        made = amp.convert_model(model, "bfloat16")
+        other = {"weight": torch.ones(4, 4), "bias": torch.zeros(4)}
+        found = torch.func.functional_call(made, other, (torch.ones(4),))
+        assert_same_bits(found, torch.full((4,), 4, dtype=torch.bfloat16))
+        assert_same_bits(made.state_dict()["weight"], model.weight)
+
+
+class TestTracing:
+    @EACH_HALF
+    def test_an_exported_program_carries_casts_and_half_weights(self, half):
+        made = amp.convert_model(mixed(), half)
+        expected = of_copy(made, INDICES)
+        program = torch.export.export(made, (INDICES,))
+        assert_same_bits(program.module()(INDICES), expected)
+        assert program.state_dict["layer.weight"].dtype is half
+        assert program.state_dict["product"].dtype is half
+        buffer = io.BytesIO()
+        torch.export.save(program, buffer)
+        buffer.seek(0)
+        assert_same_bits(torch.export.load(buffer).module()(INDICES), expected)
+
+    @EACH_HALF
+    def test_before_the_first_forward_too(self, half):
+        program = torch.export.export(amp.convert_model(mixed(), half), (INDICES,))
+        assert_same_bits(program.module()(INDICES), of_o1(mixed(), half, INDICES))
+
+    def test_a_half_weight_that_is_read_in_float32_is_an_error_while_it_is_traced(self):
+        made = amp.convert_model(Calling(lambda x, w: x + made.layer.weight.sum()), "bfloat16")
+        with pytest.raises(UsageError, match=r"Run the converted model once.*'layer\.weight'"):
+            torch.export.export(made, (torch.ones(4, 4),))
+        made(torch.ones(4, 4))
+        torch.export.export(made, (torch.ones(4, 4),))
+
+    def test_traced_by_torchscript(self):
+        made = amp.convert_model(mixed(), "bfloat16")
+        expected = made(INDICES)
+        assert_same_bits(torch.jit.trace(made, (INDICES,))(INDICES), expected)
+
+    @EACH_HALF
+    @pytest.mark.parametrize("run_before", [False, True])
+    def test_compiled_without_a_graph_break(self, half, run_before):
+        torch._dynamo.reset()
+        made = amp.convert_model(mixed(), half)
+        expected = of_o1(mixed(), half, INDICES)
+        if run_before:
+            made(INDICES)
+        compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+        assert_same_bits(compiled(INDICES), expected)
+
+    @EACH_HALF
+    def test_every_way_to_call_compiled(self, half, subtests):
+        inputs = torch.randn(4, 4)
+
+        def check(function: Callable[..., Tensor]) -> None:
+            torch._dynamo.reset()
+            made = amp.convert_model(Calling(function), half)
+            expected = of_copy(made, inputs)
+            of_copy(made, inputs)
+            found = torch.compile(made, backend="eager")
+            assert torch.equal(of_copy(found, inputs), expected)
+
+        rows = [row for row in FUNCTIONS if row[0] != "vmap"]
+        check_rows(subtests, rows, check)
+
+    @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning")  # in torch's exporter
+    def test_onnx_has_casts_and_half_weights(self):
+        made = amp.convert_model(nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1)).eval(), "float16")
+        inputs = torch.randn(2, 4)
+        graph = torch.onnx.export(made, (inputs,), dynamo=True, verbose=False).model_proto.graph
+        assert {each.name: each.data_type for each in graph.initializer} == {
+            "0.weight": onnx.TensorProto.FLOAT16,
+            "0.bias": onnx.TensorProto.FLOAT16,
+        }
+        assert [node.op_type for node in graph.node].count("Cast") >= 1
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("make", "options", "error", "said"),
+        [
+            (lambda: 3, {}, OptionError, "found int as a model"),
+            (lambda: nn.Linear(1, 1), {"half_dtype": "float32"}, OptionError, "half_dtype"),
+            (lambda: nn.Linear(1, 1), {"keep_float32": "yes"}, OptionError, "keep_float32"),
+            (lambda: nn.Linear(1, 1), {"cast_lists": {"whitelist": {"torch": ["mn"]}}}, CastListError, "mn"),
+            (lambda: nn.DataParallel(nn.Linear(1, 1)), {}, OptionError, r"amp\.convert_model\(model\.module\)"),
+            (lambda: torch.compile(nn.Linear(1, 1)), {}, OptionError, "compile the copy"),
+            (lambda: torch.jit.trace(nn.Linear(1, 1), torch.ones(1)), {}, OptionError, "TorchScript"),
+            (lambda: nn.LazyLinear(1), {}, OptionError, "no shape yet"),
+            (lambda: amp.convert_model(nn.Linear(1, 1)), {}, OptionError, "has made already"),
+        ],
+    )
+    def test_is_one_clear_error(self, make, options, error, said):
+        with pytest.raises(error, match=said):
+            amp.convert_model(make(), **options)
+
+    def test_functions_that_do_not_tell_when_they_are_called(self):
+        with pytest.warns(AmpWarning, match=r"does not cast for json\.dumps"):
+            amp.convert_model(nn.Linear(1, 1), cast_lists={"whitelist": {"json": ["dumps"]}})
+
+    def test_parts_that_torchscript_has_compiled(self):
+        part = torch.jit.trace(nn.Linear(2, 2), torch.ones(2))
+        with pytest.warns(AmpWarning, match="nothing is cast in 0"):
+            amp.convert_model(nn.Sequential(part))
+        made = amp.convert_model(nn.Sequential(part, nn.Linear(2, 2)), "bfloat16", excluded="0")
+        assert made(torch.ones(2)).dtype is torch.bfloat16
