@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -49,15 +49,30 @@ class _Entry:
 
     Attributes:
         adapt: turns the arguments into those of its rule; None where it has none.
+        always: the treatment of each call; None where there is none, or it depends on the arguments.
         computes_in_half: whether it is to get half weights as they are.
         inside: of a function in Python, one that does the same and has the functions that it calls cast, too.
         reason: names the function and the list, for errors.
     """
 
-    adapt: Adapt | None
-    computes_in_half: bool
-    inside: Function | None
-    reason: str
+    adapt: Adapt | None = None
+    always: Treatment | None = None
+    computes_in_half: bool = False
+    inside: Function | None = None
+    reason: str = ""
+
+    def changed_by(self, names: Mapping[Treatment, Set[str]]) -> Set[str]:
+        """Returns, of the names in each list, those of functions that would cast what this one hands them.
+
+        Promotion changes nothing where all is of one type, and a list nothing that is of its type already.
+        """
+        if self is _DESCRIBING:
+            return frozenset()
+        if self.always is Treatment.BLACKLIST:
+            return names[Treatment.WHITELIST] | names[Treatment.BANNED]
+        if self.always is Treatment.WHITELIST:
+            return names[Treatment.BLACKLIST] | names[Treatment.BANNED]
+        return frozenset().union(*names.values())
 
 
 class CastRules:
@@ -85,13 +100,21 @@ class CastRules:
         adapters = Adapters(half_dtype, _CASTS_OF_THE_BLOCK, kinds)
         self.adapters = adapters.by_kind()
         self.out_of_sight: list[Rule] = []
-        self.entries: dict[Any, _Entry] = {}
+        self.entries: dict[Any, _Entry] = {
+            **dict.fromkeys((getattr(Tensor, name).__get__ for name in _PROPERTIES), _DESCRIBING),
+            **dict.fromkeys((getattr(Tensor, name) for name in _METHODS), _DESCRIBING),
+            Tensor.dtype.__get__: _TYPE,  # type: ignore[attr-defined]
+        }
+        names: dict[Treatment, set[str]] = {treatment: set() for treatment in Treatment}
+        for rule in (*self._rules, *(rule for rule, _ in self._registered)):
+            names[rule.treatment].add(rule.path.name)
         for rule in self._rules:
             function = self._find(rule)
             if function is not None:
                 kind = "banned" if rule.treatment is Treatment.BANNED else f"in the {rule.treatment.value}"
                 self.entries[function] = _Entry(
                     adapters.for_rule(rule, function).adapt,
+                    None if rule.when else rule.treatment,
                     rule.treatment is Treatment.WHITELIST and not rule.when,
                     None,
                     f"ampatch: {rule.path} is {kind} ({rule.source}).",
@@ -101,18 +124,19 @@ class CastRules:
             if function is not None:
                 self.entries[function] = _Entry(
                     adapters.for_registration(rule.path, rule.treatment, dtype, function).adapt,
+                    rule.treatment if dtype in (None, half_dtype) else None,
                     rule.treatment is Treatment.WHITELIST and dtype in (None, half_dtype),
                     None,
                     f"ampatch: {rule.path} is registered for the {rule.treatment.value}.",
                 )
-        listed = {rule.path.name for rule in self._rules}
         for function in _functions_in_python():
-            if not listed.isdisjoint(_names_called_by(function)):
-                entry = self.entries.get(function, _UNLISTED)
+            entry = self.entries.get(function, _UNLISTED)
+            if not entry.changed_by(names).isdisjoint(_names_called_by(function)):
                 self.entries[function] = replace(entry, inside=_seen_through(function))
         self.by_name = {
             (function.__name__, getattr(function, "__module__", None)): entry
             for function, entry in self.entries.items()
+            if function.__name__ != "__get__"
         }
 
     def _find(self, rule: Rule) -> Any:
@@ -172,11 +196,13 @@ class CastingMode(TorchFunctionMode):
             return function(*args, **kwargs)
         if is_dynamo_compiling():
             return self._traced(function, args, kwargs)
-        if function in _DESCRIBING or function is self._running or _is_traced_below():
-            return function(*args, **kwargs)
-        if function in _TYPE and self._may_be_weight(args[0]):
-            return self.weights.dtype_of(args[0])
         entry = self.rules.entries.get(function, _UNLISTED)
+        if entry is _DESCRIBING or function is self._running or (_len_torch_dispatch_stack() and _is_traced_below()):
+            return function(*args, **kwargs)
+        if entry is _UNLISTED and not kwargs and not self._may_hold_weights(args):
+            return function(*args)  # as most calls
+        if entry is _TYPE:
+            return self.weights.dtype_of(args[0]) if self._may_be_weight(args[0]) else function(*args)
         adapted = None
         try:
             adapted = self._adapted(entry, args, kwargs)
@@ -197,6 +223,8 @@ class CastingMode(TorchFunctionMode):
         """Does the same under torch.compile, to which a function in Python is not always the same object."""
         name, module = getattr(function, "__name__", ""), getattr(function, "__module__", None)
         entry = self.rules.by_name.get((name, module), _UNLISTED)
+        if entry is _DESCRIBING:
+            return function(*args, **kwargs)
         args, kwargs = self._adapted(entry, args, kwargs)
         if module == "torch._tensor" and name in _METHODS_IN_PYTHON:
             return getattr(args[0], name)(*args[1:], **kwargs)  # which the compiler knows, and not the function
@@ -225,9 +253,12 @@ class CastingMode(TorchFunctionMode):
         return self.rules.adapters[kind](args, kwargs)
 
     def _with_full_weights(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        if kwargs or self._is_traced or any(type(value) in _MAY_HOLD_WEIGHTS for value in args):
+        if kwargs or self._may_hold_weights(args):
             return _applied(self._full, args, kwargs)
         return args, kwargs
+
+    def _may_hold_weights(self, args: tuple[Any, ...]) -> bool:
+        return self._is_traced or not _MAY_HOLD_WEIGHTS.isdisjoint(map(type, args))
 
     def _full(self, tensor: Tensor) -> Tensor:
         return self.weights.full(tensor) if self._may_be_weight(tensor) else tensor
@@ -265,10 +296,12 @@ class _CastsOfTheBlock:
 
 
 _CASTS_OF_THE_BLOCK = _CastsOfTheBlock()
-_UNLISTED = _Entry(None, False, None, "")
+_UNLISTED = _Entry()
+# Of what tells something of a tensor that depends neither on its values nor on its type, and of what tells the type.
+_DESCRIBING = _Entry(reason="describes")
+_TYPE = _Entry(reason="tells the type")
 _MAY_HOLD_WEIGHTS = frozenset({Parameter, list, tuple, dict})
 
-# What these tell of a weight does not depend on its values, nor on its type.
 _PROPERTIES = (
     *("device", "shape", "ndim", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "_version"),
     *("is_cpu", "is_cuda", "is_meta", "is_mps", "is_nested", "is_quantized", "is_sparse", "is_xpu"),
@@ -277,15 +310,11 @@ _METHODS = (
     *("size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "get_device", "__len__"),
     *("is_contiguous", "is_floating_point", "is_complex", "is_inference", "requires_grad_"),
 )
-_DESCRIBING: frozenset[Any] = frozenset(
-    [getattr(Tensor, name).__get__ for name in _PROPERTIES] + [getattr(Tensor, name) for name in _METHODS]
-)
 _METHODS_IN_PYTHON = frozenset(
     name
     for name, method in vars(Tensor).items()
     if isinstance(method, types.FunctionType) and not name.startswith("__")
 )
-_TYPE: frozenset[Any] = frozenset([Tensor.dtype.__get__])  # type: ignore[attr-defined]
 
 
 def _is_traced_below() -> bool:

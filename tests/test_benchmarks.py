@@ -260,3 +260,15 @@ class TestHost:
         label, places = imported("host", monkeypatch).read(file)
         assert label == "float16|smaller|SGD|step"
         assert places == {0x10: 7, 0x14: 2, 0x18: 1}
+
+
+@pytest.mark.slow
+@pytest.mark.once
+def test_converted_models_are_measured_beside_autocast() -> None:
+    command = [sys.executable, str(BENCHMARKS / "converted.py"), "--rounds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    header, *rows = done.stdout.splitlines()
+    assert header.split()[-1] == "converted"
+    assert len(rows) == 6
+    assert all(row.count("(") == 5 and "(1.00)" in row for row in rows)

@@ -108,7 +108,8 @@ def test_one_that_is_killed_and_resumed_ends_with_the_same_bits(name: str, half:
 def test_a_program_that_is_exported_runs_without_ampatch(half: str, tmp_path: Path) -> None:
     program = tmp_path / "digits.pt2"
     script = [sys.executable, "-W", "error::UserWarning", str(EXAMPLES / "convert_model.py")]
-    done = completed([*script, "--epochs", "1", "--half", half, "--program", str(program)], cwd=tmp_path, env=ENVIRONMENT)
+    options = ["--epochs", "1", "--half", half, "--program", str(program)]
+    done = completed([*script, *options], cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     serve = (
         "import sys, torch; made = torch.export.load(sys.argv[1]).module(); made(torch.zeros(359, 1, 8, 8));"
