@@ -30,9 +30,8 @@ def main() -> None:
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     digits, held_out = split(load())
     model = nn.Sequential(
-        *(nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU()),
-        *(nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32), nn.ReLU()),
-        *(nn.Flatten(), nn.Linear(512, 10)),
+        *(nn.Flatten(), nn.Linear(64, 256), nn.BatchNorm1d(256), nn.GELU()),
+        *(nn.Linear(256, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 10)),
     ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.005)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1", half_dtype=options.half, verbosity=0)
