@@ -125,6 +125,7 @@ class Live:
         with _shared.lock:
             others = list(_shared.users)
             if others:
+                self._initialize([], [], joins=True)  # says what differs, if anything does
                 self._check_may_join(others)
             elif amp.is_on():
                 raise UsageError(
@@ -133,7 +134,11 @@ class Live:
                 )
             before = _floating(self.models)
             precise = [(each, each.detach().clone()) for each in before] if _may_convert(self._options) else []
-            self._initialize(bool(others))
+            session = process.live
+            optimizers = [] if self._scaler is not None else self.optimizers
+            # One that trained in this session before is still known to it.
+            new = [each for each in optimizers if session is None or not session.has_adopted(each)]
+            self._initialize(self.models, new, joins=bool(others))
             _shared.users.append(self)
             try:
                 self._after_initialize(precise, state, is_first=not others)
@@ -141,13 +146,9 @@ class Live:
                 self.close()
                 raise
 
-    def _initialize(self, joins: bool) -> None:
-        session = process.live
-        optimizers = [] if self._scaler is not None else self.optimizers
-        # One that trained in this session before is still known to it.
-        new = [each for each in optimizers if session is None or not session.has_adopted(each)]
+    def _initialize(self, models: Sequence[nn.Module], optimizers: Sequence[Any], *, joins: bool) -> None:
         try:
-            amp.initialize(list(self.models), new, **self._options)
+            amp.initialize(list(models), list(optimizers), **self._options)
         except UsageError as error:
             if not joins:
                 raise
@@ -293,7 +294,9 @@ class Live:
         inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
         leaves = {} if self._is_one else self._leaves(tensors, inputs)
         ours = self._ours(leaves)
-        if self._is_scaled_by_hand() or (leaves and not ours):
+        # Without inputs it may lead to parameters that are no leaves of this graph, as those of a checkpoint's.
+        is_anothers = not ours and bool(leaves) and (inputs is not None or self._is_unscaled)
+        if is_anothers or self._is_scaled_by_hand():
             original(tensors, *args, **kwargs)
             return
         scale = 1.0
@@ -366,7 +369,7 @@ class Live:
         for optimizer in self.optimizers:
             if _has_gradients(optimizer):
                 self._scaler.unscale_(optimizer)
-        self._is_unscaled = True
+                self._is_unscaled = True
 
     def _scaled_step(self, optimizer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         """What stands for an optimizer's step: it goes through the scaler."""

@@ -106,11 +106,12 @@ def _casting(method: Any) -> Any:
     @functools.wraps(method)
     def guarded(net: Any, *args: Any, **kwargs: Any) -> Any:
         with net.amp_session():
+            if not net._amp_state().is_live:
+                return method(net, *args, **kwargs)
             with casts_on():
                 result = method(net, *args, **kwargs)
-            if not net.amp_.is_live or getattr(net, "amp__cast_model_outputs", None) is not None:
-                return result
-            return cast_floating(result, torch.float32)
+            has_other_type = getattr(net, "amp__cast_model_outputs", None) is not None
+            return result if has_other_type else cast_floating(result, torch.float32)
 
     return guarded
 
@@ -260,7 +261,7 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
         if self._amp_options().get("opt_level", "O1") in ("O0", "O1", "O4"):
             modules += [getattr(self, name + "_") for name in self._criteria]
         optimizers = [getattr(self, name + "_") for name in self._optimizers] if training else []
-        return [each for each in modules if isinstance(each, nn.Module)], optimizers
+        return [each for each in modules if isinstance(each, nn.Module)], [each for each in optimizers if each]
 
     def _amp_scaler(self) -> Any:
         params = {
@@ -339,7 +340,7 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
     def save_params(self, *args: Any, f_amp: Any = None, **kwargs: Any) -> None:
         """As the net's; ``f_amp`` takes the state of the loss scale. No such file is written where amp is off."""
         if f_amp is not None and self._amp_is_on():
-            self._amp_state()
+            self.check_is_fitted()
             kwargs["f_amp"] = f_amp
         if args or f_amp is None or any(value for key, value in kwargs.items() if key.startswith("f_")):
             super().save_params(*args, **kwargs)
