@@ -90,7 +90,7 @@ def _within_steps(method: Any) -> Any:
     def guarded(net: Any, *args: Any, **kwargs: Any) -> Any:
         if not net._amp_state().is_live and net._amp_is_on():
             raise UsageError(
-                f"{method.__name__} was called outside of fit, so that amp would be gone before the optimizer steps, "
+                "train_step_single was called outside of fit, so that amp would be gone before the optimizer steps, "
                 "and no overflow could skip the step. Put your loop into with net.amp_session(training=True):, or call "
                 "net.train_step, which steps as well."
             )
@@ -126,8 +126,8 @@ _GUARDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _guarded(method: _M) -> _M:
-    guarded = _GUARDS[method.__name__](method)
+def _guarded(method: _M, name: str = "") -> _M:
+    guarded = _GUARDS[name or method.__name__](method)
     setattr(guarded, _GUARDED, True)
     return guarded  # type: ignore[no-any-return]
 
@@ -167,7 +167,7 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
             if method is None and not hasattr(getattr(cls, name), _GUARDED):  # of a class before the mixin
                 method = _inherited(cls, name)
             if method is not None and not hasattr(method, _GUARDED):
-                setattr(cls, name, _guarded(method))
+                setattr(cls, name, _guarded(method, name))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -382,5 +382,4 @@ def _inherited(cls: type, name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(super(cls, self), name)(*args, **kwargs)
 
-    method.__name__, method.__doc__ = name, getattr(cls, name).__doc__
-    return method
+    return functools.wraps(getattr(cls, name))(method)
