@@ -34,12 +34,18 @@ class AmpState:
         self._lock = threading.RLock()
         self._live: Live | None = None
         self._users = 0
+        self._holder: int | None = None  # the thread that has opened it, as long as it is in `held`
         self._is_outdated = False  # whether parameters were set since it was opened
 
     @property
     def is_live(self) -> bool:
         """Whether amp is set up for the net."""
         return self._live is not None
+
+    def is_held_here(self, training: bool) -> bool:
+        """Returns whether this thread is in `held` already, so that to enter it again would do nothing."""
+        live = self._live
+        return live is not None and self._holder == threading.get_ident() and (live.is_training or not training)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -72,17 +78,22 @@ class AmpState:
         """Sets amp up for a net while somebody is in the block."""
         with self._lock:
             self._users += 1
+            is_first = self._users == 1
             try:
                 if self._live is None or (training and not self._live.is_training):
                     self._reopen(net, training)
             except BaseException:
                 self._users -= 1
                 raise
+            if is_first:
+                self._holder = threading.get_ident()
         try:
             yield
         finally:
             with self._lock:
                 self._users -= 1
+                if is_first:
+                    self._holder = None
                 if not self._users:
                     self._close()
 

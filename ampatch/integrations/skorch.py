@@ -46,6 +46,14 @@ _GUARDED = "_is_guarded_by_ampatch"
 _M = TypeVar("_M", bound=Callable[..., Any])
 
 
+_NOTHING = contextlib.nullcontext()
+
+
+def _session(net: Any, training: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Returns ``net.amp_session(training)``, or what does nothing where that would: every step asks several times."""
+    return _NOTHING if net._amp_state().is_held_here(training) else net.amp_session(training)
+
+
 # Guards: what amp does around a method, whoever wrote it. A method that calls its parent's is guarded twice, which
 # changes nothing.
 
@@ -77,7 +85,7 @@ def _stepping(method: Any) -> Any:
 
     @functools.wraps(method)
     def guarded(net: Any, *args: Any, **kwargs: Any) -> Any:
-        with net.amp_session(training=True), net.amp_.step(net):
+        with _session(net, training=True), net._amp_state().step(net):
             return method(net, *args, **kwargs)
 
     return guarded
@@ -94,7 +102,7 @@ def _within_steps(method: Any) -> Any:
                 "and no overflow could skip the step. Put your loop into with net.amp_session(training=True):, or call "
                 "net.train_step, which steps as well."
             )
-        with net.amp_.step(net):
+        with net._amp_state().step(net):
             return method(net, *args, **kwargs)
 
     return guarded
@@ -105,7 +113,7 @@ def _casting(method: Any) -> Any:
 
     @functools.wraps(method)
     def guarded(net: Any, *args: Any, **kwargs: Any) -> Any:
-        with net.amp_session():
+        with _session(net):
             if not net._amp_state().is_live:
                 return method(net, *args, **kwargs)
             with casts_on():
@@ -245,11 +253,12 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
         return self.amp_
 
     def _amp_is_on(self) -> bool:
-        options = self._amp_options()
-        enabled = options.get("enabled", True)
+        enabled = getattr(self, "amp__enabled", True)
         if not (check_flag("enabled", enabled) if isinstance(enabled, str) else enabled):
             return False
-        return options.get("opt_level", "O1") != "O0" or any(options.get(name) is not None for name in _OVERRIDES)
+        if getattr(self, "amp__opt_level", "O1") != "O0":
+            return True
+        return any(getattr(self, f"amp__{name}", None) is not None for name in _OVERRIDES)
 
     def _amp_options(self) -> dict[str, Any]:
         options = {key: value for key, value in self.get_params_for("amp").items() if not key.startswith("scaler")}
@@ -258,7 +267,7 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
     def _amp_trained(self, training: bool) -> tuple[list[nn.Module], list[Any]]:
         modules = [getattr(self, name + "_") for name in self._modules]
         # A criterion has no half weights: it gets the float32 outputs of modules.
-        if self._amp_options().get("opt_level", "O1") in ("O0", "O1", "O4"):
+        if getattr(self, "amp__opt_level", "O1") in ("O0", "O1", "O4"):
             modules += [getattr(self, name + "_") for name in self._criteria]
         optimizers = [getattr(self, name + "_") for name in self._optimizers] if training else []
         return [each for each in modules if isinstance(each, nn.Module)], [each for each in optimizers if each]
