@@ -39,7 +39,7 @@ class AmpState:
 
     @property
     def is_live(self) -> bool:
-        """Whether amp is set up for the net."""
+        """Returns whether amp is set up for the net."""
         return self._live is not None
 
     def is_held_here(self, training: bool) -> bool:
@@ -49,7 +49,7 @@ class AmpState:
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the training step that has just ended met an overflow; skorch's schedulers ask for this name."""
+        """Returns whether the batch that has just ended skipped its step; skorch's schedulers ask by this name."""
         return self._live is not None and self._live.step_was_skipped and not self._is_after_batch
 
     _is_after_batch = False
@@ -121,7 +121,7 @@ class AmpState:
 
     @contextlib.contextmanager
     def step(self, net: Any) -> Iterator[None]:
-        """A training step; of one within another nothing is heard."""
+        """Runs a training step; one within another does nothing of its own."""
         live = self._live
         if live is None or live.is_in_step:
             yield

@@ -50,13 +50,26 @@ _shared = _Shared()
 
 @contextlib.contextmanager
 def casts_off() -> Iterator[None]:
-    """Holds casts off in this thread, but for blocks of `casts_on`. Nests, and then does nothing."""
+    """Holds casts off in this thread, but for blocks of `casts_on`. Nests, and then does nothing.
+
+    Warns:
+        AmpWarning: it ends in another thread, as a generator may; casts stay off in the first one.
+    """
+    thread = threading.get_ident()
+    off = amp.disable_casts() if not _thread.depth else contextlib.nullcontext()
+    off.__enter__()
     _thread.depth += 1
     try:
-        with amp.disable_casts() if _thread.depth == 1 else contextlib.nullcontext():
-            yield
+        yield
     finally:
-        _thread.depth -= 1
+        if thread == threading.get_ident():
+            _thread.depth -= 1
+            off.__exit__(None, None, None)
+        else:
+            warn(
+                "an iterator over predictions was begun in one thread and ended in another, and casts stay off in the "
+                "first one. Use up or close forward_iter in the thread that has begun it."
+            )
 
 
 @contextlib.contextmanager
@@ -217,7 +230,7 @@ class Live:
 
     @property
     def converts(self) -> bool:
-        """Whether weights of its models are half while it is open."""
+        """Returns whether weights of its models are half now."""
         return any(each.dtype in HALVES for each in _floating(self.models))
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -233,12 +246,12 @@ class Live:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a training step is under way."""
+        """Returns whether a training step is under way."""
         return self._is_in_step
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """A training step: backward passes in this thread are scaled, and steps of the optimizers may be skipped.
+        """Runs a training step: scales the backward passes of this thread, and hears of skipped steps.
 
         Warns:
             AmpWarning: the first step has ended, and amp has cast nothing.
@@ -260,7 +273,7 @@ class Live:
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last training step met an overflow, so that an optimizer left the weights as they were."""
+        """Returns whether an optimizer skipped its step in the last training step, after an overflow."""
         return self._was_skipped
 
     def _skipped_steps(self) -> int:
@@ -300,7 +313,7 @@ class Live:
             original(tensors, *args, **kwargs)
             return
         scale = 1.0
-        # Nobody else would unscale the gradient of an input, or of a parameter that no optimizer updates.
+        # No optimizer updates these leaves, inputs for instance, so that amp.scale_loss would leave them scaled.
         others = [(leaf, leaf.grad) for key, leaf in leaves.items() if key not in ours]
         if others:
             scale = amp.get_loss_scale() if self._scaler is None else self._scaler.get_scale()
@@ -329,7 +342,7 @@ class Live:
         return {key: leaf for root in roots for key, leaf in leaves_of(root).items()}
 
     def _ours(self, leaves: Mapping[int, Tensor]) -> set[int]:
-        """The ids among these that the optimizers update: optimizers may have got further parameters meanwhile."""
+        """Returns the ids among these that the optimizers update; an optimizer may have new parameters meanwhile."""
         if not leaves.keys() <= self._updated:
             session = process.live
             self._updated = {
@@ -344,7 +357,7 @@ class Live:
         return self._updated & leaves.keys()
 
     def _is_scaled_by_hand(self) -> bool:
-        """Whether the user's own ``amp.scale_loss`` is around this backward pass."""
+        """Returns whether the user's own ``amp.scale_loss`` is around this backward pass."""
         session = process.live
         if session is None or self._scaler is not None:
             return False
@@ -372,7 +385,7 @@ class Live:
                 self._is_unscaled = True
 
     def _scaled_step(self, optimizer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands for an optimizer's step: it goes through the scaler."""
+        """Returns a ``step`` for an optimizer that goes through the scaler."""
         inside = False
         has_run = False
 
@@ -433,7 +446,7 @@ class Live:
 
 
 def _backward_of_steps(original: Callable[..., None]) -> Callable[..., None]:
-    """A ``torch.autograd.backward`` that scales the passes of training steps, whoever wrote the step."""
+    """Returns a ``torch.autograd.backward`` that scales the backward passes of training steps."""
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:

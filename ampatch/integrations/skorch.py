@@ -54,8 +54,8 @@ def _session(net: Any, training: bool = False) -> contextlib.AbstractContextMana
     return _NOTHING if net._amp_state().is_held_here(training) else net.amp_session(training)
 
 
-# Guards: what amp does around a method, whoever wrote it. A method that calls its parent's is guarded twice, which
-# changes nothing.
+# Guards: what amp does around a method, of skorch's or an override. A method that calls its parent's is guarded twice,
+# which changes nothing.
 
 
 def _fitting(method: Any) -> Any:
@@ -386,7 +386,7 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
 
 
 def _inherited(cls: type, name: str) -> Callable[..., Any]:
-    """A method that calls what a class inherits under a name."""
+    """Returns a method that calls what a class inherits under a name."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(super(cls, self), name)(*args, **kwargs)

@@ -277,6 +277,19 @@ class TestPredicting:
         del outputs
         other.predict(X)
 
+    def test_that_ends_in_another_thread_warns(self) -> None:
+        def run() -> None:
+            outputs = net.forward_iter(X)
+            next(outputs)
+            kept.append(outputs)
+
+        net, kept = make(batch_size=32).fit(X, Y), []
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        with pytest.warns(AmpWarning, match="in the thread that has begun it"):
+            kept.pop().close()
+
     def test_in_a_session_sets_up_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         net = make().fit(X, Y)
         calls: list[object] = []
