@@ -36,6 +36,7 @@ class AmpState:
         self._users = 0
         self._holder: int | None = None  # the thread that has opened it, as long as it is in `held`
         self._is_outdated = False  # whether parameters were set since it was opened
+        self._begins_afresh = False  # whether the scale of what is open now is of no account any more
 
     @property
     def is_live(self) -> bool:
@@ -60,18 +61,14 @@ class AmpState:
 
     def reset(self, scaler: Any) -> None:
         """Begins with a fresh loss scale."""
-        self.scaler, self._saved = scaler, {}
-        if self._live is not None:
-            self._is_outdated = True
+        self.scaler = scaler
+        self.outdate(scale_too=True)
 
     def outdate(self, *, scale_too: bool) -> None:
         """Has the next training step set amp up anew, since parameters were set."""
         self._is_outdated = True
         if scale_too:
-            self._keep()
-            self._saved = {}
-            if self._live is not None:
-                self._live.load_state_dict({})
+            self._saved, self._begins_afresh = {}, True
 
     @contextlib.contextmanager
     def held(self, net: Any, training: bool) -> Iterator[None]:
@@ -99,7 +96,7 @@ class AmpState:
 
     def _reopen(self, net: Any, training: bool) -> None:
         self._close()
-        self._is_outdated = False
+        self._is_outdated = self._begins_afresh = False
         if net._amp_is_on():
             models, optimizers = net._amp_trained(training)
             live = Live(models, optimizers, net._amp_options(), self.scaler)
@@ -107,7 +104,7 @@ class AmpState:
             self._live = live
 
     def _keep(self) -> None:
-        state = None if self._live is None else self._live.state_dict()
+        state = None if self._live is None or self._begins_afresh else self._live.state_dict()
         self._saved = self._saved if state is None else state
 
     def _close(self) -> None:
@@ -198,7 +195,7 @@ class AmpState:
         for values in state.values():
             amp.LossScaler().load_state_dict(values)
         self._saved = state
-        if self._live is not None:
+        if self._live is not None and not self._begins_afresh:
             self._live.load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import subprocess
 import sys
@@ -436,6 +437,33 @@ class TestOverrides:
         assert_same_bits(net.module_.first.weight.detach(), before.detach())
         assert scale_of(net) < (2**24 if scaler is None else 2**40)
 
+    @pytest.mark.parametrize(
+        ("name", "body", "message"),
+        [
+            ("infer", lambda net, x, **_: net.module_(torch.as_tensor(x)), "cast nothing"),
+            ("train_step", whole, "no amp.scale_loss was told of"),
+        ],
+    )
+    def test_on_an_instance_go_past_amp_and_are_told_of(self, name: str, body: Any, message: str) -> None:
+        net = make().initialize()
+        setattr(net, name, functools.partial(body, net))
+        with pytest.warns(AmpWarning, match=message):
+            net.partial_fit(X, Y)
+
+    def test_that_hand_gradients_on_by_themselves_are_told_of(self) -> None:
+        class ByGrad(Net):
+            def train_step_single(self, batch: Any, **_: Any) -> Any:
+                inputs, targets = unpack_data(batch)
+                outputs = self.infer(inputs)
+                loss = self.get_loss(outputs, targets)
+                parameters = list(self.module_.parameters())
+                for each, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                    each.grad = gradient
+                return {"loss": loss, "y_pred": outputs}
+
+        with pytest.warns(AmpWarning, match=r"no amp.scale_loss was told of"):
+            make(ByGrad).fit(X, Y)
+
     def test_by_a_class_before_the_mixin_are_covered(self) -> None:
         class Other:
             def infer(self, x: Any, **_: Any) -> Any:
@@ -523,20 +551,26 @@ class TestOverrides:
 
 
 class TestCallbacks:
-    @pytest.mark.parametrize("scaler", [None, ampatch.GradScaler, torch.amp.GradScaler])
-    @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-    def test_clipping_works_on_unscaled_gradients_twice_too(self, level: str, scaler: Any) -> None:
-        if level == "O2" and scaler is not None:
-            return  # which is an error: TestParameters has it
-        norms: list[float] = []
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"amp__opt_level": "O2"}, {"amp__scaler": ampatch.GradScaler}, {"amp__scaler": torch.amp.GradScaler}],
+    )
+    def test_clipping_works_on_unscaled_gradients_twice_too(self, options: dict[str, Any]) -> None:
+        def train(**options: Any) -> tuple[list[float], torch.Tensor]:
+            norms: list[float] = []
 
-        class Looking(Callback):
-            def on_grad_computed(self, net: Any, named_parameters: Any, **_: Any) -> None:
-                norms.append(float(torch.nn.utils.get_total_norm([each.grad.float() for _, each in named_parameters])))
+            class Looking(Callback):
+                def on_grad_computed(self, net: Any, named_parameters: Any, **_: Any) -> None:
+                    norms.append(float(torch.nn.utils.get_total_norm([each.grad for _, each in named_parameters])))
 
-        clipping = [("first", GradientNormClipping(0.05)), ("second", GradientNormClipping(0.02)), Looking()]
-        make(amp__opt_level=level, amp__scaler=scaler, callbacks=clipping).fit(X, Y)
-        assert max(norms) == pytest.approx(0.02, rel=1e-2)
+            clipping = [("once", GradientNormClipping(0.05)), ("twice", GradientNormClipping(0.02))]
+            net = make(callbacks=[("before", Looking()), *clipping, ("after", Looking())], **options).fit(X, Y)
+            return norms, net.module_.first.weight
+
+        (plain, weight), (half, half_weight) = train(amp__opt_level="O0"), train(**options)
+        assert half == pytest.approx(plain, rel=1e-2)
+        assert half[1::2] == pytest.approx([0.02] * len(half[1::2]), rel=1e-2)
+        torch.testing.assert_close(half_weight, weight, rtol=1e-3, atol=1e-5)
 
     @pytest.mark.parametrize("options", [EXPLODING, {**EXPLODING, "amp__opt_level": "O2"}])
     def test_schedulers_of_batches_leave_skipped_steps_out_and_those_of_epochs_do_not(self, options: Any) -> None:
@@ -608,6 +642,23 @@ class TestSaving:
         other.load_params(f_amp=str(tmp_path / "amp"), use_safetensors=use_safetensors)
         assert_same_state(other.amp_.state_dict(), net.amp_.state_dict())
 
+    def test_the_state_is_loaded_in_the_midst_of_a_fit_too(self, tmp_path: Path) -> None:
+        class Loading(Callback):
+            def on_epoch_begin(self, net: Any, **_: Any) -> None:
+                if len(net.history) == 3:
+                    net.load_params(f_amp=path)
+
+        path = str(tmp_path / "amp.pt")
+        make(amp__init_scale=8.0).fit(X, Y).save_params(f_amp=path)
+        assert scale_of(make(callbacks=[Loading()]).fit(X, Y)) == 8
+
+    def test_a_bad_state_is_refused_when_it_is_loaded(self) -> None:
+        net = make().fit(X, Y)
+        before = net.amp_.state_dict()
+        with pytest.raises(OptionError, match="loss_scale"):
+            net.amp_.load_state_dict({**before, "loss_scaler0.loss_scale": torch.tensor(-1.0)})
+        assert_same_state(net.amp_.state_dict(), before)
+
     def test_bad_files_are_told_of(self, tmp_path: Path) -> None:
         net, path = make().fit(X, Y), str(tmp_path / "params.pt")
         with pytest.raises(NotInitializedError):
@@ -663,6 +714,18 @@ class TestParameters:
 
         make(callbacks=[Changing()], train_split=None, batch_size=-1).fit(X, Y)
         assert levels == ["O1", "O2", None]
+
+    @pytest.mark.parametrize("when", ["on_epoch_begin", "on_train_end"])
+    def test_of_the_first_scale_count_in_the_midst_of_a_fit_too(self, when: str) -> None:
+        class Changing(Callback):
+            def notify(self, net: Any, **_: Any) -> None:
+                if len(net.history) == 3:
+                    net.set_params(amp__init_scale=8.0)
+
+        setattr(Changing, when, Changing.notify)
+        net = make(callbacks=[Changing()], amp__init_scale=64.0).fit(X, Y)
+        assert when == "on_train_end" or scale_of(net) == 8
+        assert scale_of(net.set_params(callbacks=None).partial_fit(X, Y)) == 8
 
     @pytest.mark.parametrize(
         ("options", "message"),
