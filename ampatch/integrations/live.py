@@ -253,9 +253,17 @@ class Live:
     def step(self) -> Iterator[None]:
         """Runs a training step: scales the backward passes of this thread, and hears of skipped steps.
 
+        Raises:
+            UsageError: somebody has taken amp down meanwhile.
+
         Warns:
             AmpWarning: the first step has ended, and amp has cast nothing.
         """
+        if not amp.is_on():
+            raise UsageError(
+                "amp.deinitialize() was called in the midst of a fit, which sets amp up and takes it down itself. "
+                "Leave that call out, or call it after the fit."
+            )
         outer, _thread.stepping, self._is_in_step = _thread.stepping, self, True
         skipped = self._skipped_steps()
         self._was_skipped = False

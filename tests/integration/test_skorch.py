@@ -821,6 +821,14 @@ class TestTwoAtATime:
         for net in nets:
             assert_same_state(net.module_.state_dict(), alone.module_.state_dict())
 
+    def test_taken_down_by_a_callback_is_an_error(self) -> None:
+        class Ending(Callback):
+            def on_epoch_end(self, net: Any, **_: Any) -> None:
+                amp.deinitialize()
+
+        with pytest.raises(UsageError, match="in the midst of a fit"):
+            make(callbacks=[Ending()]).fit(X, Y)
+
     def test_beside_amp_of_the_users_own_is_an_error(self) -> None:
         amp.initialize(nn.Linear(1, 1), verbosity=0)
         try:
