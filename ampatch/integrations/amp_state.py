@@ -99,7 +99,7 @@ class AmpState:
         self._is_outdated = self._begins_afresh = False
         if net._amp_is_on():
             models, optimizers = net._amp_trained(training)
-            live = Live(models, optimizers, net._amp_options(), self.scaler)
+            live = Live(models, optimizers if training else None, net._amp_options(), self.scaler)
             live.open(self._saved)
             self._live = live
 

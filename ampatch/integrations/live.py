@@ -92,28 +92,28 @@ class Live:
 
     Args:
         models: the modules whose forwards are cast.
-        optimizers: those that train them; empty for predictions.
+        optimizers: those that train them; None for predictions.
         options: the arguments of ``amp.initialize``.
         scaler: of ``torch.amp.GradScaler``'s interface, in the place of amp's own scale; None: amp's own.
 
     Attributes:
         models: as given.
-        optimizers: as given.
-        is_training: whether there are optimizers.
+        optimizers: as given; empty for predictions.
+        is_training: whether it is more than predictions.
     """
 
     def __init__(
         self,
         models: Sequence[nn.Module],
-        optimizers: Sequence[Any],
+        optimizers: Sequence[Any] | None,
         options: Mapping[str, Any],
         scaler: Any = None,
     ) -> None:
         # At levels that convert weights a model and a part of it cannot both be handed in.
         inner = {id(part) for model in models for part in model.modules() if part is not model}
         self.models = [model for model in models if id(model) not in inner]
-        self.optimizers = list(optimizers)
-        self.is_training = bool(optimizers)
+        self.optimizers = list(optimizers or ())
+        self.is_training = optimizers is not None
         self._options = dict(options) if scaler is None else _without_scale(options)
         self._scaler = scaler
         self._precise: list[tuple[Tensor, Tensor, torch.dtype]] = []
@@ -312,6 +312,11 @@ class Live:
             args: its other arguments.
             kwargs: the same, by keyword.
         """
+        if not self.optimizers:
+            raise UsageError(
+                "a backward pass in a training step, and there is no optimizer to unscale gradients for. Make it in "
+                "initialize_optimizer, as an attribute such as self.optimizer_, of a subclass of torch.optim.Optimizer."
+            )
         inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
         leaves = {} if self._is_one else self._leaves(tensors, inputs)
         ours = self._ours(leaves)

@@ -232,6 +232,8 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
             yield
             return
         self.check_is_fitted()
+        if training:
+            self.check_training_readiness()
         with state.held(self, training), casts_off():
             yield
 

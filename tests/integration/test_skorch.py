@@ -34,7 +34,7 @@ from skorch.callbacks import (
     TrainEndCheckpoint,
 )
 from skorch.dataset import unpack_data
-from skorch.exceptions import NotInitializedError
+from skorch.exceptions import NotInitializedError, SkorchTrainingImpossibleError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -266,6 +266,8 @@ class TestPredicting:
         outputs = net.forward(X)
         net.trim_for_prediction()
         assert_same_bits(pickle.loads(pickle.dumps(net)).forward(X), outputs)
+        with pytest.raises(SkorchTrainingImpossibleError):
+            net.partial_fit(X, Y)
 
     def test_half_way_through_keeps_amp_set_up_and_a_fit_may_come_between(self) -> None:
         net, other = make(batch_size=32).fit(X, Y), make(amp__half_dtype="bfloat16").fit(X, Y)
@@ -534,6 +536,15 @@ class TestOverrides:
 
         plain, half = make(Two, amp__opt_level="O0").fit(X, Y), make(Two, **options).fit(X, Y)
         assert half.history[-1, "train_loss"] == pytest.approx(plain.history[-1, "train_loss"], rel=1e-3)
+
+    def test_with_optimizers_that_skorch_does_not_know_are_an_error(self) -> None:
+        class Hiding(Net):
+            def initialize_optimizer(self) -> Any:
+                self.optimizers_ = [torch.optim.SGD(self.module_.parameters(), lr=0.1)]
+                return self
+
+        with pytest.raises(UsageError, match="initialize_optimizer"):
+            make(type("Overriding", (Hiding,), {"train_step": single})).fit(X, Y)
 
     def test_of_loops_of_ones_own(self) -> None:
         net, fitted = make().initialize(), make(max_epochs=2, train_split=None, batch_size=-1)
