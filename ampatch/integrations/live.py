@@ -145,8 +145,9 @@ class Live:
                     "amp is set up already, by amp.initialize or amp.init, and here a fit or a prediction sets it up "
                     "for itself. Type amp.deinitialize() before it."
                 )
-            before = _floating(self.models)
-            precise = [(each, each.detach().clone()) for each in before] if _may_convert(self._options) else []
+            before = _floating(self.models) if _may_convert(self._options) else []
+            precise = [(each, each.detach().clone()) for each in before]
+            updated = {id(each) for optimizer in self.optimizers for each in _parameters(optimizer)}
             session = process.live
             optimizers = [] if self._scaler is not None else self.optimizers
             # One that trained in this session before is still known to it.
@@ -154,7 +155,7 @@ class Live:
             self._initialize(self.models, new, joins=bool(others))
             _shared.users.append(self)
             try:
-                self._after_initialize(precise, state, is_first=not others)
+                self._after_initialize(precise, updated, state, is_first=not others)
             except BaseException:
                 self.close()
                 raise
@@ -182,7 +183,7 @@ class Live:
             )
 
     def _after_initialize(
-        self, precise: list[tuple[Tensor, Tensor]], state: Mapping[str, Any], *, is_first: bool
+        self, precise: list[tuple[Tensor, Tensor]], updated: set[int], state: Mapping[str, Any], *, is_first: bool
     ) -> None:
         live = amp.settings()
         self._is_dynamic = live["loss_scale"] == "dynamic"
@@ -193,12 +194,11 @@ class Live:
                 "their gradients from amp's scale. Leave the scaler out, or use opt_level='O1'."
             )
         # What has a master comes back from it; what has none would come back rounded.
-        mastered = live["master_weights"]
-        updated = {id(each) for optimizer in self.optimizers for each in _parameters(optimizer)} if mastered else set()
+        mastered = updated if live["master_weights"] else set()
         self._precise = [
             (now, before, now.dtype)
             for now, before in precise
-            if now.dtype is not before.dtype and not (id(now) in updated and now.requires_grad)
+            if now.dtype is not before.dtype and not (id(now) in mastered and now.requires_grad)
         ]
         self._counts = amp.cast_counts()
         self._unproven = self.is_training and (live["patch_torch_functions"] or live["cast_model_type"] is not None)

@@ -24,7 +24,7 @@ from ampatch.integrations.amp_state import AmpState
 from ampatch.integrations.live import casts_off, casts_on
 from ampatch.opt_levels import check_flag
 
-_INSTALL = "Type pip install 'ampatch[skorch]', or pip install 'skorch>=1.4'."
+_INSTALL = "Type pip install 'skorch>=1.4'."
 try:
     import skorch
     from skorch import NeuralNet

@@ -43,11 +43,6 @@ from ampatch import amp
 from ampatch.errors import AmpWarning, IntegrationError, OptionError, UsageError
 from ampatch.integrations.skorch import AmpNetMixin
 
-pytestmark = pytest.mark.filterwarnings(
-    # torch's own, of a tensor that skorch's tests of losses and scikit-learn's threads hand on.
-    "ignore:Converting a tensor with requires_grad=True to a scalar:UserWarning",
-)
-
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(256, 8)).astype("float32")
 Y = (X[:, 0] > 0).astype("int64") + (X[:, 1] > 0).astype("int64")
@@ -244,6 +239,23 @@ class TestPredicting:
         net.predict(X)
         assert net.module_.seen == {torch.float16}
         assert_same_state(net.module_.state_dict(), before)
+
+    def test_and_a_fit_that_rounds_a_weight_is_not_undone(self) -> None:
+        class Rounding(torch.optim.SGD):
+            """Rounds the masters to half, as a training step may."""
+
+            def step(self, closure: Any = None) -> Any:
+                result = super().step(closure)
+                with torch.no_grad():
+                    for each in self.param_groups[0]["params"]:
+                        each.copy_(before[each.shape].half())
+                return result
+
+        net = make(amp__opt_level="O2", optimizer=Rounding).initialize()
+        before = {each.shape: each.detach().clone() for each in net.module_.parameters()}
+        net.partial_fit(X, Y)
+        for each in net.module_.parameters():
+            assert_same_bits(each.detach(), before[each.shape].half().float())
 
     def test_leaves_frozen_weights_through_a_fit_too(self) -> None:
         net = make(amp__opt_level="O2", callbacks=[Freezer("first.*")]).initialize()
