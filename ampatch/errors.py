@@ -45,6 +45,10 @@ class KernelError(AmpError, RuntimeError):
     """The compiled extension was asked for, and cannot be built or loaded."""
 
 
+class IntegrationError(AmpError, ImportError):
+    """A library that ampatch integrates with is not installed, or is too old."""
+
+
 class AmpWarning(UserWarning):
     """Something that is left as it is, and that the user should know of."""
 

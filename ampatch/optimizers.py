@@ -525,7 +525,7 @@ class AdoptedOptimizer:
             self.unfold()
         self._prepare_step()
         if self._warns_of_no_scale:
-            self._look_for_scale()
+            self._look_for_scale(before_closure=bool(closures))
         passes, self.passes = self.passes, []
         try:
             # A kernel that skips takes longer, and is for where somebody would have to wait.
@@ -755,8 +755,12 @@ class AdoptedOptimizer:
                 self._announce_skip(overflowed)
                 self._tell_of_loss(overflowed)
 
-    def _look_for_scale(self) -> None:
-        """Warns once if the next step is to use gradients that came through no block, and no scaler of anybody's."""
+    def _look_for_scale(self, before_closure: bool = False) -> None:
+        """Warns once if the next step is to use gradients that came through no block, and no scaler of anybody's.
+
+        Args:
+            before_closure: a closure is to run yet, which may clear the gradients: they are looked at after it.
+        """
         optimizer = self._optimizer()
         # By a GradScaler, if only for a kernel that heeds it; or by a scaler of amp's, which is not told of optimizers.
         is_judged = (
@@ -771,6 +775,8 @@ class AdoptedOptimizer:
             return
         is_same = last is not None and last[0]() is grad and last[1] == grad._version
         is_known = is_judged or is_same or bool(self.passes)
+        if before_closure and not is_known:
+            return
         if not is_known and any(bool(kernels.values_of(each).any()) for each in self._gradients_of_model()):
             self._warns_of_no_scale = False
             warn(NO_SCALE.format(f"this {type(optimizer).__name__} steps with gradients"))

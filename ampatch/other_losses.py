@@ -7,7 +7,7 @@ graph after the block.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def _check(outputs: Iterable[Tensor | GradientEdge], inputs: Sequence[object], p
         # Backward passes in pieces hand gradients from one to the next, and those have the scale.
         if not isinstance(output, Tensor) or output.numel() != 1 or output.grad_fn is None:
             continue
-        leaves = _leaves(output.grad_fn, scaled)
+        leaves = set(leaves_of(output.grad_fn, scaled))
         if inputs:
             leaves &= set(map(id, inputs))
         for each in passes:
@@ -68,19 +68,23 @@ def _check(outputs: Iterable[Tensor | GradientEdge], inputs: Sequence[object], p
                 )
 
 
-def _leaves(root: Node, scaled: set[Node]) -> set[int]:
-    """Returns the ids of the leaves that a graph leads to; none if it leads through a scaled loss.
+def leaves_of(root: Node, scaled: Collection[Node] = ()) -> dict[int, Tensor]:
+    """Returns the leaves that a graph leads to, by id; none if it leads through a scaled loss.
 
-    A walk of the graph in Python, which is made only for what a block did not scale: a scaled loss is where it begins.
+    It walks the graph in Python, which takes about a microsecond a node.
+
+    Args:
+        root: where backward begins.
+        scaled: the nodes of scaled losses.
     """
-    seen, leaves, waiting = {root}, set(), [root]
+    seen, leaves, waiting = {root}, {}, [root]
     while waiting:
         node = waiting.pop()
         if node in scaled:
-            return set()
+            return {}
         leaf = getattr(node, "variable", None)  # of AccumulateGrad
-        if leaf is not None:
-            leaves.add(id(leaf))
+        if isinstance(leaf, Tensor):
+            leaves[id(leaf)] = leaf
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -272,3 +273,16 @@ def test_converted_models_are_measured_beside_autocast() -> None:
     assert header.split()[-1] == "converted"
     assert len(rows) == 6
     assert all(row.count("(") == 5 and "(1.00)" in row for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.once
+def test_skorch_nets_are_measured_with_amp_and_without() -> None:
+    command = [sys.executable, str(BENCHMARKS / "skorch_nets.py"), "--rounds", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^(.+?) {2,}\d+ \(.+\) +(\d+\.\d\d)$", done.stdout, re.MULTILINE)
+    names = [name for name, _ in rows]
+    assert names.count("skorch") == names.count("O1, float16") == names.count("O2, float16") == 2
+    assert names.count("O1, float16, in a session") == 1
+    assert [ratio for name, ratio in rows if name == "skorch"] == ["1.00", "1.00"]

@@ -26,6 +26,7 @@ class TestTheFamily:
             (errors.UsageError, RuntimeError),
             (errors.BannedFunctionError, NotImplementedError),
             (errors.LossScaleError, RuntimeError),
+            (errors.IntegrationError, ImportError),
             (errors.KernelError, RuntimeError),
             (errors.CastListError, ValueError),
             (PathError, AmpError),

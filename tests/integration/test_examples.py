@@ -35,6 +35,7 @@ SCRIPTS = [
     "mixed_precision",
     "gradient_penalty",
     "single_process",
+    "skorch_digits",
 ]
 
 
@@ -61,7 +62,7 @@ class TestExamples:
         first, last = first_and_last(run(script, where=tmp_path))
         assert last < first / 2
 
-    @pytest.mark.parametrize("script", ["accumulation", "single_process"])
+    @pytest.mark.parametrize("script", ["accumulation", "single_process", "skorch_digits"])
     def test_learn_something_in_half(self, script, tmp_path):
         first, last = first_and_last(run(script, "--opt-level", "O2", where=tmp_path))
         assert last < first / 2
@@ -83,7 +84,7 @@ def saved_by(script: list[str], *options: str, checkpoint: Path) -> dict[str, An
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["convert_model", "grad_scaler", "mixed_precision"])
+@pytest.mark.parametrize("name", ["convert_model", "grad_scaler", "mixed_precision", "skorch_digits"])
 def test_one_that_is_killed_and_resumed_ends_with_the_same_bits(name: str, half: str, tmp_path: Path) -> None:
     script = [sys.executable, "-W", "error::UserWarning", str(EXAMPLES / f"{name}.py")]
     options = ["--epochs", "12", "--half", half]
@@ -101,6 +102,8 @@ def test_one_that_is_killed_and_resumed_ends_with_the_same_bits(name: str, half:
     assert_same_state(resumed, whole)
     if "scaler" in resumed:
         assert (resumed["scaler"] == {}) is (half == "bfloat16")
+    if name == "skorch_digits":
+        assert resumed["amp"]["loss_scaler0.loss_scale"] == (1 if half == "bfloat16" else 2**16)
 
 
 @pytest.mark.slow

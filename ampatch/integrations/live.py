@@ -1,0 +1,506 @@
+"""amp set up for the length of a fit or a prediction, and taken down after it, for frameworks that own the loop.
+
+Owns which trainers share the session of this process, in which thread casts are on, and the scaling of every backward
+pass of a training step. Must not know a framework.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampatch import GradScaler, amp
+from ampatch.casting import tensors_in
+from ampatch.errors import OptionError, UsageError, warn
+from ampatch.opt_levels import HALVES
+from ampatch.other_losses import leaves_of
+from ampatch.patching import PatchLedger
+from ampatch.process import process
+
+
+class _Thread(threading.local):
+    depth = 0  # of regions that hold casts off
+    casts = False  # whether inside of a block that has them on
+    stepping: Live | None = None  # whose training step runs here
+
+
+_thread = _Thread()
+
+
+@dataclass
+class _Shared:
+    """What belongs to the process: the trainers that use its session, and what was patched beside amp."""
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    users: list[Live] = field(default_factory=list)
+    ledger: PatchLedger = field(default_factory=PatchLedger)
+    first_state: dict[str, Any] = field(default_factory=dict)
+
+
+_shared = _Shared()
+
+
+@contextlib.contextmanager
+def casts_off() -> Iterator[None]:
+    """Holds casts off in this thread, but for blocks of `casts_on`. Nests, and then does nothing.
+
+    Warns:
+        AmpWarning: it ends in another thread, as a generator may; casts stay off in the first one.
+    """
+    thread = threading.get_ident()
+    off = amp.disable_casts() if not _thread.depth else contextlib.nullcontext()
+    off.__enter__()
+    _thread.depth += 1
+    try:
+        yield
+    finally:
+        if thread == threading.get_ident():
+            _thread.depth -= 1
+            off.__exit__(None, None, None)
+        else:
+            warn(
+                "an iterator over predictions was begun in one thread and ended in another, and casts stay off in the "
+                "first one. Use up or close forward_iter in the thread that has begun it."
+            )
+
+
+@contextlib.contextmanager
+def casts_on() -> Iterator[None]:
+    """Takes `casts_off` back until the block ends; a user's own ``amp.disable_casts`` still holds."""
+    session = process.live
+    if _thread.casts or not _thread.depth or session is None:
+        yield
+        return
+    _thread.casts = True
+    try:
+        with session.switch.resumed():
+            yield
+    finally:
+        _thread.casts = False
+
+
+class Live:
+    """amp for the models and optimizers of one trainer, between `open` and `close`.
+
+    Args:
+        models: the modules whose forwards are cast.
+        optimizers: those that train them; None for predictions.
+        options: the arguments of ``amp.initialize``.
+        scaler: of ``torch.amp.GradScaler``'s interface, in the place of amp's own scale; None: amp's own.
+
+    Attributes:
+        models: as given.
+        optimizers: as given; empty for predictions.
+        is_training: whether it is more than predictions.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Any] | None,
+        options: Mapping[str, Any],
+        scaler: Any = None,
+    ) -> None:
+        # At levels that convert weights a model and a part of it cannot both be handed in.
+        inner = {id(part) for model in models for part in model.modules() if part is not model}
+        self.models = [model for model in models if id(model) not in inner]
+        self.optimizers = list(optimizers or ())
+        self.is_training = optimizers is not None
+        self._options = dict(options) if scaler is None else _without_scale(options)
+        self._scaler = scaler
+        self._precise: list[tuple[Tensor, Tensor, torch.dtype]] = []
+        self._updated: set[int] = set()  # ids of the parameters that the optimizers update
+        self._is_dynamic = self._is_one = False
+        self._steps = PatchLedger()
+        self._is_in_step = self._is_unscaled = self._has_stepped = self._was_skipped = False
+        self._unproven = False
+
+    # Set up and taken down
+
+    def open(self, state: Mapping[str, Any]) -> None:
+        """Sets amp up, or joins the session of other trainers.
+
+        Args:
+            state: what `state_dict` returned before, of this trainer; empty for a fresh loss scale.
+
+        Raises:
+            UsageError: amp is set up by somebody else, or for a trainer whose settings or loss scale cannot be shared.
+            OptionError: an option has a value that is not allowed.
+        """
+        with _shared.lock:
+            others = list(_shared.users)
+            if others:
+                self._initialize([], [], joins=True)  # says what differs, if anything does
+                self._check_may_join(others)
+            elif amp.is_on():
+                raise UsageError(
+                    "amp is set up already, by amp.initialize or amp.init, and here a fit or a prediction sets it up "
+                    "for itself. Type amp.deinitialize() before it."
+                )
+            before = _floating(self.models) if _may_convert(self._options) else []
+            precise = [(each, each.detach().clone()) for each in before]
+            updated = {id(each) for optimizer in self.optimizers for each in _parameters(optimizer)}
+            session = process.live
+            optimizers = [] if self._scaler is not None else self.optimizers
+            # One that trained in this session before is still known to it.
+            new = [each for each in optimizers if session is None or not session.has_adopted(each)]
+            self._initialize(self.models, new, joins=bool(others))
+            _shared.users.append(self)
+            try:
+                self._after_initialize(precise, updated, state, is_first=not others)
+            except BaseException:
+                self.close()
+                raise
+
+    def _initialize(self, models: Sequence[nn.Module], optimizers: Sequence[Any], *, joins: bool) -> None:
+        try:
+            amp.initialize(list(models), list(optimizers), **self._options)
+        except UsageError as error:
+            if not joins:
+                raise
+            raise UsageError(
+                "amp is on in this process for another fit or prediction, and torch's functions belong to the process. "
+                f"Run one after the other, or each in a process of its own, or give both the same settings. {error}"
+            ) from error
+
+    def _check_may_join(self, others: Sequence[Live]) -> None:
+        live = amp.settings()
+        converts = live.get("cast_model_type") in ("float16", "bfloat16")
+        shares_scale = self.is_training and self._scaler is None and live.get("loss_scale") == "dynamic"
+        if converts or (shares_scale and any(other.is_training for other in others)):
+            why = "which converts weights" if converts else "with a dynamic loss scale"
+            raise UsageError(
+                f"amp is on in this process for another fit or prediction, at opt_level={live.get('opt_level')!r}, "
+                f"{why}: only one at a time can have that. Run one after the other, or each in a process of its own."
+            )
+
+    def _after_initialize(
+        self, precise: list[tuple[Tensor, Tensor]], updated: set[int], state: Mapping[str, Any], *, is_first: bool
+    ) -> None:
+        live = amp.settings()
+        self._is_dynamic = live["loss_scale"] == "dynamic"
+        self._is_one = self._scaler is None and live["loss_scale"] == 1
+        if self._scaler is not None and live["cast_model_type"] in ("float16", "bfloat16") and live["master_weights"]:
+            raise OptionError(
+                f"a scaler of its own cannot be had at opt_level={live['opt_level']!r}, whose float32 masters get "
+                "their gradients from amp's scale. Leave the scaler out, or use opt_level='O1'."
+            )
+        # What has a master comes back from it; what has none would come back rounded.
+        mastered = updated if live["master_weights"] else set()
+        self._precise = [
+            (now, before, now.dtype)
+            for now, before in precise
+            if now.dtype is not before.dtype and not (id(now) in mastered and now.requires_grad)
+        ]
+        self._counts = amp.cast_counts()
+        self._unproven = self.is_training and (live["patch_torch_functions"] or live["cast_model_type"] is not None)
+        if is_first:
+            _shared.first_state = amp.state_dict()
+            _shared.ledger.set(torch.autograd, "backward", _backward_of_steps(torch.autograd.backward))
+        if self.is_training and self._scaler is None:
+            amp.load_state_dict(state or _shared.first_state)
+        if self._scaler is not None:
+            for optimizer in self.optimizers:
+                self._steps.set(optimizer, "step", self._scaled_step(optimizer, optimizer.step))
+
+    def close(self) -> None:
+        """Takes down what `open` has set up, when the last trainer goes; weights are float32 again."""
+        with _shared.lock:
+            _shared.users = [user for user in _shared.users if user is not self]
+            self._steps.undo()
+            if _shared.users:
+                return
+            _shared.ledger.undo()
+            try:
+                amp.deinitialize()
+            finally:
+                with torch.no_grad():
+                    for now, before, half in self._precise:
+                        if now.dtype is before.dtype and torch.equal(now, before.to(half).to(now.dtype)):
+                            now.copy_(before)
+                self._precise = []
+
+    @property
+    def converts(self) -> bool:
+        """Returns whether weights of its models are half now."""
+        return any(each.dtype in HALVES for each in _floating(self.models))
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Returns the state of amp's scale as plain numbers; None if there is none, or a scaler of its own."""
+        return amp.state_dict() if self.is_training and self._scaler is None and amp.is_on() else None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Has amp's scale go on from a state."""
+        if self.is_training and self._scaler is None:
+            amp.load_state_dict(state or _shared.first_state)
+
+    # Steps
+
+    @property
+    def is_in_step(self) -> bool:
+        """Returns whether a training step is under way."""
+        return self._is_in_step
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Runs a training step: scales the backward passes of this thread, and hears of skipped steps.
+
+        Raises:
+            UsageError: somebody has taken amp down meanwhile.
+
+        Warns:
+            AmpWarning: the first step has ended, and amp has cast nothing.
+        """
+        if not amp.is_on():
+            raise UsageError(
+                "amp.deinitialize() was called in the midst of a fit, which sets amp up and takes it down itself. "
+                "Leave that call out, or call it after the fit."
+            )
+        outer, _thread.stepping, self._is_in_step = _thread.stepping, self, True
+        skipped = self._skipped_steps()
+        self._was_skipped = False
+        try:
+            yield
+        finally:
+            _thread.stepping, self._is_in_step = outer, False
+        if self._scaler is not None:
+            self._update_scaler()
+        elif self._is_dynamic:
+            self._was_skipped = self._skipped_steps() > skipped
+        if self._unproven:
+            self._unproven = False
+            self._warn_if_idle()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Returns whether an optimizer skipped its step in the last training step, after an overflow."""
+        return self._was_skipped
+
+    def _skipped_steps(self) -> int:
+        if self._scaler is not None or not self._is_dynamic:
+            return 0
+        return sum(map(amp.skipped_steps, self.optimizers))
+
+    def _warn_if_idle(self) -> None:
+        is_compiled = any(isinstance(part, torch._dynamo.OptimizedModule) for m in self.models for part in m.modules())
+        counts = amp.cast_counts()
+        if is_compiled or self.converts or counts != self._counts:
+            return
+        live = amp.settings()
+        warn(
+            f"amp is on (opt_level={live['opt_level']!r}, {live['half_dtype']}), and the first training step has cast "
+            f"nothing: no function of the cast lists met a tensor on {', '.join(live['device_types'])} that needs it. "
+            "ampatch lists show NAME tells what is cast; opt_level='O0' turns amp off."
+        )
+
+    # Backward passes
+
+    def backward(self, original: Callable[..., None], tensors: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Runs a backward pass of a training step with the loss scaled, and leaves its gradients unscaled.
+
+        Args:
+            original: ``torch.autograd.backward``.
+            tensors: one or several, as that takes them.
+            args: its other arguments.
+            kwargs: the same, by keyword.
+        """
+        if not self.optimizers:
+            raise UsageError(
+                "a backward pass in a training step, and there is no optimizer to unscale gradients for. Make it in "
+                "initialize_optimizer, as an attribute such as self.optimizer_, of a subclass of torch.optim.Optimizer."
+            )
+        inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
+        leaves = {} if self._is_one else self._leaves(tensors, inputs)
+        ours = self._ours(leaves)
+        # Without inputs it may lead to parameters that are no leaves of this graph, as those of a checkpoint's.
+        is_anothers = not ours and bool(leaves) and (inputs is not None or self._is_unscaled)
+        if is_anothers or self._is_scaled_by_hand():
+            original(tensors, *args, **kwargs)
+            return
+        scale = 1.0
+        # No optimizer updates these leaves, inputs for instance, so that amp.scale_loss would leave them scaled.
+        others = [(leaf, leaf.grad) for key, leaf in leaves.items() if key not in ours]
+        if others:
+            scale = amp.get_loss_scale() if self._scaler is None else self._scaler.get_scale()
+        for leaf, _ in others:
+            leaf.grad = None
+        try:
+            with casts_on():
+                if self._scaler is None:
+                    with amp.scale_loss(tensors, self.optimizers) as scaled:
+                        original(scaled, *args, **kwargs)
+                else:
+                    self._scaled_backward(original, tensors, args, kwargs)
+        finally:
+            with torch.no_grad():
+                for leaf, before in others:
+                    if leaf.grad is not None:
+                        leaf.grad.div_(scale)
+                        leaf.grad = leaf.grad if before is None else before.add_(leaf.grad)
+                    else:
+                        leaf.grad = before
+
+    def _leaves(self, tensors: Any, inputs: Any) -> dict[int, Tensor]:
+        if inputs is not None:
+            return {id(each): each for each in tensors_in(list(_as_tuple(inputs)))}
+        roots = [each.grad_fn for each in tensors_in(list(_as_tuple(tensors))) if each.grad_fn is not None]
+        return {key: leaf for root in roots for key, leaf in leaves_of(root).items()}
+
+    def _ours(self, leaves: Mapping[int, Tensor]) -> set[int]:
+        """Returns the ids among these that the optimizers update; an optimizer may have new parameters meanwhile."""
+        if not leaves.keys() <= self._updated:
+            session = process.live
+            self._updated = {
+                id(each)
+                for optimizer in self.optimizers
+                for each in (
+                    _parameters(optimizer)
+                    if session is None or self._scaler is not None
+                    else session.adopted(optimizer).model_parameters()
+                )
+            }
+        return self._updated & leaves.keys()
+
+    def _is_scaled_by_hand(self) -> bool:
+        """Returns whether the user's own ``amp.scale_loss`` is around this backward pass."""
+        session = process.live
+        if session is None or self._scaler is not None:
+            return False
+        adopted = map(session.adopted, self.optimizers)
+        return any(each.scaled_by is not None and each.scaled_by.is_open for each in adopted)
+
+    # A scaler of the user's
+
+    def _scaled_backward(self, original: Callable[..., None], tensors: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        if self._has_stepped:
+            self._update_scaler()
+        with_gradients = [each for each in self.optimizers if _has_gradients(each)]
+        if self._is_unscaled and with_gradients:
+            raise UsageError(
+                f"a second backward pass adds to gradients that this {type(self._scaler).__name__} has unscaled, which "
+                "it can do once a step only. Step, or clear the gradients, in between; or leave the scaler out: amp's "
+                "own scale lets gradients accumulate."
+            )
+        if self._is_unscaled:  # and cleared since: nothing has stepped
+            self._end_iteration()
+        original(self._scaler.scale(tensors), *args, **kwargs)
+        for optimizer in self.optimizers:
+            if _has_gradients(optimizer):
+                self._scaler.unscale_(optimizer)
+                self._is_unscaled = True
+
+    def _scaled_step(self, optimizer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a ``step`` for an optimizer that goes through the scaler."""
+        inside = False
+        has_run = False
+
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside, has_run
+            if inside:  # the scaler calls it
+                has_run = True
+                return original(*args, **kwargs)
+            closure = args[0] if args else kwargs.get("closure")
+            inside, has_run = True, False
+            try:
+                result = self._step_by_scaler(optimizer, original, closure)
+            finally:
+                inside = False
+            self._was_skipped |= not has_run
+            return result
+
+        return step
+
+    def _step_by_scaler(self, optimizer: Any, original: Callable[..., Any], closure: Any) -> Any:
+        scaler = self._scaler
+        if closure is None:
+            result = scaler.step(optimizer) if _has_gradients(optimizer) else original()
+            self._has_stepped = True
+            return result
+        if self._has_stepped or self._is_unscaled:  # by another optimizer, whose closure has run
+            self._end_iteration()
+
+        def evaluate() -> Any:
+            self._is_unscaled = False
+            return closure()
+
+        if isinstance(scaler, GradScaler) or not scaler.is_enabled():
+            result = scaler.step(optimizer, evaluate)
+        else:
+            parameter = inspect.signature(original).parameters.get("closure")
+            if parameter is not None and parameter.default is parameter.empty:
+                raise UsageError(
+                    f"{type(optimizer).__name__} evaluates its closure several times in a step, and "
+                    f"{type(scaler).__module__}.{type(scaler).__name__} takes no closures. Use ampatch.GradScaler, or "
+                    "leave the scaler out."
+                )
+            result = evaluate()
+            scaler.step(optimizer)
+        self._has_stepped = True
+        return result
+
+    def _update_scaler(self) -> None:
+        if self._has_stepped:
+            self._end_iteration()
+
+    def _end_iteration(self) -> None:
+        before = self._scaler.get_scale()
+        self._scaler.update()
+        self._was_skipped |= self._scaler.get_scale() < before
+        self._has_stepped = self._is_unscaled = False
+
+
+def _backward_of_steps(original: Callable[..., None]) -> Callable[..., None]:
+    """Returns a ``torch.autograd.backward`` that scales the backward passes of training steps."""
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        live = _thread.stepping
+        # Within a backward pass, as in checkpoints, gradients have the scale already.
+        if live is None or torch._C._current_graph_task_id() != -1 or not (args or "tensors" in kwargs):
+            original(*args, **kwargs)
+            return
+        tensors = args[0] if args else kwargs.pop("tensors")
+        live.backward(original, tensors, args[1:], kwargs)
+
+    return backward
+
+
+def _without_scale(options: Mapping[str, Any]) -> dict[str, Any]:
+    of_scale = ("loss_scale", "init_scale", "scale_factor", "growth_factor", "backoff_factor", "scale_window")
+    given = [name for name in (*of_scale, "hysteresis", "min_loss_scale", "max_loss_scale") if name in options]
+    if given:
+        raise OptionError(
+            f"a scaler stands in the place of amp's own scale, and {', '.join(given)} would set that. Leave one of the "
+            "two out."
+        )
+    return {**options, "loss_scale": 1.0}
+
+
+def _may_convert(options: Mapping[str, Any]) -> bool:
+    return options.get("opt_level", "O1") not in ("O0", "O1", "O4") or options.get("cast_model_type") is not None
+
+
+def _floating(models: Sequence[nn.Module]) -> list[Tensor]:
+    tensors = {id(each): each for model in models for each in (*model.parameters(), *model.buffers())}
+    return [each for each in tensors.values() if each.is_floating_point()]
+
+
+def _parameters(optimizer: Any) -> list[Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _has_gradients(optimizer: Any) -> bool:
+    return any(each.grad is not None for each in _parameters(optimizer))
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, Tensor) else tuple(value)

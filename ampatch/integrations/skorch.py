@@ -1,0 +1,396 @@
+"""``AmpNetMixin``: amp for skorch's nets, by parameters with double underscores.
+
+Owns which methods of a net amp stands around, its parameters, and the state of the loss scale from fit to fit. What
+amp does within a fit is `ampatch.integrations.live`'s. Must never change a net that has amp off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from ampatch import amp
+from ampatch.casting import cast_floating
+from ampatch.errors import IntegrationError, OptionError, UsageError, did_you_mean, warn
+from ampatch.integrations.amp_state import AmpState
+from ampatch.integrations.live import casts_off, casts_on
+from ampatch.opt_levels import check_flag
+
+_INSTALL = "Type pip install 'skorch>=1.4'."
+try:
+    import skorch
+    from skorch import NeuralNet
+except ModuleNotFoundError as error:
+    raise IntegrationError(f"ampatch.integrations.skorch needs skorch, and there is no {error.name}. {_INSTALL}") from (
+        error
+    )
+if tuple(map(int, re.findall(r"\d+", skorch.__version__)[:2])) < (1, 4):
+    raise IntegrationError(f"ampatch.integrations.skorch needs skorch 1.4, and found {skorch.__version__}. {_INSTALL}")
+
+__all__ = ["AmpNetMixin", "AmpState"]
+
+_OWN = {"models", "optimizers", "num_losses"}  # arguments of amp.initialize that a net gives itself
+_OPTIONS = [name for name in inspect.signature(amp.initialize).parameters if name not in _OWN]
+_OVERRIDES = ("loss_scale", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
+_OF_SCALERS = ("scale", "unscale_", "step", "update", "get_scale", "state_dict", "load_state_dict", "is_enabled")
+_GUARDED = "_is_guarded_by_ampatch"
+
+_M = TypeVar("_M", bound=Callable[..., Any])
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _session(net: Any, training: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Returns ``net.amp_session(training)``, or what does nothing where that would: every step asks several times."""
+    return _NOTHING if net._amp_state().is_held_here(training) else net.amp_session(training)
+
+
+# Guards: what amp does around a method, of skorch's or an override. A method that calls its parent's is guarded twice,
+# which changes nothing.
+
+
+def _fitting(method: Any) -> Any:
+    """Sets amp up while the method runs."""
+
+    @functools.wraps(method)
+    def guarded(net: Any, *args: Any, **kwargs: Any) -> Any:
+        with net.amp_session(training=True):
+            return method(net, *args, **kwargs)
+
+    return guarded
+
+
+def _iterating(method: Any) -> Any:
+    """Sets amp up until the generator ends."""
+
+    @functools.wraps(method)
+    def guarded(net: Any, *args: Any, **kwargs: Any) -> Any:
+        with net.amp_session():
+            yield from method(net, *args, **kwargs)
+
+    return guarded
+
+
+def _stepping(method: Any) -> Any:
+    """Scales backward passes while the method runs, and skips steps of optimizers."""
+
+    @functools.wraps(method)
+    def guarded(net: Any, *args: Any, **kwargs: Any) -> Any:
+        with _session(net, training=True), net._amp_state().step(net):
+            return method(net, *args, **kwargs)
+
+    return guarded
+
+
+def _within_steps(method: Any) -> Any:
+    """Scales backward passes of a method that does not step, so that amp has to be there after it."""
+
+    @functools.wraps(method)
+    def guarded(net: Any, *args: Any, **kwargs: Any) -> Any:
+        if not net._amp_state().is_live and net._amp_is_on():
+            raise UsageError(
+                "train_step_single was called outside of fit, so that amp would be gone before the optimizer steps, "
+                "and no overflow could skip the step. Put your loop into with net.amp_session(training=True):, or call "
+                "net.train_step, which steps as well."
+            )
+        with net._amp_state().step(net):
+            return method(net, *args, **kwargs)
+
+    return guarded
+
+
+def _casting(method: Any) -> Any:
+    """Turns casts on while the method runs, and returns float32: numpy has no bfloat16."""
+
+    @functools.wraps(method)
+    def guarded(net: Any, *args: Any, **kwargs: Any) -> Any:
+        with _session(net):
+            if not net._amp_state().is_live:
+                return method(net, *args, **kwargs)
+            with casts_on():
+                result = method(net, *args, **kwargs)
+            has_other_type = getattr(net, "amp__cast_model_outputs", None) is not None
+            return result if has_other_type else cast_floating(result, torch.float32)
+
+    return guarded
+
+
+_GUARDS: dict[str, Callable[[Any], Any]] = {
+    "fit_loop": _fitting,
+    "train_step": _stepping,
+    "train_step_single": _within_steps,
+    "forward_iter": _iterating,
+    "infer": _casting,
+    "get_loss": _casting,
+}
+
+
+def _guarded(method: _M, name: str = "") -> _M:
+    guarded = _GUARDS[name or method.__name__](method)
+    setattr(guarded, _GUARDED, True)
+    return guarded  # type: ignore[no-any-return]
+
+
+class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
+    """Trains and predicts in mixed precision, as the first base of a net.
+
+    ::
+
+        class Net(AmpNetMixin, NeuralNetClassifier): ...
+
+        net = Net(MyModule, amp__opt_level="O1", amp__half_dtype="float16")
+
+    ``amp__`` takes every argument of ``amp.initialize`` but ``models``, ``optimizers`` and ``num_losses``; and
+    ``amp__scaler``, a class or an instance with the interface of ``torch.amp.GradScaler``, in the place of amp's own
+    scale. Functions are cast within `infer` and `get_loss`, and nowhere else. ``net.amp_`` has the state of the scale.
+
+    Raises:
+        UsageError: of a class that names the mixin after the net, or that is an ``AccelerateMixin`` as well.
+    """
+
+    amp_: AmpState
+    prefixes_: list[str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        bases = [base.__name__ for base in cls.__mro__ if base.__module__.partition(".")[0] == "skorch"]
+        if "AccelerateMixin" in bases:
+            raise UsageError(f"{cls.__name__} has AmpNetMixin and AccelerateMixin, and both cast. Leave one out.")
+        if issubclass(cls, NeuralNet) and cls.__mro__.index(NeuralNet) < cls.__mro__.index(AmpNetMixin):
+            raise UsageError(
+                f"{cls.__name__} names AmpNetMixin after the net, whose methods then go past it. Type "
+                f"class {cls.__name__}(AmpNetMixin, {cls.__bases__[0].__name__})."
+            )
+        for name in _GUARDS:
+            method = cls.__dict__.get(name)
+            if method is None and not hasattr(getattr(cls, name), _GUARDED):  # of a class before the mixin
+                method = _inherited(cls, name)
+            if method is not None and not hasattr(method, _GUARDED):
+                setattr(cls, name, _guarded(method, name))
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.prefixes_ = [*self.prefixes_, "amp"]
+
+    # What amp stands around
+
+    @_guarded
+    def fit_loop(self, X: Any, y: Any = None, epochs: int | None = None, **kwargs: Any) -> Any:  # noqa: N803
+        """As the net's, with amp set up for its length."""
+        return super().fit_loop(X, y, epochs, **kwargs)
+
+    @_guarded
+    def train_step(self, batch: Any, **fit_params: Any) -> Any:
+        """As the net's: in it backward passes are scaled, and an overflow skips the steps of optimizers."""
+        return super().train_step(batch, **fit_params)
+
+    @_guarded
+    def train_step_single(self, batch: Any, **fit_params: Any) -> Any:
+        """As the net's; ``loss.backward()`` scales by itself."""
+        return super().train_step_single(batch, **fit_params)
+
+    @_guarded
+    def forward_iter(self, *args: Any, **kwargs: Any) -> Any:
+        """As the net's, with amp set up until the generator ends."""
+        return super().forward_iter(*args, **kwargs)
+
+    @_guarded
+    def infer(self, x: Any, **fit_params: Any) -> Any:
+        """As the net's, with casts on; returns float32."""
+        return super().infer(x, **fit_params)
+
+    @_guarded
+    def get_loss(self, y_pred: Any, y_true: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the net's, with casts on; returns float32."""
+        return super().get_loss(y_pred, y_true, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def amp_session(self, training: bool = False) -> Iterator[None]:
+        """Sets amp up for a block, as `fit` and `predict` do for themselves.
+
+        For many short predictions, each of which would set amp up and take it down; and for training loops of one's
+        own that call `train_step_single`. Casts are on within `infer` and `get_loss` only, in a block too.
+
+        Args:
+            training: whether the optimizers take part.
+
+        Raises:
+            UsageError: amp is on in this process with other settings, or not for this net alone.
+            OptionError: a parameter has a value that is not allowed.
+        """
+        state = self._amp_state()
+        if not (state.is_live or self._amp_is_on()):
+            yield
+            return
+        self.check_is_fitted()
+        if training:
+            self.check_training_readiness()
+        with state.held(self, training), casts_off():
+            yield
+
+    def notify(self, method_name: str, **cb_kwargs: Any) -> Any:
+        """As the net's."""
+        self._amp_state().note(method_name)
+        return super().notify(method_name, **cb_kwargs)
+
+    @property
+    def accelerator(self) -> AmpState | None:
+        """Tells skorch's LRScheduler, which asks by this name, that a batch's step was skipped."""
+        return self._amp_state() if self._amp_state().is_live else None
+
+    # Parameters
+
+    def _amp_state(self) -> AmpState:
+        if not hasattr(self, "amp_"):
+            self.amp_ = AmpState()
+        return self.amp_
+
+    def _amp_is_on(self) -> bool:
+        enabled = getattr(self, "amp__enabled", True)
+        if not (check_flag("enabled", enabled) if isinstance(enabled, str) else enabled):
+            return False
+        if getattr(self, "amp__opt_level", "O1") != "O0":
+            return True
+        return any(getattr(self, f"amp__{name}", None) is not None for name in _OVERRIDES)
+
+    def _amp_options(self) -> dict[str, Any]:
+        options = {key: value for key, value in self.get_params_for("amp").items() if not key.startswith("scaler")}
+        return {"verbosity": int(bool(self.verbose)), **options}
+
+    def _amp_trained(self, training: bool) -> tuple[list[nn.Module], list[Any]]:
+        modules = [getattr(self, name + "_") for name in self._modules]
+        # A criterion has no half weights: it gets the float32 outputs of modules.
+        if getattr(self, "amp__opt_level", "O1") in ("O0", "O1", "O4"):
+            modules += [getattr(self, name + "_") for name in self._criteria]
+        optimizers = [getattr(self, name + "_") for name in self._optimizers] if training else []
+        return [each for each in modules if isinstance(each, nn.Module)], [each for each in optimizers if each]
+
+    def _amp_scaler(self) -> Any:
+        params = {
+            key.removeprefix("scaler__"): value
+            for key, value in self.get_params_for("amp").items()
+            if key.startswith("scaler__")
+        }
+        scaler = getattr(self, "amp__scaler", None)
+        lacks = [name for name in _OF_SCALERS if not hasattr(scaler, name)]
+        if scaler is None:
+            if params:
+                raise OptionError(f"amp__scaler__{min(params)} is set, and there is no amp__scaler to set it on.")
+            return None
+        if lacks:
+            raise OptionError(
+                f"amp__scaler is {scaler!r}, which lacks {', '.join(lacks)}; expected a class or an instance with the "
+                "interface of torch.amp.GradScaler, such as ampatch.GradScaler."
+            )
+        if not isinstance(scaler, type):
+            if params:
+                raise OptionError(
+                    f"amp__scaler is an instance, which is used as it is, and amp__scaler__{min(params)} would set it. "
+                    f"Type amp__scaler={type(scaler).__name__}, the class."
+                )
+            return scaler
+        if issubclass(scaler, torch.amp.GradScaler):
+            params = {"device": torch.device(self.device or "cpu").type, **params}
+        try:
+            return scaler(**params)
+        except TypeError as error:
+            raise OptionError(f"amp__scaler cannot be made of {params}: {error}") from error
+
+    def initialize(self) -> Any:
+        """As the net's; the loss scale begins anew, and a scaler that is given as a class is made."""
+        super().initialize()
+        self._amp_state().reset(self._amp_scaler())
+        return self
+
+    def _validate_params(self) -> None:
+        super()._validate_params()
+        self._check_amp_names(key for key in self._params_to_validate if key == "amp" or key.startswith("amp__"))
+
+    @staticmethod
+    def _check_amp_names(names: Any) -> None:
+        known = [f"amp__{name}" for name in (*_OPTIONS, "scaler")]
+        for name in sorted(names):
+            if name not in known and not name.startswith("amp__scaler__"):
+                near = did_you_mean(name, known) or f" Expected one of {', '.join(known)}."
+                raise OptionError(f"__init__() or set_params() got an unexpected argument {name}.{near}")
+
+    def set_params(self, **kwargs: Any) -> Any:
+        """As the net's. Those of amp take effect with the next training step or prediction.
+
+        ``amp__init_scale`` and ``amp__scaler`` begin with a fresh scale.
+        """
+        ours = {key: kwargs.pop(key) for key in list(kwargs) if key == "amp" or key.startswith("amp__")}
+        if self.initialized_:
+            self._check_amp_names(ours)
+        super().set_params(**kwargs)
+        for key, value in ours.items():
+            setattr(self, key, value)
+        self._params_to_validate.update(ours)
+        if self.initialized_ and ours:
+            state = self._amp_state()
+            if any(key.startswith("amp__scaler") for key in ours):
+                state.reset(self._amp_scaler())
+            state.outdate(scale_too="amp__init_scale" in ours)
+        return self
+
+    # Saving
+
+    def __getstate__(self) -> Any:
+        with self._amp_state().suspended(self):
+            return super().__getstate__()
+
+    def save_params(self, *args: Any, f_amp: Any = None, **kwargs: Any) -> None:
+        """As the net's; ``f_amp`` takes the state of the loss scale. No such file is written where amp is off."""
+        if f_amp is not None and self._amp_is_on():
+            self.check_is_fitted()
+            kwargs["f_amp"] = f_amp
+        if args or f_amp is None or any(value for key, value in kwargs.items() if key.startswith("f_")):
+            super().save_params(*args, **kwargs)
+
+    def load_params(self, *args: Any, f_amp: Any = None, checkpoint: Any = None, **kwargs: Any) -> None:
+        """As the net's; ``f_amp`` gives the state of the loss scale. Where amp is off it is not read.
+
+        Warns:
+            AmpWarning: there is no such file, and there are the others: they were saved with amp off.
+        """
+        of_checkpoint = f_amp is None and getattr(checkpoint, "f_amp", None) is not None
+        others = args or checkpoint is not None or any(v for key, v in kwargs.items() if key.startswith("f_"))
+        if others or f_amp is None:
+            # Without its f_amp: a file that is missing would keep skorch from loading the rest.
+            rest = checkpoint
+            if getattr(checkpoint, "f_amp", None) is not None:
+                rest = copy.copy(checkpoint)
+                rest.f_amp = None
+            super().load_params(*args, checkpoint=rest, **kwargs)
+        if of_checkpoint:
+            f_amp = checkpoint.get_formatted_files(self)["f_amp"]
+        if f_amp is None or not self._amp_is_on():
+            return
+        self._amp_state()
+        try:
+            super().load_params(f_amp=f_amp, use_safetensors=kwargs.get("use_safetensors", False))
+        except FileNotFoundError:
+            if not others:
+                raise
+            warn(
+                f"there is no {f_amp}, as of a net that was saved with amp off: the loss scale begins anew. To "
+                "continue without amp, set amp__opt_level='O0'."
+            )
+
+
+def _inherited(cls: type, name: str) -> Callable[..., Any]:
+    """Returns a method that calls what a class inherits under a name."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(cls, self), name)(*args, **kwargs)
+
+    return functools.wraps(getattr(cls, name))(method)
