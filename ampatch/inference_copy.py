@@ -76,6 +76,12 @@ _TRACED_TOO_EARLY = (
 )
 
 
+def _wait_for(written: Tensor) -> None:
+    """Waits until a tensor is written: threads with streams of their own will read it."""
+    if written.is_cuda:
+        torch.cuda.current_stream(written.device).synchronize()
+
+
 class _State(Enum):
     """Which functions have read a weight so far."""
 
@@ -151,6 +157,7 @@ class _Weights:
         self._by_id: dict[int, tuple[weakref.ref[Tensor], _Weight]] = {}
         self._by_module: dict[nn.Module, list[tuple[str, _Weight]]] = {}
         self._casts = Store()
+        self._is_settled = True
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -194,11 +201,14 @@ class _Weights:
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns a tensor in another type; of a weight, one cast serves until the weight changes."""
-        if type(tensor) is not Parameter or _is_traced():
+        may_be_weight = type(tensor) is Parameter or _len_torch_dispatch_stack()
+        if may_be_weight and dtype is not self.half_dtype:  # as a whitelisted function asks that writes to float32
+            tensor = self.full(tensor)
+        if type(tensor) is not Parameter or dtype is not self.half_dtype or _is_traced():
             return tensor.to(dtype)
         weight = self.find(tensor)
-        if weight is not None and weight.state is _State.UNREAD and dtype is self.half_dtype:
-            weight.state = _State.IN_HALF
+        if weight is not None and weight.state is _State.UNREAD:
+            weight.state, self._is_settled = _State.IN_HALF, False
         kept = self._casts.find(tensor, dtype)
         if kept is not None:
             return kept
@@ -208,6 +218,7 @@ class _Weights:
         if may_be_kept and torch._C._functorch.peek_interpreter_stack() is None:
             # As its weight does, since torch's linear copies a weight that does not for each row of a batch.
             self._casts.keep(tensor, cast.requires_grad_(tensor.requires_grad))
+            _wait_for(cast)
         return cast
 
     def full(self, weight: Tensor) -> Tensor:
@@ -238,6 +249,9 @@ class _Weights:
 
     def settle(self) -> None:
         """Makes weights half that nothing but whitelisted functions has read, at the end of a forward."""
+        if self._is_settled:
+            return
+        self._is_settled = True
         for weight in self.all:
             parameter = weight.parameter() if weight.state is _State.IN_HALF else None
             if parameter is not None:
@@ -251,6 +265,7 @@ class _Weights:
                 weight.kept = parameter.detach().to("cpu", copy=True)
             half = self._casts.find(parameter, self.half_dtype)
             parameter.data = parameter.detach().to(self.half_dtype) if half is None else half.detach()
+        _wait_for(parameter)
         weight.state = _State.HALF
         self._casts.forget([id(parameter)])
 
@@ -266,6 +281,7 @@ class _Weights:
                 )
             with torch.inference_mode(False), torch.no_grad():
                 parameter.data = weight.values(parameter)
+            _wait_for(parameter)
             weight.kept, weight.state = None, _State.FLOAT32
 
     # What is saved and loaded

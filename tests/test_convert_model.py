@@ -111,6 +111,9 @@ FUNCTIONS: list[tuple[str, Callable[[Tensor, Any], Any]]] = [
     ("via dtype", lambda x, w: x.sum() + w.sum()),
     ("in place", lambda x, w: x.clone().mul_(w[0])),
     ("out", lambda x, w: torch.mm(x, w.to(x.dtype), out=torch.empty(4, 4, dtype=x.dtype))),
+    ("written to float32", lambda x, w: torch.mm(x.float(), w, out=torch.empty(4, 4))),
+    ("in place in float32", lambda x, w: torch.zeros(4, 4).addmm_(x, w)),
+    ("read in half first", lambda x, w: F.linear(x, w) + torch.mm(x.float(), w, out=torch.empty(4, 4))),
     ("view of the weight", lambda x, w: F.linear(x, w[:2]) + F.linear(x, w.t())[:, :2]),
     ("weight in float32 only", lambda x, w: x * w.exp()),
     ("weight in both", lambda x, w: F.linear(x, w) * w.mean()),
@@ -196,6 +199,16 @@ class TestAsO1:
         amp.register_float_function(torch, "mm")
         model = Calling(lambda x, w: torch.mm(w, x))
         assert of_copy(amp.convert_model(model, "bfloat16"), torch.ones(4, 4)).dtype is torch.float32
+
+    @EACH_HALF
+    def test_in_a_region_of_autocast_with_the_other_half_type(self, half):
+        other = next(dtype for dtype in HALF_DTYPES if dtype is not half)
+        model, inputs = Calling(lambda x, w: torch.mm(w, x)), torch.randn(4, 4)
+        made = amp.convert_model(model, half)
+        with torch.autocast("cpu", other):
+            expected = of_o1(model, half, inputs)
+            for _ in range(2):
+                assert_same_bits(of_copy(made, inputs), expected)
 
     def test_a_banned_function_raises_as_it_does_there(self):
         made = amp.convert_model(Calling(lambda x, w: F.binary_cross_entropy(x.sigmoid(), w.round().clamp(0, 1))))
