@@ -364,21 +364,21 @@ class _Copy:
         return nullcontext() if live is None else live.switch.disabled()
 
 
-class _Forward:
-    """What stands for the ``forward`` of a module of the copy."""
+class _Entrance:
+    """What stands for a method of a module of the copy by which the module is called."""
 
-    def __init__(self, made: _Copy, module: nn.Module, forward: Callable[..., Any], excluded: bool) -> None:
-        functools.update_wrapper(self, forward)
-        self._copy, self._module, self._forward, self._excluded = made, module, forward, excluded
+    def __init__(self, made: _Copy, module: nn.Module, method: Callable[..., Any], excluded: bool) -> None:
+        functools.update_wrapper(self, method)
+        self._copy, self._module, self._method, self._excluded = made, module, method, excluded
 
     @property
     def __code__(self) -> Any:  # where torch.export says that the model stands
-        return self._forward.__code__
+        return self._method.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._excluded:
-            return self._copy.run_excluded(self._module, self._forward, args, kwargs)
-        return self._copy.run(self._forward, args, kwargs)
+            return self._copy.run_excluded(self._module, self._method, args, kwargs)
+        return self._copy.run(self._method, args, kwargs)
 
 
 def convert(
@@ -398,7 +398,9 @@ def convert(
     parts = _Copy(rules, weights)
     for path, module in made.named_modules():
         if _has_forward(module):
-            module.__dict__["forward"] = _Forward(parts, module, module.forward, path in left_out)
+            # The second is what runs hooks, and the first; users call either.
+            for name in ("forward", "_call_impl"):
+                module.__dict__[name] = _Entrance(parts, module, getattr(module, name), path in left_out)
         if isinstance(module, nn.RNNBase):
             module.__dict__["check_input"] = functools.partial(_check_input, module)
         if weights.of_module(module):
@@ -472,7 +474,7 @@ def _check(model: object) -> nn.Module:
             "torch.compile(amp.convert_model(model))."
         )
     models.check_model(module)
-    if any(isinstance(each.__dict__.get("forward"), _Forward) for each in module.modules()):
+    if any(isinstance(each.__dict__.get("forward"), _Entrance) for each in module.modules()):
         raise OptionError(
             f"this {kind} is, or holds, what amp.convert_model has made already. Hand in the model that it was made of."
         )

@@ -178,6 +178,16 @@ class TestAsO1:
                 assert_same_bits(found, wanted)
 
     @EACH_HALF
+    @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+    @pytest.mark.parametrize(
+        "make", [nn.utils.weight_norm, nn.utils.spectral_norm], ids=["weight-norm", "spectral-norm"]
+    )
+    def test_hooks_of_the_model_that_is_called(self, make, half):
+        torch.manual_seed(0)
+        model, inputs = make(nn.Linear(8, 4)).eval(), torch.randn(2, 8)
+        assert_same_bits(of_copy(amp.convert_model(model, half), inputs), of_o1(model, half, inputs))
+
+    @EACH_HALF
     def test_users_own_lists_and_functions(self, half):
         calls = []
 
