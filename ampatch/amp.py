@@ -39,7 +39,7 @@ from ampatch.errors import (
     warn,
 )
 from ampatch.function_patches import Registration
-from ampatch.inference_copy import convert
+from ampatch.inference_copy import check_no_copy, convert
 from ampatch.loss_scaler import LossScaler, ScaleState, is_of_grad_scaler, make_policy, settings_unlike
 from ampatch.mixed_precision import precise_within
 from ampatch.opt_levels import Properties
@@ -271,6 +271,8 @@ def initialize(
     kernels.prepare()
     calls.prepare()
     model_list = [models_module.check_model(model) for model in _as_list(models)]
+    for model in model_list:
+        check_no_copy(model)
     optimizer_list = [] if optimizers is None else [check_optimizer(optimizer) for optimizer in _as_list(optimizers)]
     half = _half_dtype(half_dtype, patch_torch_functions_type, "patch_torch_functions_type", opt_level, model_list)
     overrides = opt_levels.Overrides(
@@ -579,7 +581,7 @@ def convert_model(
     """
     kept = _flag("keep_float32", keep_float32)
     half = _half_dtype(half_dtype, None, "", "O1", [models_module.check_module(model)])
-    return convert(model, half, excluded, _lists(cast_lists), kept)  # type: ignore[return-value]
+    return convert(model, half, () if excluded is None else excluded, _lists(cast_lists), kept)  # type: ignore[return-value]
 
 
 @contextlib.contextmanager

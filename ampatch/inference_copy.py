@@ -394,7 +394,8 @@ def convert(
     live = process.live
     if live is not None and any(live.conversion.values_behind(each) is not None for each in source.parameters()):
         source = copy.deepcopy(source)  # which is float32
-    made, weights = _copied(source, left_out, rules, _Weights(half_dtype, keep_float32))
+    with torch.inference_mode(False), torch.no_grad():  # or its weights could be used in inference mode only
+        made, weights = _copied(source, left_out, rules, _Weights(half_dtype, keep_float32))
     parts = _Copy(rules, weights)
     for path, module in made.named_modules():
         if _has_forward(module):
@@ -407,6 +408,15 @@ def convert(
             module.register_state_dict_post_hook(functools.partial(_Weights.after_state_dict, weights))
             module.register_load_state_dict_pre_hook(functools.partial(_Weights.before_load_state_dict, weights))
     return made.eval()
+
+
+def check_no_copy(module: nn.Module) -> None:
+    """Raises `OptionError` if a module is, or holds, a copy that `convert` has made."""
+    if any(isinstance(each.__dict__.get("forward"), _Entrance) for each in module.modules()):
+        raise OptionError(
+            f"this {type(module).__name__} is, or holds, what amp.convert_model has made for inference. Hand in the "
+            "model that it was made of."
+        )
 
 
 def _copied(
@@ -474,10 +484,7 @@ def _check(model: object) -> nn.Module:
             "torch.compile(amp.convert_model(model))."
         )
     models.check_model(module)
-    if any(isinstance(each.__dict__.get("forward"), _Entrance) for each in module.modules()):
-        raise OptionError(
-            f"this {kind} is, or holds, what amp.convert_model has made already. Hand in the model that it was made of."
-        )
+    check_no_copy(module)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     lazy = [name for name, tensor in tensors if is_lazy(tensor)]
     if lazy:

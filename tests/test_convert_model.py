@@ -530,6 +530,13 @@ class TestCalledOtherwise:
 
         assert amp.convert_model(Encoder(), "bfloat16").encode(torch.ones(4)).dtype is torch.bfloat16
 
+    def test_made_in_inference_mode_and_called_outside_of_it(self):
+        with torch.inference_mode():
+            made = amp.convert_model(nn.Linear(4, 4), "bfloat16", excluded=None)
+        with torch.enable_grad():
+            made(torch.ones(4)).sum().backward()
+        assert made.weight.grad is not None
+
     def test_functional_call(self):
         model = nn.Linear(4, 4)
         made = amp.convert_model(model, "bfloat16")
@@ -620,12 +627,17 @@ class TestBadInput:
             (lambda: torch.compile(nn.Linear(1, 1)), {}, OptionError, "compile the copy"),
             (lambda: torch.jit.trace(nn.Linear(1, 1), torch.ones(1)), {}, OptionError, "TorchScript"),
             (lambda: nn.LazyLinear(1), {}, OptionError, "no shape yet"),
-            (lambda: amp.convert_model(nn.Linear(1, 1)), {}, OptionError, "has made already"),
+            (lambda: amp.convert_model(nn.Linear(1, 1)), {}, OptionError, "has made for inference"),
         ],
     )
     def test_is_one_clear_error(self, make, options, error, said):
         with pytest.raises(error, match=said):
             amp.convert_model(make(), **options)
+
+    def test_a_copy_is_not_trained(self):
+        with pytest.raises(OptionError, match=r"what amp\.convert_model has made for inference"):
+            amp.initialize(nn.Sequential(amp.convert_model(nn.Linear(1, 1))))
+        assert not amp.is_on()
 
     def test_functions_that_do_not_tell_when_they_are_called(self):
         with pytest.warns(AmpWarning, match=r"does not cast for json\.dumps"):
