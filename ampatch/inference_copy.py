@@ -491,6 +491,12 @@ def _check(model: object) -> nn.Module:
         raise OptionError(
             f"{lazy[0]!r} has no shape yet. Call the model once, which gives lazy modules theirs, and convert it then."
         )
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    if empty:
+        raise OptionError(
+            f"{empty[0]!r} is on the meta device, where it has no values. Load them first: model.to_empty(device=...), "
+            "or load_state_dict(..., assign=True)."
+        )
     if is_sharded(tensor for _, tensor in tensors):
         raise OptionError(
             "the model's parameters are sharded over processes, of which no copy can be made. Gather its state dict "

@@ -626,6 +626,7 @@ class TestBadInput:
             (lambda: nn.DataParallel(nn.Linear(1, 1)), {}, OptionError, r"amp\.convert_model\(model\.module\)"),
             (lambda: torch.compile(nn.Linear(1, 1)), {}, OptionError, "compile the copy"),
             (lambda: torch.jit.trace(nn.Linear(1, 1), torch.ones(1)), {}, OptionError, "TorchScript"),
+            (lambda: nn.Linear(1, 1, device="meta"), {}, OptionError, "'weight' is on the meta device"),
             (lambda: nn.LazyLinear(1), {}, OptionError, "no shape yet"),
             (lambda: amp.convert_model(nn.Linear(1, 1)), {}, OptionError, "has made for inference"),
         ],

@@ -15,7 +15,7 @@ import torch
 
 from ampatch import amp
 from ampatch.errors import OptionError, UsageError
-from ampatch.integrations.live import Live
+from ampatch.integrations.live import Live, uninterrupted
 
 
 class AmpState:
@@ -38,6 +38,10 @@ class AmpState:
         self._is_outdated = False  # whether parameters were set since it was opened
         self._begins_afresh = False  # whether the scale of what is open now is of no account any more
 
+    def __repr__(self) -> str:
+        scale = self.scaler if self.scaler is not None else self._saved
+        return f"AmpState({scale or 'a fresh loss scale'})"
+
     @property
     def is_live(self) -> bool:
         """Returns whether amp is set up for the net."""
@@ -46,7 +50,9 @@ class AmpState:
     def is_held_here(self, training: bool) -> bool:
         """Returns whether this thread is in `held` already, so that to enter it again would do nothing."""
         live = self._live
-        return live is not None and self._holder == threading.get_ident() and (live.is_training or not training)
+        if live is None or self._is_outdated:
+            return False
+        return self._holder == threading.get_ident() and (live.is_training or not training)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -77,10 +83,15 @@ class AmpState:
             self._users += 1
             is_first = self._users == 1
             try:
-                if self._live is None or (training and not self._live.is_training):
+                live = self._live
+                if live is None:
                     self._reopen(net, training)
-            except BaseException:
+                elif (training and not live.is_training) or (self._is_outdated and not live.is_in_step):
+                    self._reopen(net, training or live.is_training)
+            except BaseException:  # a Ctrl-C that had to wait, among others
                 self._users -= 1
+                if not self._users:
+                    self._close()
                 raise
             if is_first:
                 self._holder = threading.get_ident()
@@ -95,26 +106,28 @@ class AmpState:
                     self._close()
 
     def _reopen(self, net: Any, training: bool) -> None:
-        self._close()
-        self._is_outdated = self._begins_afresh = False
-        if net._amp_is_on():
-            models, optimizers = net._amp_trained(training)
-            live = Live(models, optimizers if training else None, net._amp_options(), self.scaler)
-            live.open(self._saved)
-            self._live = live
+        with uninterrupted():
+            self._close()
+            self._is_outdated = self._begins_afresh = False
+            if net._amp_is_on():
+                models, optimizers = net._amp_trained(training)
+                live = Live(models, optimizers if training else None, net._amp_options(), self.scaler)
+                live.open(self._saved)
+                self._live = live
 
     def _keep(self) -> None:
         state = None if self._live is None or self._begins_afresh else self._live.state_dict()
         self._saved = self._saved if state is None else state
 
     def _close(self) -> None:
-        live = self._live
-        if live is not None:
-            try:
-                self._keep()
-            finally:
-                self._live = None
-                live.close()
+        with uninterrupted():
+            live = self._live
+            if live is not None:
+                try:
+                    self._keep()
+                finally:
+                    self._live = None
+                    live.close()
 
     @contextlib.contextmanager
     def step(self, net: Any) -> Iterator[None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from ampatch.process import process
 
 class _Thread(threading.local):
     depth = 0  # of regions that hold casts off
+    off: Any = None  # what ends with the last of them
     casts = False  # whether inside of a block that has them on
     stepping: Live | None = None  # whose training step runs here
 
@@ -56,20 +58,47 @@ def casts_off() -> Iterator[None]:
         AmpWarning: it ends in another thread, as a generator may; casts stay off in the first one.
     """
     thread = threading.get_ident()
-    off = amp.disable_casts() if not _thread.depth else contextlib.nullcontext()
-    off.__enter__()
+    if not _thread.depth:
+        _thread.off = amp.disable_casts()
+        _thread.off.__enter__()
     _thread.depth += 1
     try:
         yield
     finally:
         if thread == threading.get_ident():
             _thread.depth -= 1
-            off.__exit__(None, None, None)
+            if not _thread.depth:  # the last to end, since iterators need not end in order
+                _thread.off.__exit__(None, None, None)
         else:
             warn(
                 "an iterator over predictions was begun in one thread and ended in another, and casts stay off in the "
                 "first one. Use up or close forward_iter in the thread that has begun it."
             )
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Keeps a trainer that has amp off out of the casts of those that have it on, in other threads or around it."""
+    is_anothers = process.live is not None and not _shared.users  # the user's own, who has asked for it
+    with contextlib.nullcontext() if is_anothers else casts_off():
+        yield
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Holds Ctrl-C back until the block ends: amp is set up, or taken down, as a whole."""
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[tuple[int, Any]] = []
+    signal.signal(signal.SIGINT, lambda *received: caught.append(received))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if caught:
+            before(*caught[0])
 
 
 @contextlib.contextmanager
@@ -122,6 +151,7 @@ class Live:
         self._steps = PatchLedger()
         self._is_in_step = self._is_unscaled = self._has_stepped = self._was_skipped = False
         self._unproven = False
+        self._session: Any = None
 
     # Set up and taken down
 
@@ -146,13 +176,14 @@ class Live:
                     "for itself. Type amp.deinitialize() before it."
                 )
             before = _floating(self.models) if _may_convert(self._options) else []
-            precise = [(each, each.detach().clone()) for each in before]
+            precise = [(each, each.detach()) for each in before]  # whose memory stays, as conversion makes new
             updated = {id(each) for optimizer in self.optimizers for each in _parameters(optimizer)}
             session = process.live
             optimizers = [] if self._scaler is not None else self.optimizers
             # One that trained in this session before is still known to it.
             new = [each for each in optimizers if session is None or not session.has_adopted(each)]
             self._initialize(self.models, new, joins=bool(others))
+            self._session = process.live
             _shared.users.append(self)
             try:
                 self._after_initialize(precise, updated, state, is_first=not others)
@@ -220,7 +251,8 @@ class Live:
                 return
             _shared.ledger.undo()
             try:
-                amp.deinitialize()
+                if process.live is self._session:
+                    amp.deinitialize()
             finally:
                 with torch.no_grad():
                     for now, before, half in self._precise:
@@ -259,7 +291,7 @@ class Live:
         Warns:
             AmpWarning: the first step has ended, and amp has cast nothing.
         """
-        if not amp.is_on():
+        if process.live is not self._session:
             raise UsageError(
                 "amp.deinitialize() was called in the midst of a fit, which sets amp up and takes it down itself. "
                 "Leave that call out, or call it after the fit."

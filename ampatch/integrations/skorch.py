@@ -21,7 +21,7 @@ from ampatch import amp
 from ampatch.casting import cast_floating
 from ampatch.errors import IntegrationError, OptionError, UsageError, did_you_mean, warn
 from ampatch.integrations.amp_state import AmpState
-from ampatch.integrations.live import casts_off, casts_on
+from ampatch.integrations.live import apart, casts_off, casts_on
 from ampatch.opt_levels import check_flag
 
 _INSTALL = "Type pip install 'skorch>=1.4'."
@@ -229,7 +229,8 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
         """
         state = self._amp_state()
         if not (state.is_live or self._amp_is_on()):
-            yield
+            with apart():
+                yield
             return
         self.check_is_fitted()
         if training:
@@ -243,9 +244,15 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
         return super().notify(method_name, **cb_kwargs)
 
     @property
-    def accelerator(self) -> AmpState | None:
+    def accelerator(self) -> Any:
         """Tells skorch's LRScheduler, which asks by this name, that a batch's step was skipped."""
+        if "accelerator" in self.__dict__:  # a user's own
+            return self.__dict__["accelerator"]
         return self._amp_state() if self._amp_state().is_live else None
+
+    @accelerator.setter
+    def accelerator(self, value: Any) -> None:
+        self.__dict__["accelerator"] = value
 
     # Parameters
 

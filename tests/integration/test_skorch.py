@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -786,6 +787,23 @@ class TestParameters:
             make(amp__scaler=scaler).fit(X, Y).module_.state_dict(), make().fit(X, Y).module_.state_dict()
         )
 
+    def test_within_a_session_too(self) -> None:
+        net = make(amp__half_dtype="float16").fit(X, Y)
+        net.module_.seen.clear()
+        with net.amp_session():
+            net.predict(X)
+            net.set_params(amp__half_dtype="bfloat16")
+            net.predict(X)
+            net.set_params(amp__opt_level="O0")
+            net.predict(X)
+        assert net.module_.seen == {torch.float16, torch.bfloat16, torch.float32}
+
+    def test_an_accelerator_of_the_users_own(self) -> None:
+        net = make().initialize()
+        assert net.accelerator is None
+        net.accelerator = own = object()
+        assert net.accelerator is own
+
 
 class TestTwoAtATime:
     @pytest.mark.parametrize(
@@ -843,6 +861,57 @@ class TestTwoAtATime:
             thread.join()
         for net in nets:
             assert_same_state(net.module_.state_dict(), alone.module_.state_dict())
+
+    def test_one_that_is_off_has_no_casts_of_a_neighbours_in_another_thread(self) -> None:
+        begun, done = threading.Event(), threading.Event()
+
+        class Waiting(Callback):
+            def on_batch_begin(self, net: Any, **_: Any) -> None:
+                begun.set()
+                assert done.wait(60)
+
+        beside = make(callbacks=[Waiting()])
+        thread = threading.Thread(target=beside.fit, args=(X, Y))
+        thread.start()
+        try:
+            assert begun.wait(60)
+            assert amp.is_on()
+            seen = make(amp__enabled=False).fit(X, Y).module_.seen
+        finally:
+            done.set()
+            thread.join()
+        assert seen == {torch.float32}
+        assert beside.module_.seen == {torch.float16}
+
+    def test_iterators_that_do_not_end_in_order(self) -> None:
+        def own(tensor: torch.Tensor) -> torch.dtype:
+            return nn.functional.linear(tensor, tensor).dtype
+
+        nets = [make(amp__half_dtype="bfloat16").initialize() for _ in range(2)]
+        first, second = (net.forward_iter(X) for net in nets)
+        next(first)
+        next(second)
+        list(first)
+        assert own(torch.ones(2, 2)) is torch.float32
+        list(second)
+
+    @EACH_LEVEL
+    @pytest.mark.parametrize("name", ["initialize", "deinitialize"])
+    def test_ctrl_c_waits_while_amp_is_set_up_and_taken_down(self, name: str, level: str, monkeypatch: Any) -> None:
+        original = getattr(amp, name)
+
+        def interrupted(*args: Any, **options: Any) -> Any:
+            signal.raise_signal(signal.SIGINT)
+            return original(*args, **options)
+
+        net = make(amp__opt_level=level).initialize()
+        monkeypatch.setattr(amp, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            net.predict(X)
+        monkeypatch.setattr(amp, name, original)
+        assert not amp.is_on()
+        assert {each.dtype for each in net.module_.parameters()} == {torch.float32}
+        net.predict(X)
 
     def test_taken_down_by_a_callback_is_an_error(self) -> None:
         class Ending(Callback):
