@@ -8,10 +8,12 @@ the block, see plain torch.
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import threading
 import types
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -50,7 +52,7 @@ class _Entry:
     Attributes:
         adapt: turns the arguments into those of its rule; None where it has none.
         always: the treatment of each call; None where there is none, or it depends on the arguments.
-        computes_in_half: whether it is to get half weights as they are.
+        computes_in_half: whether it is to get half weights as they are, unless the call asks for another type.
         inside: of a function in Python, one that does the same and has the functions that it calls cast, too.
         reason: names the function and the list, for errors.
     """
@@ -72,6 +74,8 @@ class _Entry:
             return names[Treatment.WHITELIST] | names[Treatment.BANNED]
         if self.always is Treatment.WHITELIST:
             return names[Treatment.BLACKLIST] | names[Treatment.BANNED]
+        if self.always is Treatment.PROMOTE:
+            return names[Treatment.WHITELIST] | names[Treatment.BLACKLIST] | names[Treatment.BANNED]
         return frozenset().union(*names.values())
 
 
@@ -88,6 +92,8 @@ class CastRules:
         half_dtype: as given.
         adapters: what decorated functions do to their arguments, by kind.
         out_of_sight: the rules of functions that torch does not ask a mode about, since they are not torch's.
+        told_otherwise: the rules of methods that torch tells a mode of by another name, which the lists treat
+            otherwise, each with that name.
     """
 
     def __init__(
@@ -108,27 +114,37 @@ class CastRules:
         names: dict[Treatment, set[str]] = {treatment: set() for treatment in Treatment}
         for rule in (*self._rules, *(rule for rule, _ in self._registered)):
             names[rule.treatment].add(rule.path.name)
+        found: list[tuple[Rule, Any]] = []
         for rule in self._rules:
             function = self._find(rule)
             if function is not None:
+                found.append((rule, function))
                 kind = "banned" if rule.treatment is Treatment.BANNED else f"in the {rule.treatment.value}"
                 self.entries[function] = _Entry(
                     adapters.for_rule(rule, function).adapt,
                     None if rule.when else rule.treatment,
-                    rule.treatment is Treatment.WHITELIST and not rule.when,
+                    rule.treatment is Treatment.WHITELIST and not rule.when and not _is_in_place(rule),
                     None,
                     f"ampatch: {rule.path} is {kind} ({rule.source}).",
                 )
         for rule, dtype in self._registered:
             function = self._find(rule)
             if function is not None:
+                found.append((rule, function))
                 self.entries[function] = _Entry(
                     adapters.for_registration(rule.path, rule.treatment, dtype, function).adapt,
                     rule.treatment if dtype in (None, half_dtype) else None,
-                    rule.treatment is Treatment.WHITELIST and dtype in (None, half_dtype),
+                    rule.treatment is Treatment.WHITELIST and dtype in (None, half_dtype) and not _is_in_place(rule),
                     None,
                     f"ampatch: {rule.path} is registered for the {rule.treatment.value}.",
                 )
+        listed = {function: rule.treatment for rule, function in found}
+        told_as = _told_as()
+        self.told_otherwise = [
+            (rule, told_as[function].__name__)
+            for rule, function in found
+            if told_as.get(function, function) is not function and listed.get(told_as[function]) is not rule.treatment
+        ]
         for function in _functions_in_python():
             entry = self.entries.get(function, _UNLISTED)
             if not entry.changed_by(names).isdisjoint(_names_called_by(function)):
@@ -137,6 +153,10 @@ class CastRules:
             (function.__name__, getattr(function, "__module__", None)): entry
             for function, entry in self.entries.items()
             if function.__name__ != "__get__"
+        }
+        self.by_operator = {
+            name: tuple(self.entries.get(told_as.get(method), _UNLISTED) for method in methods)
+            for name, *methods in _operators()
         }
 
     def _find(self, rule: Rule) -> Any:
@@ -223,23 +243,32 @@ class CastingMode(TorchFunctionMode):
         """Does the same under torch.compile, to which a function in Python is not always the same object."""
         name, module = getattr(function, "__name__", ""), getattr(function, "__module__", None)
         entry = self.rules.by_name.get((name, module), _UNLISTED)
+        if module == "_operator":  # as torch.export names the methods of tensors, where it is strict
+            entry, reflected = self.rules.by_operator.get(name, (_UNLISTED, _UNLISTED))
+            if not isinstance(args[0], Tensor):
+                (right, left), kwargs = self._adapted(reflected, args[::-1], kwargs)
+                if reflected.inside is None:
+                    return function(left, right)
+                with self:
+                    return reflected.inside(right, left)
         if entry is _DESCRIBING:
             return function(*args, **kwargs)
         args, kwargs = self._adapted(entry, args, kwargs)
         if module == "torch._tensor" and name in _METHODS_IN_PYTHON:
             return getattr(args[0], name)(*args[1:], **kwargs)  # which the compiler knows, and not the function
-        # It has a function with a rule whole, as it has those that a session has patched.
-        if entry.inside is None or entry.adapt is not None:
+        if entry.inside is None:
             return function(*args, **kwargs)
         with self:
             return entry.inside(*args, **kwargs)
 
     def _adapted(self, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        if not entry.computes_in_half:
+        # An out= or dtype= may ask for another type than half.
+        in_half = entry.computes_in_half and not (kwargs and ("out" in kwargs or "dtype" in kwargs))
+        if not in_half:
             args, kwargs = self._with_full_weights(args, kwargs)
         if entry.adapt is not None:
             args, kwargs = entry.adapt(args, kwargs)
-        if entry.computes_in_half and entry.inside is not None:
+        if in_half and entry.inside is not None:
             # What it calls is to get weights as they are, whether it is listed or not.
             args, kwargs = _applied(self._anonymous, args, kwargs)
         return args, kwargs
@@ -279,7 +308,8 @@ def _applied(cast: TensorCast, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 class _Thread(threading.local):
-    mode: CastingMode | None = None
+    def __init__(self) -> None:
+        self.mode: CastingMode | None = None  # in each thread from the start, which a compiler asks
 
 
 thread = _Thread()
@@ -315,6 +345,41 @@ _METHODS_IN_PYTHON = frozenset(
     for name, method in vars(Tensor).items()
     if isinstance(method, types.FunctionType) and not name.startswith("__")
 )
+
+
+_NO_OPERATORS = ("call", "delitem", "index", "setitem")
+
+
+def _operators() -> Iterator[tuple[str, Any, Any]]:
+    """Yields Python's operators by name, with the methods of tensors on their left and, if there are any, right."""
+    for name, function in vars(operator).items():
+        bare = name.strip("_")
+        of_both = bare[1:] if bare.startswith("i") and hasattr(operator, f"__{bare[1:]}__") else bare
+        left = getattr(Tensor, f"__{bare}__", None) or getattr(Tensor, f"__{of_both}__", None)
+        if getattr(function, "__module__", None) == "_operator" and left is not None and bare not in _NO_OPERATORS:
+            yield function.__name__, left, getattr(Tensor, f"__r{of_both}__", None)
+
+
+@functools.cache
+def _told_as() -> dict[Any, Any]:
+    """Returns by operator's method the function that torch tells a mode of: of ``x + y`` as of ``Tensor.add``."""
+    told: dict[Any, Any] = {}
+
+    class Listening(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            told.setdefault(method, function)
+            return args[0]
+
+    tensor = torch.ones(())
+    for method in {method for _, *methods in _operators() for method in methods if method is not None}:
+        for args in ((tensor, tensor), (tensor,)):
+            with suppress(TypeError), Listening():
+                method(*args)
+    return told
+
+
+def _is_in_place(rule: Rule) -> bool:
+    return rule.path.name.endswith("_") and not rule.path.name.endswith("__")
 
 
 def _is_traced_below() -> bool:

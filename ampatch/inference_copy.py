@@ -14,6 +14,7 @@ import copy
 import functools
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -312,6 +313,14 @@ class _Copy:
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a forward with casts on."""
+        if is_dynamo_compiling() and torch.backends.mha._is_fastpath_enabled:
+            # It does not tell attention of the mode, as it is told of in eager code: see `autocast_gates`. What is set
+            # here and taken back is no part of the compiled program.
+            torch.backends.mha._is_fastpath_enabled = False
+            try:
+                return self.run(forward, args, kwargs)
+            finally:
+                torch.backends.mha._is_fastpath_enabled = True
         before = thread.mode
         if before is not None and before.owner is self:
             return forward(*args, **kwargs)
@@ -331,6 +340,7 @@ class _Copy:
             if is_traced:
                 self.weights.forget_places()  # the tracer puts those back that were there before
         if not is_traced and not is_dynamo_compiling():
+            _check_complete(result)
             self.weights.settle()
         return result
 
@@ -356,12 +366,22 @@ class _Copy:
                     mode.off -= 1
         finally:
             result = carried_back.end(module, None, result)
+        _check_complete(result)
         return result
 
     @staticmethod
     def _session_off() -> AbstractContextManager[None]:
         live = process.live
         return nullcontext() if live is None else live.switch.disabled()
+
+
+def _check_complete(result: object) -> None:
+    """Raises `UsageError` if a forward has returned what is yet to compute, when no casts are on."""
+    if isinstance(result, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
+        raise UsageError(
+            f"a forward of the converted model returned a {type(result).__name__}, which computes when the forward is "
+            "over: nothing in it would be cast. Return what it computes (a list, say), or use amp.initialize."
+        )
 
 
 class _Entrance:
@@ -398,10 +418,8 @@ def convert(
         made, weights = _copied(source, left_out, rules, _Weights(half_dtype, keep_float32))
     parts = _Copy(rules, weights)
     for path, module in made.named_modules():
-        if _has_forward(module):
-            # The second is what runs hooks, and the first; users call either.
-            for name in ("forward", "_call_impl"):
-                module.__dict__[name] = _Entrance(parts, module, getattr(module, name), path in left_out)
+        for name in _ways_in(module, path in left_out):
+            module.__dict__[name] = _Entrance(parts, module, getattr(module, name), path in left_out)
         if isinstance(module, nn.RNNBase):
             module.__dict__["check_input"] = functools.partial(_check_input, module)
         if weights.of_module(module):
@@ -468,8 +486,12 @@ def _check_input(module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) 
     type(module).check_input(module, autocast_gates.of_the_weights_type(module, input), batch_sizes)
 
 
-def _has_forward(module: nn.Module) -> bool:
-    return not isinstance(module, torch.jit.ScriptModule) and type(module).forward is not nn.Module.forward
+def _ways_in(module: nn.Module, is_left_out: bool) -> tuple[str, ...]:
+    """Returns the methods by which users call a module: what runs hooks and the forward, and the forward alone."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return ("_call_impl",) if is_left_out else ()
+    has_forward = "forward" in vars(module) or type(module).forward is not nn.Module.forward
+    return ("forward", "_call_impl") if has_forward else ()
 
 
 def _check(model: object) -> nn.Module:
@@ -497,6 +519,19 @@ def _check(model: object) -> nn.Module:
             f"{empty[0]!r} is on the meta device, where it has no values. Load them first: model.to_empty(device=...), "
             "or load_state_dict(..., assign=True)."
         )
+    computed = [
+        f"{path}.{name}".removeprefix(".")
+        for path, each in module.named_modules()
+        for name, held in vars(each).items()
+        if isinstance(held, Tensor) and not held.is_leaf
+    ]
+    if computed:
+        raise OptionError(
+            f"{computed[0]!r} was computed from weights with gradients, and torch makes no copies of such a tensor. If "
+            "weight_norm, spectral_norm or pruning of torch.nn.utils has put it there, call the model once under "
+            "torch.no_grad(), or type torch.nn.utils.remove_weight_norm(module) or "
+            "torch.nn.utils.prune.remove(module, name)."
+        )
     if is_sharded(tensor for _, tensor in tensors):
         raise OptionError(
             "the model's parameters are sharded over processes, of which no copy can be made. Gather its state dict "
@@ -512,7 +547,7 @@ def _sorted_out(model: nn.Module, excluded: object) -> tuple[set[str], list[Path
     Raises:
         OptionError: something is neither, or is not there.
     """
-    several = isinstance(excluded, (list, tuple, set, frozenset))
+    several = isinstance(excluded, (list, tuple, set, frozenset, Iterator))
     modules = [(path, module) for path, module in model.named_modules() if path]
     left_out: set[str] = set()
     functions: list[Path] = []
@@ -521,7 +556,7 @@ def _sorted_out(model: nn.Module, excluded: object) -> tuple[set[str], list[Path
         if found:
             left_out |= {path for path, _ in modules for above in found if f"{path}.".startswith(f"{above}.")}
         else:
-            functions.append(_path_of_function(each, modules))
+            functions.append(_path_of_function(each, model, modules))
     return left_out, functions
 
 
@@ -531,8 +566,10 @@ def _is_meant(excluded: object, path: str, module: nn.Module) -> bool:
     return excluded is module
 
 
-def _path_of_function(excluded: object, modules: Sequence[tuple[str, nn.Module]]) -> Path:
+def _path_of_function(excluded: object, model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> Path:
     """Returns where a function is in torch: under every spelling, where no namespace is named."""
+    if _is_meant(excluded, "", model):
+        raise OptionError("excluded has the model itself, of which nothing would be left to cast. Name parts of it.")
     if isinstance(excluded, str):
         namespace, _, name = excluded.rpartition(".")
         with suppress(PathError):
@@ -540,17 +577,24 @@ def _path_of_function(excluded: object, modules: Sequence[tuple[str, nn.Module]]
                 return Path(spellings.EVERY, name)
             if namespace.partition(".")[0] == "torch" and callable(find(Path(namespace, name))):
                 return Path(namespace, name)
+        said = f"excluded has {excluded!r}, which is neither a submodule of the model nor a function of torch."
+        if excluded in dict(model.named_parameters(remove_duplicate=False)):
+            raise OptionError(f"{said} It is a parameter: name the module that holds it, or its class.")
         names = [*(path for path, _ in modules), *(type(module).__name__ for _, module in modules)]
-        raise OptionError(
-            f"excluded has {excluded!r}, which is neither a submodule of the model nor a function of torch."
-            f"{did_you_mean(excluded, [*dict.fromkeys(names), *spellings.known_names()])}"
-        )
+        meant = name if namespace.partition(".")[0] == "torch" else excluded
+        raise OptionError(f"{said}{did_you_mean(meant, [*dict.fromkeys(names), *spellings.known_names()])}")
     name = getattr(excluded, "__name__", "")
     known = spellings.spellings(name)
     if known and any(find(path) is beneath(excluded) for path in known):
         return Path(spellings.EVERY, name)
+    if isinstance(excluded, nn.Module):
+        shown = f"a {type(excluded).__name__} that is not in the model"
+    elif isinstance(excluded, type):
+        shown = f"{excluded.__name__}, which no module of the model is"
+    else:
+        shown = repr(excluded) if callable(excluded) else type(excluded).__name__
     raise OptionError(
-        f"excluded has {excluded!r}; expected submodules of the model, their names, patterns ('*.norm') or classes "
+        f"excluded has {shown}; expected submodules of the model, their names, patterns ('*.norm') or classes "
         "(torch.nn.LayerNorm), or functions of torch (torch.softmax, 'softmax'), one of them or a list."
     )
 
@@ -571,10 +615,16 @@ def _tell_of_what_is_not_cast(model: nn.Module, left_out: Collection[str], rules
             f"the copy does not cast for {names}: only functions of torch tell when they are called. Decorate a "
             "function of your own (@amp.half_function, @amp.float_function); for those of others use amp.initialize."
         )
+    for rule, name in rules.told_otherwise[:5]:
+        warn(
+            f"the copy does not cast for {rule.path} as {rule.source} says: torch tells of its calls as those of "
+            f"{name!r}. List torch.Tensor.{name}, too."
+        )
     scripted = [name for name in models.scripted_parts(model) if name not in left_out]
     exported = [name for name in models.exported_parts(model) if name not in left_out]
     if scripted or exported:
         warn(
-            f"nothing is cast in {', '.join(scripted + exported)}, which TorchScript or torch.export has compiled. Put "
-            "the module there that it was made of, or name it in excluded=, so that it gets float32."
+            f"nothing is cast in {', '.join(scripted + exported)}, which TorchScript or torch.export has compiled: it "
+            "computes in the types that it is given. Use the Python code that it was made of, or name the module that "
+            "it is, or that calls it, in excluded=, so that it gets float32."
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import operator
 import pickle
 import threading
 import weakref
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from helpers import HALF_DTYPES, assert_same_bits, check_rows, dtype_name
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 from ampatch import amp
 from ampatch.casting_mode import thread
@@ -33,6 +34,9 @@ EACH_HALF = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 def without_gradients() -> Iterator[None]:
     with torch.no_grad():
         yield
+
+
+OF_STRICT_EXPORT = pytest.mark.filterwarnings("ignore:.*certain side effects happened:UserWarning")
 
 
 class Mixed(nn.Module):
@@ -52,6 +56,25 @@ class Mixed(nn.Module):
         hidden = self.norm(self.layer(self.embedding(indices)))
         hidden = torch.einsum("bij,jk->bik", hidden.softmax(-1), self.product) * self.scale
         return self.head(hidden.to(self.layer.weight.dtype))
+
+
+class Attending(nn.Module):
+    """Attention over half inputs and weights, for which torch would take its path in C++."""
+
+    def __init__(self, inner: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.inner = (
+            nn.MultiheadAttention(4, 2, batch_first=True)
+            if inner == "attention"
+            else nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2)
+        )
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.layer(inputs)
+        if isinstance(self.inner, nn.MultiheadAttention):
+            return self.inner(hidden, hidden, hidden)
+        return (self.inner(hidden),)
 
 
 INDICES = torch.arange(12).view(2, 6)
@@ -123,7 +146,33 @@ FUNCTIONS: list[tuple[str, Callable[[Tensor, Any], Any]]] = [
     ("linalg", lambda x, w: torch.linalg.multi_dot([x, w, w])),
     ("checks of types", lambda x, w: x.float() if w.is_floating_point() and w.dim() == x.ndim else w),
     ("vmap", lambda x, w: torch.func.vmap(lambda row: row @ w)(x)),
+    ("in place, of a number", lambda x, w: _summed(0, [w.exp(), x])),
+    ("attention's function", lambda x, w: _attention(x, w)[1]),
+    ("promotes in Python", lambda x, w: torch.cartesian_prod(x[0], w[0])),
+    ("reads a size", lambda x, w: F.interpolate((x @ w)[None], scale_factor=2.0, mode="linear")),
 ]
+
+
+OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "eq")
+METHODS_OF_OPERATORS = {
+    method
+    for name in (*OPERATORS, "div", "matmul")
+    for method in (f"__{name}__", f"__r{name}__")
+    if hasattr(Tensor, method)
+} | {"add", "sub", "mul", "div", "remainder", "pow", "matmul", "lt", "eq"}
+NOT_EXPORTED_STRICTLY = ("vmap",)
+
+
+def _summed(number: Any, tensors: list[Tensor]) -> Tensor:
+    for tensor in tensors:
+        number += tensor
+    return number
+
+
+def _attention(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return F.multi_head_attention_forward(
+        *(x[None], x[None], x[None], 4, 2, torch.cat([w, w, w]), torch.zeros(12), None, None, False, 0.0, w, None)
+    )
 
 
 class TestAsO1:
@@ -416,10 +465,15 @@ class TestExcluded:
             ("layr", r"excluded has 'layr', which is neither.*Did you mean 'layer'"),
             ("sofmax", r"Did you mean 'softmax'"),
             ("torch.nn.functional.sofmax", "neither a submodule of the model nor a function of torch"),
-            (3, "excluded has 3; expected submodules"),
-            (len, "expected submodules of the model"),
-            (nn.Conv2d, "Conv2d"),
-            (nn.Linear(1, 1), "excluded has Linear"),
+            ("torch.nn.functional.sofmax", "Did you mean 'softmax'"),
+            ("", "excluded has the model itself"),
+            (Mixed, "excluded has the model itself"),
+            ("product", "It is a parameter: name the module that holds it"),
+            (3, "excluded has int; expected submodules"),
+            (torch.ones(2), "excluded has Tensor; expected submodules"),
+            (len, "excluded has <built-in function len>; expected submodules"),
+            (nn.Conv2d, "Conv2d, which no module of the model is"),
+            (nn.Linear(1, 1), "a Linear that is not in the model"),
         ],
     )
     def test_what_is_not_there_is_an_error(self, excluded, said):
@@ -603,6 +657,82 @@ class TestTracing:
         rows = [row for row in FUNCTIONS if row[0] != "vmap"]
         check_rows(subtests, rows, check)
 
+    @OF_STRICT_EXPORT
+    @EACH_HALF
+    def test_every_way_to_call_exported_strictly(self, half, subtests):
+        inputs = torch.randn(4, 4)
+
+        def check(function: Callable[..., Tensor]) -> None:
+            made = amp.convert_model(Calling(function), half)
+            expected = of_copy(made, inputs)
+            found = torch.export.export(made, (inputs,), strict=True).module()
+            assert_same_bits(of_copy(found, inputs), expected)
+
+        rows = [row for row in FUNCTIONS if row[0] not in NOT_EXPORTED_STRICTLY]
+        check_rows(subtests, rows, check)
+
+    @OF_STRICT_EXPORT
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_every_operator_of_python(self, strict, subtests):
+        lists = {"whitelist": {"torch.Tensor": [*METHODS_OF_OPERATORS]}}
+
+        def check(name: str) -> None:
+            function = getattr(operator, name)
+            model = Calling(lambda x, w: (function(x.float(), w), function(3.0, w), function(x.float(), 3.0)))
+            made = amp.convert_model(model, "bfloat16", cast_lists=lists)
+            expected = made(torch.ones(4, 4))
+            for found, wanted in zip(
+                expected, of_o1(model, torch.bfloat16, torch.ones(4, 4), cast_lists=lists), strict=True
+            ):
+                assert_same_bits(found, wanted)
+            program = torch.export.export(made, (torch.ones(4, 4),), strict=strict).module()
+            for found, wanted in zip(program(torch.ones(4, 4)), expected, strict=True):
+                assert_same_bits(found, wanted)
+
+        check_rows(subtests, [(name, name) for name in OPERATORS], check)
+
+    @OF_STRICT_EXPORT
+    @EACH_HALF
+    @pytest.mark.parametrize("trace", ["compile", "strict", "export"])
+    @pytest.mark.parametrize("inner", ["attention", "encoder"])
+    def test_attention_takes_no_path_that_the_lists_do_not_reach(self, half, trace, inner):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, inputs = Attending(inner).eval(), torch.randn(2, 3, 4)
+        expected = of_o1(model, half, inputs)
+        made = amp.convert_model(model, half)
+        if trace == "compile":
+            traced = torch.compile(made, backend="eager", fullgraph=True)
+        else:
+            traced = torch.export.export(made, (inputs,), strict=trace == "strict").module()
+        for found, wanted in zip(traced(inputs), expected, strict=True):
+            assert_same_bits(found, wanted)
+        assert torch.backends.mha.get_fastpath_enabled()
+
+    @EACH_HALF
+    def test_casts_go_on_after_a_graph_break(self, half):
+        def breaking(x: Tensor, w: Tensor) -> Tensor:
+            y = x @ w
+            torch._dynamo.graph_break()
+            return encoder((y @ w)[None]).exp()
+
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Calling(breaking)
+        encoder = model.encoder = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
+        expected = of_o1(model, half, torch.ones(4, 4))
+        made = amp.convert_model(model, half)
+        encoder = made.encoder
+        assert_same_bits(torch.compile(made, backend="eager")(torch.ones(4, 4)), expected)
+
+    def test_compiled_first_in_a_thread(self):
+        torch._dynamo.reset()
+        compiled, found = torch.compile(amp.convert_model(mixed(), "bfloat16"), backend="eager", fullgraph=True), []
+        thread = threading.Thread(target=lambda: found.append(compiled(INDICES)))
+        thread.start()
+        thread.join()
+        assert_same_bits(found[0], of_o1(mixed(), torch.bfloat16, INDICES))
+
     @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning")  # in torch's exporter
     def test_onnx_has_casts_and_half_weights(self):
         made = amp.convert_model(nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1)).eval(), "float16")
@@ -644,9 +774,36 @@ class TestBadInput:
         with pytest.warns(AmpWarning, match=r"does not cast for json\.dumps"):
             amp.convert_model(nn.Linear(1, 1), cast_lists={"whitelist": {"json": ["dumps"]}})
 
+    def test_a_forward_of_the_instance_alone(self):
+        model = nn.Module()
+        model.layer = nn.Linear(2, 2)
+        model.forward = lambda inputs: model.layer(inputs).exp()
+        assert_same_bits(amp.convert_model(model, "float16")(torch.ones(2)), of_o1(model, torch.float16, torch.ones(2)))
+
+    @pytest.mark.parametrize("excluded", [(), "inner"])
+    def test_a_forward_that_computes_after_it_has_returned(self, excluded):
+        class Streaming(nn.Linear):
+            def forward(self, inputs: Tensor) -> Iterator[Tensor]:
+                yield super().forward(inputs)
+
+        made = amp.convert_model(nn.ModuleDict({"inner": Streaming(2, 2)}), excluded=excluded)
+        with pytest.raises(UsageError, match="a forward of the converted model returned a generator"):
+            made["inner"](torch.ones(2))
+
+    def test_weights_that_torch_makes_no_copies_of(self):
+        with torch.enable_grad():
+            pruned = prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5)
+        with pytest.raises(OptionError, match=r"'0\.weight' was computed from weights.*prune\.remove"):
+            amp.convert_model(nn.Sequential(pruned))
+
+    def test_an_operator_that_torch_tells_of_by_another_name(self):
+        with pytest.warns(AmpWarning, match=r"torch\.Tensor\.__add__ as .* List torch\.Tensor\.add, too"):
+            amp.convert_model(nn.Linear(1, 1), cast_lists={"whitelist": {"torch.Tensor": ["__add__"]}})
+
     def test_parts_that_torchscript_has_compiled(self):
         part = torch.jit.trace(nn.Linear(2, 2), torch.ones(2))
         with pytest.warns(AmpWarning, match="nothing is cast in 0"):
             amp.convert_model(nn.Sequential(part))
-        made = amp.convert_model(nn.Sequential(part, nn.Linear(2, 2)), "bfloat16", excluded="0")
+        made = amp.convert_model(nn.Sequential(nn.Linear(2, 2), part, nn.Linear(2, 2)), "bfloat16", excluded="1")
         assert made(torch.ones(2)).dtype is torch.bfloat16
+        assert made[1](torch.ones(2, dtype=torch.bfloat16)).dtype is torch.float32

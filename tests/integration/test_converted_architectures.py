@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.once,
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),  # at an import of transformers
+    pytest.mark.filterwarnings("ignore:.*scaled_size_sqrt:ampatch.errors.AmpWarning"),  # of DebertaV2, scripted
 ]
 
 TEXT: dict[str, Any] = {
