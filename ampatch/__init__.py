@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ampatch import amp
-    from ampatch.grad_scaler import GradScaler
-    from ampatch.mixed_precision import MixedPrecision
+    from ampatch.interfaces.grad_scaler import GradScaler
+    from ampatch.interfaces.mixed_precision import MixedPrecision
 
 __all__ = ["GradScaler", "MixedPrecision", "__version__", "amp"]
 
-_CLASSES = {"GradScaler": "ampatch.grad_scaler", "MixedPrecision": "ampatch.mixed_precision"}
+_CLASSES = {"GradScaler": "ampatch.interfaces.grad_scaler", "MixedPrecision": "ampatch.interfaces.mixed_precision"}
 
 __version__ = "0.1.0"
 

@@ -1,8 +1,8 @@
-"""`python -m ampatch` is the command `ampatch`; all it does stands in `cli`, and must never be added to here."""
+"""`python -m ampatch` is the command `ampatch`; all it does stands in `ampatch.cli`, and nothing here."""
 
 import sys
 
-from ampatch.cli import main
+from ampatch.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

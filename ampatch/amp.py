@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ampatch import calls, conversion_plan, kernels, opt_levels
-from ampatch import cast_lists as lists_module
-from ampatch import models as models_module
-from ampatch.cast_lists import Overlay, Treatment
-from ampatch.clipping import clip_unscaled
+from ampatch import opt_levels
+from ampatch.cast_lists import rules
+from ampatch.cast_lists.lists import CastLists, Overlay, shipped
+from ampatch.cast_lists.paths import Path
+from ampatch.cast_lists.rules import Treatment
 from ampatch.distributed import Processes, is_sharded, replicating_wrappers
 from ampatch.errors import (
     AmpError,
@@ -38,28 +38,31 @@ from ampatch.errors import (
     did_you_mean,
     warn,
 )
-from ampatch.function_patches import Registration
-from ampatch.inference_copy import check_no_copy, convert
-from ampatch.loss_scaler import LossScaler, ScaleState, is_of_grad_scaler, make_policy, settings_unlike
-from ampatch.mixed_precision import precise_within
+from ampatch.interfaces.inference_copy import check_no_copy, convert
+from ampatch.interfaces.mixed_precision import precise_within
+from ampatch.native import calls, kernels
 from ampatch.opt_levels import Properties
-from ampatch.optimizer_state import parameters_of
-from ampatch.optimizers import OptimizerLike, check_optimizer
-from ampatch.paths import Path
-from ampatch.process import (
+from ampatch.patching import adopted_model
+from ampatch.patching.function_patches import Registration
+from ampatch.patching.weight_cache import CastCounts
+from ampatch.runtime import (
     close_session,
     decorate,
     difference,
     forget_replaced,
     open_session,
-    process,
     register,
     replace_session,
+    runtime,
 )
+from ampatch.scaling.clipping import clip_unscaled
+from ampatch.scaling.loss_scaler import LossScaler, ScaleState, is_of_grad_scaler, make_policy, settings_unlike
+from ampatch.scaling.optimizers import OptimizerLike, check_optimizer
 from ampatch.session import Session
 from ampatch.settings import LiveSettings, Settings
 from ampatch.switch import WithoutCasts, off_in_graph
-from ampatch.weight_cache import CastCounts
+from ampatch.weights import conversion_plan
+from ampatch.weights.optimizer_state import parameters_of
 
 __all__ = [
     "AmpError",
@@ -270,7 +273,7 @@ def initialize(
 
     kernels.prepare()
     calls.prepare()
-    model_list = [models_module.check_model(model) for model in _as_list(models)]
+    model_list = [adopted_model.check_model(model) for model in _as_list(models)]
     for model in model_list:
         check_no_copy(model)
     optimizer_list = [] if optimizers is None else [check_optimizer(optimizer) for optimizer in _as_list(optimizers)]
@@ -318,7 +321,7 @@ def initialize(
         _check_whole(optimizer_list, model_list, properties)
     conversion_plan.check_matches([*model_list, *(live.models if live is not None else ())], kept)
 
-    device_types = set().union(*(models_module.device_types(model) for model in model_list)) or _all_device_types()
+    device_types = set().union(*(adopted_model.device_types(model) for model in model_list)) or _all_device_types()
     opened = open_session(settings, device_types) if live is None else live
     opened.verbose = bool(verbosity)
     try:
@@ -327,7 +330,7 @@ def initialize(
         if live is None:
             close_session(opened)
         raise
-    process.disabled = False
+    runtime.disabled = False
     if verbosity:
         logger.info("amp is on: %s", properties)
     return models if optimizers is None else (models, optimizers)
@@ -340,9 +343,9 @@ def deinitialize() -> None:
         AmpWarning: gradients were still scaled, after ``delay_unscale=True``, and were set to None; or somebody else
             replaced what amp had patched, and was left in place.
     """
-    process.disabled = False
+    runtime.disabled = False
     forget_replaced()
-    live = process.live
+    live = runtime.live
     if live is not None:
         close_session(live)
 
@@ -369,7 +372,7 @@ class Handle:
         if session is None:
             return f"{kind}(does nothing: enabled=False)"
         properties = session.settings.properties
-        state = "on" if session is process.live else "deactivated"
+        state = "on" if session is runtime.live else "deactivated"
         return f"{kind}({state}: opt_level={properties.opt_level!r}, half_dtype={properties.half_dtype})"
 
 
@@ -428,7 +431,7 @@ def init(
     )
     opened = open_session(settings, _all_device_types())
     opened.verbose = bool(verbose)
-    process.disabled = False
+    runtime.disabled = False
     return Handle(opened)
 
 
@@ -465,13 +468,13 @@ def scale_loss(
             a second time.
         OptionError: ``loss_id`` is out of range, or an argument is of the wrong kind.
     """
-    if process.disabled:
+    if runtime.disabled:
         return contextlib.nullcontext(loss)
-    live = process.live or _require_session("amp.scale_loss")
+    live = runtime.live or _require_session("amp.scale_loss")
     optimizer_list = _as_list(optimizers)
-    if process.replaced is not None:
+    if runtime.replaced is not None:
         for optimizer in optimizer_list:
-            process.replaced.check(optimizer, live)
+            runtime.replaced.check(optimizer, live)
     if not optimizer_list:
         raise OptionError("amp.scale_loss got no optimizer, so that gradients would stay scaled; expected one or more.")
     return _ScaledLoss(live, loss, optimizer_list, loss_id, delay_unscale, delay_overflow_check)
@@ -509,7 +512,7 @@ class _ScaledLoss(Generic[_L]):
                 "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()."
             )
         scaled_loss: _L
-        scaled_loss, self._pass = self._session.begin_pass(*self._arguments)
+        scaled_loss, self._block = self._session.begin_block(*self._arguments)
         self._arguments = None  # the loss is the user's to let go of
         self._is_open = True
         return scaled_loss
@@ -517,9 +520,9 @@ class _ScaledLoss(Generic[_L]):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._is_open = False
         if kind is None:
-            self._session.end_pass(self._pass, *self._delays)
+            self._session.end_block(self._block, *self._delays)
         else:
-            self._session.abandon_pass(self._pass)
+            self._session.abandon_block(self._block)
 
 
 @overload
@@ -580,7 +583,7 @@ def convert_model(
         CastListError: the cast lists have faults.
     """
     kept = _flag("keep_float32", keep_float32)
-    half = _half_dtype(half_dtype, None, "", "O1", [models_module.check_module(model)])
+    half = _half_dtype(half_dtype, None, "", "O1", [adopted_model.check_module(model)])
     return convert(model, half, () if excluded is None else excluded, _lists(cast_lists), kept)  # type: ignore[return-value]
 
 
@@ -609,8 +612,8 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
         OptionError: it is no module.
         UsageError: it was never handed to ``amp.initialize``.
     """
-    checked = models_module.check_module(model)
-    live = process.live
+    checked = adopted_model.check_module(model)
+    live = runtime.live
     with contextlib.nullcontext() if live is None else live.frozen_weights(checked):
         yield
 
@@ -623,7 +626,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     Raises:
         OptionError: it is no optimizer.
     """
-    live = process.live
+    live = runtime.live
     checked = check_optimizer(optimizer)
     if live is None or not live.has_adopted(optimizer):
         return parameters_of(checked)
@@ -664,7 +667,7 @@ def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
     """
     checked = check_optimizer(optimizer)
     most = _max_norm(max_norm)
-    live = process.live
+    live = runtime.live
     if live is not None and live.has_adopted(optimizer):
         return live.clip_grad_norm_(checked, most)
     return clip_unscaled(parameters_of(checked), most, Processes())
@@ -689,24 +692,24 @@ def unscale_(optimizer: Any) -> None:
             of the same parameters scaled.
     """
     checked = check_optimizer(optimizer)
-    if not process.disabled:
+    if not runtime.disabled:
         _session_of(checked, "amp.unscale_").unscale_(checked)
 
 
 def grads_are_unscaled(optimizer: Any) -> bool:
-    """Whether no gradient of an optimizer is scaled, so that its norm is what it would be without amp.
+    """Returns whether no gradient of an optimizer is scaled, so that its norm is what it would be without amp.
 
     Raises:
         OptionError: it is no optimizer.
         UsageError: it was never handed to ``amp.initialize``.
     """
     checked = check_optimizer(optimizer)
-    return process.disabled or _session_of(checked, "amp.grads_are_unscaled").adopted(checked).are_unscaled()
+    return runtime.disabled or _session_of(checked, "amp.grads_are_unscaled").adopted(checked).are_unscaled()
 
 
 def state_dict() -> dict[str, dict[str, float | int]]:
-    """The states of the loss scalers as plain numbers, under "loss_scaler0" and on. Waits for the device."""
-    if process.disabled:
+    """Returns the states of the loss scalers as plain numbers, under "loss_scaler0" and on. Waits for the device."""
+    if runtime.disabled:
         return {}
     scalers = _require_session("amp.state_dict").scalers
     return {f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(scalers)}
@@ -731,7 +734,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         AmpWarning: the names of the scalers differ; those that both have are loaded. Or a ``GradScaler`` had other
             settings.
     """
-    if process.disabled:
+    if runtime.disabled:
         return
     live = _require_session("amp.load_state_dict")
     if not isinstance(state_dict, Mapping):
@@ -782,37 +785,37 @@ def _take_over(name: str, scaler: LossScaler, state: ScaleState, was_static: boo
 
 
 def get_loss_scale(loss_id: int = 0) -> float:
-    """The present scale of a loss; 1 with amp disabled. Waits for the device.
+    """Returns the present scale of a loss; 1 with amp disabled. Waits for the device.
 
     Raises:
         OptionError: ``loss_id`` is out of range.
     """
-    if process.disabled:
+    if runtime.disabled:
         return 1.0
     return _require_session("amp.get_loss_scale").scaler(loss_id).state.loss_scale
 
 
 def step_was_skipped(optimizer: Any) -> bool:
-    """Whether the last ``optimizer.step()`` was skipped because of an overflow.
+    """Returns whether the last ``optimizer.step()`` was skipped because of an overflow.
 
     Raises:
         OptionError: it is no optimizer.
         UsageError: it was never handed to ``amp.initialize``.
     """
-    if process.disabled:
+    if runtime.disabled:
         return False
     checked = check_optimizer(optimizer)
     return _session_of(checked, "amp.step_was_skipped").adopted(checked).step_was_skipped
 
 
 def skipped_steps(optimizer: Any) -> int:
-    """How many steps of an optimizer were skipped since it was handed to ``amp.initialize``.
+    """Returns how many steps of an optimizer were skipped since it was handed to ``amp.initialize``.
 
     Raises:
         OptionError: it is no optimizer.
         UsageError: it was never handed to ``amp.initialize``.
     """
-    if process.disabled:
+    if runtime.disabled:
         return 0
     checked = check_optimizer(optimizer)
     return _session_of(checked, "amp.skipped_steps").adopted(checked).skipped_steps
@@ -826,7 +829,7 @@ def is_on() -> bool:
         inside `disable_casts`, which turns casts off in one thread, and neither loss scales nor masters:
         ``amp.settings()["casts_here"]`` tells of those.
     """
-    return process.live is not None
+    return runtime.live is not None
 
 
 def settings() -> dict[str, Any]:
@@ -843,9 +846,9 @@ def settings() -> dict[str, Any]:
         and "num_optimizers" (those still alive), and "casts_here" (whether patched functions cast in this thread, which
         they do not inside `disable_casts`).
     """
-    live = process.live
+    live = runtime.live
     if live is None:
-        return LiveSettings(is_on=False, disabled=process.disabled)
+        return LiveSettings(is_on=False, disabled=runtime.disabled)
     return LiveSettings(
         is_on=True,
         disabled=False,
@@ -864,17 +867,17 @@ def clear_cache() -> None:
     Needed only after a change that no check can see: through a view of a weight's memory (numpy, DLPack, a storage),
     between two forwards with gradients and no step between them, or inside `frozen_weights`.
     """
-    live = process.live
+    live = runtime.live
     if live is not None:
         live.cache.clear()
 
 
 def cast_counts() -> CastCounts:
-    """How many tensors were cast since amp was set up, and how often a weight was found cast already.
+    """Returns how many tensors were cast since amp was set up, and how often a weight was found cast already.
 
     What compiled code casts is not counted.
     """
-    live = process.live
+    live = runtime.live
     return CastCounts(0, 0) if live is None else live.cache.counts()
 
 
@@ -928,7 +931,7 @@ def promote_function(function: _F) -> _F:
 
 
 def _register(owner: Any, name: Any, treatment: Treatment, dtype: torch.dtype | None = None) -> None:
-    if process.live is not None and not process.replaces:
+    if runtime.live is not None and not runtime.replaces:
         raise UsageError("functions are registered before amp.initialize; type amp.deinitialize() first.")
     if isinstance(owner, str):
         raise OptionError(
@@ -943,14 +946,14 @@ def _register(owner: Any, name: Any, treatment: Treatment, dtype: torch.dtype | 
         raise OptionError(f"{where} has no {name!r} to register.{did_you_mean(name, dir(owner))}")
     if not callable(found):
         raise OptionError(f"{where}.{name} is {type(found).__name__!r}; expected a function.")
-    unfit = lists_module.why_unfit(Path(where, name), owner, found)
+    unfit = rules.why_unfit(Path(where, name), owner, found)
     if unfit:
         raise OptionError(unfit)
     register(Registration(owner, name, treatment, dtype))
 
 
 def _require_session(what: str) -> Session:
-    live = process.live
+    live = runtime.live
     if live is None:
         raise UsageError(
             f"{what} was called before amp.initialize. Type model, optimizer = amp.initialize(model, optimizer) first."
@@ -959,25 +962,25 @@ def _require_session(what: str) -> Session:
 
 
 def _session_of(optimizer: OptimizerLike, what: str) -> Session:
-    """The live session, for a question about an optimizer, or something done to it, that is not another session's."""
+    """Returns the live session; raises if it is not the one that has the optimizer."""
     live = _require_session(what)
-    if process.replaced is not None:
-        process.replaced.check(optimizer, live)
+    if runtime.replaced is not None:
+        runtime.replaced.check(optimizer, live)
     return live
 
 
 def _disable() -> None:
-    """What ``enabled=False`` does: nothing where there is a session, unless that is to be replaced."""
-    if process.replaces:
+    """Turns amp off, as ``enabled=False`` asks, unless there is a session that is not to be replaced."""
+    if runtime.replaces:
         replace_session("enabled=False")
-    process.disabled = process.live is None
+    runtime.disabled = runtime.live is None
 
 
 def _joined_and_replaced(settings: Settings) -> tuple[Session | None, Session | None]:
-    """The live session if these settings join it, and the live one if they replace it."""
-    live = process.live
+    """Returns the live session if these settings join it, and the live one if they replace it."""
+    live = runtime.live
     other = "" if live is None else difference(live, settings)
-    if other and not process.replaces:
+    if other and not runtime.replaces:
         raise UsageError(
             f"amp is set up already with other settings: {other}. Type amp.deinitialize() first, or give the same "
             "arguments."
@@ -1011,7 +1014,7 @@ def _half_dtype(
     opt_level: str,
     models: Iterable[nn.Module],
 ) -> torch.dtype:
-    """The half type asked for; else the live session's, so that a second model joins; else what suits the device."""
+    """Returns the half type asked for; else the live session's; else what suits the device."""
     checked = None if given is None else opt_levels.check_half_dtype(given)
     if alias is not None:
         also = opt_levels.check_half_dtype(alias, alias_name)
@@ -1026,10 +1029,10 @@ def _half_dtype(
                 f"half_dtype out, or use opt_level={'O1' if opt_level == 'O4' else 'O2'!r}."
             )
         return checked
-    live = process.live
-    if live is not None and not process.replaces:
+    live = runtime.live
+    if live is not None and not runtime.replaces:
         return live.settings.properties.half_dtype
-    types = set().union(*(models_module.device_types(model) for model in models)) or _all_device_types()
+    types = set().union(*(adopted_model.device_types(model) for model in models)) or _all_device_types()
     return torch.bfloat16 if types == {"cpu"} else torch.float16
 
 
@@ -1038,9 +1041,8 @@ def _all_device_types() -> set[str]:
     return {"cpu"} if accelerator is None else {"cpu", accelerator.type}
 
 
-def _lists(overlay: Overlay | None) -> lists_module.CastLists:
-    shipped = lists_module.shipped()
-    return shipped if overlay is None else shipped.overlaid(overlay)
+def _lists(overlay: Overlay | None) -> CastLists:
+    return shipped() if overlay is None else shipped().overlaid(overlay)
 
 
 def _check_whole(optimizers: list[Any], models: list[nn.Module], properties: Properties) -> None:

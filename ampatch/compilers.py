@@ -24,48 +24,45 @@ import wrapt
 from torch import nn
 
 from ampatch.errors import UsageError
-from ampatch.patching import PatchLedger
-
-# Code of torch that runs below an operator while a tracer is at work, as C++ kernels do when none is. What it calls is
-# not the user's, and casting it would give the operator a result of the wrong type.
-_BELOW_OPERATORS = (
-    "torch._decomp",
-    "torch._inductor",
-    "torch._meta_registrations",
-    "torch._prims",
-    "torch._refs",
-    "torch._subclasses",
-)
-
+from ampatch.ledger import PatchLedger
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 # Of this package, what models call while they run. The rest keeps books around them, which is no work for a compiler.
-_TRACED = frozenset(
-    f"ampatch.{name}"
-    for name in (
-        *("amp", "process", "session", "models", "autocast_gates", "wrappers", "weight_cache", "switch", "compilers"),
-        *(
-            "casting",
-            "casting_mode",
-            "inference_copy",
-            "carried_back",
-            "cast_labels",
-            "signatures",
-            "paths",
-            "errors",
-            "apex",
-            "cuda_on_cpu",
-            "sync_batch_norm",
-        ),
-    )
-)
+_TRACED = {
+    "": [
+        "amp",
+        "apex",
+        "compilers",
+        "cuda_on_cpu",
+        "errors",
+        "runtime",
+        "session",
+        "switch",
+        "sync_batch_norm",
+        "tracing",
+    ],
+    "casting": ["carried_back", "nested"],
+    "cast_lists": ["paths", "signatures"],
+    "interfaces": ["inference_copy"],
+    "patching": [
+        "adapters",
+        "adopted_model",
+        "autocast_gates",
+        "cast_labels",
+        "casting_mode",
+        "weight_cache",
+        "wrappers",
+    ],
+}
 
 
 def _keep_books_untraced(dynamo: types.ModuleType) -> None:
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)], "ampatch."):
-        if module.name not in _TRACED:
-            dynamo.trace_rules.add(module.name)
+    root = Path(__file__).parent
+    for folder, traced in _TRACED.items():
+        for module in pkgutil.iter_modules([str(root / folder)]):
+            if module.name not in traced and (folder or module.name not in _TRACED):
+                dynamo.trace_rules.add(".".join(filter(None, ("ampatch", folder, module.name))))
 
 
 wrapt.register_post_import_hook(_keep_books_untraced, "torch._dynamo")
@@ -123,7 +120,7 @@ def trace_instead(function: Any) -> None:
 
 @functools.cache
 def _called_as() -> type:
-    """The class of what torch.compile takes such functions for."""
+    """Returns the class of what torch.compile takes such functions for."""
     from torch._dynamo.variables.functions import UserFunctionVariable
 
     class CalledAsAnother(UserFunctionVariable):
@@ -141,29 +138,6 @@ def _called_as() -> type:
             return types.FunctionType
 
     return CalledAsAnother
-
-
-def is_recording() -> bool:
-    """Whether what runs is taken down, faked or transformed, so that nothing may be written beside it."""
-    modes = torch._C._TorchDispatchModeKey
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_dispatch_mode(modes.FAKE) is not None
-        or torch._C._get_dispatch_mode(modes.PROXY) is not None
-    )
-
-
-def is_below_operators(frame: types.FrameType) -> bool:
-    """Whether a frame belongs to the implementation of an operator for tracers."""
-    return str(frame.f_globals.get("__name__", "")).startswith(_BELOW_OPERATORS)
-
-
-def is_capturing() -> bool:
-    """Whether what this thread does is recorded into a CUDA graph, and nothing can be read back."""
-    # A worker forked from a process that uses a GPU counts as one that does not, and could not answer.
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def read_tables() -> None:
@@ -258,7 +232,7 @@ def _unwrap_for_torchscript(
 
 @contextmanager
 def _without(hooks: Collection[object], model: nn.Module) -> Iterator[None]:
-    """The modules of a model lack these hooks until the block ends, and then have all of theirs in the old order."""
+    """Takes hooks off the modules of a model until the block ends; puts them back in the old order."""
     saved = [(found, dict(found)) for m in model.modules() for found in (m._forward_pre_hooks, m._forward_hooks)]
     for found, before in saved:
         for key, hook in before.items():

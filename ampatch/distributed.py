@@ -98,7 +98,7 @@ class Processes:
         return replica
 
     def note_forward(self, wrapper: DistributedDataParallel) -> None:
-        """A wrapper runs forward: now it decides whether the next backward reduces gradients.
+        """Notes that a wrapper runs forward: now it decides whether the next backward reduces gradients.
 
         Once it is to reduce them, forwards that are not to do not change that until there was a backward.
         """
@@ -148,7 +148,7 @@ class Processes:
         return bool(self._replicating)
 
     def are_replicated(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether one of these is of such a model."""
+        """Returns whether one of these is of such a model."""
         replicated = {id(each) for wrapper in list(self._replicating) for each in wrapper.parameters()}
         return any(id(parameter) in replicated for parameter in parameters)
 
@@ -176,7 +176,7 @@ class Processes:
         return bool(postponed) and any(id(parameter) in postponed for parameter in parameters)
 
     def has_unreduced(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether there are gradients of these out of sight: FSDP2 keeps to itself those that it has not reduced."""
+        """Returns whether FSDP2 keeps gradients of these to itself, since it has not reduced them."""
         return any(True for _ in self._unreduced(parameters))
 
     def drop_unreduced(self, parameters: Iterable[Tensor]) -> None:
@@ -230,11 +230,11 @@ class Processes:
                     yield Group(wrapper.process_group, wrapper.device_type)
 
     def share(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether other processes have pieces of these, so that all have to do the same, gradients or not."""
+        """Returns whether other processes have pieces of these, so that all have to do the same, gradients or not."""
         return any(spread.pieces for spread in self._spreads(parameters))
 
     def by_pieces(self, parameters: Iterable[Tensor]) -> list[tuple[tuple[Group, ...], list[Tensor]]]:
-        """Parameters by the groups over which their elements are spread, which is none where they are whole."""
+        """Returns parameters by the groups over which their elements are spread, which is none where they are whole."""
         parameters = list(parameters)
         if _is_alone():
             return [((), parameters)]
@@ -244,7 +244,7 @@ class Processes:
         return list(parts.items())
 
     def _spreads(self, parameters: Iterable[Tensor]) -> Iterator[_Spread]:
-        """How each of them lies on processes; none where there is this process only."""
+        """Returns how each of them lies on processes; none where there is this process only."""
         if _is_alone():
             return iter(())
         # Of modules in one another the inner one's word counts.
@@ -301,14 +301,14 @@ _WHOLE = _Spread()
 
 
 def _spread_of(mesh: Any, placements: tuple[Any, ...]) -> _Spread:
-    """Of a DTensor."""
+    """Returns how a DTensor lies on ranks."""
     groups = [Group(mesh.get_group(axis), mesh.device_type) for axis in range(mesh.ndim)]
     sharded = [not each.is_replicate() and not each.is_partial() for each in placements]
     return _Spread(tuple(groups), tuple(group for group, is_sharded in zip(groups, sharded, strict=True) if is_sharded))
 
 
 def _spread_within(module: Any) -> _Spread:
-    """Of a parameter of a ``FullyShardedDataParallel``, whose tensors do not say so themselves.
+    """Returns that of a parameter of a ``FullyShardedDataParallel``, whose tensors do not say so themselves.
 
     Raises:
         UsageError: the module is not known.
@@ -325,12 +325,12 @@ def _spread_within(module: Any) -> _Spread:
 
 
 def _is_alone() -> bool:
-    """Whether torch was told of no other process."""
+    """Returns whether torch was told of no other process."""
     return not (_IS_AVAILABLE and dist.is_initialized())
 
 
 def replicating_wrappers() -> list[DistributedDataParallel]:
-    """All that there are in this process; looks through all of Python's objects, if several processes were set up."""
+    """Returns all that are in this process; looks through all of Python's objects if several ranks were set up."""
     if _is_alone():
         return []
     # By its type: to ask a lazy proxy for its class would make it import.
@@ -338,12 +338,12 @@ def replicating_wrappers() -> list[DistributedDataParallel]:
 
 
 def is_joining(wrapper: DistributedDataParallel) -> bool:
-    """Whether it runs in its ``join()``, where processes may run out of data before the others do."""
+    """Returns whether it runs in its ``join()``, where processes may run out of data before the others do."""
     return bool(wrapper._join_config.enable)
 
 
 def sent_by(wrapper: DistributedDataParallel) -> Iterator[Tensor]:
-    """The weights and buffers of which the first process's have replaced the others'."""
+    """Yields the parameters and buffers that DDP broadcast from rank 0."""
     for name, tensor in itertools.chain(wrapper.module.named_parameters(), wrapper.module.named_buffers()):
         if name not in wrapper.parameters_to_ignore:
             yield tensor
@@ -364,7 +364,7 @@ def lay_out_gradient(parameter: Tensor) -> None:
 
 
 def is_sharded(parameters: Iterable[Tensor]) -> bool:
-    """Whether a process has a piece only of one of these, by what their tensors say."""
+    """Returns whether a process has a piece only of one of these, by what their tensors say."""
     return any(hasattr(each, "device_mesh") or getattr(each, "_fsdp_flattened", False) for each in parameters)
 
 

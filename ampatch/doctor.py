@@ -24,13 +24,16 @@ import torch
 import wrapt
 import yaml
 
-from ampatch import __version__, calls, kernels, list_reports
-from ampatch.cast_lists import Treatment, shipped
+from ampatch import __version__
+from ampatch.cast_lists import list_reports
+from ampatch.cast_lists.lists import shipped
+from ampatch.cast_lists.paths import Path, PathError, beneath, find_owner, is_wrapper
+from ampatch.cast_lists.rules import Treatment
 from ampatch.errors import AmpError, CastListError
-from ampatch.kept_functions import OPENED
-from ampatch.patching import MISSING, bindings, loaded_modules
-from ampatch.paths import Path, PathError, beneath, find_owner, is_wrapper
-from ampatch.process import process
+from ampatch.ledger import MISSING, bindings, loaded_modules
+from ampatch.native import calls, kernels
+from ampatch.patching.kept_functions import OPENED
+from ampatch.runtime import runtime
 from ampatch.session import Session
 
 _NVIDIA_DRIVER = FilePath("/proc/driver/nvidia/version")
@@ -49,7 +52,7 @@ _AROUND: dict[type, str] = {
 
 
 def report() -> Iterator[str]:
-    """The lines of the report: headings, below each one fact a line, and details only of what is out of order.
+    """Yields the lines of the report: headings, below each one fact a line, and details only of what is out of order.
 
     Speaks of the live session, if amp is set up. Asking a GPU for its name initialises CUDA in this process.
     """
@@ -176,7 +179,7 @@ class _Seen:
     @classmethod
     def now(cls) -> _Seen:
         """As things stand."""
-        live = process.live
+        live = runtime.live
         patches = []
         for patch in live.ledger.patches if live is not None else ():
             owner = patch.owner()
@@ -203,7 +206,7 @@ class _Seen:
 
 
 def _shipped_paths() -> tuple[list[Path], list[str]]:
-    """The paths in the shipped lists; and why these do not load, if they do not."""
+    """Returns the paths in the shipped lists; and why these do not load, if they do not."""
     try:
         return sorted({path for path, _ in shipped().rules}), []
     except CastListError as error:
@@ -229,7 +232,7 @@ def _look_up(path: Path) -> _Listed | None:
 
 
 def _owner(namespace: str) -> object | None:
-    """The module or class; None where it is not imported yet, `MISSING` where there is none."""
+    """Returns the module or class; None where it is not imported yet, `MISSING` where there is none."""
     try:
         return find_owner(namespace)
     except PathError:
@@ -237,7 +240,7 @@ def _owner(namespace: str) -> object | None:
 
 
 def _is_torchs(value: Any) -> bool:
-    """Whether it is a function as torch defines it."""
+    """Returns whether it is a function as torch defines it."""
     home = _home(value)
     # By functools.wraps a replacement claims to be torch's: what counts is where it was written. What torch.compile and
     # torch.no_grad make of a function was written in torch too, but not where it claims.
@@ -246,7 +249,7 @@ def _is_torchs(value: Any) -> bool:
 
 
 def _home(function: Any) -> str | None:
-    """The module that a function was written in; None for what is no function."""
+    """Returns the module that a function was written in; None for what is no function."""
     kind = type(function)
     if kind is types.FunctionType:
         return str(function.__globals__.get("__name__"))
@@ -265,7 +268,7 @@ def _in_torch(module: str | None) -> bool:
 def _amp(seen: _Seen) -> Iterator[str]:
     live = seen.live
     if live is None:
-        yield "amp is not set up" + (": initialize was called with enabled=False" if process.disabled else "")
+        yield "amp is not set up" + (": initialize was called with enabled=False" if runtime.disabled else "")
         return
     properties = live.settings.properties
     yield f"amp is set up: {properties.opt_level}, {str(properties.half_dtype).removeprefix('torch.')}"
@@ -286,11 +289,11 @@ def _amp(seen: _Seen) -> Iterator[str]:
 
 
 def _places(live: Session) -> tuple[dict[tuple[int, str], str], Counter[str]]:
-    """The namespaces of the functions to be patched, by place; and those that wait for an import, with how many."""
+    """Returns the namespaces of functions to be patched, by place; and those that wait for an import, with counts."""
     places: dict[tuple[int, str], str] = {}
     waiting: Counter[str] = Counter()
     if live.patches_functions:
-        for known in process.registered:
+        for known in runtime.registered:
             places[id(known.owner), known.name] = known.path.namespace
         for path in live.settings.lists.for_half(live.settings.properties.half_dtype):
             owner = _owner(path.namespace)
@@ -322,7 +325,7 @@ def _names(seen: _Seen) -> Iterator[str]:
 
 
 def _captured(paths: Mapping[int, str]) -> Iterator[str]:
-    """Functions of users that hold a function without casts where nothing can take its place.
+    """Yields functions of users that hold a function without casts where nothing can take its place.
 
     They hold it as it is, or in a container or partial, or in a container of these.
     """
@@ -335,7 +338,7 @@ def _captured(paths: Mapping[int, str]) -> Iterator[str]:
 
 
 def _held_in(value: object, deeper: int = 2) -> Iterator[object]:
-    """A value, and what is in it if it is a container or a partial, or in one of those in it."""
+    """Yields a value, and what is in it if it is a container or a partial, or in one of those in it."""
     yield value
     # The attributes of a module stand in a dict too, which is no container to anybody.
     if deeper and type(value) in OPENED and not (type(value) is dict and "__name__" in value):
@@ -348,7 +351,7 @@ def _captures_any(function: types.FunctionType) -> bool:
 
 
 def _captures(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    """The names and values of a function's closure and of its default arguments."""
+    """Yields the names and values of a function's closure and of its default arguments."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not filled yet
             yield name, cell.cell_contents
@@ -363,7 +366,7 @@ def _is_torchs_or_amps(function: types.FunctionType) -> bool:
 
 
 def _lost(modules: Iterable[object], seen: _Seen, originals: Iterable[int]) -> Iterator[tuple[object, str, str]]:
-    """Names of functions that another tool had replaced when amp was set up, so that amp patched the replacements.
+    """Yields names of functions that another tool had replaced before amp, so that amp patched the replacements.
 
     Nothing leads from a replacement to what it replaced. That is told by the name it gives itself.
     """
@@ -387,7 +390,7 @@ def _lost(modules: Iterable[object], seen: _Seen, originals: Iterable[int]) -> I
 
 
 def _call_signs(listed: _Listed) -> list[tuple[str, bool]]:
-    """The names that torch's function may give itself, and whether it is a method. torch.linalg has linalg_norm."""
+    """Returns the names that torch's function may give itself (linalg_norm), and whether it is a method."""
     name, namespace = listed.path.name, listed.path.namespace.rpartition(".")[2]
     return [(called, isinstance(listed.owner, type)) for called in (name, f"{namespace}_{name}")]
 
@@ -412,7 +415,7 @@ def _others(seen: _Seen) -> Iterator[str]:
 
 
 def _core(value: object) -> Any:
-    """The function that something comes down to; or the value itself."""
+    """Returns the function that something comes down to; or the value itself."""
     for kind, attribute in _AROUND.items():
         if issubclass(type(value), kind):  # not isinstance(): a proxy claims the class of what it hides
             return _core(getattr(value, attribute))
@@ -420,7 +423,7 @@ def _core(value: object) -> Any:
 
 
 def _describe(value: object) -> str:
-    """What stands where a function stood, and where it comes from."""
+    """Returns what stands where a function stood, and where it comes from."""
     core = _core(value)
     around = "" if core is value else f"{type(value).__name__} around "
     home = _home(core)
@@ -435,7 +438,7 @@ def _describe(value: object) -> str:
 
 
 def _name_of(owner: object) -> str:
-    """What to call a module, a class, a function that amp patched, or an object of a class."""
+    """Returns what to call a module, a class, a function that amp patched, or an object of a class."""
     if issubclass(type(owner), types.ModuleType):
         return str(object.__getattribute__(owner, "__dict__").get("__name__"))
     named = owner if isinstance(owner, (type, types.FunctionType)) else type(owner)

@@ -80,7 +80,7 @@ class CastListError(AmpError, ValueError):
 
 
 def did_you_mean(name: object, candidates: Iterable[str]) -> str:
-    """A sentence naming the candidates closest to ``name``, with a space in front; empty if none is close."""
+    """Returns a sentence naming the candidates closest to ``name``, with a space in front; empty if none is close."""
     near = difflib.get_close_matches(str(name), list(candidates), n=3, cutoff=0.6)
     return f" Did you mean {' or '.join(repr(candidate) for candidate in near)}?" if near else ""
 

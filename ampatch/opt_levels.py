@@ -103,7 +103,7 @@ class Overrides:
 
 
 def resolve(opt_level: str, half_dtype: torch.dtype, overrides: Overrides) -> Properties:
-    """The properties of a level with overrides laid over it.
+    """Returns the properties of a level with overrides laid over it.
 
     Args:
         opt_level: "O0" to "O5", with the letter O.
@@ -157,7 +157,7 @@ def check_opt_level(opt_level: object) -> str:
 
 
 def check_half_dtype(half_dtype: object, name: str = "half_dtype") -> torch.dtype:
-    """The half type that is given: a dtype, or its name ("float16", "torch.float16", "half", "fp16").
+    """Returns the half type that is given: a dtype, or its name ("float16", "torch.float16", "half", "fp16").
 
     Raises:
         OptionError: it is none.
@@ -170,7 +170,7 @@ def check_half_dtype(half_dtype: object, name: str = "half_dtype") -> torch.dtyp
 
 
 def check_model_type(dtype: object) -> torch.dtype | None:
-    """The type that a model can be cast to: a dtype, its name, or None.
+    """Returns the type that a model can be cast to: a dtype, its name, or None.
 
     Raises:
         OptionError: it is none of these.
@@ -185,7 +185,7 @@ def check_model_type(dtype: object) -> torch.dtype | None:
 
 
 def check_output_type(dtype: object) -> torch.dtype | None:
-    """The type that a model's outputs can be cast to: a dtype, its name, or None.
+    """Returns the type that a model's outputs can be cast to: a dtype, its name, or None.
 
     Raises:
         OptionError: it is none of these.
@@ -200,12 +200,12 @@ def check_output_type(dtype: object) -> torch.dtype | None:
 
 
 def dtype_of(value: object) -> object:
-    """The dtype that a text names, with or without "torch." in front; anything else as it is."""
+    """Returns the dtype that a text names, with or without "torch." in front; anything else as it is."""
     return _DTYPE_NAMES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
 
 
 def _near_dtypes(given: object, allowed: Collection[torch.dtype]) -> str:
-    """The allowed names near a misspelt one; nothing is near to what is no text, or names a type rightly."""
+    """Returns the allowed names near a misspelt one; nothing is near to what is no text, or names a type rightly."""
     if not isinstance(given, str) or dtype_of(given) is not given:
         return ""
     names = [name for name, dtype in _DTYPE_NAMES.items() if dtype in allowed]
@@ -225,7 +225,7 @@ def check_flag(name: str, value: object) -> bool | None:
 
 
 def check_loss_scale(loss_scale: object) -> LossScale:
-    """A positive finite float, or "dynamic".
+    """Returns a positive finite float, or "dynamic".
 
     Raises:
         OptionError: anything else.
@@ -242,7 +242,7 @@ def check_loss_scale(loss_scale: object) -> LossScale:
 
 
 def difference(live: Properties, asked: Properties) -> dict[str, tuple[object, object]]:
-    """The arguments that tell two sets of properties apart, without those that only follow from others.
+    """Returns the arguments that tell two sets of properties apart, without those that only follow from others.
 
     Args:
         live: one.

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ampatch.errors import UsageError, warn
-from ampatch.patching import PatchLedger
+from ampatch.ledger import PatchLedger
 from ampatch.session import Session
 
 _ADVICE = (

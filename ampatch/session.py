@@ -1,7 +1,7 @@
 """The session: the one owner of what lives between ``amp.initialize`` and ``amp.deinitialize``.
 
 It holds the ledger of patches, the cache of cast weights, the on/off switch, the loss scalers, the adopted models and
-optimizers. Must not know whether it is the live one: `ampatch.process` does.
+optimizers. Must not know whether it is the live one: `ampatch.runtime` does.
 """
 
 from __future__ import annotations
@@ -21,39 +21,31 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ampatch import (
-    autocast_gates,
-    carried_back,
-    clipping,
-    compilers,
-    conversion_plan,
-    copies,
-    distributed,
-    list_edits,
-    models,
-    optimizer_state,
-    other_losses,
-    unseen_writes,
-)
-from ampatch.bystanders import Bystanders
-from ampatch.calls import Accelerator
-from ampatch.cast_labels import LabellingCache
-from ampatch.casting import tensors_in
-from ampatch.conversion import Conversion
+from ampatch import compilers, distributed
+from ampatch.cast_lists import list_edits
+from ampatch.casting import carried_back
+from ampatch.casting.nested import tensors_in
 from ampatch.distributed import Processes
 from ampatch.errors import OptionError, UsageError, warn
-from ampatch.function_patches import FunctionPatches, Registration
-from ampatch.loss_scaler import LossScaler
-from ampatch.master_weights import MasterWeights, dropping_sums
+from ampatch.ledger import PatchLedger
+from ampatch.native.calls import Accelerator
 from ampatch.opt_levels import HALVES
-from ampatch.optimizers import OWN_HOOK, AdoptedOptimizer, OptimizerLike, check_not_stepping, check_optimizer
-from ampatch.patching import PatchLedger
-from ampatch.scaled_pass import ScaledPass
-from ampatch.scaling import Scaling
+from ampatch.patching import adopted_model, autocast_gates
+from ampatch.patching.adapters import Adapters
+from ampatch.patching.cast_labels import LabellingCache
+from ampatch.patching.function_patches import FunctionPatches, Registration
+from ampatch.patching.weight_cache import WeightCache
+from ampatch.scaling import clipping, other_losses
+from ampatch.scaling.bystanders import Bystanders
+from ampatch.scaling.loss_scaler import LossScaler
+from ampatch.scaling.optimizers import OWN_HOOK, AdoptedOptimizer, OptimizerLike, check_not_stepping, check_optimizer
+from ampatch.scaling.scale_use import ScaleUse
+from ampatch.scaling.scaled_block import ScaledBlock
 from ampatch.settings import Settings
 from ampatch.switch import Switch
-from ampatch.weight_cache import WeightCache
-from ampatch.wrappers import Adapters
+from ampatch.weights import conversion_plan, copies, optimizer_state, unseen_writes
+from ampatch.weights.conversion import Conversion
+from ampatch.weights.master_weights import MasterWeights, dropping_sums
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -131,7 +123,7 @@ class Session:
         self._converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules in models of which weights are half
         self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those among them that compute in float32
         self._told_of: set[int] = set()  # the numbers of losses for which something else went backward
-        self._open: list[ScaledPass] = []  # the blocks that are watched for it
+        self._open: list[ScaledBlock] = []  # the blocks that are watched for it
         self.loading: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
         self._adapters = Adapters(
             settings.properties.half_dtype,
@@ -282,7 +274,7 @@ class Session:
         Raises:
             OptionError: its weights cannot be converted.
         """
-        self.device_types |= models.device_types(model)
+        self.device_types |= adopted_model.device_types(model)
         self._accelerator.serve(self.device_types)
         is_new = model not in self._models
         if is_new and self.has_half_weights:
@@ -310,11 +302,11 @@ class Session:
             return
         plan = conversion_plan.plan(model, dtype, bool(properties.keep_batchnorm_fp32), self.settings.keep_fp32)
         self.conversion.convert(plan)
-        models.flatten_recurrent(model)
+        adopted_model.flatten_recurrent(model)
         for module in plan.guarded:
             if module not in self._guarded:
                 self._guarded.add(module)
-                models.hook_casts(
+                adopted_model.hook_casts(
                     module,
                     self.ledger,
                     inputs=torch.float32,
@@ -327,7 +319,7 @@ class Session:
 
     def _hook_state_dict(self, model: nn.Module) -> None:
         hooks, new = self._hooks, [module for module in model.modules() if module not in self._converted]
-        models.hook_state_dict(
+        adopted_model.hook_state_dict(
             new, self.ledger, hooks.after_state_dict, hooks.before_load_state_dict, hooks.after_load_state_dict
         )
         self._converted.update(new)
@@ -341,7 +333,7 @@ class Session:
         """Has the model's forwards cast, and tell of themselves."""
         dtype, outputs = self.settings.properties.cast_model_type, self.settings.cast_model_outputs
         if dtype is not None or outputs is not None:
-            models.hook_casts(
+            adopted_model.hook_casts(
                 model,
                 self.ledger,
                 inputs=dtype,
@@ -350,17 +342,17 @@ class Session:
                 labelled=self.settings.profile_casts,
             )
         if dtype is not None or self.patches_functions:
-            models.hook_forward(model, self.ledger, self._hooks.before_forward, self._hooks.after_forward)
+            adopted_model.hook_forward(model, self.ledger, self._hooks.before_forward, self._hooks.after_forward)
         if self.has_half_weights or self.patches_functions:
-            models.warn_of_slow_half(model, self.settings.properties.half_dtype)
+            adopted_model.warn_of_slow_half(model, self.settings.properties.half_dtype)
         if self.patches_functions:
-            scripted = models.scripted_parts(model)
+            scripted = adopted_model.scripted_parts(model)
             if scripted:
                 warn(
                     f"TorchScript has compiled {', '.join(scripted)}: nothing in there is cast, and so it computes in "
                     "the types that it is given. Use the Python code that it was made of, or hand it tensor.float()."
                 )
-            exported = models.exported_parts(model)
+            exported = adopted_model.exported_parts(model)
             if exported:
                 warn(
                     f"torch.export has made {', '.join(exported)}; the graphs call operators below torch's functions: "
@@ -379,7 +371,7 @@ class Session:
             self.cache.keep_nothing()
 
     def _is_of_model(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a parameter or buffer of a model that was converted, if only since."""
+        """Returns whether a tensor is a parameter or buffer of a model that was converted, if only since."""
         return any(tensor is each for module in self._converted for _, each in conversion_plan.own_tensors(module))
 
     def _restore_weights(self) -> None:
@@ -391,7 +383,7 @@ class Session:
         for adopted in list(self._optimizers.values()):
             adopted.retype_state(lambda parameter: now.get(id(parameter)))
         for model in self._models:
-            models.flatten_recurrent(model)
+            adopted_model.flatten_recurrent(model)
 
     def adopt_optimizer(self, optimizer: OptimizerLike) -> None:
         """Takes an optimizer in: its ``step`` learns to skip, and it gets masters of half weights where there are any.
@@ -432,11 +424,11 @@ class Session:
         self.ledger.on_undo(finalizer.detach, optimizer)
 
     def has_adopted(self, optimizer: object) -> bool:
-        """Whether the optimizer, or one inside it, is this session's."""
+        """Returns whether the optimizer, or one inside it, is this session's."""
         return self._find(optimizer) is not None
 
     def _find(self, optimizer: Any) -> AdoptedOptimizer | None:
-        """What is known of an optimizer, or of the one that it is wrapped around, as frameworks do."""
+        """Returns what is known of an optimizer, or of the one that it is wrapped around, as frameworks do."""
         for _ in range(_MOST_WRAPPERS):
             adopted = self._optimizers.get(id(optimizer))
             if adopted is not None:
@@ -445,7 +437,7 @@ class Session:
         return None
 
     def adopted(self, optimizer: object) -> AdoptedOptimizer:
-        """What is known of an optimizer.
+        """Returns what is known of an optimizer.
 
         Raises:
             UsageError: it was never handed to ``amp.initialize``.
@@ -472,9 +464,9 @@ class Session:
         return [optimizer for optimizer in found if optimizer is not None]
 
     def parameter_ids(self) -> set[int]:
-        """The ids of all parameters of the adopted models, and of their masters."""
+        """Returns the ids of all parameters of the adopted models, and of their masters."""
         updated = {id(parameter) for adopted in list(self._optimizers.values()) for parameter in adopted.parameters()}
-        return updated | set(models.named_parameters(self._models))
+        return updated | set(adopted_model.named_parameters(self._models))
 
     def synchronise_weights(self, model: nn.Module | None = None) -> None:
         """Has half weights and their masters follow what was written into either of them.
@@ -488,7 +480,7 @@ class Session:
                 masters.synchronise_all()
 
     def _masters_of(self, model: nn.Module | None) -> set[MasterWeights]:
-        """Those of a model's parameters, by optimizer; however many there are, each parameter is looked at once.
+        """Returns the masters of a model's parameters, by optimizer; looks at each parameter once.
 
         They are remembered, since within `torch.func.functional_call` a model has other parameters.
         """
@@ -507,13 +499,13 @@ class Session:
             adopted.masters.complete()
 
     def _name_of(self, parameter: Tensor) -> str:
-        names = models.named_parameters(self._models)
+        names = adopted_model.named_parameters(self._models)
         return names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
 
     # Losses
 
     def scaler(self, loss_id: int) -> LossScaler:
-        """The scaler of a loss.
+        """Returns the scaler of a loss.
 
         Raises:
             OptionError: there is none of that number.
@@ -525,8 +517,8 @@ class Session:
             )
         return self.scalers[loss_id]
 
-    def begin_pass(self, loss: Any, optimizers: Sequence[OptimizerLike], loss_id: int) -> tuple[Any, ScaledPass]:
-        """What ``amp.scale_loss`` does before its block.
+    def begin_block(self, loss: Any, optimizers: Sequence[OptimizerLike], loss_id: int) -> tuple[Any, ScaledBlock]:
+        """Begins the block of ``amp.scale_loss``.
 
         Args:
             loss: one, or nested lists, tuples and dicts of them.
@@ -534,7 +526,7 @@ class Session:
             loss_id: the number of the scale.
 
         Returns:
-            The scaled loss, of the same form, and what `end_pass` or `abandon_pass` is to be called with.
+            The scaled loss, of the same form, and what `end_block` or `abandon_block` is to be called with.
         """
         scaler = self.scaler(loss_id)
         scaler.follow(loss)
@@ -547,53 +539,53 @@ class Session:
         adopted = list(map(self.adopted, optimizers))
         if self.processes.has_wrappers:
             self.processes.begin_block()
-        scaling = Scaling(scaler, loss_id)
-        scaled_pass = ScaledPass(scaling, adopted, self.processes)
-        scaled = scaling.apply(loss)
-        if not scaled_pass.begins_at_rest():
-            if scaled_pass.go_on():
-                scaled = scaled_pass.scaling.apply(loss)
-            scaled_pass.begin(scaled)
+        scale_use = ScaleUse(scaler, loss_id)
+        scaled_block = ScaledBlock(scale_use, adopted, self.processes)
+        scaled = scale_use.apply(loss)
+        if not scaled_block.begins_at_rest():
+            if scaled_block.go_on():
+                scaled = scaled_block.scale_use.apply(loss)
+            scaled_block.begin(scaled)
         # The graph holds the casts that backward needs, and lets go of each when it has been there. Kept here as well,
         # all of them would be there still when the last gradient is made.
         self.cache.end_iteration()
         if not scaler.is_one:
             for optimizer in adopted:
                 optimizer.note_scaled_losses(tensors_in(scaled))
-            self._watch(scaled_pass, scaled)
-        return scaled, scaled_pass
+            self._watch(scaled_block, scaled)
+        return scaled, scaled_block
 
-    def _watch(self, scaled_pass: ScaledPass, scaled: object) -> None:
+    def _watch(self, scaled_block: ScaledBlock, scaled: object) -> None:
         """Has the user be told once for each loss if something else than the scaled one goes backward in its block."""
-        if scaled_pass.scaling.scaler_id not in self._told_of:
-            scaled_pass.watch(scaled)
-            if scaled_pass.watched:
-                self._open.append(scaled_pass)
+        if scaled_block.scale_use.scaler_id not in self._told_of:
+            scaled_block.watch(scaled)
+            if scaled_block.watched:
+                self._open.append(scaled_block)
 
-    def end_pass(self, scaled_pass: ScaledPass, delay_unscale: bool, delay_overflow_check: bool) -> None:
-        """What it does after its block."""
-        self._close(scaled_pass)
+    def end_block(self, scaled_block: ScaledBlock, delay_unscale: bool, delay_overflow_check: bool) -> None:
+        """Ends the block of ``amp.scale_loss``."""
+        self._close(scaled_block)
         try:
             if self.switch.active:
-                scaled_pass.end(delay_unscale, delay_overflow_check)
+                scaled_block.end(delay_unscale, delay_overflow_check)
             else:  # nobody would unscale them after `take_down`
-                scaled_pass.finish(delay_overflow_check)
+                scaled_block.finish(delay_overflow_check)
         finally:
-            if scaled_pass.has_told:  # who goes backward from another loss does so in every step
-                self._told_of.add(scaled_pass.scaling.scaler_id)
+            if scaled_block.has_told:  # who goes backward from another loss does so in every step
+                self._told_of.add(scaled_block.scale_use.scaler_id)
             self.cache.end_iteration()
 
-    def abandon_pass(self, scaled_pass: ScaledPass) -> None:
-        """What it does where its block raised."""
-        self._close(scaled_pass)
+    def abandon_block(self, scaled_block: ScaledBlock) -> None:
+        """Takes a block back whose code raised."""
+        self._close(scaled_block)
         try:
-            scaled_pass.abandon()
+            scaled_block.abandon()
         finally:
             self.cache.end_iteration()
 
-    def _close(self, scaled_pass: ScaledPass) -> None:
-        if scaled_pass in self._open:
-            self._open.remove(scaled_pass)
+    def _close(self, scaled_block: ScaledBlock) -> None:
+        if scaled_block in self._open:
+            self._open.remove(scaled_block)
 
     def judge(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Ends passes of a loss with a verdict from outside: gradients were unscaled, or reduced, by somebody else.
@@ -605,9 +597,9 @@ class Session:
             found_inf: 0-dimensional float32, not 0 after an overflow, for which no step is to be skipped.
         """
         everyone = list(self._optimizers.values())
-        concerned = [each for each in everyone if any(scaling.scaler is scaler for scaling in each.passes)]
+        concerned = [each for each in everyone if any(scale_use.scaler is scaler for scale_use in each.pending)]
         for adopted in concerned or everyone:
-            adopted.passes = [scaling for scaling in adopted.passes if scaling.scaler is not scaler]
+            adopted.pending = [scale_use for scale_use in adopted.pending if scale_use.scaler is not scaler]
             adopted.note_other_scale()
         scaler.forget()
         scaler.update_by(found_inf)
@@ -623,7 +615,7 @@ class Session:
     # Inference
 
     def frozen_weights(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """The block behind ``amp.frozen_weights``.
+        """Returns the block behind ``amp.frozen_weights``.
 
         Raises:
             UsageError: amp has neither the model, nor a part of it, nor one that it is a part of.
@@ -641,7 +633,7 @@ class Session:
     # What torch does beside amp
 
     def _seeing_wrappers(self, original: Callable[..., None]) -> Callable[..., None]:
-        """A `DistributedDataParallel.__init__` that this session knows of."""
+        """Returns a `DistributedDataParallel.__init__` that this session knows of."""
         signature, active = inspect.signature(original), self._while_active(lambda session: session)
 
         @functools.wraps(original)
@@ -657,7 +649,7 @@ class Session:
         return __init__
 
     def _follow_wrapper(self, wrapper: DistributedDataParallel, has_sent_weights: bool) -> None:
-        """A model was wrapped for several processes, which all go on from the weights and scales of the first.
+        """Notes that a model was wrapped for several ranks, which go on from the weights and scales of the first.
 
         Args:
             wrapper: around it.
@@ -683,7 +675,7 @@ class Session:
             self.ledger.on_undo(wrapper.register_forward_hook(hook).remove, wrapper)
 
     def note_replicated_forward(self, wrapper: DistributedDataParallel) -> None:
-        """A wrapper runs forward: what it was told decides whether its backward reduces gradients.
+        """Notes that a wrapper runs forward: what it was told decides whether its backward reduces gradients.
 
         Raises:
             UsageError: processes that have run out of data are to go without what the others do.
@@ -697,7 +689,7 @@ class Session:
         self.processes.note_forward(wrapper)
 
     def let_unscale(self, optimizer: OptimizerLike) -> None:
-        """A `GradScaler`, torch's or ampatch's, is about to unscale an optimizer's gradients.
+        """Prepares for a `GradScaler`, torch's or ampatch's, that is about to unscale an optimizer's gradients.
 
         Raises:
             UsageError: amp has them, or has scaled them too.
@@ -706,7 +698,7 @@ class Session:
         if adopted is None:
             self._bystanders.let_pass(optimizer)
             return
-        if adopted.masters or adopted.passes:
+        if adopted.masters or adopted.pending:
             raise UsageError(
                 f"a GradScaler cannot unscale for this {type(optimizer).__name__}: amp.scale_loss does, and has it "
                 "skip where gradients overflow. Leave the GradScaler out: with amp.scale_loss(loss, optimizer) as "
@@ -715,7 +707,7 @@ class Session:
         adopted.note_other_scale()
 
     def _refusing_to_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A `GradScaler._unscale_grads_` that says so where amp has the gradients, or has scaled them too."""
+        """Returns a `GradScaler._unscale_grads_` that says so where amp has the gradients, or has scaled them too."""
         active = self._while_active(lambda session: session)
 
         @functools.wraps(original)
@@ -739,7 +731,7 @@ class Session:
 
 
 def _is_wrapped_by_scheduler(owner: object, name: str) -> bool:
-    """Whether an attribute is an optimizer's step that an LR scheduler counts: ours below it forwards unchanged."""
+    """Returns whether an attribute is an optimizer's step that an LR scheduler counts, above ours."""
     return hasattr(getattr(owner, name, None), "_wrapped_by_lr_sched")
 
 
@@ -751,7 +743,7 @@ def _forget_optimizer(optimizers: dict[int, AdoptedOptimizer], key: int) -> None
 
 
 def _forget_casts(cache: weakref.ref[WeightCache]) -> Any:
-    """A hook for every optimizer's step, adopted or not: the weights have changed."""
+    """Returns a hook for every optimizer's step, adopted or not: the weights have changed."""
 
     def forget(optimizer: OptimizerLike, *_: object) -> None:
         live = cache()

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import yaml
 
-from ampatch import list_edits, opt_levels
-from ampatch.cast_lists import CastLists
-from ampatch.conversion_plan import KeepFloat32
-from ampatch.loss_scaler import ScalePolicy
+from ampatch import opt_levels
+from ampatch.cast_lists import list_edits
+from ampatch.cast_lists.lists import CastLists
 from ampatch.opt_levels import Properties
+from ampatch.scaling.loss_scaler import ScalePolicy
+from ampatch.weights.conversion_plan import KeepFloat32
 
 # The arguments of ``amp.initialize`` that a scale's policy comes from, by its fields.
 _SCALE_ARGUMENTS = {
@@ -81,7 +82,7 @@ class Settings:
         return "; ".join(told)
 
     def as_plain_data(self) -> dict[str, Any]:
-        """The arguments that come to these settings, as text, numbers, True, False, None and lists of them."""
+        """Returns the arguments that come to these settings, as text, numbers, True, False, None and lists of them."""
         properties = self.properties
         return {
             "set_up_by": _set_up_by(self),

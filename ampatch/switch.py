@@ -28,7 +28,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ampatch.compilers import called_in_graphs, traced_within_others
 from ampatch.errors import OptionError
-from ampatch.patching import PatchLedger
+from ampatch.ledger import PatchLedger
 
 # An accelerator whose backend is not public. torch leaves it out even when it asks whether *any* autocast is enabled.
 _SIGNAL = "maia"
@@ -58,7 +58,7 @@ class Switch:
 
     @classmethod
     def is_off(cls) -> bool:
-        """Whether casts are off in this thread, or under a tracer where it has come to."""
+        """Returns whether casts are off in this thread, or under a tracer where it has come to."""
         asks = is_dynamo_compiling() or cls.thread.off or _len_torch_dispatch_stack()
         return bool(asks) and cls.is_signalled_off()
 
@@ -135,7 +135,7 @@ class Switch:
 
     @classmethod
     def _count(cls) -> int:
-        """The regions that this thread is in, less those of graphs that raised."""
+        """Returns the regions that this thread is in, less those of graphs that raised."""
         return cls.thread.off if cls.is_off() else 0
 
 
@@ -260,7 +260,7 @@ class _Region:
 
 @contextlib.contextmanager
 def off_in_graph() -> Iterator[None]:
-    """What torch.compile traces: casts are off from one place of its graph to another."""
+    """Stands for a region where torch.compile traces: casts are off from one place of its graph to another."""
     before = torch.is_autocast_enabled(_SIGNAL)
     with torch.autocast(_SIGNAL, torch.bfloat16):  # which tracing takes back wherever it stops or starts anew
         _count_region(1, True)
@@ -272,7 +272,7 @@ def off_in_graph() -> Iterator[None]:
 
 @called_in_graphs
 def _count_region(step: int, off: bool) -> None:
-    """A graph enters or leaves a region, in which export has autocast recorded and not entered."""
+    """Notes that a graph enters or leaves a region, in which export has autocast recorded and not entered."""
     torch.set_autocast_enabled(_SIGNAL, off)
     if not _len_torch_dispatch_stack():  # it is run as it was traced, by a backend such as "eager", and not traced on
         Switch.thread.off += step

@@ -16,7 +16,7 @@ from ampatch.opt_levels import HALVES
 
 
 def synchronised(norm: nn.SyncBatchNorm, input: Tensor) -> Tensor:
-    """What a layer gives in training: normalised by the statistics of all processes, in float32 at least.
+    """Returns what a layer gives in training: normalised by the statistics of all processes, in float32 at least.
 
     Differentiable, by collectives in forward and in backward; the layer's running statistics go on. The batches may be
     of different sizes.

@@ -338,7 +338,7 @@ def main() -> int:
     if options.json and not options.json.absolute().parent.is_dir():
         parser.error(f"argument --json: there is no directory {options.json.parent}")
 
-    from ampatch import calls, kernels  # here, since workers import this module, and some are to do without
+    from ampatch.native import calls, kernels  # here, since workers import this module, and some are to do without
 
     processor = torch.backends.cpu.get_cpu_capability()
     title = (

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from ampatch import amp
-from ampatch.cast_lists import shipped
+from ampatch.cast_lists.lists import shipped
 
 LEVELS = ("O1", "O2")
 HALF = torch.bfloat16

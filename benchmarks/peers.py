@@ -184,7 +184,8 @@ class Ampatch(WithAmp):
         self, model: nn.Module, make_optimizer: MakeOptimizer, half: torch.dtype, opt_level: str, cast_lists: Any = None
     ) -> None:
         # Here, so that the processes of the others do without; and the kernels, which no public name leads to.
-        from ampatch import amp, kernels
+        from ampatch import amp
+        from ampatch.native import kernels
 
         super().__init__(amp, model, make_optimizer, half, opt_level=opt_level, half_dtype=half, cast_lists=cast_lists)
         self.kernels = kernels

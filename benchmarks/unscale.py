@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampatch import extension, extension_kernels, kernels, torch_kernels
 from ampatch.errors import KernelError
+from ampatch.native import extension, extension_kernels, kernels, torch_kernels
 
 Shapes = list[tuple[int, ...]]
 

@@ -139,7 +139,7 @@ struct CopyToHalf {
   }
 };
 
-// The transition of a loss scale, as ampatch.loss_scaler.next_state describes it.
+// The transition of a loss scale, as ampatch.scaling.loss_scaler.next_state describes it.
 struct UpdateScale {
   // As the operator gets them.
   UpdateScale(double growth, double backoff, int64_t window, int64_t hysteresis, double floor, double ceiling)

@@ -1,6 +1,6 @@
 // The operators of torch.ops.ampatch: their schemas, and nothing else. What each does stands beside its arithmetic in
-// operations.h; its kernels are in cpu.cpp and cuda.cu, under its name; ampatch/torch_kernels.py does the same with
-// torch alone.
+// operations.h; its kernels are in cpu.cpp and cuda.cu, under its name; ampatch/native/torch_kernels.py does the same
+// with torch alone.
 //
 // No operator returns anything or waits for the device. `found_inf` is only ever set, never reset.
 

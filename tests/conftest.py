@@ -25,10 +25,12 @@ from samples import LIST_NAMES, entries, resolve
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from workers import Workers
 
-from ampatch import amp, calls, extension, extension_build, extension_kernels, kernels, scaling
+from ampatch import amp
 from ampatch.errors import KernelError
-from ampatch.extension import Library
-from ampatch.process import process
+from ampatch.native import calls, extension, extension_build, extension_kernels, kernels
+from ampatch.native.extension import Library
+from ampatch.runtime import runtime
+from ampatch.scaling import scale_use
 
 pytest_plugins = ["accounting", "covering"]
 
@@ -145,8 +147,8 @@ def torch_is_unpatched() -> Iterator[None]:
     """After every test: amp is off, and torch is what it was before the first."""
     yield
     amp.deinitialize()
-    process.registered.clear()
-    process.disabled = False
+    runtime.registered.clear()
+    runtime.disabled = False
     now = identities()
     if now != SEEN_UNPATCHED[-1]:
         assert changed(BEFORE, torch_now()) == []
@@ -162,7 +164,7 @@ def _serves_every_gpu(library: Library) -> bool:
 @pytest.fixture
 def far_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU stands in for a device that the host would have to wait for."""
-    monkeypatch.setattr(scaling, "AT_HAND", frozenset())
+    monkeypatch.setattr(scale_use, "AT_HAND", frozenset())
 
 
 @pytest.fixture(scope="session")

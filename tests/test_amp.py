@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import ampatch
 from ampatch import amp, opt_levels
 from ampatch.errors import AmpWarning, UsageError
-from ampatch.process import process
+from ampatch.runtime import runtime
 
 
 def product(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -347,7 +347,7 @@ class TestLevels:
     def test_loss_scale_may_be_overridden(self, model, level, loss_scale, expected):
         initialize(model, opt_level=level, loss_scale=loss_scale)
         assert amp.get_loss_scale() == expected
-        assert process.live.scalers[0].dynamic is (loss_scale == "dynamic")
+        assert runtime.live.scalers[0].dynamic is (loss_scale == "dynamic")
 
     @pytest.mark.parametrize("value", [True, False, "True", "False", None])
     def test_keep_batchnorm_fp32_is_taken_where_it_contradicts_nothing(self, model, value):
@@ -407,11 +407,11 @@ class TestVerbosity:
 class TestInitializeAgain:
     def test_second_model_joins_under_the_same_settings(self, model, optimizer):
         initialize(model, optimizer, half_dtype=torch.float16)
-        live = process.live
+        live = runtime.live
         other = nn.Linear(3, 3)
         other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
         initialize(other, other_optimizer, half_dtype=torch.float16)
-        assert process.live is live
+        assert runtime.live is live
         for each in (model, other):
             with amp.scale_loss(loss_of(each), [optimizer, other_optimizer]) as scaled_loss:
                 scaled_loss.backward()
@@ -476,7 +476,7 @@ class TestInit:
     def test_ends_with_its_block_where_that_raises(self):
         with pytest.raises(ZeroDivisionError), amp.init():
             raise ZeroDivisionError
-        assert process.live is None
+        assert runtime.live is None
 
     def test_deactivate_undoes_it_and_a_second_time_nothing(self, model):
         handle = amp.init()
@@ -652,16 +652,16 @@ class TestScaleLoss:
     def test_casts_of_weights_are_forgotten_when_the_block_ends(self, model, optimizer):
         initialize(model, optimizer)
         loss = loss_of(model)
-        assert len(process.live.cache) == 2
+        assert len(runtime.live.cache) == 2
         backward(loss, optimizer)
-        assert len(process.live.cache) == 0
+        assert len(runtime.live.cache) == 0
 
     def test_casts_of_weights_are_forgotten_when_the_block_raises(self, model, optimizer):
         initialize(model, optimizer)
         loss = loss_of(model)
         with pytest.raises(ZeroDivisionError), amp.scale_loss(loss, optimizer):
             raise ZeroDivisionError
-        assert len(process.live.cache) == 0
+        assert len(runtime.live.cache) == 0
 
     def test_gradients_are_those_of_a_plain_backward_under_the_same_casts(self, model, optimizer):
         initialize(model, optimizer, half_dtype=torch.bfloat16, loss_scale="dynamic")

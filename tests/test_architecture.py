@@ -16,11 +16,17 @@ PACKAGE = ROOT / "ampatch"
 
 
 def rooms() -> list[str]:
-    """What stands in the tree, from the top down: `ampatch.cli`, and `ampatch.demo` for all of a folder."""
+    """Returns what stands in the tree, from the top down: `ampatch.amp`, `ampatch.native`, `ampatch.native.kernels`."""
     document = (ROOT / "docs" / "design" / "architecture.md").read_text(encoding="utf-8")
     tree = re.search(r"^ampatch/\n((?:  .*\n)+)", document, re.MULTILINE)
     assert tree is not None
-    return [dotted(Path("ampatch") / line.split()[0]) for line in tree[1].splitlines()]
+    found, folder = [], ""
+    for line in tree[1].splitlines():
+        name = line.split()[0]
+        if not line.startswith("    "):
+            folder = name if name.endswith("/") else ""
+        found.append(dotted(Path("ampatch", *([folder] if folder != name else []), name)))
+    return found
 
 
 def dotted(path: Path) -> str:
@@ -48,8 +54,9 @@ def imports(module: str) -> Iterator[str]:
 
 def test_every_module_stands_in_the_tree_once_and_nothing_else_does() -> None:
     order = rooms()
-    top = {".".join(module.split(".")[:2]) for module in MODULES}
-    assert sorted(order) == sorted(top)
+    detailed = {room.rpartition(".")[0] for room in order if room.count(".") == 2}
+    found = {module if module.rpartition(".")[0] in detailed else room_of(module, order) for module in MODULES}
+    assert sorted(order) == sorted(found | detailed)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -63,7 +70,16 @@ def test_a_module_imports_only_from_those_below_it(module: str) -> None:
 def test_an_import_that_runs_upwards_would_be_seen() -> None:
     order = rooms()
     assert order.index("ampatch.amp") < order.index("ampatch.session") < order.index("ampatch.errors")
-    assert "ampatch.errors" in set(imports("ampatch.paths"))
+    assert order.index("ampatch.scaling.optimizers") < order.index("ampatch.weights.copies")
+    assert "ampatch.errors" in set(imports("ampatch.cast_lists.paths"))
+    assert order.index("ampatch.scaling") < order.index("ampatch.scaling.optimizers") < order.index("ampatch.weights")
     assert set(imports("ampatch.errors")) == set()
     assert room_of("ampatch.demo.training", order) == "ampatch.demo"
     assert room_of("ampatch", order) == "ampatch"
+
+
+def test_files_that_contributors_are_sent_to_are_there() -> None:
+    page = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:ampatch|csrc|docs|lists|tests)/[\w/.-]+)`", page))
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []

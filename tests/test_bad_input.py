@@ -22,7 +22,7 @@ from torch import nn
 
 from ampatch import amp
 from ampatch.errors import AmpError, CastListError, OptionError, UsageError
-from ampatch.process import process
+from ampatch.runtime import runtime
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
@@ -52,12 +52,12 @@ class Bench:
 
     def state(self) -> Any:
         """All that a failed call must leave alone."""
-        live = process.live
+        live = runtime.live
         return (
             live,
             None if live is None else (live.ledger.patches, [scaler.state for scaler in live.scalers]),
-            process.disabled,
-            list(process.registered),
+            runtime.disabled,
+            list(runtime.registered),
             {name: id(value) for name, value in self.model.state_dict(keep_vars=True).items()},
             [(value.tolist(), value.dtype) for value in self.model.state_dict(keep_vars=True).values()],
             [dict(module._forward_hooks | module._forward_pre_hooks) for module in self.model.modules()],
@@ -504,7 +504,7 @@ def test_failure_after_torch_was_patched_takes_the_patches_out_again() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(amp.OptionError, match="step of this Slotted cannot be replaced"):
         amp.initialize(model, Slotted(model.parameters()), verbosity=0)
-    assert process.live is None
+    assert runtime.live is None
     assert not model._forward_hooks
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
 

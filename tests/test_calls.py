@@ -28,15 +28,17 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampatch import amp, calls, extension
-from ampatch.calls import Accelerator
-from ampatch.cast_lists import Treatment
-from ampatch.casting import tensors_in
+from ampatch import amp
+from ampatch.cast_lists.paths import Path
+from ampatch.cast_lists.rules import Treatment
+from ampatch.casting.nested import tensors_in
 from ampatch.errors import KernelError, OptionError
-from ampatch.paths import Path
+from ampatch.native import calls, extension
+from ampatch.native.calls import Accelerator
+from ampatch.patching.adapters import Adapters
+from ampatch.patching.weight_cache import CastCounts, WeightCache
+from ampatch.patching.wrappers import wrap
 from ampatch.switch import Switch
-from ampatch.weight_cache import CastCounts, WeightCache
-from ampatch.wrappers import Adapters, wrap
 
 KINDS = {
     "whitelist": (Treatment.WHITELIST, False),

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from ampatch import amp, carried_back
+from ampatch import amp
+from ampatch.casting import carried_back
 
 HALF, FLOAT32 = torch.bfloat16, torch.float32
 

@@ -12,7 +12,7 @@ from torch import nn, ones
 from torch.nn import functional as F
 
 from ampatch import amp
-from ampatch.cast_errors import add_note, may_come_of_casts
+from ampatch.casting.cast_errors import add_note, may_come_of_casts
 
 HALF, BFLOAT, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 

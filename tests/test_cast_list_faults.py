@@ -14,9 +14,10 @@ from helpers import HALF_DTYPES, casts_on, dtype_name
 from torch import nn
 
 from ampatch import amp
-from ampatch.cast_lists import Treatment, shipped
+from ampatch.cast_lists.lists import shipped
+from ampatch.cast_lists.rules import Treatment
 from ampatch.errors import AmpError, CastListError, OptionError
-from ampatch.process import process
+from ampatch.runtime import runtime
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
@@ -610,14 +611,14 @@ class TestNothingIsPatched:
         with pytest.raises(AmpError, match=r"own\.yaml:"):
             amp.initialize(model, half_dtype=half, cast_lists=write(tmp_path, content))
 
-        assert process.live is None
+        assert runtime.live is None
         assert torch.mm is mm
         assert not model._forward_hooks
 
     def test_and_what_was_on_stays_on(self, tmp_path: Path) -> None:
         with casts_on(torch.bfloat16):
-            live, mm = process.live, torch.mm
+            live, mm = runtime.live, torch.mm
             with pytest.raises(CastListError):
                 amp.initialize(nn.Linear(1, 1), cast_lists=write(tmp_path, "whitelsit: {}"))
-            assert process.live is live
+            assert runtime.live is live
             assert torch.mm is mm

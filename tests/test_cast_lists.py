@@ -26,9 +26,10 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from ampatch import amp
-from ampatch.cast_lists import PEERS, CastLists, Rule, Treatment, peer, shipped
+from ampatch.cast_lists.lists import PEERS, CastLists, peer, shipped
+from ampatch.cast_lists.paths import Path
+from ampatch.cast_lists.rules import Rule, Treatment
 from ampatch.errors import AmpError, CastListError
-from ampatch.paths import Path
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 

@@ -24,7 +24,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast, Seq2SeqModelOutput
 from transformers.utils import ModelOutput as HuggingFaceOutput
 
-from ampatch.casting import CASTABLE, cast_floating, cast_tensors, tensors_in
+from ampatch.casting.nested import CASTABLE, cast_floating, cast_tensors, tensors_in
 
 
 class Pair(NamedTuple):

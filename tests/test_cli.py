@@ -16,13 +16,17 @@ import torch
 import torch.nn.functional as F
 
 import ampatch
-from ampatch import amp, cli, demo, doctor, extension, extension_build, list_reports
-from ampatch.cast_lists import PEERS, peer, shipped
+from ampatch import amp, demo, doctor
+from ampatch.cast_lists import list_reports
+from ampatch.cast_lists.lists import PEERS, peer, shipped
+from ampatch.cli import main as cli
 from ampatch.errors import UsageError
-from ampatch.process import process
+from ampatch.native import extension, extension_build
+from ampatch.runtime import runtime
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
+LISTS = ("list_edits", "list_reports", "lists", "paths", "reader", "rules", "signatures", "spellings", "yaml_tree")
 SOUND = "blacklist:\n  torch.nn.functional: [linear]\n"  # a function of one spelling
 
 
@@ -124,7 +128,9 @@ class TestCommandLine:
     "command", ["demo", *(pytest.param(each, marks=pytest.mark.slow) for each in ("lists", "build"))]
 )
 def test_that_numpy_is_missing_is_not_said(command: str) -> None:
-    program = f"import sys; sys.modules['numpy'] = None; from ampatch.cli import main;main(['{command}', '--help'])"
+    program = (
+        f"import sys; sys.modules['numpy'] = None; from ampatch.cli.main import main;main(['{command}', '--help'])"
+    )
 
     done = python("-c", program)
 
@@ -138,7 +144,7 @@ import contextlib, io, sys
 if {torch_first}:
     import torch
 before = set(sys.modules)
-from ampatch.cli import main
+from ampatch.cli.main import main
 with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
     main({arguments})
 print(*sorted(name for name in set(sys.modules) - before if name.partition(".")[0] in ("torch", "ampatch")))
@@ -158,7 +164,7 @@ class TestImports:
     @pytest.mark.parametrize("arguments", [["--help"], ["--version"]], ids=" ".join)
     def test_help_does_not_wait_for_torch(self, arguments: list[str]) -> None:
         found = imported_by(arguments, torch_first=False)
-        assert "ampatch.commands" in found
+        assert "ampatch.cli.commands" in found
         assert not any(name.startswith("torch") for name in found)
 
     @pytest.mark.parametrize(
@@ -173,9 +179,9 @@ class TestImports:
     def test_cast_lists_wait_for_torch_alone_and_for_nothing_that_patches_it(self, arguments: list[str]) -> None:
         found = imported_by(arguments, torch_first=True)
         assert {name for name in found if name.startswith("ampatch.")} == {
-            *("ampatch.cli", "ampatch.commands", "ampatch.run", "ampatch.errors"),
-            *("ampatch.list_reports", "ampatch.cast_lists", "ampatch.lists"),
-            *("ampatch.list_edits", "ampatch.spellings", "ampatch.signatures", "ampatch.paths", "ampatch.opt_levels"),
+            *(f"ampatch.{name}" for name in ("cast_lists", "cli", "errors", "lists", "opt_levels")),
+            *(f"ampatch.cli.{name}" for name in ("commands", "main", "run")),
+            *(f"ampatch.cast_lists.{name}" for name in LISTS),
         }
         assert not any(name.startswith("torch") for name in found)  # neither torch._dynamo nor torch.distributed
 
@@ -195,7 +201,8 @@ class TestDemo:
 
     def test_other_commands_do_not_wait_for_it(self) -> None:
         program = (
-            "import sys; from ampatch.cli import main; main(['lists', 'show']); print('ampatch.demo' in sys.modules)"
+            "import sys; from ampatch.cli.main import main;"
+            "main(['lists', 'show']); print('ampatch.demo' in sys.modules)"
         )
 
         assert python("-c", program).stdout.splitlines()[-1] == "False"
@@ -511,7 +518,7 @@ class TestDoctor:
         assert lines == expected
         assert (empty, last) == ("", "amp was set up for this report alone, with the defaults of amp.init().")
         assert printed.err == ""
-        assert process.live is None
+        assert runtime.live is None
 
     def test_modules_are_imported_first_in_their_order(
         self, write: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
@@ -535,7 +542,7 @@ class TestDoctor:
         assert cli.main(["doctor", "script"]) == 0
 
         assert capsys.readouterr().out.splitlines() == list(doctor.report())
-        assert process.live is not None
+        assert runtime.live is not None
 
     @pytest.mark.parametrize(
         ("name", "why"),
@@ -582,18 +589,18 @@ class TestDoctor:
 
     def test_cut_short_it_leaves_torch_as_it_was(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def interrupted() -> None:
-            assert process.live is not None
+            assert runtime.live is not None
             raise KeyboardInterrupt
 
         monkeypatch.setattr(doctor, "report", interrupted)
 
         assert cli.main(["doctor"]) == 130
-        assert process.live is None
+        assert runtime.live is None
 
     @pytest.mark.slow
     def test_the_current_folder_is_searched_however_it_is_started(self, tmp_path: Path) -> None:
         (tmp_path / "mine.py").write_text("print('imported')\n")
-        program = f"import os, sys; os.chdir({str(tmp_path)!r}); from ampatch.cli import main; sys.exit(main())"
+        program = f"import os, sys; os.chdir({str(tmp_path)!r}); from ampatch.cli.main import main; sys.exit(main())"
 
         done = python("-P", "-c", program, "doctor", "mine")
 
@@ -612,7 +619,7 @@ class TestListsOfOnesOwnModules:
     def test_the_current_folder_is_searched_however_it_is_started(self, tmp_path: Path, command: list[str]) -> None:
         (tmp_path / "mine.py").write_text("def product(a, b): return a @ b\n")
         (tmp_path / "casts.yaml").write_text("whitelist: {mine: [product]}\n")
-        program = f"import os, sys; os.chdir({str(tmp_path)!r}); from ampatch.cli import main; sys.exit(main())"
+        program = f"import os, sys; os.chdir({str(tmp_path)!r}); from ampatch.cli.main import main; sys.exit(main())"
 
         done = python("-P", "-c", program, "lists", *command, "casts.yaml")
 

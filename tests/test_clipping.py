@@ -18,8 +18,9 @@ import torch
 from helpers import HALF_DTYPES, assert_same_state, dtype_name
 from torch import Tensor, nn
 
-from ampatch import amp, kernels
+from ampatch import amp
 from ampatch.errors import AmpWarning, LossScaleError, OptionError, UsageError
+from ampatch.native import kernels
 
 SCALE = 2.0**8
 MAX_NORM = 0.1  # less than every norm here

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from ampatch import amp
-from ampatch.casting_mode import thread
 from ampatch.errors import AmpWarning, BannedFunctionError, CastListError, OptionError, UsageError
+from ampatch.patching.casting_mode import thread
 
 # From torch 2.13 on, of what is traced here on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -254,7 +254,7 @@ class TestAsO1:
         assert calls == [torch.float32] * 2
 
     def test_registered_functions(self, monkeypatch):
-        monkeypatch.setattr("ampatch.process.process.registered", [])
+        monkeypatch.setattr("ampatch.runtime.runtime.registered", [])
         amp.register_float_function(torch, "mm")
         model = Calling(lambda x, w: torch.mm(w, x))
         assert of_copy(amp.convert_model(model, "bfloat16"), torch.ones(4, 4)).dtype is torch.float32
@@ -642,7 +642,9 @@ class TestTracing:
         compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
         assert_same_bits(compiled(INDICES), expected)
 
-    @EACH_HALF
+    @pytest.mark.parametrize(
+        "half", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=dtype_name
+    )
     def test_every_way_to_call_compiled(self, half, subtests):
         inputs = torch.randn(4, 4)
 
@@ -657,6 +659,7 @@ class TestTracing:
         rows = [row for row in FUNCTIONS if row[0] != "vmap"]
         check_rows(subtests, rows, check)
 
+    @pytest.mark.slow
     @OF_STRICT_EXPORT
     @EACH_HALF
     def test_every_way_to_call_exported_strictly(self, half, subtests):

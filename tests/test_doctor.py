@@ -21,9 +21,10 @@ from helpers import HALF_DTYPES, casts_on, dtype_name
 from torch import nn
 
 import ampatch
-from ampatch import amp, doctor, kernels
-from ampatch.cast_lists import shipped
-from ampatch.process import process
+from ampatch import amp, doctor
+from ampatch.cast_lists.lists import shipped
+from ampatch.native import kernels
+from ampatch.runtime import runtime
 
 # In an object, where amp does not find and patch them.
 ORIGINAL = types.SimpleNamespace(linear=F.linear, matmul=torch.matmul)
@@ -135,7 +136,7 @@ class TestReport:
     def test_reads_nothing_off_a_device(self):
         """A tensor on the meta device has no value to be read."""
         with amp.init(half_dtype=torch.float16):
-            process.live.scalers[0].scale(torch.ones((), device="meta"))
+            runtime.live.scalers[0].scale(torch.ones((), device="meta"))
             assert "Devices" in report()
 
     def test_names_are_read_from_lazy_modules_without_waking_them(self, monkeypatch):
@@ -151,7 +152,7 @@ class TestReport:
 
 
 def amp_patches() -> list[object]:
-    return [] if process.live is None else list(process.live.ledger.patches)
+    return [] if runtime.live is None else list(runtime.live.ledger.patches)
 
 
 class TestVersions:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampatch import extension
+from ampatch.native import extension
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
@@ -63,7 +63,7 @@ import ctypes, sys
 from pathlib import Path
 import torch
 import pytest
-from ampatch import extension
+from ampatch.native import extension
 path = Path(sys.argv[1])
 facts = {"architectures": (), "sources": "", "abi": extension.ABI, "machine": "", "compiler": "", "torch": ""}
 extension.load(extension.Library(path=path, size=path.stat().st_size, **facts))

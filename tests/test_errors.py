@@ -7,8 +7,8 @@ import pickle
 import pytest
 
 from ampatch import amp, errors
+from ampatch.cast_lists.paths import PathError
 from ampatch.errors import AmpError, AmpWarning, CastListError, Fault, did_you_mean
-from ampatch.paths import PathError
 
 ERRORS = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
 FAULTS = (Fault("own.yaml:2", "unknown list 'a'."), Fault("own.yaml:10", "found 'b'."))

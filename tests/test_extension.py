@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampatch import extension
 from ampatch.errors import KernelError
-from ampatch.extension import ABI, CALLS, OPERATORS, Library
+from ampatch.native import extension
+from ampatch.native.extension import ABI, CALLS, OPERATORS, Library
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
@@ -382,7 +382,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 import torch
-from ampatch import extension
+from ampatch.native import extension
 from ampatch.errors import KernelError
 
 library = extension.find()

@@ -21,9 +21,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampatch import extension, extension_build
 from ampatch.errors import AmpError, KernelError, OptionError
-from ampatch.extension_build import OBJECTS, build, carry_out, plan
+from ampatch.native import extension, extension_build
+from ampatch.native.extension_build import OBJECTS, build, carry_out, plan
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
@@ -904,7 +904,8 @@ def test_on_a_machine_with_a_gpu_it_is_built_for_that_and_tried_there(
 
 def test_modules_of_the_command_alone_import_it() -> None:
     importing = re.compile(
-        r"^\s*(?:from ampatch import .*\bextension_build\b|from ampatch\.extension_build )", re.MULTILINE
+        r"^\s*(?:from ampatch\.native import .*\bextension_build\b|from ampatch\.native\.extension_build )",
+        re.MULTILINE,
     )
     files = (ROOT / "ampatch").rglob("*.py")
 
@@ -913,7 +914,7 @@ def test_modules_of_the_command_alone_import_it() -> None:
 
 @pytest.mark.slow
 def test_nothing_of_it_is_imported_with_the_package() -> None:
-    program = "import sys, ampatch.amp; print('ampatch.extension_build' in sys.modules)"
+    program = "import sys, ampatch.amp; print('ampatch.native.extension_build' in sys.modules)"
 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 

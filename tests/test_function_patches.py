@@ -18,13 +18,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.functional import linear as dense
 
-from ampatch import amp, cast_lists, function_patches
+from ampatch import amp
+from ampatch.cast_lists import lists
+from ampatch.cast_lists.paths import find_owner
 from ampatch.errors import AmpWarning
-from ampatch.paths import find_owner
-from ampatch.process import process
+from ampatch.patching import function_patches
+from ampatch.runtime import runtime
 
 COLLECTIVES = ("all_reduce", "broadcast", "reduce", "recv", "irecv")
-RULES = tuple(cast_lists.shipped().for_half(torch.float16))
+RULES = tuple(lists.shipped().for_half(torch.float16))
 NAMESPACES = sorted({path.namespace for path in RULES})
 
 
@@ -527,7 +529,7 @@ class TestModulesImportedLater:
     def test_are_left_alone_after_deinitialize(self, package):
         package("late_i", ops=LATE)
         with casts_on(cast_lists={"whitelist": {"late_i.ops": ["attend"]}}):
-            over = process.live
+            over = runtime.live
         assert over is not None  # and somebody keeps it
         assert not wrapped(importlib.import_module("late_i.ops").attend)
 

@@ -17,7 +17,7 @@ from helpers import HALF_DTYPES, dtype_name
 from torch import Tensor, nn
 
 from ampatch import amp
-from ampatch.kept_functions import replace_kept
+from ampatch.patching.kept_functions import replace_kept
 
 TABLE: dict[str, Any] = {"linear": F.linear, "others": [(F.linear, 1)]}
 

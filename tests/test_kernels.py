@@ -23,11 +23,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ampatch import calls, extension, extension_kernels, kernels, optimizer_state, torch_kernels
 from ampatch.errors import KernelError, OptionError
-from ampatch.extension import Library
-from ampatch.loss_scaler import ScalePolicy, ScaleState, next_state
-from ampatch.selection import Chosen
+from ampatch.native import calls, extension, extension_kernels, kernels, torch_kernels
+from ampatch.native.extension import Library
+from ampatch.native.selection import Chosen
+from ampatch.scaling.loss_scaler import ScalePolicy, ScaleState, next_state
+from ampatch.weights import optimizer_state
 
 DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 NOT_FINITE = (math.inf, -math.inf, math.nan)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampatch import list_reports
-from ampatch.cast_lists import PEERS, CastLists, peer, shipped
+from ampatch.cast_lists import list_reports
+from ampatch.cast_lists.lists import PEERS, CastLists, peer, shipped
 from ampatch.errors import AmpError, CastListError, Fault, OptionError
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ampatch import loss_scaler
 from ampatch.errors import OptionError
-from ampatch.loss_scaler import LossScaler, ScalePolicy, ScaleState, first_state, make_policy, next_state
+from ampatch.scaling import loss_scaler
+from ampatch.scaling.loss_scaler import LossScaler, ScalePolicy, ScaleState, first_state, make_policy, next_state
 
 MODEL = nn.Linear(2, 3)
 

@@ -22,8 +22,9 @@ from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
 from test_optimizers import MOMENTUM, OPTIMIZERS, SGD, Larc
 from torch import Tensor, nn
 
-from ampatch import amp, extension_kernels, torch_kernels
+from ampatch import amp
 from ampatch.errors import AmpWarning, OptionError, UsageError
+from ampatch.native import extension_kernels, torch_kernels
 
 SCALE = 2.0**8
 OVERFLOW = 1e38

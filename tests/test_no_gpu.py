@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from ampatch import no_gpu
-from ampatch.no_gpu import HINT, explain
+from ampatch.cli import no_gpu
+from ampatch.cli.no_gpu import HINT, explain
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 

@@ -24,11 +24,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
-from ampatch import amp, host_copy
+from ampatch import amp
 from ampatch.errors import LossScaleError
+from ampatch.native import host_copy
 
 pytestmark = pytest.mark.usefixtures("far_away")
 
+PACKAGE = Path(ampatch.__file__).parent
 SCALE = 2.0**8
 OVERFLOW = math.inf
 
@@ -204,7 +206,7 @@ class Reads:
         return tensor.untyped_storage().data_ptr() in {storage.data_ptr() for storage in self._on_host}
 
     def _note(self, what: str) -> None:
-        frames = [frame for frame in traceback.extract_stack() if "ampatch" in Path(frame.filename).parts[-2:-1]]
+        frames = [frame for frame in traceback.extract_stack() if PACKAGE in Path(frame.filename).parents]
         where = f" in {Path(frames[-1].filename).name}, {frames[-1].name}: {frames[-1].line}" if frames else ""
         self.found.append(what + where)
 
@@ -279,7 +281,7 @@ class TestReads:
                 train(model, optimizer, overflows)
             # And where that says so, whether what overflowed was cleared since.
             assert len(found) == 1 + overflows
-            assert "scaling.py, overflowed" in found[0]
+            assert "scale_use.py, overflowed" in found[0]
 
     @every_fused_at_every_level
     @pytest.mark.covering(1)

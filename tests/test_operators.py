@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ampatch import extension, extension_kernels, torch_kernels
+from ampatch.native import extension, extension_kernels, torch_kernels
 
 DTYPES = (*HALF_DTYPES, torch.float32)
 NOT_FINITE = (math.inf, -math.inf, math.nan)
@@ -747,7 +747,7 @@ def test_tensors_of_several_devices_are_refused(there: str, elsewhere: str) -> N
     device = "cuda" if elsewhere == "cpu" else "cpu"
     program = f"""
 import torch
-from ampatch import extension_kernels, kernels
+from ampatch.native import extension_kernels, kernels
 kernels.select("extension")
 arguments = {{"grads": torch.ones(3, device={device!r})}}
 arguments |= {{name: torch.ones((), device={device!r}) for name in ("inv_scale", "found_inf")}}

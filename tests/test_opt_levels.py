@@ -27,7 +27,7 @@ from ampatch.opt_levels import (
     difference,
     resolve,
 )
-from ampatch.process import process
+from ampatch.runtime import runtime
 
 FLOAT16, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -138,7 +138,7 @@ class TestContradictions:
         with pytest.raises(OptionError, match=name):
             amp.initialize(model, opt_level="O1", **{name: value})
 
-        assert process.live is None
+        assert runtime.live is None
         assert model.weight is weight
         assert not model._forward_hooks
 

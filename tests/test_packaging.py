@@ -26,7 +26,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ampatch import extension, extension_build
+from ampatch.native import extension, extension_build
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
@@ -41,7 +41,7 @@ PROBE = """
 import json
 from importlib.resources import files
 import ampatch, ampatch.demo.digits as digits
-from ampatch import extension
+from ampatch.native import extension
 
 found_library = extension.find()
 
@@ -177,7 +177,7 @@ def test_a_wheel_may_carry_a_library_which_is_found_once_installed(
     programs, packages = install(tmp_path_factory.mktemp("carrying"), str(wheel))
     probed = json.loads(run(programs / "python", "-I", "-c", PROBE, cwd=tmp_path))
     assert probed["library"] == [str(packages / "ampatch" / "csrc" / extension.LIBRARY), library.compiler]
-    loads = "from ampatch import extension; extension.load(extension.find()); print(extension.loaded().path)"
+    loads = "from ampatch.native import extension; extension.load(extension.find()); print(extension.loaded().path)"
     assert run(programs / "python", "-I", "-c", loads, cwd=tmp_path).strip() == probed["library"][0]
 
 

@@ -14,7 +14,7 @@ import wrapt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampatch.patching import MISSING, PatchLedger, bindings, loaded_modules, rebind
+from ampatch.ledger import MISSING, PatchLedger, bindings, loaded_modules, rebind
 
 
 class Parent:

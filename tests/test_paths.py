@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from helpers import casts_on
 
-from ampatch.paths import Path, PathError, find, find_owner
+from ampatch.cast_lists.paths import Path, PathError, find, find_owner
 
 NOT_IMPORTED = "raise AssertionError('imported')"
 

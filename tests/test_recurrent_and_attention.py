@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from ampatch import amp
-from ampatch.casting import tensors_in
+from ampatch.casting.nested import tensors_in
 
 both_halves = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 

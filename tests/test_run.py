@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import ampatch
-from ampatch.no_gpu import HINT
-from ampatch.run import _STARTUP, _environment, _options
+from ampatch.cli.no_gpu import HINT
+from ampatch.cli.run import _STARTUP, _environment, _options
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
@@ -412,7 +412,9 @@ class TestTheCommandItself:
         assert "unrecognized arguments: --nonsense. Python's own go in front: python -u -m ampatch run" in found.stderr
 
     def test_torch_is_left_to_the_script(self, tmp_path: Path) -> None:
-        program = "import ampatch.cli, sys; assert 'torch' not in sys.modules; from ampatch import amp; amp.initialize"
+        program = (
+            "import ampatch.cli.main, sys; assert 'torch' not in sys.modules; from ampatch import amp; amp.initialize"
+        )
         assert python(["-c", program], tmp_path).returncode == 0
 
     @pytest.mark.parametrize(
@@ -430,7 +432,7 @@ class TestTheCommandItself:
             "import sys\n"
             f"sys.path[:] = [{str(tmp_path)!r}, *(p for p in sys.path[1:] if not (Path(p) / 'ampatch').is_dir())]\n"
             "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]\n"
-            "from ampatch.run import _is_installed\n"
+            "from ampatch.cli.run import _is_installed\n"
             "assert not _is_installed()\n"
         )
         found = python(["-c", "from pathlib import Path\n" + program], tmp_path)

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from ampatch.selection import Chosen, Selection
+from ampatch.native.selection import Chosen, Selection
 
 
 def selection(compiled: str | None) -> Selection[str]:

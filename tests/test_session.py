@@ -17,8 +17,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from ampatch import amp
 from ampatch.errors import AmpWarning, OptionError, UsageError
-from ampatch.function_patches import FunctionPatches
-from ampatch.process import close_session, open_session, process
+from ampatch.patching.function_patches import FunctionPatches
+from ampatch.runtime import close_session, open_session, runtime
 
 
 class Net(nn.Module):
@@ -61,9 +61,9 @@ def patched() -> bool:
 class TestOneSession:
     def test_is_joined_by_equal_settings(self):
         amp.initialize(Net(), verbosity=0)
-        first = process.live
+        first = runtime.live
         amp.initialize(Net(), verbosity=0)
-        assert process.live is first
+        assert runtime.live is first
 
     @pytest.mark.parametrize(
         ("options", "named"),
@@ -103,10 +103,10 @@ class TestOneSession:
 
     def test_cannot_be_opened_over_another(self):
         amp.initialize(Net(), verbosity=0)
-        live = process.live
+        live = runtime.live
         with pytest.raises(UsageError, match=r"amp\.deinitialize\(\)"):
             open_session(live.settings, ["cpu"])
-        assert process.live is live
+        assert runtime.live is live
 
 
 class TestTakingDown:
@@ -128,15 +128,15 @@ class TestTakingDown:
         amp.initialize(Net(), verbosity=0)
         amp.deinitialize()
         amp.deinitialize()
-        assert process.live is None
+        assert runtime.live is None
 
     def test_of_a_session_that_is_over_does_nothing_to_the_next(self):
         amp.initialize(Net(), verbosity=0)
-        first = process.live
+        first = runtime.live
         amp.deinitialize()
         amp.initialize(Net(), verbosity=0)
         close_session(first)
-        assert process.live is not None
+        assert runtime.live is not None
         assert patched()
 
     def test_makes_room_for_another_policy(self):
@@ -154,10 +154,10 @@ class TestTakingDown:
         model = Net()
         before = traces(model)
         amp.initialize(model, verbosity=0)
-        process.live.ledger.on_undo(fail)
+        runtime.live.ledger.on_undo(fail)
         with pytest.raises(ValueError, match="cannot be taken out"):
             amp.deinitialize()
-        assert process.live is None
+        assert runtime.live is None
         assert traces(model) == before
         assert not patched()
 
@@ -172,7 +172,7 @@ class TestTakingDown:
     def test_lets_the_session_go(self):
         model = amp.initialize(Net(), verbosity=0)
         model(x())
-        died = weakref.ref(process.live)
+        died = weakref.ref(runtime.live)
         amp.deinitialize()
         gc.collect()
         assert died() is None
@@ -203,7 +203,7 @@ def sealed() -> Iterator[object]:
 
 def test_every_place_in_torch_that_is_patched_is_compared_after_every_test():
     amp.initialize(Net(), half_dtype=torch.float16, verbosity=0)
-    owners = {id(patch.owner()): patch.owner() for patch in process.live.ledger.patches}
+    owners = {id(patch.owner()): patch.owner() for patch in runtime.live.ledger.patches}
     compared = {id(owner) for owner in OWN_ATTRIBUTES.values()}
     others = [owner for key, owner in owners.items() if key not in compared and not isinstance(owner, nn.Module)]
     assert not [name for name in map(module_name, others) if name.partition(".")[0] == "torch"]
@@ -229,30 +229,30 @@ class TestFailureHalfWay:
         amp.register_half_function(sealed, "function")
         amp.register_half_function(torch, "bmm")
         self.attempt(TypeError, Net())
-        assert process.live is None
+        assert runtime.live is None
         assert not patched()
 
     def test_of_a_rule(self, monkeypatch):
         monkeypatch.setattr(FunctionPatches, "rebind", refuse("in the middle"))
         self.attempt(MemoryError, Net())
-        assert process.live is None
+        assert runtime.live is None
         assert not patched()
 
     def test_of_an_optimizer_of_a_first_session(self):
         model = Net()
         good, closed = torch.optim.SGD(model.parameters(), lr=0.1), Closed(model.parameters(), lr=0.1)
         self.attempt(OptionError, model, good, closed)
-        assert process.live is None
+        assert runtime.live is None
         assert not patched()
         model, good = amp.initialize(model, good, verbosity=0)
         assert model.linear(x()).dtype is torch.bfloat16
 
     def test_of_an_optimizer_of_a_session_that_is_live(self):
         first = amp.initialize(Net(), verbosity=0)
-        live, model = process.live, Net()
+        live, model = runtime.live, Net()
         good, closed = torch.optim.SGD(model.parameters(), lr=0.1), Closed(model.parameters(), lr=0.1)
         self.attempt(OptionError, model, good, closed)
-        assert process.live is live
+        assert runtime.live is live
         assert first.linear(x()).dtype is torch.bfloat16
         assert not live.has_adopted(good)
         assert live.parameter_ids() == {id(parameter) for parameter in first.parameters()}
@@ -281,14 +281,14 @@ class TestFailureHalfWay:
         before = traces(first, second)
         with pytest.raises(MemoryError):
             amp.initialize([first, second], verbosity=0)
-        assert process.live is None
+        assert runtime.live is None
         assert traces(first, second) == before
 
     def test_leaves_registrations_for_the_next_attempt(self, sealed):
         amp.register_float_function(torch, "mm")
         amp.register_half_function(sealed, "function")
         self.attempt(TypeError, Net())
-        process.registered.pop()
+        runtime.registered.pop()
         amp.initialize(Net(), verbosity=0)
         assert torch.mm(x().bfloat16(), x().t().bfloat16()).dtype is torch.float32
 
@@ -395,4 +395,4 @@ class TestWhatUsersDoWithTheirObjects:
         del model, optimizer, loss
         gc.collect()
         assert [reference() for reference in died] == [None, None, None]
-        assert not process.live._optimizers
+        assert not runtime.live._optimizers

@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensorMode
 from ampatch import amp
 from ampatch.errors import UsageError
 from ampatch.opt_levels import LEVELS
-from ampatch.process import process
+from ampatch.runtime import runtime
 
 BFLOAT16 = {"half_dtype": torch.bfloat16, "verbosity": 0}
 
@@ -294,8 +294,8 @@ class TestReprs:
 
     def test_of_what_is_inside_fits_on_a_screen(self) -> None:
         amp.initialize(net(), cast_lists={"unlisted": {"torch": ["exp"]}}, **BFLOAT16)
-        assert process.live is not None
-        told = repr(process.live.settings)
+        assert runtime.live is not None
+        told = repr(runtime.live.settings)
         assert len(told) < 1000
         assert "CastLists(shipped lists, a mapping: " in told
 

@@ -30,7 +30,7 @@ from samples import (
 )
 
 from ampatch.errors import BannedFunctionError
-from ampatch.wrappers import is_in_place
+from ampatch.patching.adapters import is_in_place
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in TORCH_WARNINGS]
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from helpers import check_rows
 from samples import SAMPLES, TORCH_WARNINGS, Maker, is_method, lacks, resolve
 
-from ampatch import signatures
-from ampatch.signatures import ArgumentReader, argument_reader, first_argument_reader, parameter_names
+from ampatch.cast_lists import signatures
+from ampatch.cast_lists.signatures import ArgumentReader, argument_reader, first_argument_reader, parameter_names
 
 pytestmark = [*(pytest.mark.filterwarnings(warning) for warning in TORCH_WARNINGS), pytest.mark.once]
 

@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from helpers import casts_on
 from torch import Tensor, nn
 
-from ampatch import amp, list_edits
-from ampatch.cast_lists import Rule, Treatment, shipped
+from ampatch import amp
+from ampatch.cast_lists import list_edits
+from ampatch.cast_lists.lists import shipped
+from ampatch.cast_lists.paths import Path, find
+from ampatch.cast_lists.rules import Rule, Treatment
+from ampatch.cast_lists.spellings import NAMESPACES, called_by, known_names, spellings
 from ampatch.errors import AmpWarning, BannedFunctionError, CastListError
 from ampatch.opt_levels import HALF_DTYPES
-from ampatch.paths import Path, find
-from ampatch.spellings import NAMESPACES, called_by, known_names, spellings
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 

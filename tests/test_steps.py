@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ampatch import amp
 from ampatch.errors import AmpWarning, LossScaleError, OptionError, UsageError
-from ampatch.process import process
+from ampatch.runtime import runtime
 
 HALVES = (torch.float16, torch.bfloat16)
 every_half = pytest.mark.parametrize("half_dtype", HALVES, ids=["float16", "bfloat16"])
@@ -301,7 +301,7 @@ class TestForgottenScales:
         for _ in range(2):
             optimizer.zero_grad()
             scaled_backward(model, optimizer)
-            live = process.live
+            live = runtime.live
             live.judge(live.scalers[0], torch.zeros(()))
             optimizer.step()
 
@@ -312,7 +312,7 @@ class TestForgottenScales:
             [model, theirs], [optimizer, other], opt_level="O1", loss_scale="dynamic", num_losses=2, verbosity=0
         )
         scaled_backward(model, optimizer)
-        process.live.judge(process.live.scalers[0], torch.zeros(()))
+        runtime.live.judge(runtime.live.scalers[0], torch.zeros(()))
         loss_of(theirs).backward()
         with pytest.warns(AmpWarning, match=NO_SCALE):
             other.step()

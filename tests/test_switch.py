@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from ampatch import amp
 from ampatch.errors import OptionError
-from ampatch.patching import PatchLedger
-from ampatch.process import process
+from ampatch.ledger import PatchLedger
+from ampatch.runtime import runtime
 from ampatch.switch import Switch
 
 
@@ -97,7 +97,7 @@ class TestDisableCasts:
                 yield
 
         with casts_on():
-            switch = process.live.switch
+            switch = runtime.live.switch
             first, second = region(), region()
             next(first)
             with switch.suspended():

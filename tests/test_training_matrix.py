@@ -26,8 +26,9 @@ import torch
 from helpers import HALF_DTYPES, assert_same_state, dtype_name
 from torch import Tensor, nn
 
-from ampatch import amp, optimizer_state
-from ampatch.loss_scaler import ScaleState, first_state, make_policy, next_state
+from ampatch import amp
+from ampatch.scaling.loss_scaler import ScaleState, first_state, make_policy, next_state
+from ampatch.weights import optimizer_state
 
 ITERATIONS = 3
 OVERFLOW = 1e38  # times every scale in this file it is beyond float32

@@ -22,9 +22,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from ampatch import amp, weight_cache
-from ampatch.process import process
-from ampatch.weight_cache import WeightCache
+from ampatch import amp
+from ampatch.patching import weight_cache
+from ampatch.patching.weight_cache import WeightCache
+from ampatch.runtime import runtime
 
 
 class Thrice(nn.Module):
@@ -53,7 +54,7 @@ def adopt(model: nn.Module, half: torch.dtype = torch.bfloat16, **options: objec
 
 
 def cache() -> WeightCache:
-    return process.live.cache
+    return runtime.live.cache
 
 
 def casts_of_weights(function: Callable[[], object]) -> int:
@@ -732,7 +733,7 @@ class TestNothingGrows:
 
     def test_over_adopted_models_that_come_and_go(self):
         adopt(nn.Module())
-        weights, steps = [], len(process.live.ledger._steps)
+        weights, steps = [], len(runtime.live.ledger._steps)
         for _ in range(100):
             model = adopt(Thrice())
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -743,7 +744,7 @@ class TestNothingGrows:
         gc.collect()
         assert len(cache()) == 0
         assert [weight for weight in weights if weight() is not None] == []
-        assert len(process.live.ledger._steps) == steps
+        assert len(runtime.live.ledger._steps) == steps
 
     def test_over_training_steps(self):
         model = Thrice()
@@ -756,7 +757,7 @@ class TestNothingGrows:
 
     def test_whatever_mode_the_package_is_imported_in(self):
         code = "import torch\nwith torch.inference_mode():\n    torch.set_default_dtype(torch.bfloat16)\n"
-        code += "    from ampatch import weight_cache\nprint(weight_cache._REFERENCES_OF_ABANDONED)"
+        code += "    from ampatch.patching import weight_cache\nprint(weight_cache._REFERENCES_OF_ABANDONED)"
         found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         assert int(found) == weight_cache._REFERENCES_OF_ABANDONED
 

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ampatch import amp
-from ampatch.cast_lists import Treatment
-from ampatch.casting import tensors_in
+from ampatch.cast_lists.paths import Path
+from ampatch.cast_lists.rules import Treatment
+from ampatch.casting.nested import tensors_in
 from ampatch.errors import BannedFunctionError
-from ampatch.paths import Path
+from ampatch.patching.adapters import Adapters
+from ampatch.patching.weight_cache import WeightCache
+from ampatch.patching.wrappers import wrap
 from ampatch.switch import Switch
-from ampatch.weight_cache import WeightCache
-from ampatch.wrappers import Adapters, wrap
 
 both_halves = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 

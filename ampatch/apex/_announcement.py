@@ -40,7 +40,7 @@ def announce(properties: Properties) -> None:
 
 
 def _stands_in() -> bool:
-    """Whether `import apex` has led here."""
+    """Returns whether `import apex` has led here."""
     return sys.modules.get("apex") is sys.modules[__name__.rpartition(".")[0]]
 
 

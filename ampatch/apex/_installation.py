@@ -66,7 +66,7 @@ def uninstall() -> None:
 
 
 def _real_apex_with_amp() -> str | None:
-    """The folder of an Apex that can be imported and has amp; nothing is imported to find out."""
+    """Returns the folder of an Apex that can be imported and has amp; nothing is imported to find out."""
     for finder in sys.meta_path:
         found = finder.find_spec("apex", None) if hasattr(finder, "find_spec") else None
         if found is not None and found.origin is not None:  # which what waits for it under `ampatch run` has not
@@ -107,7 +107,7 @@ class _Process:
 
 
 def _modules() -> Iterator[tuple[str, ModuleType]]:
-    """Every public module here that scripts import, with the name that Apex gave it."""
+    """Yields every public module here that scripts import, with the name that Apex gave it."""
     package = importlib.import_module(_PACKAGE)
     yield "apex", package
     for found in pkgutil.walk_packages(package.__path__, f"{_PACKAGE}."):

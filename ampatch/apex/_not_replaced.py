@@ -64,7 +64,7 @@ _INSTEAD = {
 
 
 def message(name: str) -> str:
-    """What to say of a name of Apex's.
+    """Returns what to say of a name of Apex's.
 
     Args:
         name: in full, such as "apex.contrib.xentropy".

@@ -1,8 +1,8 @@
-"""The kernels of Apex's amp that scripts call themselves, mostly to clip gradients: on those of `ampatch.kernels`.
+"""The kernels of Apex's amp that scripts call themselves, mostly to clip gradients: on `ampatch.native.kernels`.
 
 Each takes lists of dense tensors of float16, bfloat16 and float32, which may be mixed, of any strides and on any
 devices, and computes in float32. Nothing is recorded for autograd. Everything is checked before anything is written.
-Must not choose an implementation: `ampatch.kernels` does.
+Must not choose an implementation: `ampatch.native.kernels` does.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ampatch import kernels
 from ampatch.errors import OptionError
+from ampatch.native import kernels
 from ampatch.opt_levels import HALVES
 
 __all__ = ["multi_tensor_axpby", "multi_tensor_l2norm", "multi_tensor_l2norm_scale", "multi_tensor_scale"]
@@ -103,7 +103,7 @@ def multi_tensor_axpby(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]], per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """The Euclidean norm of all elements of all tensors, and of each tensor.
+    """Returns the Euclidean norm of all elements of all tensors, and of each tensor.
 
     Args:
         chunk_size: without effect.
@@ -163,7 +163,7 @@ def _scale(noop_flag: Tensor, ins: list[Tensor], outs: list[Tensor], scale: floa
 
 
 def _are_one(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape are one, or views of all of it as ``.data`` gives them."""
+    """Returns whether two tensors of one shape are one, or views of all of it as ``.data`` gives them."""
     return tensor.data_ptr() == other.data_ptr() and tensor.dtype is other.dtype
 
 
@@ -201,7 +201,7 @@ def _raise_flag(noop_flag: Tensor, found_inf: Tensor) -> None:
 def _checked(
     function: str, noop_flag: object, tensor_lists: Sequence[Sequence[Tensor]], names: tuple[str, ...]
 ) -> list[list[Tensor]]:
-    """The lists, of tensors that autograd records nothing for.
+    """Returns the lists, of tensors that autograd records nothing for.
 
     Raises:
         OptionError: there are more of them or fewer, or their tensors are of other kinds, or do not fit together.

@@ -11,7 +11,7 @@ __all__ = ["flatten", "unflatten"]
 
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
-    """The elements of dense tensors of one dtype, one tensor after the other.
+    """Returns the elements of dense tensors of one dtype, one tensor after the other.
 
     Args:
         tensors: of any shapes.
@@ -23,7 +23,7 @@ def flatten(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors that `flatten` made one of.
+    """Returns the tensors that `flatten` made one of.
 
     Args:
         flat: 1-dimensional, with as many elements as all tensors together.

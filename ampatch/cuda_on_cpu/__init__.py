@@ -30,7 +30,7 @@ import threading
 from ampatch import compilers
 from ampatch.cuda_on_cpu import devices, distributed, torch_cuda, training
 from ampatch.cuda_on_cpu.replacements import Replacements
-from ampatch.patching import PatchLedger
+from ampatch.ledger import PatchLedger
 
 __all__ = ["stand_in"]
 

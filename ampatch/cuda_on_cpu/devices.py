@@ -16,7 +16,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from ampatch.cuda_on_cpu.replacements import Function, Replacements
 from ampatch.cuda_on_cpu.streams import current_device
-from ampatch.patching import bindings
+from ampatch.ledger import bindings
 
 #: Take the device as the keyword ``device`` only, as do those that torch itself lists, for its default device.
 _FACTORIES = (
@@ -30,7 +30,7 @@ _MOVED = (Tensor, nn.Module, UntypedStorage, TypedStorage)
 
 
 def on_cpu(device: Any) -> Any:
-    """The CPU for what is a GPU: ``"cuda"``, ``"cuda:1"``, ``torch.device("cuda")``, ``0``. Anything else as it is."""
+    """Returns the CPU for a GPU (``"cuda"``, ``"cuda:1"``, ``torch.device("cuda")``, ``0``), anything else as it is."""
     if isinstance(device, str):
         return "cpu" if device.partition(":")[0] == "cuda" else device
     if isinstance(device, torch.device):
@@ -41,7 +41,7 @@ def on_cpu(device: Any) -> Any:
 
 
 def in_main_memory(tensor_type: Any) -> Any:
-    """The name of the CPU's type of tensors for that of a GPU's: ``"torch.FloatTensor"``. Anything else as it is."""
+    """Returns the CPU's name for a type of tensors on GPUs (``"torch.FloatTensor"``), anything else as it is."""
     return tensor_type.replace("torch.cuda.", "torch.") if isinstance(tensor_type, str) else tensor_type
 
 
@@ -97,7 +97,7 @@ def _with_device_first(original: Function) -> Function:
 
 
 def _generator_class(original: type[torch.Generator]) -> type:
-    """A class that makes generators of the original one, which is in C and written to by nobody."""
+    """Returns a class that makes generators of the original one, which is in C and written to by nobody."""
 
     class _Asked(type):
         def __call__(cls, device: Any = "cpu") -> torch.Generator:

@@ -86,7 +86,7 @@ def _third_backend_gloo(original: Function) -> Function:
 
 
 def _gloo(backend: str | None, others: dict[str, Any]) -> str | None:
-    """The backend in place of one that may be NCCL, ``"cpu:gloo,cuda:nccl"`` too; drops what only NCCL takes."""
+    """Returns the backend for one that may be NCCL, as ``"cpu:gloo,cuda:nccl"``; drops what only NCCL takes."""
     others.pop("device_id", None)
     if backend is None or "nccl" not in backend.lower():
         return backend

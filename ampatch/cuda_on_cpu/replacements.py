@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ampatch.patching import PatchLedger, bindings, loaded_modules
+from ampatch.ledger import PatchLedger, bindings, loaded_modules
 
 Function = Callable[..., Any]
 
@@ -30,7 +30,7 @@ class Replacements:
         self._originals: dict[int, tuple[object, object]] = {}
 
     def original_of(self, function: object) -> object:
-        """The original of a replacement; anything else as it is."""
+        """Returns the original of a replacement; anything else as it is."""
         replacement, original = self._originals.get(id(function), (function, function))
         return original if replacement is function else function
 

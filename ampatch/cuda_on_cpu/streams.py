@@ -32,12 +32,12 @@ def device_count() -> int:
 
 
 def current_device() -> int:
-    """The number that this thread has set, which is 0 at first."""
+    """Returns the number that this thread has set, which is 0 at first."""
     return _thread.device
 
 
 def index_of(device: Any = None) -> int:
-    """The number of a device; the current one for what has none, tensors' own ``cpu`` included."""
+    """Returns the number of a device; the current one for what has none, tensors' own ``cpu`` included."""
     if isinstance(device, str):
         device = torch.device(device)
     index = device.index if isinstance(device, torch.device) else device
@@ -91,17 +91,17 @@ class Stream:
         self._before: list[Stream | None] = []
 
     def query(self) -> bool:
-        """Whether all work is done: it is."""
+        """Returns whether all work is done: it is."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing: there is nothing to wait for."""
 
     def wait_stream(self, stream: object) -> None:
-        """Nothing to wait for."""
+        """Does nothing: there is nothing to wait for."""
 
     def wait_event(self, event: object) -> None:
-        """Nothing to wait for."""
+        """Does nothing: there is nothing to wait for."""
 
     def record_event(self, event: Event | None = None) -> Event:
         """Records an event, a new one if none is given."""
@@ -122,13 +122,13 @@ _default = Stream(0)
 
 
 def default_stream(device: Any = None) -> Stream:
-    """The stream that is current where no other was set."""
+    """Returns the stream that is current where no other was set."""
     del device
     return _default
 
 
 def current_stream(device: Any = None) -> Stream:
-    """The stream that this thread has set."""
+    """Returns the stream that this thread has set."""
     del device
     return _thread.stream or _default
 
@@ -179,14 +179,14 @@ class Event:
         self._recorded = time.perf_counter()
 
     def query(self) -> bool:
-        """Whether it has happened, or was never recorded: so it is with torch's."""
+        """Returns whether it has happened, or was never recorded: so it is with torch's."""
         return True
 
     def wait(self, stream: object = None) -> None:
-        """Nothing to wait for."""
+        """Does nothing: there is nothing to wait for."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing: there is nothing to wait for."""
 
     def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds from this one to another.

@@ -30,12 +30,12 @@ CAPABILITY = (7, 0)
 
 
 def always(answer: object) -> Callable[..., Any]:
-    """A function that gives the same answer whatever it is asked."""
+    """Returns a function that gives the same answer whatever it is asked."""
     return lambda *args, **kwargs: answer  # noqa: ARG005
 
 
 def fresh(kind: Callable[[], object]) -> Callable[..., Any]:
-    """A function that gives a new, empty ``kind`` whatever it is asked."""
+    """Returns a function that gives a new, empty ``kind`` whatever it is asked."""
     return lambda *args, **kwargs: kind()  # noqa: ARG005
 
 
@@ -203,7 +203,7 @@ def _put(replacements: Replacements, owner: Any, name: str, stand_in: object) ->
 
 
 def _unknown() -> list[str]:
-    """Names that the table has not: some of them torch has got since it was written."""
+    """Returns names that the table has not: some of them torch has got since it was written."""
     mine = STAND_INS.keys() | _LEFT
     return [
         name
@@ -213,7 +213,7 @@ def _unknown() -> list[str]:
 
 
 def refusal(name: str) -> type:
-    """What takes the place of something that the CPU cannot stand in for; a class, since it may be asked for as one.
+    """Returns a replacement for something that the CPU cannot stand in for; a class, since it may be asked for as one.
 
     Raises:
         UsageError: when called.

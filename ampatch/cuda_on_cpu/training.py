@@ -58,7 +58,7 @@ def _get_autocast_gpu_dtype(_original: Function) -> Function:
 
 
 def _cast(original: Function) -> Function:
-    """What custom_fwd casts its inputs with: those of a device."""
+    """Returns what custom_fwd casts its inputs with: those of a device."""
 
     def cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
         return original(value, "cpu" if device_type == "cuda" else device_type, dtype)
@@ -76,7 +76,7 @@ def _without_pinned_memory(original: Function) -> Function:
 
 
 def _without_kernels(original: Function) -> Function:
-    """A profiler of what runs on the CPU; asked for a GPU's kernels as well it would complain at each operator."""
+    """Returns a profiler of the CPU alone; asked for a GPU's kernels as well, torch's complains at each operator."""
 
     def init(self: Any, enabled: bool = True, *, use_cuda: bool = False, use_device: Any = None, **kwargs: Any) -> None:  # noqa: ARG001
         original(self, enabled, use_device=None if use_device == "cuda" else use_device, **kwargs)

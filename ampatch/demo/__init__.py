@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _start(arguments: argparse.Namespace) -> Checkpoint:
-    """Where to begin: with nothing, or with what was saved."""
+    """Returns where to begin: with nothing, or with what was saved."""
     given = {name: getattr(arguments, name) for name in _PLAN_ARGUMENTS if getattr(arguments, name) is not None}
     json = None if arguments.json is None else str(arguments.json.absolute())
     if arguments.resume is None:
@@ -241,7 +241,7 @@ class _Keeper:
 
 
 def _program() -> str:
-    """How this program was called, for a line that can be typed as it stands."""
+    """Returns how this program was called, for a line that can be typed as it stands."""
     called = Path(sys.argv[0])
     if called.parts[-2:] == ("ampatch", "__main__.py"):
         return f"{shlex.quote(sys.executable)} -m ampatch"
@@ -253,7 +253,7 @@ def _program() -> str:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One is enough for 8 x 8 images; where others use the machine too, several would only wait for one another."""
+    """Uses one thread: enough for 8 x 8 images, and on a busy machine several would wait for one another."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -38,12 +38,12 @@ class Digits:
         return len(self.labels)
 
     def __getitem__(self, index: Tensor) -> Digits:
-        """The digits at the positions in ``index``."""
+        """Returns the digits at the positions in ``index``."""
         return Digits(self.images[index], self.labels[index])
 
 
 def load() -> Digits:
-    """All 1,797 digits, in the order of the file."""
+    """Returns all 1,797 digits, in the order of the file."""
     resource = files("ampatch.demo") / "data" / "digits.csv.gz"
     with resource.open("rb") as compressed, gzip.open(compressed, "rt", encoding="ascii") as text:
         rows = torch.tensor([[int(value) for value in line.split(",")] for line in text])
@@ -52,7 +52,7 @@ def load() -> Digits:
 
 
 def split(digits: Digits) -> tuple[Digits, Digits]:
-    """The digits to train on and those to test on: always the same ones, a fifth of every class in the second."""
+    """Returns the digits to train on and those to test on, always the same: a fifth of every class in the second."""
     generator = torch.Generator().manual_seed(_SPLIT_SEED)
     train, test = [], []
     for label in range(CLASSES):

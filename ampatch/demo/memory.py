@@ -20,7 +20,7 @@ _KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 def peak_allocated(prepare: Callable[[], Callable[[], object]]) -> int:
-    """The most bytes that are allocated, and not freed yet, at any moment of a piece of work.
+    """Returns the most bytes that are allocated, and not freed yet, at any moment of a piece of work.
 
     Only what is allocated from the start of ``prepare`` on counts.
 

@@ -65,7 +65,7 @@ class SelfAttention(nn.Module):
         self.output = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What each token gathers from the others; shape as ``x``."""
+        """Returns what each token gathers from the others; shape as ``x``."""
         batch, tokens, width = x.shape
         heads = self.query_key_value(x).view(batch, tokens, 3, HEADS, width // HEADS)
         query, key, value = heads.permute(2, 0, 3, 1, 4)

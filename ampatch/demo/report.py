@@ -30,7 +30,7 @@ _WORDS = 2
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results as lines of text, one line a run below a line of titles."""
+    """Returns the results as lines of text, one line a run below a line of titles."""
     lines = [[title for title, _ in _COLUMNS]]
     lines += [[cell(result) for _, cell in _COLUMNS] for result in results]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -43,7 +43,7 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 
 def as_json(results: Sequence[Result]) -> str:
-    """The results as a JSON list of objects whose keys are the fields of ``Result``. JSON has no NaN: it is null."""
+    """Returns the results as a JSON list of objects with the fields of ``Result``; NaN, which JSON lacks, is null."""
     objects = [{key: _or_null(value) for key, value in asdict(result).items()} for result in results]
     return json.dumps(objects, indent=2, allow_nan=False) + "\n"
 

@@ -74,12 +74,12 @@ class Result:
 
 
 def steps_per_epoch(digits: Digits) -> int:
-    """How many batches an epoch over ``digits`` has; the last one may be smaller."""
+    """Returns how many batches an epoch over ``digits`` has; the last one may be smaller."""
     return -(-len(digits) // BATCH_SIZE)
 
 
 def steps_done(state: State) -> int:
-    """How many steps a run has behind it."""
+    """Returns how many steps a run has behind it."""
     return len(state["progress"]["losses"])
 
 
@@ -178,7 +178,7 @@ def run(
 
 
 def peak_memory(digits: Digits, opt_level: str, half_dtype: torch.dtype | None, *, seed: int) -> int:
-    """The most bytes that are allocated at any moment of a training step, those of its batch included.
+    """Returns the most bytes that are allocated at any moment of a training step, those of its batch included.
 
     It is measured on a network of its own, so that no other run is influenced: in a step that finds gradients and the
     optimizer's state there, as every step but the first does.
@@ -230,7 +230,7 @@ def seconds_per_step(digits: Digits, opt_level: str, half_dtype: torch.dtype | N
 
 @torch.no_grad()
 def accuracy(model: nn.Module, digits: Digits) -> float:
-    """The share of ``digits`` that the model recognises, 0 to 1. Leaves the model in eval mode."""
+    """Returns the share of ``digits`` that the model recognises, 0 to 1. Leaves the model in eval mode."""
     model.eval()
     scores: Tensor = model(digits.images)
     recognised = (scores.argmax(dim=1) == digits.labels).sum().item()
@@ -238,7 +238,7 @@ def accuracy(model: nn.Module, digits: Digits) -> float:
 
 
 def _set_up(opt_level: str, half_dtype: torch.dtype | None, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A network whose first weights depend on ``seed`` alone, and its optimizer, both in the hands of amp."""
+    """Returns a network whose first weights depend on ``seed`` alone, and its optimizer, both in the hands of amp."""
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
         torch.manual_seed(seed)
         model = DigitsNetwork()
@@ -248,7 +248,7 @@ def _set_up(opt_level: str, half_dtype: torch.dtype | None, seed: int) -> tuple[
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, digits: Digits) -> Tensor:
-    """One training step; its loss."""
+    """Runs one training step; returns its loss."""
     optimizer.zero_grad()
     loss = F.cross_entropy(model(digits.images), digits.labels)
     with amp.scale_loss(loss, optimizer) as scaled_loss:
@@ -258,7 +258,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, digits: Digits) ->
 
 
 def _counts(optimizer: torch.optim.Optimizer) -> Counter[str]:
-    """What amp has counted since it was set up."""
+    """Returns what amp has counted since it was set up."""
     counts = amp.cast_counts()
     return Counter(casts=counts.casts, cache_hits=counts.cache_hits, skipped_steps=amp.skipped_steps(optimizer))
 

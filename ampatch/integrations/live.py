@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from ampatch import GradScaler, amp
-from ampatch.casting import tensors_in
+from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError, UsageError, warn
+from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES
-from ampatch.other_losses import leaves_of
-from ampatch.patching import PatchLedger
-from ampatch.process import process
+from ampatch.runtime import runtime
+from ampatch.scaling.other_losses import leaves_of
 
 
 class _Thread(threading.local):
@@ -79,7 +79,7 @@ def casts_off() -> Iterator[None]:
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
     """Keeps a trainer that has amp off out of the casts of those that have it on, in other threads or around it."""
-    is_anothers = process.live is not None and not _shared.users  # the user's own, who has asked for it
+    is_anothers = runtime.live is not None and not _shared.users  # the user's own, who has asked for it
     with contextlib.nullcontext() if is_anothers else casts_off():
         yield
 
@@ -104,7 +104,7 @@ def uninterrupted() -> Iterator[None]:
 @contextlib.contextmanager
 def casts_on() -> Iterator[None]:
     """Takes `casts_off` back until the block ends; a user's own ``amp.disable_casts`` still holds."""
-    session = process.live
+    session = runtime.live
     if _thread.casts or not _thread.depth or session is None:
         yield
         return
@@ -178,12 +178,12 @@ class Live:
             before = _floating(self.models) if _may_convert(self._options) else []
             precise = [(each, each.detach()) for each in before]  # whose memory stays, as conversion makes new
             updated = {id(each) for optimizer in self.optimizers for each in _parameters(optimizer)}
-            session = process.live
+            session = runtime.live
             optimizers = [] if self._scaler is not None else self.optimizers
             # One that trained in this session before is still known to it.
             new = [each for each in optimizers if session is None or not session.has_adopted(each)]
             self._initialize(self.models, new, joins=bool(others))
-            self._session = process.live
+            self._session = runtime.live
             _shared.users.append(self)
             try:
                 self._after_initialize(precise, updated, state, is_first=not others)
@@ -251,7 +251,7 @@ class Live:
                 return
             _shared.ledger.undo()
             try:
-                if process.live is self._session:
+                if runtime.live is self._session:
                     amp.deinitialize()
             finally:
                 with torch.no_grad():
@@ -291,7 +291,7 @@ class Live:
         Warns:
             AmpWarning: the first step has ended, and amp has cast nothing.
         """
-        if process.live is not self._session:
+        if runtime.live is not self._session:
             raise UsageError(
                 "amp.deinitialize() was called in the midst of a fit, which sets amp up and takes it down itself. "
                 "Leave that call out, or call it after the fit."
@@ -389,7 +389,7 @@ class Live:
     def _ours(self, leaves: Mapping[int, Tensor]) -> set[int]:
         """Returns the ids among these that the optimizers update; an optimizer may have new parameters meanwhile."""
         if not leaves.keys() <= self._updated:
-            session = process.live
+            session = runtime.live
             self._updated = {
                 id(each)
                 for optimizer in self.optimizers
@@ -403,7 +403,7 @@ class Live:
 
     def _is_scaled_by_hand(self) -> bool:
         """Returns whether the user's own ``amp.scale_loss`` is around this backward pass."""
-        session = process.live
+        session = runtime.live
         if session is None or self._scaler is not None:
             return False
         adopted = map(session.adopted, self.optimizers)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ampatch import amp
-from ampatch.casting import cast_floating
+from ampatch.casting.nested import cast_floating
 from ampatch.errors import IntegrationError, OptionError, UsageError, did_you_mean, warn
 from ampatch.integrations.amp_state import AmpState
 from ampatch.integrations.live import apart, casts_off, casts_on

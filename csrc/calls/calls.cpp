@@ -1,4 +1,5 @@
-// Calls of patched functions: what ampatch/wrappers.py does in Python, for the arguments that almost every call has.
+// Calls of patched functions: what ampatch/patching/wrappers.py does in Python, for the arguments that almost every
+// call has.
 //
 // `accelerate` has the interpreter run C++ where a function is called: that looks at the arguments, finds the casts of
 // weights, casts the rest and calls the original. What is out of the ordinary (subclasses of tensors, modes, tracers,
@@ -217,7 +218,7 @@ PyObject* caster_serve(PyObject* self, PyObject* names) {
 
 PyMethodDef caster_methods[] = {{"serve", caster_serve, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
 
-// What is done to plain arguments: `Kind` of ampatch/calls.py.
+// What is done to plain arguments: `Kind` of ampatch/native/calls.py.
 enum class Kind { to, via_dtype, promote };
 
 // What is known of one patched function, for as long as that lives.
@@ -225,7 +226,7 @@ struct Call {
   PyObject_HEAD
   Caster* caster;
   PyObject* original;
-  PyObject* explain;      // adds a note to an error that a cast may have caused: `add_note` of ampatch/cast_errors.py
+  PyObject* explain;      // adds a note to an error that a cast may have caused: `add_note` of cast_errors.py
   PyObject* python;       // the wrapper
   PyObject* watcher;      // a weak reference to the function, which tells when it dies
   Py_ssize_t positional;  // with more arguments by position, one of them is `dtype` or `out`

@@ -1,5 +1,5 @@
-// Questions that every step asks of its gradients and parameters: ampatch/optimizer_state.py, ampatch/kernels.py and
-// ampatch/models.py have the same in Python. Must not change anything.
+// Questions that every step asks of its gradients and parameters: ampatch/weights/optimizer_state.py,
+// ampatch/native/kernels.py and ampatch/patching/adopted_model.py have the same in Python. Must not change anything.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// Store: casts of parameters, as `Store` of ampatch/cast_store.py has them, where it is said when an entry counts.
-// Book: what is asked and noted on every cast, as `Book` there.
+// Store: casts of parameters, as `Store` of ampatch/casting/cast_store.py has them, where it is said when an entry
+// counts. Book: what is asked and noted on every cast, as `Book` there.
 
 #pragma once
 

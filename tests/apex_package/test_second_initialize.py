@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ampatch import amp
 from ampatch.apex import amp as apex_amp
 from ampatch.errors import AmpWarning, OptionError, UsageError
-from ampatch.process import process
+from ampatch.runtime import runtime
 
 LEVELS = ("O0", "O1", "O2", "O3", "O5")
 TOLD = r"is trained on without amp: a later amp\.initialize has replaced .*amp\.initialize\(\[model, other\]"
@@ -82,17 +82,17 @@ class TestReplacing:
     )
     def test_whatever_is_other_replaces(self, options: dict[str, Any]) -> None:
         fold("O1")
-        first = process.live
+        first = runtime.live
         model, optimizer = fold("O1", **options)
-        assert process.live is not first
+        assert runtime.live is not first
         train(model, optimizer)
-        assert process.disabled is (options == {"enabled": False})
+        assert runtime.disabled is (options == {"enabled": False})
 
     def test_the_same_settings_join(self) -> None:
         first = fold("O2")
-        live = process.live
+        live = runtime.live
         second = fold("O2")
-        assert process.live is live
+        assert runtime.live is live
         train(*first)
         train(*second)
 
@@ -135,7 +135,7 @@ class TestReplacing:
         assert later.is_active()
         fold("O1")
         later.deactivate()
-        assert process.live is not None
+        assert runtime.live is not None
         model, optimizer = made()
         with apex_amp.init(loss_scale=8.0):
             train(model, optimizer)
@@ -155,14 +155,14 @@ class TestReplacing:
             (torch.bfloat16, apex_amp.register_bfloat16_function),
             (torch.float32, apex_amp.register_float_function),
         ]:
-            live = process.live
+            live = runtime.live
             had = live is not None and bool(live.registered)
             register(F, "given")
             fold("O1")
             assert F.given(torch.ones(2)) is wanted
-            assert (process.live is live) is (had and wanted is torch.float16)
+            assert (runtime.live is live) is (had and wanted is torch.float16)
         amp.deinitialize()
-        process.registered.clear()
+        runtime.registered.clear()
 
     def test_what_is_wrong_in_the_second_leaves_the_first_as_it_is(self) -> None:
         model, optimizer = fold("O1")
@@ -184,7 +184,7 @@ class TestReplacing:
     def test_in_the_librarys_own_name_it_stays_an_error(self) -> None:
         model, optimizer = made()
         amp.initialize(model, optimizer, half_dtype=torch.float16, verbosity=0)
-        live = process.live
+        live = runtime.live
         with pytest.raises(UsageError, match=r"Type amp\.deinitialize\(\) first, or give the same arguments"):
             amp.initialize(*made(), opt_level="O2", half_dtype=torch.float16)
         with pytest.raises(UsageError, match=r"amp\.deinitialize\(\)"):
@@ -192,7 +192,7 @@ class TestReplacing:
         with pytest.raises(UsageError, match=r"registered before amp\.initialize"):
             amp.register_half_function(F, "relu")
         amp.initialize(*made(), enabled=False)
-        assert process.live is live
+        assert runtime.live is live
 
 
 class TestWhatWasReplaced:
@@ -274,7 +274,7 @@ class TestWhatWasReplaced:
         optimizer.step()
         amp.deinitialize()
         assert not model._forward_pre_hooks
-        assert process.replaced is None
+        assert runtime.replaced is None
 
     def test_it_is_copied_and_pickled_as_ever(self) -> None:
         model, optimizer = fold("O1")

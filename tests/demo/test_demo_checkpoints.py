@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ampatch import cli
+from ampatch.cli import main as cli
 from ampatch.demo import checkpoints, training
 from ampatch.demo.checkpoints import Checkpoint, CheckpointError
 from ampatch.demo.plan import Plan

@@ -10,7 +10,7 @@ from contextlib import contextmanager, redirect_stderr
 import pytest
 import torch
 
-from ampatch import cli
+from ampatch.cli import main as cli
 from ampatch.demo import digits, progress, training
 from ampatch.demo.plan import Run
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from ampatch import cli, demo
+from ampatch import demo
+from ampatch.cli import main as cli
 from ampatch.demo import checkpoints, digits, report, training
 from ampatch.demo.checkpoints import Checkpoint
 from ampatch.demo.plan import SETTINGS, Plan, Run
@@ -219,7 +220,7 @@ class TestInterrupting:
         program = """
 import signal, sys
 import demo_digits
-from ampatch.cli import main
+from ampatch.cli.main import main
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with demo_digits.few():
     sys.exit(main())

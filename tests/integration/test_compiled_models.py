@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ampatch import amp
-from ampatch.process import process
+from ampatch.runtime import runtime
 from ampatch.switch import Switch
 
 HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
@@ -597,8 +597,8 @@ class TestAdoptedModels:
         fast = torch.compile(model, backend="eager", fullgraph=fullgraph)
         fast(x)
         # As if amp had been set up for a model on a GPU, and this one had been moved away from there.
-        process.live.device_types.clear()
-        process.live.device_types.add("cuda")
+        runtime.live.device_types.clear()
+        runtime.live.device_types.add("cuda")
         with pytest.raises((amp.UsageError, torch._dynamo.exc.Unsupported), match="the model is on 'cpu'"):
             fast(x)
 

@@ -16,9 +16,11 @@ import torch
 from helpers import HALF_DTYPES, assert_same_bits, dtype_name
 from torch import Tensor, nn
 
-from ampatch import amp, optimizers, scaling, weight_cache
+from ampatch import amp
 from ampatch.errors import UsageError
-from ampatch.process import process
+from ampatch.patching import weight_cache
+from ampatch.runtime import runtime
+from ampatch.scaling import optimizers, scale_use
 
 SCALE = 2.0**8
 
@@ -216,8 +218,8 @@ class TestUnderCapture:
         loop.step()  # after which the optimizer has its state
         loop.feed(0, overflows)
         capturing()
-        monkeypatch.setattr(scaling.Scaling, "send", sends)
-        monkeypatch.setattr(scaling.Scaling, "overflowed", property(sends))
+        monkeypatch.setattr(scale_use.ScaleUse, "send", sends)
+        monkeypatch.setattr(scale_use.ScaleUse, "overflowed", property(sends))
         loop.step()
         assert amp.get_loss_scale() == (SCALE / 2 if overflows else SCALE)
 
@@ -229,7 +231,7 @@ class TestUnderCapture:
         loop.step()
         loop.step()
         capturing()
-        monkeypatch.setattr(scaling.Scaling, "has_arrived", property(asks))
+        monkeypatch.setattr(scale_use.ScaleUse, "has_arrived", property(asks))
         loop.step()
 
     def test_a_first_step_is_refused_where_it_would_make_state(self, capturing):
@@ -255,7 +257,7 @@ class TestUnderCapture:
 
     def test_weights_that_a_step_updates_are_kept_for_a_forward_at_most_from_then_on(self, capturing, monkeypatch):
         loop = Loop(_on_cpu(OPTIMIZERS["Adam"]), "cpu", half_dtype=torch.bfloat16)
-        cache = process.live.cache
+        cache = runtime.live.cache
         loop.model(loop.input)
         assert len(cache) > 0
         loop.step()
@@ -270,7 +272,7 @@ class TestUnderCapture:
     def test_what_a_graph_would_write_to_stays_where_it_is(self):
         loop = Loop(_on_cpu(OPTIMIZERS["Adam"]), "cpu", half_dtype=torch.float16)
         loop.step()
-        (scaler,) = process.live.scalers
+        (scaler,) = runtime.live.scalers
         before = {name: value.data_ptr() for name, value in vars(scaler).items() if isinstance(value, Tensor)}
         assert len(before) == 4
         for index, overflows in enumerate(OVERFLOWS):

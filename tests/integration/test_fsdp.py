@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 
 from ampatch import GradScaler, amp
-from ampatch.kernels import values_of
-from ampatch.process import process
+from ampatch.native.kernels import values_of
+from ampatch.runtime import runtime
 
 HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 ON_DEVICES = pytest.mark.parametrize("device", DEVICES_OF_EACH)
@@ -409,7 +409,7 @@ def casts_of_weights(kind: str) -> tuple[int, int]:
     kept = 0
     for _ in range(2):
         loss = model(data("cpu", dist.get_rank())[0]).float().sum()
-        kept = max(kept, len(process.live.cache))  # the end of the block would drop them
+        kept = max(kept, len(runtime.live.cache))  # the end of the block would drop them
         backward(loss, optimizer)
     return amp.cast_counts().cache_hits, kept
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampatch import amp
 from ampatch.errors import OptionError, UsageError
-from ampatch.process import process
+from ampatch.runtime import runtime
 
 WITHOUT_GRAD = [torch.no_grad, torch.inference_mode]
 
@@ -75,7 +75,7 @@ def inputs_cast(function: Callable[[], object]) -> int:
 
 
 def kept() -> int:
-    return len(process.live.cache)
+    return len(runtime.live.cache)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -228,7 +228,7 @@ class TestTheBlock:
 
     def test_ends_with_deinitialize(self, device):
         model = adopt(device)
-        cache = process.live.cache
+        cache = runtime.live.cache
         with torch.inference_mode(), amp.frozen_weights(model):
             model(batch(device))
             amp.deinitialize()

@@ -15,7 +15,7 @@ from helpers import DEVICES, HALF_DTYPES, assert_same_bits, dtype_name, together
 from torch import Tensor, nn
 
 from ampatch import amp
-from ampatch.process import process
+from ampatch.runtime import runtime
 from ampatch.switch import Switch
 
 THREADS = 8
@@ -144,7 +144,7 @@ class TestThreads:
     def test_that_are_gone_leave_nothing_behind(self, device):
         train_side_by_side(device, 0.2, half_dtype=torch.bfloat16)
         gc.collect()
-        assert len(process.live.cache) == 0
+        assert len(runtime.live.cache) == 0
         assert not Switch.thread.off
         assert torch.mm(torch.ones(2, 2, device=device), torch.ones(2, 2, device=device)).dtype is torch.bfloat16
 
@@ -161,7 +161,7 @@ class TestThreads:
         with torch.no_grad():
             expected = model(value)
         together([evaluate] * THREADS)
-        assert len(process.live.cache) == 0
+        assert len(runtime.live.cache) == 0
 
     def test_that_turn_casts_off_are_not_seen_by_one_that_does_not(self):
         def is_off() -> None:
@@ -230,7 +230,7 @@ class TestDataParallel:
             return [results[index] for index in range(len(modules))]
 
         model = amp.initialize(Types(), half_dtype=torch.bfloat16, verbosity=0)
-        carried = process.live.switch._carried_by(parallel_apply)
+        carried = runtime.live.switch._carried_by(parallel_apply)
         values = [torch.ones(1, 4)] * 2
         assert torch.cat(carried([model, model], values)).tolist() == [[1], [1]]
         with amp.disable_casts():

@@ -27,7 +27,7 @@ from torch.func import (
 from torch.utils._pytree import tree_leaves
 
 from ampatch import amp
-from ampatch.process import process
+from ampatch.runtime import runtime
 
 # Both are torch's own: its use of TorchScript, and the graph that `linearize` makes of any module.
 pytestmark = [
@@ -183,7 +183,7 @@ class TestFunctionalParameters:
     def test_that_are_plain_tensors_are_never_kept(self, half):
         model = amp.initialize(Network(), half_dtype=half, verbosity=0)
         functional_call(model, model.values(), (torch.ones(2, 6),))
-        assert len(process.live.cache) == 0
+        assert len(runtime.live.cache) == 0
 
     @pytest.mark.parametrize("transform", [grad, vmap, jacrev], ids=lambda transform: transform.__name__)
     def test_under_a_transform_are_cast_at_every_use(self, half, transform):
@@ -198,7 +198,7 @@ class TestFunctionalParameters:
         after = amp.cast_counts()
         assert after.cache_hits == before.cache_hits
         assert after.casts - before.casts >= 2
-        assert len(process.live.cache) == 0
+        assert len(runtime.live.cache) == 0
 
     def test_that_change_from_call_to_call_are_followed(self, half):
         """As a learning step inside of another does, from the parameters of which a gradient is taken."""

@@ -15,7 +15,7 @@ from ampatch.amp import master_params
 from ampatch.apex.amp.handle import AmpHandle
 from ampatch.apex.amp.scaler import LossScaler
 from ampatch.opt_levels import LossScale
-from ampatch.process import process
+from ampatch.runtime import runtime
 
 __all__ = ["AmpState", "master_params", "maybe_print", "warn_or_err"]
 
@@ -68,26 +68,26 @@ class AmpState:
         Raises:
             AttributeError: before ``initialize``, so that ``hasattr`` tells.
         """
-        if process.live is not None:
-            return OptProperties(enabled=True, **asdict(process.live.settings.properties))
-        if process.disabled:
+        if runtime.live is not None:
+            return OptProperties(enabled=True, **asdict(runtime.live.settings.properties))
+        if runtime.disabled:
             return OptProperties()
         raise AttributeError("apex.amp._amp_state has opt_properties once amp.initialize was called.")
 
     @property
     def loss_scalers(self) -> list[LossScaler]:
         """The scale of each loss."""
-        return [] if process.live is None else [LossScaler.of(scaler) for scaler in process.live.scalers]
+        return [] if runtime.live is None else [LossScaler.of(scaler) for scaler in runtime.live.scalers]
 
     @property
     def min_loss_scale(self) -> float | None:
         """The floor of dynamic scales."""
-        return None if process.live is None else process.live.settings.scale_policy.floor
+        return None if runtime.live is None else runtime.live.settings.scale_policy.floor
 
     @property
     def max_loss_scale(self) -> float:
         """Their ceiling."""
-        return 2.0**24 if process.live is None else process.live.settings.scale_policy.ceiling
+        return 2.0**24 if runtime.live is None else runtime.live.settings.scale_policy.ceiling
 
     @property
     def handle(self) -> AmpHandle:
@@ -96,8 +96,8 @@ class AmpState:
         Raises:
             AttributeError: before ``initialize``.
         """
-        if process.live is not None or process.disabled:
-            return AmpHandle(process.live)
+        if runtime.live is not None or runtime.disabled:
+            return AmpHandle(runtime.live)
         raise AttributeError("apex.amp._amp_state has a handle once amp.initialize or amp.init was called.")
 
     master_params = staticmethod(master_params)

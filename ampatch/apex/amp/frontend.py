@@ -21,7 +21,7 @@ from ampatch.apex.amp import _stash, lists
 from ampatch.apex.amp._amp_state import _amp_state
 from ampatch.apex.amp.handle import AmpHandle
 from ampatch.errors import warn
-from ampatch.process import process, replacing
+from ampatch.runtime import replacing, runtime
 
 __all__ = [
     "init",
@@ -59,7 +59,7 @@ def _initialize(*args: Any, **kwargs: Any) -> Any:
         _lay_over(given)
     with replacing():
         result = amp.initialize(**given)
-    session = process.live
+    session = runtime.live
     if given.get("enabled", True) and session is not None:
         _amp_state.verbosity = given.get("verbosity", 1)
         if _amp_state.verbosity:
@@ -84,14 +84,14 @@ def init(*args: Any, **kwargs: Any) -> AmpHandle:  # noqa: D103 - it has that of
     _lay_over(given)
     with replacing():
         amp.init(**given)
-    session = process.live if given.get("enabled", True) else None
+    session = runtime.live if given.get("enabled", True) else None
     if session is not None:
         announce(session.settings.properties)
     return AmpHandle(session)
 
 
 def _for_the_next(register: _R) -> _R:
-    """A way to register functions that may be taken while amp is on: they count from the next `initialize` on."""
+    """Returns a function that registers others, also while amp is on: they count from the next `initialize` on."""
 
     @functools.wraps(register)
     def register_function(module: Any, name: str) -> None:

@@ -8,7 +8,7 @@ from typing import NoReturn
 from ampatch import amp
 from ampatch.amp import disable_casts, scale_loss
 from ampatch.errors import UsageError
-from ampatch.process import process
+from ampatch.runtime import runtime
 from ampatch.session import Session
 
 __all__ = ["AmpHandle", "disable_casts", "scale_loss"]
@@ -28,8 +28,8 @@ class AmpHandle(amp.Handle):
         self._is_enabled = session is not None
 
     def is_active(self) -> bool:
-        """Whether amp is on."""
-        return self._is_enabled and process.live is not None
+        """Returns whether amp is on."""
+        return self._is_enabled and runtime.live is not None
 
     def _deactivate(self) -> None:
         """Does what `deactivate` does: the name that Apex gave it, and scripts call."""

@@ -6,12 +6,12 @@ import weakref
 
 import torch
 
-import ampatch.loss_scaler
+import ampatch.scaling.loss_scaler
 from ampatch.errors import OptionError, UsageError
-from ampatch.process import process
+from ampatch.runtime import runtime
 
 # By the session's, so that a script finds what it has set on one.
-_known: weakref.WeakKeyDictionary[ampatch.loss_scaler.LossScaler, LossScaler] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[ampatch.scaling.loss_scaler.LossScaler, LossScaler] = weakref.WeakKeyDictionary()
 
 
 class LossScaler:
@@ -26,8 +26,8 @@ class LossScaler:
         OptionError: it is something else.
     """
 
-    def __init__(self, scaler: ampatch.loss_scaler.LossScaler) -> None:
-        if not isinstance(scaler, ampatch.loss_scaler.LossScaler):
+    def __init__(self, scaler: ampatch.scaling.loss_scaler.LossScaler) -> None:
+        if not isinstance(scaler, ampatch.scaling.loss_scaler.LossScaler):
             raise OptionError(
                 f"found {scaler!r}; expected the scaler of a session. For one of your own, type "
                 "ampatch.amp.LossScaler(loss_scale)."
@@ -36,12 +36,12 @@ class LossScaler:
         self._overflow_buf = torch.zeros(1, dtype=torch.int32)
 
     @classmethod
-    def of(cls, scaler: ampatch.loss_scaler.LossScaler) -> LossScaler:
-        """The one of a scaler: what a script has set on it stays."""
+    def of(cls, scaler: ampatch.scaling.loss_scaler.LossScaler) -> LossScaler:
+        """Returns the one of a scaler: what a script has set on it stays."""
         return _known.setdefault(scaler, cls(scaler))
 
     def loss_scale(self) -> float:
-        """The scale; waits for the device."""
+        """Returns the scale; waits for the device."""
         return self._there.state.loss_scale
 
     @property
@@ -89,12 +89,12 @@ class LossScaler:
             Whether they overflowed, as ``_overflow_buf`` says; waits for the device.
         """
         scaler, overflowed = self._there, self._overflow_buf.ne(0).any()
-        if process.live is not None and scaler in process.live.scalers:
-            process.live.judge(scaler, overflowed.to(scaler.snapshot()))
+        if runtime.live is not None and scaler in runtime.live.scalers:
+            runtime.live.judge(scaler, overflowed.to(scaler.snapshot()))
         return bool(overflowed)
 
     @property
-    def _there(self) -> ampatch.loss_scaler.LossScaler:
+    def _there(self) -> ampatch.scaling.loss_scaler.LossScaler:
         scaler = self._scaler()
         if scaler is None:
             raise UsageError(

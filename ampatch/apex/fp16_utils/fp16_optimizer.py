@@ -1,7 +1,7 @@
 """An optimizer of float32 masters for a model in half, as ``apex.fp16_utils.FP16_Optimizer``: for loops without amp.
 
 Owns the masters, the loss scale, and at which scale gradients are. Must not touch torch or the model beyond its
-parameters and their gradients; gradient work is that of `ampatch.kernels`.
+parameters and their gradients; gradient work is that of `ampatch.native.kernels`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampatch import kernels, optimizer_state
 from ampatch.apex.fp16_utils.fp16util import clip_grad_norm
 from ampatch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from ampatch.errors import LossScaleError, OptionError, did_you_mean
-from ampatch.loss_scaler import make_policy
+from ampatch.native import kernels
 from ampatch.opt_levels import HALVES
-from ampatch.optimizers import check_optimizer
+from ampatch.scaling.loss_scaler import make_policy
+from ampatch.scaling.optimizers import check_optimizer
+from ampatch.weights import optimizer_state
 
 logger = logging.getLogger("ampatch")
 
@@ -240,7 +241,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         return clip_grad_norm(optimizer_state.parameters_of(self.optimizer), max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """The gradients of all parameters that the optimizer updates, by group; None if they overflowed."""
+        """Returns the gradients of all parameters that the optimizer updates, by group; None if they overflowed."""
         if self.overflow:
             logger.warning("There are no master gradients to inspect: the last ones overflowed.")
             return None
@@ -313,7 +314,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The state under Apex's keys, readable with ``torch.load(weights_only=True)``.
+        """Returns the state under Apex's keys, readable with ``torch.load(weights_only=True)``.
 
         The masters are among it, so that training goes on with the same bits. The model's own state is not.
         """
@@ -379,7 +380,7 @@ def _checked_loss_args(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _dynamic_loss_scaler(**settings: Any) -> DynamicLossScaler:
-    """One whose settings, of the names in `_LOSS_ARGS`, were checked; those of amp where they are left out."""
+    """Returns one whose settings, of the names in `_LOSS_ARGS`, were checked; those of amp where they are left out."""
     policy = make_policy("dynamic", **settings)
     return DynamicLossScaler(
         policy.init_scale, policy.growth_factor, policy.window, min_scale=policy.floor, max_scale=policy.ceiling
@@ -387,7 +388,7 @@ def _dynamic_loss_scaler(**settings: Any) -> DynamicLossScaler:
 
 
 def _loss_scaler_from(saved: Any, dynamic: bool) -> LossScaler:
-    """A loss scaler from what was saved of one: its attributes, or the object itself, of either kind that Apex had.
+    """Returns a loss scaler made of a saved one: its attributes or the object, of either kind that Apex had.
 
     Raises:
         OptionError: it is none of these.

@@ -39,7 +39,7 @@ def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 - Apex's nam
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """A network in float16 whose batch norms are float32, behind a `tofp16`; keys of its state begin with ``1.``."""
+    """Returns a float16 network with float32 batch norms behind a `tofp16`; keys of its state begin with ``1.``."""
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
@@ -80,7 +80,7 @@ class FP16Model(nn.Module):
         self.network = convert_network(network, torch.float16)
 
     def forward(self, *inputs: Tensor) -> Any:
-        """What the network makes of ``inputs`` in float16."""
+        """Returns what the network makes of ``inputs`` in float16."""
         return self.network(*(input.half() for input in inputs))
 
 
@@ -88,7 +88,7 @@ class FP16Model(nn.Module):
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The parameters of a model that are trained, and float32 masters of them for the optimizer.
+    """Returns the parameters of a model that are trained, and float32 masters of them for the optimizer.
 
     Args:
         model: with parameters of any floating types.
@@ -162,6 +162,6 @@ def master_params_to_model_params(
 
 
 def to_python_float(t: Any) -> float:
-    """A tensor of one element, or a sequence of one number, as a number."""
+    """Returns a tensor of one element, or a sequence of one number, as a number."""
     number: float = t.item() if hasattr(t, "item") else t[0]
     return number

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampatch import kernels
+from ampatch.native import kernels
 
 
 class LossScaler:
@@ -41,7 +41,7 @@ class LossScaler:
         """Leaves the scale as it is."""
 
     def scale_gradient(self, module: Any, grad_in: Iterable[Tensor], grad_out: Any) -> tuple[Tensor, ...]:  # noqa: ARG002
-        """A backward hook of a module, which multiplies the gradients of its inputs by the scale."""
+        """Multiplies the gradients of a module's inputs by the scale; a backward hook of modules."""
         return tuple(self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -89,7 +89,7 @@ class DynamicLossScaler(LossScaler):
         self.max_scale = max_scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Whether a gradient of these parameters is not finite; waits for the device."""
+        """Returns whether a gradient of these parameters is not finite; waits for the device."""
         grads = [parameter.grad for parameter in params if parameter.grad is not None]
         if not grads:
             return False

@@ -31,7 +31,7 @@ class MultiTensorApply:
     def __call__(
         self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *args: Any
     ) -> Any:
-        """What ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)`` returns.
+        """Returns what ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)`` returns.
 
         Args:
             op: a function of `ampatch.apex.amp_C`, or one like these.

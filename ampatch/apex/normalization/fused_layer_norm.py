@@ -215,7 +215,7 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         super().__init__(normalized_shape, eps, **options)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The normalised input, in the dtype of the parameters."""
+        """Returns the normalised input, in the dtype of the parameters."""
         return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
@@ -236,7 +236,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         super().__init__(normalized_shape, eps, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normalised input, in the dtype of the weight."""
+        """Returns the normalised input, in the dtype of the weight."""
         return mixed_dtype_fused_rms_norm_affine(x, self.weight, self.normalized_shape, self.eps)
 
 
@@ -249,7 +249,7 @@ def _check_affine(kind: type[nn.Module], elementwise_affine: bool = True, **_: A
 
 
 def _promoted(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """All of one dtype, as torch's kernels on GPUs want them: their own, or float32 at least where they differ."""
+    """Returns all in one dtype, which torch's kernels on GPUs want: their own, or at least float32 if they differ."""
     if input.dtype is weight.dtype:
         return input, weight, bias
     dtype = torch.promote_types(torch.promote_types(input.dtype, weight.dtype), torch.float32)

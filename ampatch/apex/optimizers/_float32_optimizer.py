@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ampatch.errors import OptionError, UsageError
 from ampatch.opt_levels import HALVES
-from ampatch.optimizer_state import parameters_of
+from ampatch.weights.optimizer_state import parameters_of
 
 #: What torch's multi-tensor kernels take and return.
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -125,7 +125,7 @@ class Float32Optimizer(Optimizer):
         name: str,
         first: Callable[[Tensor], Tensor] = torch.zeros_like,
     ) -> list[Tensor]:
-        """What the state of parameters keeps under a name, each in the dtype and with the strides of another tensor.
+        """Returns the state of parameters under one name, each in the dtype and with the strides of another tensor.
 
         Where there is none yet, ``first`` makes it from that tensor.
         """
@@ -138,7 +138,7 @@ class Float32Optimizer(Optimizer):
         return moments
 
     def _count_steps(self, parameters: list[Tensor]) -> list[int]:
-        """How many steps every parameter has seen, this one included."""
+        """Returns how many steps every parameter has seen, this one included."""
         for parameter in parameters:
             state = self.state[parameter]
             state["step"] = int(state.get("step", 0)) + 1
@@ -185,7 +185,7 @@ class Float32Optimizer(Optimizer):
                 hook.remove()
 
     def _translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A state dict that Apex may have saved in the form of this optimizer's own; a shallow copy."""
+        """Returns a state dict that Apex may have saved in the form of this optimizer's own; a shallow copy."""
         options = {name: value for name, value in self.defaults.items() if name in self.param_groups[0]}
         groups = [options | group for group in state_dict["param_groups"]]
         state = {index: dict(kept) for index, kept in state_dict["state"].items()}
@@ -201,7 +201,7 @@ class Float32Optimizer(Optimizer):
                 state.setdefault("step", int(step))
 
     def _loaded(self, name: str, value: Any, parameter: Tensor) -> Any:
-        """A copy of a saved value for the state of a parameter."""
+        """Returns a copy of a saved value for the state of a parameter."""
         if name == "step":
             return int(value)
         if isinstance(value, Tensor):
@@ -212,7 +212,7 @@ class Float32Optimizer(Optimizer):
 
 @contextlib.contextmanager
 def in_float32(parameters: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """What an update of parameters computes with; parameters that it got copies of are written when the block ends.
+    """Gives an update what it computes with; writes to parameters that it got copies of when the block ends.
 
     Args:
         parameters: floating, with gradients.
@@ -232,7 +232,7 @@ def in_float32(parameters: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Te
 
 
 def _dense(parameter: Tensor) -> Tensor:
-    """A parameter itself, or a copy in the dtype of its state and without gaps between its elements."""
+    """Returns a parameter itself, or a copy in the dtype of its state and without gaps between its elements."""
     dtype = _dtype_of_state(parameter)
     is_dense = parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() == parameter.stride()
     return (
@@ -243,7 +243,7 @@ def _dense(parameter: Tensor) -> Tensor:
 
 
 def _like(tensor: Tensor, other: Tensor) -> Tensor:
-    """A tensor in the dtype and with the strides of another; itself if it has them."""
+    """Returns a tensor in the dtype and with the strides of another; itself if it has them."""
     if tensor.dtype is other.dtype and tensor.stride() == other.stride():
         return tensor
     return torch.empty_like(other).copy_(tensor)

@@ -142,7 +142,7 @@ class FusedAdam(Float32Optimizer):
                 )
 
     def _steps(self, parameters: list[Tensor], bias_correction: bool) -> list[Tensor]:
-        """The steps before this one, which the kernel counts."""
+        """Returns the steps before this one, which the kernel counts."""
         steps = []
         for parameter in parameters:
             state = self.state[parameter]

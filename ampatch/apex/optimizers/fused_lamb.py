@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampatch import kernels
 from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Tensors, check_no_amsgrad, in_float32
+from ampatch.native import kernels
 
 
 class FusedLAMB(Float32Optimizer):
@@ -77,7 +77,7 @@ class FusedLAMB(Float32Optimizer):
                 self._update_batch(group, parameters, values, clipped)
 
     def _clipping_divisor(self, parameters: list[Tensor]) -> Tensor | None:
-        """What divides all gradients for their norm to be ``max_grad_norm`` at most, in float64; None: nothing does."""
+        """Returns what to divide gradients by for the norm ``max_grad_norm``, in float64; None if by nothing."""
         # One for the gradients of all groups, so that it is not a group's to say; as in Apex.
         max_norm = self.defaults["max_grad_norm"]
         if not parameters or not max_norm:
@@ -119,7 +119,7 @@ class FusedLAMB(Float32Optimizer):
 
 
 def _trust_ratios(values: Tensors, updates: Tensors) -> Tensors:
-    """What brings updates to the norms of their tensors; 1 where either norm is 0."""
+    """Returns what brings updates to the norms of their tensors; 1 where either norm is 0."""
     norms, norms_of_updates = (torch.stack(torch._foreach_norm(each)) for each in (values, updates))
     is_ratio = (norms != 0) & (norms_of_updates != 0)
     return torch.where(is_ratio, norms / norms_of_updates, 1.0).unbind()

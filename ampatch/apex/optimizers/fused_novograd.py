@@ -110,7 +110,7 @@ class FusedNovoGrad(Float32Optimizer):
         torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
 
     def _average_norms(self, group: dict[str, Any], parameters: list[Tensor], grads: Tensors) -> Tensors:
-        """The moving average of the norm of each gradient, this one included."""
+        """Returns the moving average of the norm of each gradient, this one included."""
         beta2 = group["betas"][1]
         is_euclidean = group["norm_type"] == 2
         norms = torch._foreach_norm(grads, 2 if is_euclidean else math.inf)
@@ -138,7 +138,7 @@ class FusedNovoGrad(Float32Optimizer):
 
 
 def _regularised(tensors: Tensors, norms: Tensors, values: list[Tensor], weight_decay: float) -> Tensors:
-    """Tensors divided by their norms, with weight decay added; new ones."""
+    """Returns tensors divided by their norms, with weight decay added; new ones."""
     divided = torch._foreach_div(tensors, norms)
     if weight_decay:
         torch._foreach_add_(divided, values, alpha=weight_decay)

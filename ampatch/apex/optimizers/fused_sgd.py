@@ -98,7 +98,7 @@ class FusedSGD(Float32Optimizer):
                     self._update_batch(group, some, is_first)
 
     def _overflowed(self) -> bool:
-        """Whether this step is to be skipped; the kernel would take buffers from memory that it has not written to."""
+        """Returns whether to skip this step; the kernel would read momentum buffers that nothing has written."""
         found_inf = getattr(self, "found_inf", None)
         return found_inf is not None and bool(found_inf)
 

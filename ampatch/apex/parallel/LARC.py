@@ -76,7 +76,7 @@ class LARC:
         self.optim.param_groups = groups
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's."""
+        """Returns the inner optimizer's."""
         state_dict: dict[str, Any] = self.optim.state_dict()
         return state_dict
 
@@ -155,6 +155,6 @@ class LARC:
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
-    """The 2-norm of each."""
+    """Returns the 2-norm of each."""
     dtype = torch.float32 if tensors[0].dtype in HALVES else tensors[0].dtype
     return torch.stack(list(torch._foreach_norm(tensors, 2, dtype=dtype)))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ampatch.apex.apex_C import flatten, unflatten
 from ampatch.errors import OptionError, warn
 from ampatch.opt_levels import HALF_DTYPES, HALVES
-from ampatch.process import process
+from ampatch.runtime import runtime
 
 __all__ = [
     "DistributedDataParallel",
@@ -162,7 +162,7 @@ class _Reduction:
 
 
 def _reduce(reduction: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """A communication hook: ``bucket`` summed up over all processes, and divided."""
+    """Sums ``bucket`` over all ranks and divides it; a communication hook."""
     gradients = bucket.buffer()
     wide = gradients.float() if reduction.in_float32 and gradients.dtype in HALVES else gradients
     wide.div_(reduction.predivided_by)
@@ -216,7 +216,7 @@ class Reducer:
 
 def _send_parameters(module: nn.Module) -> None:
     """Overwrites parameters by what they are in the first process; of half ones the float32 values behind them, too."""
-    session, parameters = process.live, list(module.parameters())
+    session, parameters = runtime.live, list(module.parameters())
     if session is None:
         flat_dist_call(parameters, dist.broadcast, (0,))
         return
@@ -257,7 +257,7 @@ def flat_dist_call(tensors: Iterable[Tensor], call: Callable[..., Any], extra_ar
 
 
 def split_by_type(tensors: Iterable[Tensor]) -> OrderedDict[str, list[Tensor]]:
-    """Tensors by ``tensor.type()``, in the order in which the types come up."""
+    """Returns tensors by ``tensor.type()``, in the order in which the types come up."""
     buckets: OrderedDict[str, list[Tensor]] = OrderedDict()
     for tensor in tensors:
         buckets.setdefault(tensor.type(), []).append(tensor)
@@ -265,7 +265,7 @@ def split_by_type(tensors: Iterable[Tensor]) -> OrderedDict[str, list[Tensor]]:
 
 
 def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The float16 ones, the bfloat16 ones, the float32 ones and the float64 ones, without those that are none."""
+    """Returns the float16, bfloat16, float32 and float64 tensors, a list for each dtype that occurs."""
     tensors = list(tensors)
     dtypes = (*HALF_DTYPES.values(), torch.float32, torch.float64)
     buckets = [[tensor for tensor in tensors if tensor.dtype is dtype] for dtype in dtypes]

@@ -11,7 +11,7 @@ import torch
 
 
 def instead(arguments: list[str]) -> str:
-    """What to type, in a sentence.
+    """Returns what to type, in a sentence.
 
     Args:
         arguments: those of the launcher: a script and its own.

@@ -12,7 +12,7 @@ __all__ = ["changes", "functional_overrides", "tensor_overrides", "torch_overrid
 
 
 def changes() -> dict[str, dict[str, list[str]]]:
-    """What was done to the lists so far, as ``cast_lists=`` takes it; empty if nothing was.
+    """Returns what was done to the lists so far, as ``cast_lists=`` takes it; empty if nothing was.
 
     Raises:
         OptionError: a name was put into two lists, or something else than a name into one.

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from ampatch.cast_lists import UNLISTED, Rule, Treatment, peer, shipped
+from ampatch.cast_lists.lists import peer, shipped
+from ampatch.cast_lists.paths import Path
+from ampatch.cast_lists.rules import UNLISTED, Rule, Treatment
 from ampatch.errors import OptionError, did_you_mean, warn
-from ampatch.paths import Path
 
 _TREATMENTS = {
     "FP16_FUNCS": Treatment.WHITELIST,
@@ -31,7 +32,7 @@ _CALLED_BY = {"torch.nn.functional": ("torch", "torch.Tensor")}
 
 
 def starting_lists(module: Any) -> dict[str, list[Any]]:
-    """The lists of a namespace by name: the functions that ampatch lists, and those that Apex did.
+    """Returns the lists of a namespace by name: the functions that ampatch lists, and those that Apex did.
 
     Apex's are there although torch now does by itself what they were listed for, so that a script can take them out.
     """
@@ -55,7 +56,7 @@ def starting_lists(module: Any) -> dict[str, list[Any]]:
 
 
 def changes_of(modules: Iterable[ModuleType]) -> dict[str, dict[str, list[Any]]]:
-    """What was done to the lists of these modules, as an overlay; empty if nothing was.
+    """Returns what was done to the lists of these modules, as an overlay; empty if nothing was.
 
     Raises:
         OptionError: a function was put into two lists, or something else than a name into one.
@@ -83,7 +84,7 @@ _Entry = tuple[str, str | None]
 
 
 def _edits(module: Any) -> dict[str, _Entry]:
-    """The functions whose list has changed, with the list that each stands in now."""
+    """Returns the functions whose list has changed, with the list that each stands in now."""
     edits: dict[str, _Entry] = {}
     started = {name: _functions(items) for name, items in starting_lists(module.MODULE).items()}
     for name, functions in started.items():
@@ -109,7 +110,7 @@ def _edits(module: Any) -> dict[str, _Entry]:
 
 
 def _functions(items: Iterable[Any]) -> set[Any]:
-    """The names in a list; of a banned function the message stands beside it."""
+    """Returns the names in a list; of a banned function the message stands beside it."""
     return {item[0] if isinstance(item, tuple) and item else str(item) for item in items}
 
 
@@ -118,5 +119,5 @@ def _names_of(rules: Mapping[Path, Rule], namespace: str) -> dict[str, Treatment
 
 
 def _namespace(module: Any) -> str:
-    """The dotted path of a module, or of a class of torch's."""
+    """Returns the dotted path of a module, or of a class of torch's."""
     return str(module.__name__) if isinstance(module, ModuleType) else f"torch.{module.__name__}"

@@ -1,0 +1,304 @@
+"""Cast lists as lines of text: the rules in force, what a user's file changes, what another system does otherwise.
+
+Owns the wording behind `ampatch lists`. Only computes: it must never print, read a file, or change a list or torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+import torch
+
+from ampatch.cast_lists import list_edits
+from ampatch.cast_lists.lists import CastLists
+from ampatch.cast_lists.paths import Path, PathError, find, identity
+from ampatch.cast_lists.rules import Rule, Treatment, When, typed_conditions
+from ampatch.cast_lists.spellings import NAMESPACES
+from ampatch.errors import AmpError, CastListError, OptionError, did_you_mean
+from ampatch.opt_levels import HALF_DTYPES
+
+BOTH = tuple(HALF_DTYPES.values())
+
+_NAMES = {dtype: name for name, dtype in HALF_DTYPES.items()}
+_NO_LIST = "-"
+# What is found where torch, or another installed package, has no such name.
+_ABSENT = object()
+
+_T = TypeVar("_T")
+_Decision = tuple[Treatment, When, tuple[str, ...]]
+
+
+def policy(lists: CastLists, half_dtypes: Sequence[torch.dtype] = BOTH, names: Sequence[str] = ()) -> list[str]:
+    """Returns the rules in force, one line each, sorted by namespace and name.
+
+    Args:
+        lists: the rules.
+        half_dtypes: the half types asked about. Of both, a rule that is the same for each is one line; any other says
+            which it is for.
+        names: shows the rules of these alone: of a function by its name (``softmax``, in all namespaces), by its path
+            or the end of one (``functional.softmax``), of a namespace (``torch.fft``), or by a pattern (``*_loss``). A
+            function that is listed under another of its paths is shown under those. Empty: all.
+
+    Returns:
+        Lines of four aligned columns: path, list, the file and line of the rule, and its conditions if it has any.
+        After them a line for each name of a function of torch's that is on no list.
+
+    Raises:
+        OptionError: a name that no function has; the nearest are named.
+    """
+    listed = sorted({path for path, _ in lists.rules})
+    wanted, notes = _selected(names, listed) if names else (set(listed), [])
+    rows = []
+    for path in sorted(wanted):
+        rules = [lists.rules.get((path, dtype)) for dtype in half_dtypes]
+        # Equal rules from two lines stay two: whoever looks for the one should not miss the other.
+        for (rule, source), dtypes in _grouped([(rule, rule.source) if rule else None for rule in rules], half_dtypes):
+            conditions = [*_conditions(rule.when, dtypes, half_dtypes), *(["via_dtype"] if rule.via_dtype else [])]
+            rows.append([str(path), rule.treatment.value, source, "; ".join(conditions)])
+    return [*_aligned(rows), *notes]
+
+
+def _selected(names: Sequence[str], listed: Sequence[Path]) -> tuple[set[Path], list[str]]:
+    """Returns the listed paths that the names stand for, and a sentence for each function without a rule."""
+    selected: set[Path] = set()
+    notes: list[str] = []
+    for given in names:
+        name = f"torch.nn.functional.{given[2:]}" if given.startswith("F.") else given  # as nearly every script has it
+        matching = {path for path in listed if _goes_by(path, name)} or _same_function(name, listed)
+        selected |= matching
+        if not matching:
+            notes.append(_unlisted(name, listed))
+    return selected, notes
+
+
+def _goes_by(path: Path, name: str) -> bool:
+    if any(sign in name for sign in "*?["):
+        return fnmatchcase(path.name, name) or fnmatchcase(str(path), name)
+    return f".{path}".endswith(f".{name}") or path.namespace == name or path.namespace.startswith(f"{name}.")
+
+
+def _same_function(name: str, listed: Sequence[Path]) -> set[Path]:
+    """Returns the listed paths of a function that is named by another one."""
+    namespace, _, attribute = name.rpartition(".")
+    if not namespace or not attribute:
+        return set()
+    function = identity(Path(namespace, attribute))
+    return {path for path in listed if identity(path) is function}
+
+
+def _unlisted(name: str, listed: Sequence[Path]) -> str:
+    """Returns a sentence on a function without a rule.
+
+    Raises:
+        OptionError: there is no such function.
+    """
+    namespace, _, attribute = name.rpartition(".")
+    for each in [namespace] if "." in name else NAMESPACES:
+        if each and attribute and callable(_found(Path(each, attribute))):
+            return f"{each}.{attribute} is on no list: amp leaves its arguments as they are."
+    known = {path.name for path in listed} | {path.namespace for path in listed}
+    near = did_you_mean(name, map(str, listed)) if namespace else did_you_mean(name, known)
+    raise OptionError(
+        f"{name!r} is on no list, and there is no function of that name; expected a function's name, its path, a "
+        f"namespace or a pattern, such as softmax, torch.softmax, torch.fft or '*softmax'.{near}"
+    )
+
+
+def faults(error: AmpError) -> list[str]:
+    """Returns what an error says, one line a fault, whatever it quotes."""
+    parts: Iterable[object] = error.faults if isinstance(error, CastListError) else [error]
+    return [_one_line(str(part)) for part in parts]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What there is to say of a file without faults.
+
+    Attributes:
+        lines: one for each change that is undone, and for each that leaves out other spellings of its function. The
+            last one says how much the file changes, and what of that could not be checked.
+        warns: whether a change is undone. To leave out a spelling may be meant.
+    """
+
+    lines: list[str]
+    warns: bool
+
+
+def checked(file: str, before: CastLists, after: CastLists) -> Checked:
+    """Looks through a file without faults.
+
+    Args:
+        file: the file's name.
+        before: the lists without it.
+        after: the lists with it.
+    """
+    undone = list_edits.undone(after)
+    changed = {key[0] for key in {**before.rules, **after.rules} if before.rules.get(key) != after.rules.get(key)}
+    unseen = sum(_found(path) is None for path in changed)
+    note = f" ({unseen} not looked up, being in modules that are not imported yet)" if unseen else ""
+    how = "is undone by what the function calls" if len(undone) == 1 else "are undone by what the functions call"
+    sound = f"can be read, but {len(undone)} of its changes {how}" if undone else "is sound"
+    are = "is" if len(changed) == 1 else "are"
+    verdict = f"{file} {sound}: it changes how {_paths(len(changed))} {are} treated{note}."
+    lines = [*undone.values(), *list_edits.left_out(after), verdict]
+    return Checked(list(map(_one_line, lines)), bool(undone))
+
+
+def difference(theirs: CastLists, ours: CastLists, name: str, half_dtypes: Sequence[torch.dtype] = BOTH) -> list[str]:
+    """Returns what another system treats otherwise, one line a path, sorted by namespace and name.
+
+    A difference is another list, another condition, or a list on one side only, in any of the half types asked about.
+    How a rule is carried out (``via_dtype``) and what its error says make none, nor does a name of theirs that the
+    installed torch lacks.
+
+    Functions are compared, and not spellings: one that a system lists under one of its names (``torch.conv2d``) counts
+    as listed under all of them (``torch.nn.functional.conv2d`` is the same object), just as a user's file moves it
+    under all. A function and the method of the same name are two. So are a composition and its parts: where one side
+    lists ``cross_entropy`` and the other the operators below it, there is a line, although a model may see no
+    difference.
+
+    Args:
+        theirs: the other system's lists.
+        ours: the lists to compare them with.
+        name: what to call the other system.
+        half_dtypes: the half types to compare in.
+
+    Returns:
+        A legend; lines of three aligned columns: path, their list, our list (``-`` for none), with the conditions of
+        each in parentheses; and a line that says how many there are. Without a difference that line alone.
+    """
+    sides = [[_by_any_name(lists.for_half(dtype)) for dtype in half_dtypes] for lists in (theirs, ours)]
+
+    def decisions(path: Path) -> list[list[_Decision | None]]:
+        return [[_decision(rules.get(path) or rules.get(identity(path))) for rules in side] for side in sides]
+
+    listed = {path for path, _ in {**theirs.rules, **ours.rules} if _found(path) is not _ABSENT}
+    rows, kinds = _compared({path: decisions(path) for path in sorted(listed)}, half_dtypes)
+    counted = _counted(rows, half_dtypes)
+    only = f"{kinds['left']} by {name} (left) only, {kinds['right']} by ampatch (right) only"
+    if not rows:
+        return [f"{counted}."]
+    legend = _legend(f"in {name}", "in ampatch")
+    return [legend, *_aligned(rows), f"{counted}: {kinds['both']} listed by both, {only}."]
+
+
+def changes(before: CastLists, after: CastLists, file: str, half_dtypes: Sequence[torch.dtype] = BOTH) -> list[str]:
+    """Returns what a file changes, one line a path, sorted by namespace and name.
+
+    Other than in `difference`, every option of an entry counts, and a function has a line for each of its paths.
+
+    Args:
+        before: the lists without it.
+        after: the lists with it.
+        file: its name.
+        half_dtypes: the half types to compare in.
+
+    Returns:
+        A legend; lines of three aligned columns: path, list before, list after (``-`` for none), with the conditions
+        of each in parentheses; and a line that says how many there are. Without a change that line alone.
+    """
+    paths = sorted({path for path, _ in {**before.rules, **after.rules}})
+    found = {
+        path: [[_full_decision(lists.rules.get((path, dtype))) for dtype in half_dtypes] for lists in (before, after)]
+        for path in paths
+    }
+    rows, kinds = _compared(found, half_dtypes)
+    counted = _counted(rows, half_dtypes)
+    if not rows:
+        return [f"{counted}."]
+    legend = _legend("in the shipped lists", f"with {file} laid over them")
+    told = f"{kinds['both']} moved or changed, {kinds['left']} taken out, {kinds['right']} new"
+    return [legend, *_aligned(rows), f"{counted}: {told}."]
+
+
+def _compared(
+    decisions: Mapping[Path, Sequence[Sequence[_Decision | None]]], half_dtypes: Sequence[torch.dtype]
+) -> tuple[list[list[str]], Counter[str]]:
+    """Returns a row for each path whose two sides differ, and how many of them are on both sides, or on one only."""
+    rows, kinds = [], Counter[str]()
+    for path, (left, right) in decisions.items():
+        if left != right:
+            rows.append([str(path), _cell(left, half_dtypes), _cell(right, half_dtypes)])
+            kinds["both" if any(left) and any(right) else "left" if any(left) else "right"] += 1
+    return rows, kinds
+
+
+def _legend(left: str, right: str) -> str:
+    return _one_line(f"Columns: function; its list {left}; its list {right} ({_NO_LIST}: none).")
+
+
+def _counted(rows: Sequence[object], half_dtypes: Sequence[torch.dtype]) -> str:
+    return f"{_paths(len(rows))} treated differently in {' and '.join(_NAMES[dtype] for dtype in half_dtypes)}"
+
+
+def _decision(rule: Rule | None) -> _Decision | None:
+    """Returns what of a rule other systems have as well."""
+    return None if rule is None else (rule.treatment, rule.when, ())
+
+
+def _full_decision(rule: Rule | None) -> _Decision | None:
+    """Returns all of a rule that counts for ampatch."""
+    if rule is None:
+        return None
+    options = [*(["via_dtype"] if rule.via_dtype else []), *([f"instead: {rule.instead}"] if rule.instead else [])]
+    return rule.treatment, rule.when, tuple(options)
+
+
+def _by_any_name(rules: dict[Path, Rule]) -> dict[object, Rule]:
+    """Returns the rules by path, and by what all names of a function have in common."""
+    found: dict[object, Rule] = {}
+    for path, rule in rules.items():
+        found[path] = rule
+        found.setdefault(identity(path), rule)
+    return found
+
+
+def _found(path: Path) -> object | None:
+    """Returns the function; `_ABSENT`, or None where that cannot be told yet, as its module is not imported."""
+    try:
+        return find(path)
+    except PathError:
+        return _ABSENT
+
+
+def _cell(decisions: Sequence[_Decision | None], half_dtypes: Sequence[torch.dtype]) -> str:
+    """Returns the lists of a function, each with its conditions; two if they differ by half type."""
+    cells = []
+    for (treatment, when, options), dtypes in _grouped(decisions, half_dtypes):
+        conditions = "; ".join([*_conditions(when, dtypes, half_dtypes), *options])
+        cells.append(f"{treatment.value} ({conditions})" if conditions else treatment.value)
+    return ", ".join(cells) or _NO_LIST
+
+
+def _grouped(values: Iterable[_T | None], half_dtypes: Sequence[torch.dtype]) -> Iterable[tuple[_T, list[torch.dtype]]]:
+    """Returns each value that is there, with the half types it is for."""
+    groups: dict[_T, list[torch.dtype]] = {}
+    for value, dtype in zip(values, half_dtypes, strict=True):
+        if value is not None:
+            groups.setdefault(value, []).append(dtype)
+    return groups.items()
+
+
+def _conditions(when: When, dtypes: Sequence[torch.dtype], asked: Sequence[torch.dtype]) -> list[str]:
+    """Returns the half types, where these are not all that were asked about, and the arguments."""
+    only = [] if len(dtypes) == len(asked) else [f"{_NAMES[dtype]} only" for dtype in dtypes]
+    return [*only, *([f"when {typed_conditions(when)}"] if when else [])]
+
+
+def _paths(count: int) -> str:
+    return "1 path" if count == 1 else f"{count} paths"
+
+
+def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Rows as lines, every column but the last padded to its widest cell."""
+    cells = [[_one_line(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(line.strip() for line in text.splitlines())

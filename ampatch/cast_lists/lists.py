@@ -1,0 +1,125 @@
+"""The cast lists in force, as a frozen value: the shipped ones, and users' changes laid over them.
+
+The format is described in ``docs/design/architecture.md``. Must not patch anything, nor import a module on a list's
+behalf.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from os import PathLike, fspath
+
+import torch
+
+from ampatch.cast_lists.paths import Path, identity
+from ampatch.cast_lists.reader import Reading
+from ampatch.cast_lists.rules import Changes, Rule, Treatment
+from ampatch.cast_lists.yaml_tree import UnreadableError, compose, compose_own, node_of, text_of
+from ampatch.errors import OptionError
+
+#: What an overlay that is no file is called, among the names of files.
+MAPPING = "a mapping"
+
+#: What `cast_lists=` takes: a file, several laid one over the other, or the same as a mapping. "~" is the user's home.
+Overlay = str | PathLike[str] | Mapping[str, object] | Sequence["str | PathLike[str] | Mapping[str, object]"]
+
+
+@dataclass(frozen=True, slots=True)
+class CastLists:
+    """The rules in force, for each half dtype apart. Immutable; changes give a new one.
+
+    Attributes:
+        rules: (path, half dtype) to rule.
+        named: every path that was ever listed, so that a function that was unlisted comes back under all its names.
+        files: the overlays, in their order: paths of files, and `MAPPING` for each that is none.
+    """
+
+    rules: Mapping[tuple[Path, torch.dtype], Rule]
+    named: tuple[Path, ...] = field(default=(), compare=False)
+    files: tuple[str, ...] = field(default=(), compare=False)
+
+    def __repr__(self) -> str:
+        rules = f"{len(self.rules)} rules"  # all of which nobody could read
+        return f"CastLists({', '.join(['shipped lists', *self.files])}: {rules})"
+
+    def for_half(self, half_dtype: torch.dtype) -> dict[Path, Rule]:
+        """Returns the rules that apply under one half dtype, by path."""
+        return {path: rule for (path, dtype), rule in self.rules.items() if dtype is half_dtype}
+
+    def overlaid(self, overlay: Overlay) -> CastLists:
+        """Returns these lists with a user's changes laid over them.
+
+        Args:
+            overlay: the path of a YAML file, in which "~" is the user's home, a mapping of the same form, or a sequence
+                of these, laid in their order.
+
+        Raises:
+            CastListError: anything is wrong with the overlay.
+            OptionError: the overlay is of no kind that can be read.
+        """
+        several = isinstance(overlay, Sequence) and not isinstance(overlay, (str, bytes, PathLike))
+        lists = self
+        for part in overlay if several else [overlay]:  # type: ignore[union-attr]
+            source, changes = _read_overlay(part)
+            lists = replace(lists._with(changes), files=(*lists.files, source))
+        return lists
+
+    def _with(self, changes: Changes) -> CastLists:
+        """Naming a function moves it, under whichever of its names it is listed (``F.conv2d`` is ``torch.conv2d``)."""
+        rules = dict(self.rules)
+        changed = {key for key, _ in changes}
+        named = tuple(dict.fromkeys([*self.named, *(path for path, _ in rules), *(path for (path, _), _ in changes)]))
+        functions = {path: identity(path) for path in named}
+        aliases: dict[object, list[Path]] = {}
+        for path, function in functions.items():
+            aliases.setdefault(function, []).append(path)
+        for (path, dtype), rule in changes:
+            for alias in aliases[functions[path]]:
+                if alias == path or (alias, dtype) not in changed:
+                    rules.pop((alias, dtype), None)
+                    if rule is not None:
+                        rules[alias, dtype] = rule if alias == rule.path else replace(rule, path=alias)
+        return CastLists(types.MappingProxyType(rules), named)
+
+
+@functools.cache
+def shipped() -> CastLists:
+    """Returns the lists that come with ampatch."""
+    parsed = Reading()
+    for treatment in Treatment:
+        parsed.source = f"{treatment.value}.yaml"
+        parsed.add_list(compose_own(files("ampatch.lists") / parsed.source), treatment)
+    return CastLists({})._with(parsed.changes())
+
+
+PEERS = ("apex", "torch_autocast_cuda", "torch_autocast_cpu")
+
+
+@functools.cache
+def peer(name: str) -> CastLists:
+    """Returns what another system casts: one of `PEERS`. Its names are not looked up: today's torch may lack some."""
+    parsed = Reading(f"{name}.yaml", resolve=False)
+    parsed.add_overlay(compose_own(files("ampatch.lists") / "peers" / parsed.source))
+    return CastLists(types.MappingProxyType({key: rule for key, rule in parsed.changes() if rule is not None}))
+
+
+def _read_overlay(overlay: object) -> tuple[str, Changes]:
+    """Returns the name of an overlay for people, and what it says."""
+    if isinstance(overlay, Mapping):
+        parsed = Reading("cast_lists")
+    elif isinstance(overlay, (str, PathLike)) and fspath(overlay):
+        parsed = Reading(os.path.expanduser(os.fsdecode(overlay)))  # noqa: PTH111 - Path's raises for an unknown user
+    else:
+        raise OptionError(f"cast_lists holds {overlay!r}; expected the path of a YAML file, or a mapping.")
+    try:
+        parsed.add_overlay(node_of(overlay) if isinstance(overlay, Mapping) else compose(text_of(parsed.source)))
+    except UnreadableError as error:
+        parsed.fault(error.line, str(error))
+    except RecursionError:
+        parsed.fault(0, "it is nested too deeply, or contains itself.")
+    return MAPPING if isinstance(overlay, Mapping) else parsed.source, parsed.changes()

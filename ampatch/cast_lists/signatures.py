@@ -1,0 +1,146 @@
+"""Where an argument of a function stands, by name, torch's builtins included.
+
+``inspect.signature`` fails for most of torch's functions, which are builtins. Their parameters are read from the
+operators' schemas, and not from ``torch.overrides.get_testing_overrides``, which in dozens of cases has other names or
+other places than the function (``topk``, ``polygamma``, ``convolution``). Pure: reads, never changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentReader:
+    """Reads one argument of a call: by keyword, else by position, else its default (None where it has none).
+
+    Attributes:
+        name: the argument's.
+        position: None where it is passed by keyword only.
+        default: what it is where it is not passed.
+        aliases: further keywords for it.
+    """
+
+    name: str
+    position: int | None
+    default: object
+    aliases: tuple[str, ...] = ()
+
+    def __call__(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        """Returns the argument's value in a call."""
+        for name in (self.name, *self.aliases):
+            if name in kwargs:
+                return kwargs[name]
+        if self.position is not None and self.position < len(args):
+            return args[self.position]
+        return self.default
+
+
+def parameter_names(function: Callable[..., object]) -> tuple[str, ...]:
+    """Returns the arguments that can be read from any call of a function: by position, then the keyword-only ones.
+
+    Empty where nothing tells them.
+    """
+    return tuple(_readers(function))
+
+
+def may_have(function: Callable[..., object], name: str) -> bool:
+    """Returns whether a function may have an argument of a name that no operator's schema has, without reading all."""
+    if type(function) is types.FunctionType and not hasattr(function, "__wrapped__"):
+        return name in function.__code__.co_varnames
+    return type(function) not in _BUILTINS
+
+
+def argument_reader(function: Callable[..., object], name: str) -> ArgumentReader | None:
+    """Returns how to read the argument ``name`` of a call of ``function``; None where that cannot be told."""
+    return _readers(function).get(name)
+
+
+def first_argument_reader(function: Callable[..., object]) -> ArgumentReader | None:
+    """Returns what reads the first argument of a call of ``function``; None if nothing tells where it stands."""
+    return next(iter(_readers(function).values()), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    name: str
+    positional: bool
+    default: object
+    aliases: tuple[str, ...] = ()
+
+
+# The keywords of NumPy that torch's builtins take as well (numpy_compatibility_arg_names in its python_arg_parser.cpp).
+_NUMPY_NAMES = {"input": ("x", "a", "x1"), "other": ("x2",), "dim": ("axis",), "keepdim": ("keepdims",)}
+
+
+def _readers(function: Callable[..., object]) -> Mapping[str, ArgumentReader]:
+    # Of these inspect.signature could tell nothing, and takes its time to raise.
+    if type(function) in _BUILTINS and not getattr(function, "__text_signature__", None):
+        return _readers_of_operator(function.__name__)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return _readers_of_operator(getattr(function, "__name__", ""))
+    return _readers_of([_parameters(signature)])
+
+
+_BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType)
+
+
+def _readers_of_operator(name: str) -> Mapping[str, ArgumentReader]:
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    return _cached_readers(name, tuple(map(str, schemas)))
+
+
+@functools.cache  # by the schemas too: a library may add overloads, and define one anew
+def _cached_readers(name: str, _: tuple[str, ...]) -> Mapping[str, ArgumentReader]:
+    return types.MappingProxyType(_readers_of(_overloads_of_operator(name)))
+
+
+def _readers_of(overloads: list[list[_Parameter]]) -> dict[str, ArgumentReader]:
+    places = [[parameter.name for parameter in overload if parameter.positional] for overload in overloads]
+    readers: dict[str, ArgumentReader] = {}
+    for parameter in (parameter for overload in overloads for parameter in overload):
+        name = parameter.name
+        position = next((names.index(name) for names in places if name in names), None)
+        # The second argument of torch.max is a dimension or another tensor: which, no position tells.
+        if position is not None and any(len(names) > position and names[position] != name for names in places):
+            continue
+        known = readers.get(name)
+        default = parameter.default if known is None or known.default is None else known.default
+        readers[name] = ArgumentReader(name, position, default, parameter.aliases)
+    # Two overloads put the keyword-only arguments of the one before what the other adds.
+    last = max(map(len, places), default=0)
+    return dict(sorted(readers.items(), key=lambda item: last if item[1].position is None else item[1].position))
+
+
+def _parameters(signature: inspect.Signature) -> list[_Parameter]:
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        _Parameter(p.name, p.kind in positional, None if p.default is p.empty else p.default)
+        for p in signature.parameters.values()
+        if p.kind not in variadic
+    ]
+
+
+def _overloads_of_operator(name: str) -> list[list[_Parameter]]:
+    """Returns the overloads that take a tensor; the others are TorchScript's, for plain numbers."""
+    overloads = []
+    for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
+        if any("Tensor" in str(argument.type) for argument in schema.arguments):
+            overload = []
+            for argument in schema.arguments:
+                # What a schema calls self is called input in Python; in a method it is the tensor itself.
+                known = "input" if argument.name == "self" else argument.name
+                default = argument.default_value if argument.has_default_value() else None
+                if not argument.is_out:
+                    overload.append(_Parameter(known, not argument.kwarg_only, default, _NUMPY_NAMES.get(known, ())))
+            overloads.append(overload)
+    return overloads

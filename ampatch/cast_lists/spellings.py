@@ -1,0 +1,139 @@
+"""The spellings of a function: all the paths that torch has for one name, and which functions another one calls.
+
+Owns which namespaces hold torch's operators, and which names are one function to a user: ``softmax`` is a function, a
+method and a function of ``torch.nn.functional``, ``mul`` is ``*`` as well. Knows nothing of lists, and must never call
+what it looks at.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import types
+from collections.abc import Iterator
+
+import torch
+
+from ampatch.cast_lists.paths import Path, beneath
+
+#: Instead of a namespace: each of those below.
+EVERY = "*"
+
+#: Where torch's operators stand. In torch._VF are those of ``torch`` once more, as the same objects.
+NAMESPACES = (
+    "torch",
+    "torch.nn.functional",
+    "torch.Tensor",
+    "torch.linalg",
+    "torch.special",
+    "torch.fft",
+    "torch.sparse",
+)
+
+# The operators of Python that call a method of this name, by what they have between the underscores.
+_OPERATORS = {
+    **{name: name for name in ("abs", "add", "eq", "ge", "gt", "le", "lt", "matmul", "mul", "ne", "neg", "pow", "sub")},
+    "absolute": "abs",
+    "div": "truediv",
+    "divide": "truediv",
+    "floor_divide": "floordiv",
+    "multiply": "mul",
+    "negative": "neg",
+    "remainder": "mod",
+    "subtract": "sub",
+    "true_divide": "truediv",
+}
+
+
+def spellings(name: str) -> list[Path]:
+    """Finds every path of torch's for a function's name, with in-place forms and operators.
+
+    Args:
+        name: without a namespace, such as "softmax". "exp" stands for "exp_" too, but not the other way around.
+
+    Returns:
+        The paths; none where torch has no function of the name.
+    """
+    found = [path for namespace in NAMESPACES if _is_function(path := Path(namespace, name))]
+    if not found or name.endswith("_"):
+        return found
+    in_place = [path for namespace in NAMESPACES if _is_function(path := Path(namespace, f"{name}_"))]
+    operator = _OPERATORS.get(name)
+    forms = [] if operator is None else [Path("torch.Tensor", f"__{side}{operator}__") for side in ("", "r", "i")]
+    return [*found, *in_place, *filter(_is_function, forms)]
+
+
+def known_names() -> set[str]:
+    """Finds all names that have a spelling."""
+    return {name for namespace in NAMESPACES for name in dir(_owner(namespace)) if _is_function(Path(namespace, name))}
+
+
+def _owner(namespace: str) -> object:
+    return torch.Tensor if namespace == "torch.Tensor" else sys.modules[namespace]
+
+
+def _is_function(path: Path) -> bool:
+    if path.name.startswith("__") and path.namespace != "torch.Tensor":
+        return False  # a method of the module's own, such as torch.__eq__
+    found = beneath(getattr(_owner(path.namespace), path.name, None))  # find() would look for near misses, and slowly
+    return callable(found) and not isinstance(found, (type, types.ModuleType))
+
+
+def called_by(function: object) -> dict[int, object]:
+    """Reads from the code of a function of torch's in Python what it calls, by id.
+
+    A name that is looked up on anything but a module or a class counts as a method of a tensor's, as nearly all are
+    there. Functions in Python of the same module that it calls are followed. Of operators between tensors, and of
+    functions in C++, nothing is known.
+    """
+    called: dict[int, object] = {}
+    followed: set[int] = {id(function)}
+    waiting = [function]
+    while waiting:
+        home = waiting.pop()
+        if not isinstance(home, types.FunctionType):
+            continue
+        for value in _named_in(home):
+            called.setdefault(id(value), value)
+            if getattr(value, "__module__", None) == home.__module__ and id(value) not in followed:
+                followed.add(id(value))
+                waiting.append(value)
+    called.pop(id(function), None)  # torch hands a function itself to the overrides of tensors' classes
+    return called
+
+
+def _named_in(function: types.FunctionType) -> Iterator[object]:
+    """Finds the functions that a function names in its code: by global names, attributes and closures."""
+    closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    for code in codes(function.__code__):
+        value: object = None
+        for instruction in dis.get_instructions(code):
+            name = instruction.argval
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                value = function.__globals__.get(name)
+            elif instruction.opname in ("LOAD_DEREF", "LOAD_CLOSURE"):
+                value = _content(closure.get(name))
+            elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                owner = value if isinstance(value, (types.ModuleType, type)) else torch.Tensor
+                value = getattr(owner, name, None)
+            else:
+                value = None
+                continue
+            value = beneath(value)
+            if callable(value) and not isinstance(value, type):
+                yield value
+
+
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yields the code of a function, and of those that are defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes(constant)
+
+
+def _content(cell: types.CellType | None) -> object:
+    try:
+        return None if cell is None else cell.cell_contents
+    except ValueError:  # not filled yet
+        return None

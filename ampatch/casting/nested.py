@@ -1,0 +1,345 @@
+"""Pure casts of nested arguments: containers are walked, and tensors handed to a function.
+
+Decides nothing about types; what comes back is the very same object wherever nothing was cast.
+
+There are two walks. `cast_tensors` is on the way of every patched function: it opens what torch's functions take, and
+does nothing that it could do without. `cast_floating` is called once a forward: it opens what users hand to a model.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import operator
+from collections.abc import Callable, Iterator, Mapping, Set, ValuesView
+from dataclasses import fields
+from types import MemberDescriptorType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+#: The types that a cast may come from. float64, complex, quantized, 8-bit and integer tensors are never touched.
+CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+#: Most arguments are of these, and hold no tensor: they are passed over before anything dearer is asked.
+PLAIN = frozenset({int, float, bool, str, type(None)})
+
+# Those that `_copied` opens: a class of somebody's own may keep more than its items.
+_CONTAINERS = frozenset({list, dict, collections.OrderedDict, collections.defaultdict})
+
+
+class Known:
+    """What is to stand for things, told apart by identity. It keeps both, so that an id stays its thing's."""
+
+    __slots__ = ("_by_id", "_pairs")
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[object, object]] = {}
+        # Under torch.compile, to which each new id is something to compile for.
+        self._pairs: list[tuple[object, object]] | None = [] if is_compiling() else None
+
+    def find(self, value: object) -> Any:
+        """Returns what stands for a value; None if it is not known."""
+        if self._pairs is not None:
+            for known, other in reversed(self._pairs):
+                if known is value:
+                    return other
+            return None
+        found = self._by_id.get(id(value))
+        return None if found is None else found[1]
+
+    def add(self, value: object, other: object) -> None:
+        """Has ``other`` stand for ``value``, whatever did before."""
+        if self._pairs is None:
+            self._by_id[id(value)] = value, other
+        else:
+            self._pairs.append((value, other))
+
+    def forget(self, value: object) -> None:
+        """Has nothing stand for a value any more."""
+        if self._pairs is None:
+            self._by_id.pop(id(value), None)
+        else:
+            self._pairs = [pair for pair in self._pairs if pair[0] is not value]
+
+
+TensorCast = Callable[[Tensor], Tensor]
+
+
+def cast_tensors(value: object, cast: TensorCast) -> object:
+    """``value`` with ``cast`` applied to every tensor in it, through lists, tuples, named tuples and dicts.
+
+    Args:
+        value: any object. Containers keep their class.
+        cast: what is done to a tensor; returns the tensor itself where nothing is to be done.
+
+    Returns:
+        The same object if no tensor changed; otherwise new containers around the new tensors.
+    """
+    if isinstance(value, Tensor):
+        return cast(value)
+    if isinstance(value, (list, tuple)):
+        items = [item if type(item) in PLAIN else cast_tensors(item, cast) for item in value]
+        return value if all(map(operator.is_, items, value)) else _like_sequence(value, items)
+    if isinstance(value, dict):
+        values = {key: cast_tensors(item, cast) for key, item in value.items()}
+        return value if all(map(operator.is_, values.values(), value.values())) else _like_dict(value, values)
+    return value
+
+
+def cast_floating(value: object, dtype: torch.dtype, known: Known | None = None) -> object:
+    """``value`` with every float32, float16 and bfloat16 tensor in it cast to ``dtype``.
+
+    Opened are lists, tuples, named tuples, dicts and other mappings, and the fields of dataclasses; any other object
+    whose class has a method ``to`` is cast by that. Modules, classes, sets and iterators are handed on as they are.
+
+    Args:
+        value: any object. It is never written to.
+        dtype: a floating type.
+        known: what is to stand for things in it; is added to.
+
+    Returns:
+        The same object if nothing changed; otherwise one of the same class, with the attributes of the old one. What
+        stands in several places is one object in all of them. A container that holds itself is opened once: what
+        refers back to it goes on referring to the old one.
+    """
+    return _cast_floating(value, dtype, Known() if known is None else known)
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Yields every tensor in a nested value, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def _cast_floating(value: Any, dtype: torch.dtype, known: Known) -> Any:
+    if type(value) in PLAIN:
+        return value
+    cast: object = known.find(value)
+    if cast is not None and not isinstance(cast, Tensor):
+        return cast
+    value = value if cast is None else cast
+    if isinstance(value, Tensor):
+        cast = value.to(dtype) if value.dtype in CASTABLE and value.dtype != dtype else value
+    elif isinstance(value, tuple):  # can hold itself only by way of something that is no tuple
+        return _cast_sequence(value, dtype, known)
+    else:
+        cast_opened = _floating_cast_of(value)
+        if cast_opened is None:
+            return value
+        known.add(value, value)  # to those who meet it inside of itself
+        cast = cast_opened(value, dtype, known)
+    known.add(value, cast)
+    return cast
+
+
+def is_opened(value: object) -> bool:
+    """Tells whether `cast_floating` looks for tensors in an object that is none."""
+    return isinstance(value, tuple) or _floating_cast_of(value) is not None
+
+
+def _floating_cast_of(value: object) -> Callable[[Any, torch.dtype, Known], object] | None:
+    """Returns what casts an object that is neither tensor nor tuple; None if it is handed on."""
+    kind = type(value)
+    if isinstance(value, list):
+        return _cast_sequence
+    if isinstance(value, (type, nn.Module)):
+        return None
+    if hasattr(kind, "__dataclass_fields__"):
+        return _cast_dataclass
+    if isinstance(value, dict):
+        return _cast_dict
+    if isinstance(value, Mapping):
+        return _cast_mapping
+    # Asked of the class: an object that hands its attributes on would be replaced by what it stands for.
+    return _cast_by_to if callable(getattr(kind, "to", None)) else None
+
+
+def _cast_sequence(value: list[object] | tuple[object, ...], dtype: torch.dtype, known: Known) -> object:
+    items = [_cast_floating(item, dtype, known) for item in value]
+    return value if all(map(_same, items, value)) else _like_sequence(value, items)
+
+
+def _cast_dict(value: dict[Any, object], dtype: torch.dtype, known: Known) -> object:
+    values = {key: _cast_floating(item, dtype, known) for key, item in value.items()}
+    return value if all(map(_same, values.values(), value.values())) else _like_dict(value, values)
+
+
+def _cast_dataclass(value: Any, dtype: torch.dtype, known: Known) -> object:
+    """Casts the fields; in one that is a dict as well, such as Hugging Face's ModelOutput, the items too."""
+    items = dict(value.items()) if isinstance(value, dict) else {}
+    held = {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}
+    # What is an item as well is cast as one. A field can differ from the item of its name: ModelOutput keeps the item
+    # when its attribute is set to None.
+    held = {name: field for name, field in held.items() if name not in items or not _same(items[name], field)}
+    new_items = {key: _cast_floating(item, dtype, known) for key, item in items.items()}
+    new_held = {name: _cast_floating(field, dtype, known) for name, field in held.items()}
+    if all(map(_same, (*new_items.values(), *new_held.values()), (*items.values(), *held.values()))):
+        return value
+    if not isinstance(value, dict):
+        return _made(value, {**attributes_of(value), **new_held})
+    like = _like_dict(value, new_items)
+    for name, field in new_held.items():  # after the items, which may set attributes
+        object.__setattr__(like, name, field)
+    return like
+
+
+def _cast_mapping(value: Mapping[Any, object], dtype: torch.dtype, known: Known) -> object:
+    # Where a user's class keeps its items is its own affair. They are not set in a copy, which may share with the old
+    # one whatever they are kept in: that is cast instead, found by what is in it.
+    items = dict(value.items())
+    ids = {id(item) for item in items.values() if type(item) not in PLAIN}
+    attributes = attributes_of(value)
+    stores = {name: store for name, store in attributes.items() if _holds_any(store, ids)}
+    if stores:
+        cast = {name: _cast_floating(store, dtype, known) for name, store in stores.items()}
+        unchanged = all(map(_same, cast.values(), stores.values()))
+        return value if unchanged else _made(value, {**attributes, **cast})
+    values = {key: _cast_floating(item, dtype, known) for key, item in items.items()}
+    if all(map(_same, values.values(), items.values())):
+        return value
+    try:  # a class in C, or one that keeps its items deeper
+        like: Any = type(value)(values)  # type: ignore[call-arg]
+    except TypeError:
+        return value
+    return like if all(like.get(key) is item for key, item in values.items()) else value
+
+
+def _holds_any(store: object, ids: Set[int]) -> bool:
+    items = store.values() if isinstance(store, Mapping) else store
+    return isinstance(items, (list, tuple, ValuesView)) and any(id(item) in ids for item in items)
+
+
+def _cast_by_to(value: Any, dtype: torch.dtype, _: Known) -> object:
+    # A copy is cast, because many a class writes to itself in ``to`` and returns itself; some to their containers.
+    try:
+        like = copy.copy(value)
+        for name, held in attributes_of(like).items():
+            if type(held) in _CONTAINERS:
+                object.__setattr__(like, name, _copied(held))
+        found = like.to(dtype)
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        # One that takes a device and no type, or units, or a time zone: each says so in its own way, torch with a
+        # RuntimeError. It is no cast, so that there is nothing to be done; the half-cast copy is dropped.
+        return value
+    if found is value or type(found) is not type(value):
+        return value
+    before, after = attributes_of(value), attributes_of(found)
+    # A plain ``to`` casts integers too, and nothing can be looked up by half ones: they are put back.
+    originals = {
+        id(new): old
+        for name in before.keys() & after.keys()
+        for old, new in zip(tensors_in(before[name]), tensors_in(after[name]), strict=False)
+        if old.dtype not in CASTABLE and old.shape == new.shape
+    }
+    for name, held in after.items():
+        after[name] = cast_tensors(held, lambda tensor: originals.get(id(tensor), tensor))
+        if after[name] is not held:
+            object.__setattr__(found, name, after[name])
+    if before and before.keys() == after.keys() and all(_is_copy(after[name], held) for name, held in before.items()):
+        return value
+    return found
+
+
+def _copied(container: object) -> object:
+    """Returns a copy of nested lists and dicts, of what else is in them none."""
+    if type(container) is list:
+        return [_copied(item) for item in container]
+    if type(container) in _CONTAINERS:
+        like: Any = copy.copy(container)
+        like.update({key: _copied(item) for key, item in like.items()})
+        return like
+    return container
+
+
+def _is_copy(new: object, old: object) -> bool:
+    """Returns whether two are one object, or nested lists and dicts of the same objects."""
+    if type(new) is list and type(old) is list:
+        return len(new) == len(old) and all(map(_is_copy, new, old))
+    if isinstance(new, dict) and isinstance(old, dict) and type(new) is type(old) and type(old) in _CONTAINERS:
+        return new.keys() == old.keys() and all(_is_copy(item, old[key]) for key, item in new.items())
+    return _same(new, old)
+
+
+def _same(new: object, old: object) -> bool:
+    """Returns whether two are one object, or tuples of the same objects, which torch.compile cannot tell apart."""
+    if isinstance(new, tuple) and isinstance(old, tuple):
+        return len(new) == len(old) and all(map(_same, new, old))
+    return new is old
+
+
+# What is rebuilt below is made by ``__new__`` alone, as copy and pickle make it: a user's class may be made from
+# anything, and its ``__init__`` may do anything.
+
+
+def _like_sequence(value: list[object] | tuple[object, ...], items: list[object]) -> object:
+    kind = type(value)
+    if kind is list:
+        return items
+    if kind is tuple:
+        return tuple(items)
+    if isinstance(value, list):
+        copied = _made(value, attributes_of(value))
+        copied[:] = items
+        return copied
+    try:
+        like: Any = tuple.__new__(kind, items)  # type: ignore[type-var]  # mypy does not narrow type(value)
+    except TypeError:  # made in C, as those in torch.return_types
+        return kind(items)
+    if hasattr(value, "__dict__"):
+        like.__dict__.update(value.__dict__)
+    return like
+
+
+def _like_dict(value: dict[Any, object], values: dict[Any, object]) -> object:
+    if type(value) is dict:
+        return values
+    if type(value) is collections.OrderedDict and torch.compiler.is_compiling():
+        return collections.OrderedDict(values)  # from torch 2.14 on no compiler can say what attributes it has
+    attributes = attributes_of(value)
+    for name, held in attributes.items():
+        if name in values and _same(value[name], held):  # many a class has its items as attributes too
+            attributes[name] = values[name]
+    like = _made(value, attributes)
+    if isinstance(value, collections.defaultdict):
+        like.default_factory = value.default_factory
+    for key, item in values.items():
+        like[key] = item
+    if getattr(value, "__dict__", None) is value:
+        like.__dict__ = like
+    return like
+
+
+def _made(value: object, attributes: Mapping[str, object]) -> Any:
+    """Returns an object of the class of ``value`` with these attributes, be it frozen or not, and without items."""
+    kind = type(value)
+    like: Any = kind.__new__(kind)
+    own = getattr(value, "__dict__", {})
+    for name, held in attributes.items():
+        if name in own:
+            like.__dict__[name] = held
+        else:
+            object.__setattr__(like, name, held)
+    return like
+
+
+def attributes_of(value: object) -> dict[str, Any]:
+    """Reads what an object holds itself, in slots and in its ``__dict__``."""
+    slots = [
+        name
+        for kind in type(value).__mro__
+        if hasattr(kind, "__slots__")
+        for name, member in vars(kind).items()
+        if isinstance(member, MemberDescriptorType) and hasattr(value, name)
+    ]
+    return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}

@@ -1,0 +1,634 @@
+"""A copy of a model for inference: half weights where functions read them in half, casts where the lists say.
+
+Owns the copy's weights: which are half, which float32 values they were made of, and what is saved. Changes neither the
+model that it copies nor torch: the casts are those of a `CastingMode`, on while a forward of the copy runs.
+
+A weight is *half* if only whitelisted functions read it, which would cast it every time. That is known beforehand of
+torch's own layers; of others, it is seen at the first forward. One that other functions read too stays float32, or
+becomes float32 again when such a function comes, so that results are those of O1, bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from enum import Enum, auto
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
+
+from ampatch.cast_lists import spellings
+from ampatch.cast_lists.lists import CastLists
+from ampatch.cast_lists.paths import Path, PathError, beneath, find
+from ampatch.cast_lists.rules import Rule
+from ampatch.casting import carried_back
+from ampatch.casting.cast_store import Store
+from ampatch.casting.nested import cast_floating
+from ampatch.distributed import is_sharded
+from ampatch.errors import OptionError, UsageError, did_you_mean, warn
+from ampatch.patching import adopted_model, autocast_gates
+from ampatch.patching.adapters import Function
+from ampatch.patching.casting_mode import CastingMode, CastRules, thread
+from ampatch.runtime import runtime
+from ampatch.tracing import is_capturing
+from ampatch.weights import conversion_plan
+
+# The weights of torch's own layers, by name, and the function that alone reads them.
+_RECURRENT = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+_LAYERS: dict[type[nn.Module], tuple[tuple[str, ...], tuple[Function, ...]]] = {
+    nn.Linear: (("weight", "bias"), (F.linear,)),
+    nn.Bilinear: (("weight", "bias"), (F.bilinear,)),
+    nn.Conv1d: (("weight", "bias"), (F.conv1d,)),
+    nn.Conv2d: (("weight", "bias"), (F.conv2d,)),
+    nn.Conv3d: (("weight", "bias"), (F.conv3d,)),
+    nn.ConvTranspose1d: (("weight", "bias"), (F.conv_transpose1d,)),
+    nn.ConvTranspose2d: (("weight", "bias"), (F.conv_transpose2d,)),
+    nn.ConvTranspose3d: (("weight", "bias"), (F.conv_transpose3d,)),
+    nn.PReLU: (("weight",), (F.prelu,)),
+    nn.MultiheadAttention: (
+        ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v"),
+        (F.multi_head_attention_forward,),
+    ),
+    nn.RNN: (_RECURRENT, (torch._VF.rnn_tanh, torch._VF.rnn_relu)),
+    nn.LSTM: (_RECURRENT, (torch._VF.lstm,)),
+    nn.GRU: (_RECURRENT, (torch._VF.gru,)),
+    nn.RNNCell: (_RECURRENT, (torch._VF.rnn_tanh_cell, torch._VF.rnn_relu_cell)),
+    nn.LSTMCell: (_RECURRENT, (torch._VF.lstm_cell,)),
+    nn.GRUCell: (_RECURRENT, (torch._VF.gru_cell,)),
+}
+
+
+def _is_traced() -> bool:
+    """Returns whether somebody records what runs, so that nothing may change meanwhile."""
+    return is_compiling() or _get_tracing_state() is not None or bool(_len_torch_dispatch_stack()) or is_capturing()
+
+
+_TRACED_TOO_EARLY = (
+    "a half weight of a converted model is read by a function that is not on the whitelist, while the model is traced. "
+    "Run the converted model once before you compile or export it: the weight becomes float32 again then."
+)
+
+
+def _wait_for(written: Tensor) -> None:
+    """Waits until a tensor is written: threads with streams of their own will read it."""
+    if written.is_cuda:
+        torch.cuda.current_stream(written.device).synchronize()
+
+
+class _State(Enum):
+    """Which functions have read a weight so far."""
+
+    UNREAD = auto()
+    IN_HALF = auto()  # in this forward, at whose end it becomes half
+    HALF = auto()
+    FLOAT32 = auto()
+
+
+class _Weight:
+    """A weight of the copy that was float32 in the model.
+
+    Attributes:
+        half_dtype: of the copy.
+        places: the modules that hold it, each with its name there.
+        name: as of `nn.Module.named_parameters`.
+        state: which functions have read it.
+        kept: of a half weight the float32 values, in the memory of the CPU; None if they were let go.
+    """
+
+    def __init__(
+        self,
+        half_dtype: torch.dtype,
+        places: list[tuple[nn.Module, str]],
+        name: str,
+        state: _State,
+        kept: Tensor | None,
+    ) -> None:
+        self.half_dtype = half_dtype
+        self.places = places
+        self.name = name
+        self.state = state
+        self.kept = kept
+
+    def parameter(self) -> Tensor | None:
+        """Returns the parameter that stands in its place."""
+        module, name = self.places[0]
+        found: Tensor | None = module._parameters.get(name)
+        return found
+
+    def values(self, parameter: Tensor) -> Tensor:
+        """Returns float32 values: those kept, but for elements that somebody has written to since."""
+        shown = parameter.detach()
+        if self.kept is None:
+            return shown.float()
+        kept = self.kept.to(shown.device)
+        # In half it was shown, and may have been given another type as a whole since.
+        return torch.where(kept.to(self.half_dtype).to(shown.dtype) == shown, kept, shown.float())
+
+
+class _Weights:
+    """The weights of one copy, in every state: the `Weights` of its blocks.
+
+    Args:
+        half_dtype: the type of half weights.
+        keep_float32: whether the float32 values of half weights are kept.
+
+    Attributes:
+        half_dtype: as given.
+        keep_float32: as given.
+        are_of_the_model: whether the model had weights of this type itself.
+        all: those that were float32 in the model.
+    """
+
+    def __init__(self, half_dtype: torch.dtype, keep_float32: bool) -> None:
+        self.half_dtype = half_dtype
+        self.keep_float32 = keep_float32
+        self.are_of_the_model = False
+        self.all: list[_Weight] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._by_id: dict[int, tuple[weakref.ref[Tensor], _Weight]] = {}
+        self._by_module: dict[nn.Module, list[tuple[str, _Weight]]] = {}
+        self._casts = Store()
+        self._is_settled = True
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: held for name, held in vars(self).items() if not name.startswith("_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()  # with the modules of a deep copy complete, or a pickle read, at the first use
+
+    def index(self) -> None:
+        """Finds the parameters anew: those of a deep copy, or of a tracer, which puts others in their places."""
+        by_id = {}
+        for weight in self.all:
+            parameter = weight.parameter()
+            if parameter is not None:
+                by_id[id(parameter)] = (weakref.ref(parameter), weight)
+            for module, name in weight.places:
+                known = self._by_module.setdefault(module, [])
+                if (name, weight) not in known:
+                    known.append((name, weight))
+        self._by_id = by_id
+
+    def forget_places(self) -> None:
+        """Has the parameters be found anew at the next use."""
+        self._by_id = {}
+
+    def find(self, parameter: Tensor) -> _Weight | None:
+        """Returns what is known of a parameter; None of one that is not the copy's."""
+        if not self._by_id and self.all:
+            self.index()
+        reference, weight = self._by_id.get(id(parameter), (None, None))
+        return weight if reference is not None and reference() is parameter else None
+
+    def of_module(self, module: nn.Module) -> list[tuple[str, _Weight]]:
+        """Returns a module's own weights by their names in it."""
+        if not self._by_module:
+            self.index()
+        return self._by_module.get(module, [])
+
+    # What a casting mode asks
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns a tensor in another type; of a weight, one cast serves until the weight changes."""
+        may_be_weight = type(tensor) is Parameter or _len_torch_dispatch_stack()
+        if may_be_weight and dtype is not self.half_dtype:  # as a whitelisted function asks that writes to float32
+            tensor = self.full(tensor)
+        if type(tensor) is not Parameter or dtype is not self.half_dtype or _is_traced():
+            return tensor.to(dtype)
+        weight = self.find(tensor)
+        if weight is not None and weight.state is _State.UNREAD:
+            weight.state, self._is_settled = _State.IN_HALF, False
+        kept = self._casts.find(tensor, dtype)
+        if kept is not None:
+            return kept
+        with torch.inference_mode(False):
+            cast = tensor.to(dtype)
+        may_be_kept = cast.grad_fn is None and tensor.layout is torch.strided and not tensor.is_inference()
+        if may_be_kept and torch._C._functorch.peek_interpreter_stack() is None:
+            # As its weight does, since torch's linear copies a weight that does not for each row of a batch.
+            self._casts.keep(tensor, cast.requires_grad_(tensor.requires_grad))
+            _wait_for(cast)
+        return cast
+
+    def full(self, weight: Tensor) -> Tensor:
+        """Returns what a function that is not whitelisted is to read: the weight, in float32.
+
+        Raises:
+            UsageError: it is half, and its float32 values were let go; or a tracer is at work.
+        """
+        if is_dynamo_compiling():
+            if weight.dtype is self.half_dtype and not self.are_of_the_model:
+                raise UsageError(_TRACED_TOO_EARLY)
+            return weight
+        known = self.find(weight)
+        if known is None or known.state is _State.FLOAT32:
+            return weight
+        if known.state is _State.HALF:
+            if _is_traced():
+                raise UsageError(f"{_TRACED_TOO_EARLY} The weight is {known.name!r}.")
+            self._restore(known, weight)
+        elif not _is_traced():
+            known.state = _State.FLOAT32
+        return weight
+
+    def dtype_of(self, weight: Tensor) -> torch.dtype:
+        """Returns a weight's type in the model that was copied: what code asks for that casts by it."""
+        known = self.find(weight)
+        return weight.dtype if known is None else torch.float32
+
+    def settle(self) -> None:
+        """Makes weights half that nothing but whitelisted functions has read, at the end of a forward."""
+        if self._is_settled:
+            return
+        self._is_settled = True
+        for weight in self.all:
+            parameter = weight.parameter() if weight.state is _State.IN_HALF else None
+            if parameter is not None:
+                with self._lock:
+                    if weight.state is _State.IN_HALF:
+                        self._make_half(weight, parameter)
+
+    def _make_half(self, weight: _Weight, parameter: Tensor) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            if self.keep_float32:
+                weight.kept = parameter.detach().to("cpu", copy=True)
+            half = self._casts.find(parameter, self.half_dtype)
+            parameter.data = parameter.detach().to(self.half_dtype) if half is None else half.detach()
+        _wait_for(parameter)
+        weight.state = _State.HALF
+        self._casts.forget([id(parameter)])
+
+    def _restore(self, weight: _Weight, parameter: Tensor) -> None:
+        with self._lock:
+            if weight.state is not _State.HALF:
+                return
+            if weight.kept is None:
+                raise UsageError(
+                    f"the converted model's {weight.name!r} is half, a function that is not on the whitelist reads it "
+                    "in float32, and keep_float32=False let those values go. Leave keep_float32=False out, or exclude "
+                    "the module: amp.convert_model(model, excluded=[...])."
+                )
+            with torch.inference_mode(False), torch.no_grad():
+                parameter.data = weight.values(parameter)
+            _wait_for(parameter)
+            weight.kept, weight.state = None, _State.FLOAT32
+
+    # What is saved and loaded
+
+    def after_state_dict(self, module: nn.Module, saved: dict[str, Any], prefix: str, _: object) -> None:
+        """Puts float32 values into a state dict; a hook."""
+        for name, weight in self.of_module(module):
+            parameter = module._parameters.get(name)
+            if weight.state is _State.HALF and parameter is not None and prefix + name in saved:
+                with torch.no_grad():
+                    saved[prefix + name] = weight.values(parameter).detach()
+
+    def before_load_state_dict(self, module: nn.Module, loaded: dict[str, Any], prefix: str, *_: object) -> None:
+        """Keeps the float32 values of a state dict that is loaded: a half weight holds half of their bits. A hook."""
+        for name, weight in self.of_module(module):
+            found, parameter = loaded.get(prefix + name), module._parameters.get(name)
+            keeps = weight.state is _State.HALF and weight.kept is not None
+            if keeps and isinstance(found, Tensor) and parameter is not None and found.shape == parameter.shape:
+                weight.kept = found.detach().to("cpu", torch.float32, copy=True)
+
+
+class _Copy:
+    """What makes a model's copy: its rules, its weights, and the blocks in which they count."""
+
+    def __init__(self, rules: CastRules, weights: _Weights) -> None:
+        self.rules = rules
+        self.weights = weights
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a forward with casts on."""
+        if is_dynamo_compiling() and torch.backends.mha._is_fastpath_enabled:
+            # It does not tell attention of the mode, as it is told of in eager code: see `autocast_gates`. What is set
+            # here and taken back is no part of the compiled program.
+            torch.backends.mha._is_fastpath_enabled = False
+            try:
+                return self.run(forward, args, kwargs)
+            finally:
+                torch.backends.mha._is_fastpath_enabled = True
+        before = thread.mode
+        if before is not None and before.owner is self:
+            return forward(*args, **kwargs)
+        is_traced = not is_dynamo_compiling() and _is_traced()
+        if is_traced:
+            self.weights.index()
+        mode = thread.mode = CastingMode(self.rules, self.weights, self, is_traced)
+        if before is not None:
+            before.off += 1
+        try:
+            with mode, self._session_off():
+                result = forward(*args, **kwargs)
+        finally:
+            thread.mode = before
+            if before is not None:
+                before.off -= 1
+            if is_traced:
+                self.weights.forget_places()  # the tracer puts those back that were there before
+        if not is_traced and not is_dynamo_compiling():
+            _check_complete(result)
+            self.weights.settle()
+        return result
+
+    def run_excluded(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls a forward with casts off, and with what comes in in float32."""
+        mode = thread.mode
+        if mode is not None and mode.owner is self and mode.off:
+            return forward(*args, **kwargs)
+        given: Any = cast_floating((args, kwargs), torch.float32)
+        carried_back.begin(module, (args, kwargs), given)
+        result = None
+        try:
+            if mode is None or mode.owner is not self:
+                with self._session_off():
+                    result = forward(*given[0], **given[1])
+            else:
+                mode.off += 1
+                try:
+                    result = forward(*given[0], **given[1])
+                finally:
+                    mode.off -= 1
+        finally:
+            result = carried_back.end(module, None, result)
+        _check_complete(result)
+        return result
+
+    @staticmethod
+    def _session_off() -> AbstractContextManager[None]:
+        live = runtime.live
+        return nullcontext() if live is None else live.switch.disabled()
+
+
+def _check_complete(result: object) -> None:
+    """Raises `UsageError` if a forward has returned what is yet to compute, when no casts are on."""
+    if isinstance(result, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
+        raise UsageError(
+            f"a forward of the converted model returned a {type(result).__name__}, which computes when the forward is "
+            "over: nothing in it would be cast. Return what it computes (a list, say), or use amp.initialize."
+        )
+
+
+class _Entrance:
+    """What stands for a method of a module of the copy by which the module is called."""
+
+    def __init__(self, made: _Copy, module: nn.Module, method: Callable[..., Any], excluded: bool) -> None:
+        functools.update_wrapper(self, method)
+        self._copy, self._module, self._method, self._excluded = made, module, method, excluded
+
+    @property
+    def __code__(self) -> Any:  # where torch.export says that the model stands
+        return self._method.__code__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._excluded:
+            return self._copy.run_excluded(self._module, self._method, args, kwargs)
+        return self._copy.run(self._method, args, kwargs)
+
+
+def convert(
+    model: object, half_dtype: torch.dtype, excluded: object, lists: CastLists, keep_float32: bool
+) -> nn.Module:
+    """Makes the copy; see `amp.convert_model`."""
+    source = _check(model)
+    left_out, functions = _sorted_out(source, excluded)
+    if functions:
+        lists = lists.overlaid([{"blacklist": {path.namespace: [path.name]}} for path in functions])
+    rules = CastRules(half_dtype, lists.for_half(half_dtype).values(), _registered())
+    _tell_of_what_is_not_cast(source, left_out, rules)
+    live = runtime.live
+    if live is not None and any(live.conversion.values_behind(each) is not None for each in source.parameters()):
+        source = copy.deepcopy(source)  # which is float32
+    with torch.inference_mode(False), torch.no_grad():  # or its weights could be used in inference mode only
+        made, weights = _copied(source, left_out, rules, _Weights(half_dtype, keep_float32))
+    parts = _Copy(rules, weights)
+    for path, module in made.named_modules():
+        for name in _ways_in(module, path in left_out):
+            module.__dict__[name] = _Entrance(parts, module, getattr(module, name), path in left_out)
+        if isinstance(module, nn.RNNBase):
+            module.__dict__["check_input"] = functools.partial(_check_input, module)
+        if weights.of_module(module):
+            module.register_state_dict_post_hook(functools.partial(_Weights.after_state_dict, weights))
+            module.register_load_state_dict_pre_hook(functools.partial(_Weights.before_load_state_dict, weights))
+    return made.eval()
+
+
+def check_no_copy(module: nn.Module) -> None:
+    """Raises `OptionError` if a module is, or holds, a copy that `convert` has made."""
+    if any(isinstance(each.__dict__.get("forward"), _Entrance) for each in module.modules()):
+        raise OptionError(
+            f"this {type(module).__name__} is, or holds, what amp.convert_model has made for inference. Hand in the "
+            "model that it was made of."
+        )
+
+
+def _copied(
+    source: nn.Module, left_out: Collection[str], rules: CastRules, weights: _Weights
+) -> tuple[nn.Module, _Weights]:
+    """Returns a deep copy, in which what is known to be read in half is half, and what is known of its weights."""
+    holders: dict[int, list[tuple[str, str]]] = {}
+    modules = dict(source.named_modules())
+    for path, module in modules.items():
+        scripted = isinstance(module, torch.jit.ScriptModule)  # what it computes is seen by nobody
+        for name, parameter in () if scripted else module._parameters.items():
+            if type(parameter) is Parameter and parameter.dtype is torch.float32:
+                holders.setdefault(id(parameter), []).append((path, name))
+    weights.are_of_the_model = any(each.dtype is weights.half_dtype for each in source.parameters())
+    memo: dict[int, Any] = {}
+    planned = []
+    for key, places in holders.items():
+        parameter = modules[places[0][0]].get_parameter(places[0][1])
+        values = parameter.detach()
+        state, kept = _State.UNREAD, None
+        if any(path in left_out for path, _ in places):
+            state = _State.FLOAT32
+        elif all(_reads_in_half(modules[path], name, rules) for path, name in places):
+            state = _State.HALF
+            memo[key] = Parameter(values.to(weights.half_dtype), requires_grad=parameter.requires_grad)
+            kept = values.to("cpu", copy=True) if weights.keep_float32 else None
+        planned.append((places, state, kept))
+    made = adopted_model.without_hooks(copy.deepcopy(source, memo))
+    copies = dict(made.named_modules())
+    for places, state, kept in planned:
+        name = ".".join(filter(None, places[0]))
+        weights.all.append(
+            _Weight(weights.half_dtype, [(copies[path], each) for path, each in places], name, state, kept)
+        )
+    return made, weights
+
+
+def _reads_in_half(module: nn.Module, name: str, rules: CastRules) -> bool:
+    """Returns whether a module of torch's own hands a weight to a whitelisted function, and to no other."""
+    for kind, (names, functions) in _LAYERS.items():
+        if isinstance(module, kind):
+            of_torch = type(module).forward is kind.forward
+            return of_torch and name.startswith(names) and all(map(rules.computes_in_half, functions))
+    return False
+
+
+def _check_input(module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
+    """Leaves it to the lists what type the input gets, as `autocast_gates` does for a session."""
+    type(module).check_input(module, autocast_gates.of_the_weights_type(module, input), batch_sizes)
+
+
+def _ways_in(module: nn.Module, is_left_out: bool) -> tuple[str, ...]:
+    """Returns the methods by which users call a module: what runs hooks and the forward, and the forward alone."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return ("_call_impl",) if is_left_out else ()
+    has_forward = "forward" in vars(module) or type(module).forward is not nn.Module.forward
+    return ("forward", "_call_impl") if has_forward else ()
+
+
+def _check(model: object) -> nn.Module:
+    module = adopted_model.check_module(model)
+    kind = type(module).__name__
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise OptionError(f"found a {kind} around a model. Type amp.convert_model(model.module).")
+    dynamo = sys.modules.get("torch._dynamo")  # which takes a second to import
+    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        raise OptionError(
+            "found a compiled model. Convert the model that it was made of, and compile the copy: "
+            "torch.compile(amp.convert_model(model))."
+        )
+    adopted_model.check_model(module)
+    check_no_copy(module)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
+    if lazy:
+        raise OptionError(
+            f"{lazy[0]!r} has no shape yet. Call the model once, which gives lazy modules theirs, and convert it then."
+        )
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    if empty:
+        raise OptionError(
+            f"{empty[0]!r} is on the meta device, where it has no values. Load them first: model.to_empty(device=...), "
+            "or load_state_dict(..., assign=True)."
+        )
+    computed = [
+        f"{path}.{name}".removeprefix(".")
+        for path, each in module.named_modules()
+        for name, held in vars(each).items()
+        if isinstance(held, Tensor) and not held.is_leaf
+    ]
+    if computed:
+        raise OptionError(
+            f"{computed[0]!r} was computed from weights with gradients, and torch makes no copies of such a tensor. If "
+            "weight_norm, spectral_norm or pruning of torch.nn.utils has put it there, call the model once under "
+            "torch.no_grad(), or type torch.nn.utils.remove_weight_norm(module) or "
+            "torch.nn.utils.prune.remove(module, name)."
+        )
+    if is_sharded(tensor for _, tensor in tensors):
+        raise OptionError(
+            "the model's parameters are sharded over processes, of which no copy can be made. Gather its state dict "
+            "(torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True), load that into "
+            "a model of one process, and convert that one."
+        )
+    return module
+
+
+def _sorted_out(model: nn.Module, excluded: object) -> tuple[set[str], list[Path]]:
+    """Returns the paths of the modules that are left out, those in them included, and of the functions.
+
+    Raises:
+        OptionError: something is neither, or is not there.
+    """
+    several = isinstance(excluded, (list, tuple, set, frozenset, Iterator))
+    modules = [(path, module) for path, module in model.named_modules() if path]
+    left_out: set[str] = set()
+    functions: list[Path] = []
+    for each in excluded if several else [excluded]:  # type: ignore[attr-defined]
+        found = {path for path, module in modules if _is_meant(each, path, module)}
+        if found:
+            left_out |= {path for path, _ in modules for above in found if f"{path}.".startswith(f"{above}.")}
+        else:
+            functions.append(_path_of_function(each, model, modules))
+    return left_out, functions
+
+
+def _is_meant(excluded: object, path: str, module: nn.Module) -> bool:
+    if isinstance(excluded, str) or (isinstance(excluded, type) and issubclass(excluded, nn.Module)):
+        return conversion_plan.matches(excluded, path, module)
+    return excluded is module
+
+
+def _path_of_function(excluded: object, model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> Path:
+    """Returns where a function is in torch: under every spelling, where no namespace is named."""
+    if _is_meant(excluded, "", model):
+        raise OptionError("excluded has the model itself, of which nothing would be left to cast. Name parts of it.")
+    if isinstance(excluded, str):
+        namespace, _, name = excluded.rpartition(".")
+        with suppress(PathError):
+            if not namespace and spellings.spellings(name):
+                return Path(spellings.EVERY, name)
+            if namespace.partition(".")[0] == "torch" and callable(find(Path(namespace, name))):
+                return Path(namespace, name)
+        said = f"excluded has {excluded!r}, which is neither a submodule of the model nor a function of torch."
+        if excluded in dict(model.named_parameters(remove_duplicate=False)):
+            raise OptionError(f"{said} It is a parameter: name the module that holds it, or its class.")
+        names = [*(path for path, _ in modules), *(type(module).__name__ for _, module in modules)]
+        meant = name if namespace.partition(".")[0] == "torch" else excluded
+        raise OptionError(f"{said}{did_you_mean(meant, [*dict.fromkeys(names), *spellings.known_names()])}")
+    name = getattr(excluded, "__name__", "")
+    known = spellings.spellings(name)
+    if known and any(find(path) is beneath(excluded) for path in known):
+        return Path(spellings.EVERY, name)
+    if isinstance(excluded, nn.Module):
+        shown = f"a {type(excluded).__name__} that is not in the model"
+    elif isinstance(excluded, type):
+        shown = f"{excluded.__name__}, which no module of the model is"
+    else:
+        shown = repr(excluded) if callable(excluded) else type(excluded).__name__
+    raise OptionError(
+        f"excluded has {shown}; expected submodules of the model, their names, patterns ('*.norm') or classes "
+        "(torch.nn.LayerNorm), or functions of torch (torch.softmax, 'softmax'), one of them or a list."
+    )
+
+
+def _registered() -> Iterator[tuple[Rule, torch.dtype | None]]:
+    """Yields the functions that the user has registered, as rules, with the half type that each asks for."""
+    for registration in runtime.registered:
+        owner: Any = registration.owner
+        of_class = isinstance(owner, type)
+        namespace = f"{owner.__module__}.{owner.__qualname__}" if of_class else owner.__name__
+        yield Rule(Path(namespace, registration.name), registration.treatment, "registered"), registration.dtype
+
+
+def _tell_of_what_is_not_cast(model: nn.Module, left_out: Collection[str], rules: CastRules) -> None:
+    if rules.out_of_sight:
+        names = ", ".join(str(rule.path) for rule in rules.out_of_sight[:5])
+        warn(
+            f"the copy does not cast for {names}: only functions of torch tell when they are called. Decorate a "
+            "function of your own (@amp.half_function, @amp.float_function); for those of others use amp.initialize."
+        )
+    for rule, name in rules.told_otherwise[:5]:
+        warn(
+            f"the copy does not cast for {rule.path} as {rule.source} says: torch tells of its calls as those of "
+            f"{name!r}. List torch.Tensor.{name}, too."
+        )
+    scripted = [name for name in adopted_model.scripted_parts(model) if name not in left_out]
+    exported = [name for name in adopted_model.exported_parts(model) if name not in left_out]
+    if scripted or exported:
+        warn(
+            f"nothing is cast in {', '.join(scripted + exported)}, which TorchScript or torch.export has compiled: it "
+            "computes in the types that it is given. Use the Python code that it was made of, or name the module that "
+            "it is, or that calls it, in excluded=, so that it gets float32."
+        )

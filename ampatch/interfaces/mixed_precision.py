@@ -1,0 +1,622 @@
+"""Any optimizer over half parameters, with float32 masters in its own state: `MixedPrecision`.
+
+Owns the masters of one optimizer, which are entries of its state. They stand in the parameters' place while it steps or
+loads. Must not know opt levels, patches or the loss scale, beyond the two attributes that a scaler sets on an optimizer
+(docs/guide/optimizers.md).
+
+The habit is that of Optimisers.jl, whose rule of this name keeps the precise weights in the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import operator
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ampatch.errors import OptionError, UsageError
+from ampatch.native import kernels
+from ampatch.opt_levels import HALVES, dtype_of
+from ampatch.runtime import runtime
+from ampatch.scaling.optimizers import OptimizerLike, check_optimizer
+from ampatch.weights import optimizer_state
+
+# What makes an optimizer when it is called; an object that is callable may be anything.
+_MAKERS = (type, functools.partial, types.FunctionType, types.MethodType)
+
+#: Where the state of a parameter has its master.
+MASTER = "master"
+
+_INSIDE = ("optimizer", "optim", "base_optimizer", "_base_optimizer")  # where wrappers keep what they wrap
+
+
+class MixedPrecision(torch.optim.Optimizer):
+    """Gives an optimizer float32 masters of its half parameters, kept in its own state.
+
+    ::
+
+        model = Net().bfloat16()
+        optimizer = MixedPrecision(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        loss_fn(model(inputs), targets).backward()
+        optimizer.step()  # updates the masters, and rounds them to the model's weights
+
+    In front of a class it makes optimizers: ``MixedPrecision(torch.optim.AdamW)(model.parameters(), lr=1e-3)``.
+    ``param_groups``, ``state`` and all other attributes are those of the optimizer inside, which steps with the masters
+    in the place of the half parameters. Parameters that are precise already have no master. It needs neither
+    ``amp.initialize`` nor casts. For float16, scale the loss with `ampatch.GradScaler`.
+
+    What is written to a half parameter between two steps counts: its master takes over the elements that differ from
+    its own, rounded. What is written to a master reaches the parameter with the next step, unless both were written to.
+
+    Args:
+        optimizer: an optimizer, or what makes one (a class, a ``functools.partial``).
+        dtype: the masters' type: ``torch.float32`` or ``torch.float64``, or its name.
+        masters_from: float32 values to start from: tensors in the order of the optimizer's parameters, a module, or a
+            mapping by the names that the optimizer was given. The half parameters become these values, rounded. None:
+            the masters start as the half weights.
+
+    Attributes:
+        optimizer: the one inside.
+
+    Raises:
+        OptionError: it is no optimizer, it has masters already, or ``masters_from`` does not fit.
+        UsageError: amp gives it float32 masters (O2, O5).
+    """
+
+    # It heeds `grad_scale` and `found_inf`.
+    _step_supports_amp_scaling = True
+
+    optimizer: Any
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+    def __new__(cls, optimizer: Any = None, dtype: torch.dtype | str = torch.float32, masters_from: Any = None) -> Any:
+        """Makes one, or what makes one."""
+        if isinstance(optimizer, _MAKERS):
+
+            @functools.wraps(optimizer, updated=())
+            def make(*args: Any, **kwargs: Any) -> MixedPrecision:
+                return cls(optimizer(*args, **kwargs), dtype, masters_from)
+
+            return make
+        return super().__new__(cls)
+
+    def __init__(
+        self, optimizer: OptimizerLike, dtype: torch.dtype | str = torch.float32, masters_from: Any = None
+    ) -> None:
+        check_optimizer(optimizer)
+        _check_composition(optimizer)
+        self._dtype = _master_type(dtype)
+        self.optimizer = optimizer
+        self._in_place: list[tuple[Tensor, Tensor]] = []  # while masters are: parameter and master
+        self._noted: dict[int, _Noted] = {}  # by id of the parameter
+        self._widened: list[tuple[Tensor, torch.dtype | None]] = []
+        self._versions: list[int] = []  # of the parameters while it steps, when only this may write to them
+        values = None if masters_from is None else _values(masters_from, optimizer)
+        super().__setstate__({})  # hooks of its own; `__init__` would copy the groups
+        for number, parameter in enumerate(optimizer_state.parameters_of(optimizer)):
+            master = self._master(parameter)
+            if master is not None and values is not None:
+                with torch.no_grad():
+                    master.copy_(values[number])
+                    parameter.copy_(master)
+        self._follow()
+
+    # What is the other's
+
+    @property
+    def param_groups(self) -> Any:
+        """Returns the groups of the optimizer inside, with the half parameters, also while it steps."""
+        groups = self.optimizer.param_groups
+        if not self._in_place:
+            return groups
+        originals = {id(master): parameter for parameter, master in self._in_place}
+        return [_Shown(group, [originals.get(id(each), each) for each in group["params"]]) for group in groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """Returns the state of the optimizer inside, with the masters in it."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        """Returns the defaults of the optimizer inside."""
+        return getattr(self.optimizer, "defaults", {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"MixedPrecision({self.optimizer!r}, dtype={self._dtype})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # As torch's, without hooks, and without the `step` that a scheduler sets, which steps the original.
+        kept = {name: self.__dict__[name] for name in ("optimizer", "_dtype", "_in_place", "_widened", "_versions")}
+        return {**kept, "_noted": {}}  # which is by ids
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the optimizer inside; masters of its half parameters are made."""
+        self._check_not_stepping("add groups")
+        self.optimizer.add_param_group(param_group)
+        for parameter in self._parameters():
+            self._master(parameter)
+
+    # Masters
+
+    def master_params(self) -> Iterator[Tensor]:
+        """Yields what is updated, in the order of the groups: masters, and parameters that have none."""
+        masters = {id(parameter): master for parameter, master in self._follow()}
+        for parameter in list(self._parameters()):
+            yield masters.get(id(parameter), parameter)
+
+    def master_of(self, parameter: Tensor) -> Tensor:
+        """Returns the master of a parameter of this optimizer; the parameter itself if it has none.
+
+        Raises:
+            OptionError: the optimizer does not have the parameter.
+        """
+        if not any(parameter is each for each in self._parameters()):
+            raise OptionError(
+                f"found a tensor of shape {tuple(parameter.shape)} that this {type(self.optimizer).__name__} does not "
+                "update; expected a parameter of the model that it was made for."
+            )
+        return next((master for each, master in self._follow() if each is parameter), parameter)
+
+    def master_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Returns ``model.state_dict()`` with the masters' values in the place of half weights.
+
+        Args:
+            model: with parameters that this optimizer updates. Others, and buffers, are as they are.
+        """
+        masters = {id(parameter): master for parameter, master in self._follow()}
+        named = {name: masters.get(id(value)) for name, value in model.state_dict(keep_vars=True).items()}
+        return {
+            name: value if named.get(name) is None else named[name].clone()  # type: ignore[union-attr]
+            for name, value in model.state_dict().items()
+        }
+
+    def _parameters(self) -> Iterator[Tensor]:
+        """Yields the parameters, also while masters are in their place."""
+        originals = {id(master): parameter for parameter, master in self._in_place}
+        for each in optimizer_state.parameters_of(self.optimizer):
+            yield originals.get(id(each), each)
+
+    def _master(self, parameter: Tensor) -> Tensor | None:
+        """Returns the master of a parameter, and makes it if there is none; None if it needs none."""
+        if self._in_place:  # whose state is the master's at the time
+            return next((master for each, master in self._in_place if each is parameter), None)
+        # Types of 8 bits are not promoted, and no optimizer updates them.
+        is_narrower = parameter.is_floating_point() and 1 < parameter.dtype.itemsize < self._dtype.itemsize
+        if not is_narrower or torch.promote_types(parameter.dtype, self._dtype) is not self._dtype:
+            self._retire_master(parameter)
+            return None
+        state = self.optimizer.state.setdefault(parameter, {})
+        if MASTER not in state:
+            # A parameter, as some optimizers look for; its gradient is put there at each step.
+            if state:  # of an optimizer that has stepped before, in half
+                state.update(optimizer_state.retyped(dict(state), parameter.dtype, self._dtype, parameter))
+            state[MASTER] = nn.Parameter(parameter.detach().to(self._dtype), requires_grad=parameter.requires_grad)
+        return state[MASTER]  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _retire_master(self, parameter: Tensor) -> None:
+        """Gives a parameter that was made precise, as by ``model.float()``, the bits of the master that it had."""
+        state = self.optimizer.state.get(parameter, {})
+        if MASTER in state:
+            master = state.pop(MASTER)
+            _keep_bits(parameter, master, HALVES)
+            parameter.copy_(master)
+
+    @torch.no_grad()
+    def _follow(self) -> list[tuple[Tensor, Tensor]]:
+        """Has masters take over what was written to their parameters since these were rounded; returns all pairs."""
+        if self._in_place:
+            return self._in_place
+        each_once = list({id(each): each for each in self._parameters()}.values())
+        pairs = [(each, master) for each in each_once if (master := self._master(each)) is not None]
+        for parameter, master in pairs:
+            noted = self._noted.get(id(parameter))
+            if noted is not None and noted.dtype is not parameter.dtype:  # as by model.half()
+                _keep_bits(parameter, master, [noted.dtype])
+                parameter.copy_(master)
+        written = [pair for pair in pairs if not self._is_masters_word(*pair)]
+        kernels.follow_by_value(*_columns(written))
+        self._note(written)
+        return pairs
+
+    def _is_masters_word(self, parameter: Tensor, master: Tensor) -> bool:
+        """Returns whether torch has counted a write to a master since the last step, and none to its parameter."""
+        noted = self._noted.get(id(parameter))
+        return noted is not None and noted.version == parameter._version and noted.of_master != master._version
+
+    def _note(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Takes note that parameters are their masters, rounded."""
+        for parameter, master in pairs:
+            self._noted[id(parameter)] = _Noted(parameter, parameter.dtype, parameter._version, master._version)
+
+    # Steps
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the parameters."""
+        for parameter in self._parameters():
+            if parameter.grad is None:
+                continue
+            if set_to_none:
+                parameter.grad = None
+            else:
+                parameter.grad = torch.zeros_like(parameter.grad)
+        if set_to_none:
+            self._narrow()
+
+    def widen_gradients(self) -> None:
+        """Makes half gradients float32 until the next step or `zero_grad`, to be unscaled without loss."""
+        for parameter in self._parameters():
+            grad = parameter.grad
+            if grad is not None and grad.dtype is not self._dtype and self._master(parameter) is not None:
+                self._widened.append((parameter, parameter.grad_dtype))
+                parameter.grad = None
+                parameter.grad_dtype = self._dtype
+                parameter.grad = grad.to(self._dtype)
+
+    def _narrow(self) -> None:
+        """Undoes `widen_gradients`."""
+        for parameter, allowed in self._widened:
+            grad, parameter.grad = parameter.grad, None
+            # None follows the parameter's type. The present type would stay where model.float() changes it.
+            parameter.grad_dtype = None if allowed is parameter.dtype else allowed
+            if grad is not None:
+                parameter.grad = grad.to(parameter.dtype)
+        self._widened.clear()
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Runs a step of the optimizer inside on the masters, and rounds them to the parameters.
+
+        Args:
+            closure: evaluates the model again, with the parameters rounded from the masters.
+            args: handed on.
+            kwargs: handed on.
+
+        Returns:
+            What the optimizer inside returns; None after an overflow that a scaler has found.
+        """
+        self._check_not_stepping("step again")
+        inside = self.optimizer
+        found_inf, grad_scale = self.__dict__.get("found_inf"), self.__dict__.get("grad_scale")
+        with self._masters_in_place():
+            if closure is None:
+                self._take_gradients(grad_scale)
+            else:
+                closure = functools.partial(self._evaluate, closure)
+            if found_inf is not None and not self._hands_on_the_flag(closure):
+                if bool(found_inf):
+                    return None
+                found_inf = None
+            if found_inf is not None:
+                inside.grad_scale, inside.found_inf = None, found_inf
+            self._versions = self._versions_now()
+            try:
+                result = inside.step(*args, **kwargs) if closure is None else inside.step(closure, *args, **kwargs)
+                self._check_not_written()
+                return result
+            finally:
+                if found_inf is not None:
+                    del inside.grad_scale, inside.found_inf
+                self._narrow()
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter, _ in self._in_place]
+
+    def _check_not_written(self) -> None:
+        """Raises if the optimizer inside has updated half parameters, which become the masters, rounded, again."""
+        if self._versions_now() != self._versions:
+            raise UsageError(
+                f"this {type(self.optimizer).__name__} has updated half parameters, and not their masters, which its "
+                "param_groups hold while it steps: it keeps a list of parameters of its own. Have it update those in "
+                "param_groups. The half parameters are what they were before the step."
+            )
+
+    def _hands_on_the_flag(self, closure: object) -> bool:
+        """Returns whether the optimizer inside skips by itself, without a wait for the device."""
+        inside = self.optimizer
+        supports = getattr(inside, "_step_supports_amp_scaling", False)
+        return supports and closure is None and optimizer_state.has_state(inside)
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        self._check_not_written()
+        self._round()
+        # The optimizer inside has masters, and its zero_grad would leave the parameters' gradients to be added to.
+        marks = [master.new_zeros(()).expand(master.shape) for _, master in self._in_place]
+        versions = [mark._version for mark in marks]
+        for (_, master), mark in zip(self._in_place, marks, strict=True):
+            master.grad = mark
+        result = closure()
+        self._versions = self._versions_now()
+        now = [master.grad for _, master in self._in_place]
+        if any(map(operator.is_not, now, marks)) or [mark._version for mark in marks] != versions:
+            raise UsageError(
+                f"the closure clears gradients by the {type(self.optimizer).__name__} inside of this MixedPrecision, "
+                "whose gradients are not those of the model. Call zero_grad() of the MixedPrecision, or of the model."
+            )
+        self._take_gradients(None)
+        return result
+
+    @torch.no_grad()
+    def _take_gradients(self, grad_scale: Tensor | None) -> None:
+        """Gives masters the gradients of their parameters, divided by the scale."""
+        taken = {id(master) for _, master in self._in_place}
+        for parameter, master in self._in_place:
+            grad = parameter.grad
+            master.grad = None if grad is None else grad.to(master.dtype, copy=True)
+        if grad_scale is not None:
+            own = [each for each in optimizer_state.parameters_of(self.optimizer) if id(each) not in taken]
+            grads = optimizer_state.gradients_of(itertools.chain(own, (master for _, master in self._in_place)))
+            kernels.multiply_(grads, grad_scale.float().reciprocal())
+
+    @contextlib.contextmanager
+    def _masters_in_place(self) -> Iterator[None]:
+        """Has masters stand in the groups and the state in the place of their parameters."""
+        pairs = self._follow()
+        for parameter, master in pairs:
+            master.requires_grad_(parameter.requires_grad)
+            del self.optimizer.state[parameter][MASTER]
+            if not self.optimizer.state[parameter]:  # which an optimizer may take for state that it has made
+                del self.optimizer.state[parameter]
+        _exchange(self.optimizer, {id(parameter): master for parameter, master in pairs})
+        self._in_place = pairs
+        try:
+            yield
+        finally:
+            self._round()
+            self._note(pairs)
+            for _, master in pairs:
+                master.grad = None
+            _exchange(self.optimizer, {id(master): parameter for parameter, master in pairs})
+            self._in_place = []
+            for parameter, master in pairs:
+                self.optimizer.state.setdefault(parameter, {})[MASTER] = master
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        parameters, masters = _columns(self._in_place)
+        if self._dtype is torch.float32:
+            kernels.copy_to_half(masters, parameters)
+        elif masters:
+            torch._foreach_copy_(parameters, masters)
+
+    # Saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state dict of the optimizer inside; each half parameter's state has its master as "master"."""
+        self._check_not_stepping("save its state")
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        self._follow()
+        saved: dict[str, Any] = self.optimizer.state_dict()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, saved)
+            saved = saved if changed is None else changed
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` returned, or that of the optimizer inside by itself.
+
+        Masters keep all their bits, and parameters become their values, rounded. Parameters that have no master now
+        become the values of saved ones.
+
+        Args:
+            state_dict: without masters: these stay as the present weights.
+
+        Raises:
+            OptionError: it is no state dict of an optimizer, or a master in it has another shape; nothing was changed.
+        """
+        self._check_not_stepping("load its state")
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)  # type: ignore[arg-type]
+            state_dict = state_dict if changed is None else changed
+        saved_masters = self._saved_masters(state_dict)
+        states: Mapping[Any, Any] = state_dict["state"]
+        bare = {key: {name: v for name, v in each.items() if name != MASTER} for key, each in states.items()}
+        with self._masters_in_place():  # whose type the optimizer gives the state that it loads
+            self.optimizer.load_state_dict({**state_dict, "state": bare})
+        for parameter, saved in zip(list(self._parameters()), saved_masters, strict=True):
+            if saved is not None:
+                master = self._master(parameter)
+                if master is not None:
+                    master.copy_(saved)
+                parameter.copy_(saved)
+                if master is not None:
+                    self._note([(parameter, master)])
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _check_not_stepping(self, what: str) -> None:
+        if self._in_place:
+            raise UsageError(f"the step of this MixedPrecision is under way; {what} before or after it.")
+
+    def _saved_masters(self, state_dict: Any) -> list[Tensor | None]:
+        """Returns the masters in a state dict, one for each parameter; None for those that have none."""
+        parameters = list(self._parameters())
+        try:
+            keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+            states = dict(state_dict["state"].items())
+            found = [states.get(key, {}).get(MASTER) for key in keys]
+        except (AttributeError, KeyError, TypeError):
+            raise OptionError(
+                f"found {type(state_dict).__name__} that is no state dict of an optimizer; expected what "
+                "optimizer.state_dict() returned, with 'state' and 'param_groups'."
+            ) from None
+        for number, (parameter, saved) in enumerate(zip(parameters, found, strict=False)):
+            if saved is not None and (not isinstance(saved, Tensor) or saved.shape != parameter.shape):
+                kind = f"shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else f"type {type(saved).__name__}"
+                raise OptionError(
+                    f"the state dict has a master of {kind} for parameter {number}, whose shape is "
+                    f"{tuple(parameter.shape)}; expected the state of an optimizer of the same model."
+                )
+        return found
+
+
+class _Noted(NamedTuple):
+    """A parameter as it was when it was rounded from its master: its type, and how often torch had counted writes."""
+
+    parameter: Tensor  # kept, so that its id stays its own
+    dtype: torch.dtype
+    version: int
+    of_master: int
+
+
+def _keep_bits(parameter: Tensor, master: Tensor, before: Iterable[torch.dtype]) -> None:
+    """Has a master take over what a parameter is since it changed its type, but for what the change made of it alone.
+
+    Args:
+        parameter: in its new type.
+        master: changed in place.
+        before: the types that the parameter may have had.
+    """
+    rounded = [parameter == master.to(dtype).to(parameter.dtype) for dtype in before]
+    is_same = torch.stack(rounded).any(dim=0)
+    master.copy_(torch.where(is_same, master, parameter.to(master.dtype)))
+
+
+class _Shown(MutableMapping[str, Any]):
+    """A group while masters are in it: with the parameters of the model, and otherwise the group itself."""
+
+    def __init__(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        self._group, self._parameters = group, parameters
+
+    def __getitem__(self, name: str) -> Any:
+        return self._parameters if name == "params" else self._group[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._group[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._group[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._group)
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+
+def precise_within(optimizer: object) -> MixedPrecision | None:
+    """Returns the `MixedPrecision` that an optimizer is, or wraps; None if there is none."""
+    return next((each for each in _chain(optimizer) if isinstance(each, MixedPrecision)), None)
+
+
+def _chain(optimizer: object) -> Iterator[Any]:
+    """Yields an optimizer, and what it wraps."""
+    seen: set[int] = set()
+    while hasattr(optimizer, "param_groups") and id(optimizer) not in seen:
+        seen.add(id(optimizer))
+        yield optimizer
+        held = vars(optimizer) if hasattr(optimizer, "__dict__") else {}
+        optimizer = next((held[name] for name in _INSIDE if name in held), None)
+
+
+def _check_composition(optimizer: object) -> None:
+    kind = type(optimizer).__name__
+    if precise_within(optimizer) is not None:
+        raise OptionError(
+            f"this {kind} has masters of its own already, by a MixedPrecision. Hand in the optimizer that is inside of "
+            "that, or leave this one out."
+        )
+    if not isinstance(getattr(optimizer, "state", None), MutableMapping):
+        raise OptionError(
+            f"this {kind} has no mapping `state`, in which masters are kept; expected an optimizer like those of torch."
+        )
+    if not all(isinstance(group["params"], list) for group in optimizer.param_groups):  # type: ignore[attr-defined]
+        raise OptionError(
+            f"the groups of this {kind} do not keep their parameters in lists, in which masters could take their "
+            "place; expected an optimizer like those of torch."
+        )
+    live = runtime.live
+    for each in _chain(optimizer):
+        if live is not None and live.has_adopted(each) and live.adopted(each).masters.wanted:
+            raise UsageError(
+                f"amp.initialize gives this {kind} float32 masters, at opt_level="
+                f"{live.settings.properties.opt_level!r}. Leave MixedPrecision out, or type master_weights=False there."
+            )
+
+
+def _master_type(dtype: object) -> torch.dtype:
+    found = dtype_of(dtype)
+    if found in (torch.float32, torch.float64):
+        return found
+    raise OptionError(f"dtype is {dtype!r}; expected torch.float32 or torch.float64, or its name, for the masters.")
+
+
+def _values(masters_from: Any, optimizer: Any) -> list[Tensor]:
+    """Returns the values to start from, one for each parameter, in its shape."""
+    parameters = list(optimizer_state.parameters_of(optimizer))
+    if isinstance(masters_from, Mapping):
+        named: list[Any] = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+        if len(named) != len(parameters):
+            raise OptionError(
+                f"masters_from is a mapping, and this {type(optimizer).__name__} has no names for its parameters. Make "
+                "it of model.named_parameters(); or give a list of tensors in the order of the parameters."
+            )
+        missing = [name for name in named if name not in masters_from]
+        if missing:
+            named_few = ", ".join(map(repr, missing[:5]))
+            raise OptionError(f"masters_from lacks {named_few}; expected a value for each parameter's name.")
+        values = [masters_from[name] for name in named]
+    elif not isinstance(masters_from, (nn.Module, Iterable)):
+        raise OptionError(
+            f"masters_from is of type {type(masters_from).__name__}; expected tensors in the order of the parameters, "
+            "a module, or a mapping by names."
+        )
+    else:
+        values = list(masters_from.parameters() if isinstance(masters_from, nn.Module) else masters_from)
+    if len(values) != len(parameters):
+        raise OptionError(
+            f"masters_from has {len(values)} tensors, and the optimizer {len(parameters)} parameters; expected one for "
+            "each, in the order in which the optimizer was given them."
+        )
+    for number, (value, parameter) in enumerate(zip(values, parameters, strict=True)):
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != parameter.shape:
+            is_tensor = isinstance(value, Tensor)
+            found = f"{value.dtype} of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
+            raise OptionError(
+                f"masters_from has {found} for parameter {number}, whose shape is {tuple(parameter.shape)}; expected "
+                "a floating tensor of that shape."
+            )
+    return [value.detach() for value in values]
+
+
+def _exchange(optimizer: Any, others: Mapping[int, Tensor]) -> None:
+    """Puts other tensors in the place of parameters, in the lists and mappings that are there."""
+    for group in optimizer.param_groups:
+        # In the list itself: some optimizers (LBFGS) hold on to it.
+        group["params"][:] = [others.get(id(each), each) for each in group["params"]]
+    for state in _states(optimizer):
+        moved = {others.get(id(key), key): value for key, value in state.items()}
+        state.clear()
+        state.update(moved)
+
+
+def _columns(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    return [parameter for parameter, _ in pairs], [master for _, master in pairs]
+
+
+def _states(optimizer: object) -> list[MutableMapping[Any, Any]]:
+    """Returns the mappings by parameter of an optimizer and of those that it wraps, each once."""
+    found = [getattr(each, "state", None) for each in _chain(optimizer)]
+    return list({id(state): state for state in found if isinstance(state, MutableMapping)}.values())

@@ -1,0 +1,380 @@
+"""From a rule to an *adapter*: what turns the arguments of a call into those that the rule asks for.
+
+Must not know of patches, switches or sessions: an adapter is a function of arguments, and of who keeps casts.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C import _is_any_autocast_enabled
+
+from ampatch.cast_lists.paths import Path
+from ampatch.cast_lists.rules import Rule, Treatment
+from ampatch.cast_lists.signatures import ArgumentReader, argument_reader, first_argument_reader, may_have
+from ampatch.casting.nested import CASTABLE, PLAIN, TensorCast, cast_tensors, tensors_in
+from ampatch.errors import BannedFunctionError, CastListError, Fault
+from ampatch.native.calls import Kind, PlainCast
+from ampatch.opt_levels import HALF_DTYPES
+from ampatch.patching.cast_labels import named
+
+Function = Callable[..., Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+#: The arguments of a call to the arguments that a rule asks for. May raise `BannedFunctionError`.
+Adapt = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
+
+_IN_PLACE_OPERATORS = frozenset(
+    f"__i{name}__" for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
+) | {"__setitem__"}
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What a rule comes to for one function.
+
+    Attributes:
+        adapt: turns the arguments of a call into those that the rule asks for.
+        plainly: what that does to arguments which are nothing out of the ordinary; None where it looks at more than
+            their types.
+    """
+
+    adapt: Adapt
+    plainly: PlainCast | None = None
+
+
+def is_in_place(name: str) -> bool:
+    """Returns whether a function of this name writes to its first argument."""
+    return name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+
+
+def _instead_of_in_place(name: str) -> str:
+    """Returns what to type instead of a call in place."""
+    if name == "__setitem__":
+        return "Call it on tensor.float()."
+    form = name.removeprefix("__i").removesuffix("__") if name in _IN_PLACE_OPERATORS else name[:-1]
+    other = f"Use the form that is not in place ({form})" if is_in_place(name) else "Pass inplace=False"
+    return f"{other}, or call it on tensor.float()."
+
+
+class Casts(Protocol):
+    """Who casts tensors, and may remember it."""
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns a tensor of a castable type in another one."""
+
+
+class Adapters:
+    """Makes adapters for one half dtype.
+
+    Args:
+        half_dtype: the type that whitelisted functions compute in.
+        cache: casts tensors, and remembers those of weights.
+        device_types: of the tensors that are cast (``"cpu"``, ``"cuda"``); the set may grow.
+        allow_banned: whether banned functions run in float32 instead of raising.
+        labelled: whether the cache is told for which function it casts; then no adapter casts plainly.
+    """
+
+    def __init__(
+        self,
+        half_dtype: torch.dtype,
+        cache: Casts,
+        device_types: Set[str],
+        allow_banned: bool = False,
+        labelled: bool = False,
+    ) -> None:
+        self.half_dtype = half_dtype
+        self._cache = cache
+        self._device_types = device_types
+        # Devices of these types: to look one up is quicker than to ask it for its type. All that there are stand here
+        # beforehand, since torch.compile would trace again where the set has grown.
+        self._devices = {
+            torch.device(kind, index)
+            for kind in device_types
+            for index in (None, *range(torch.accelerator.device_count() if kind != "cpu" else 0))
+        }
+        self._allow_banned = allow_banned
+        self._labelled = labelled
+        # float64 is nothing to cast from, but what promotion can lead to.
+        self._casts = {dtype: self._tensor_cast(dtype) for dtype in (*CASTABLE, torch.float64)}
+        # Made once, and shared by all functions under the same treatment.
+        self._to = {dtype: _casting(cast) for dtype, cast in self._casts.items()}
+        self._to_half = self._make_to_half()
+        self._to_widest = self._make_to_widest()
+        self._via_dtype = self._make_via_dtype()
+        self._obeying_keywords: dict[Adapt, Adapter] = {}
+
+    def for_rule(self, rule: Rule, original: Function) -> Adapter:
+        """Returns the adapter of one function under its rule.
+
+        Raises:
+            CastListError: the rule is limited by an argument that the function does not have.
+        """
+        adapter = self._told(
+            self.for_treatment(rule.treatment, rule.path, original, rule.via_dtype, rule.instead), rule.path
+        )
+        if not rule.when:
+            return adapter
+        adapt = adapter.adapt
+        readers: list[tuple[ArgumentReader, tuple[object, ...]]] = []
+        for argument, values in rule.when:
+            reader = argument_reader(original, argument)
+            if reader is None:  # the function's module was imported after the list was read
+                raise CastListError([Fault(rule.source, f"{rule.path} has no argument {argument!r}.")])
+            readers.append((reader, values))
+
+        def where_it_applies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            for reader, values in readers:
+                value = reader(args, kwargs)
+                # A tensor or an array is compared element by element, and equals none of them.
+                if isinstance(value, Tensor) or getattr(value, "ndim", False) or value not in values:
+                    return args, kwargs
+            return adapt(args, kwargs)
+
+        return Adapter(where_it_applies)
+
+    def for_registration(
+        self, path: Path, treatment: Treatment, dtype: torch.dtype | None, original: Function
+    ) -> Adapter:
+        """Returns the adapter of a registered function; ``dtype`` is cast to instead of the session's half type."""
+        if dtype is None or is_in_place(path.name):
+            return self._told(self.for_treatment(treatment, path, original), path)
+        adapter = self._obeying(self._to[dtype], original, "to", dtype)
+        return self._told(self._unless_in_place(adapter, path, original, refuse_half=False), path)
+
+    def _told(self, adapter: Adapter, path: Path) -> Adapter:
+        """Returns an adapter that names its function, where casts are labelled; what runs in C++ names none."""
+        return Adapter(named(adapter.adapt, str(path))) if self._labelled else adapter
+
+    def for_treatment(
+        self,
+        treatment: Treatment,
+        path: Path,
+        original: Function | None = None,
+        via_dtype: bool = False,
+        instead: str | None = None,
+    ) -> Adapter:
+        """Returns the adapter of a function under a treatment; an in-place form is told from the name."""
+        if treatment is Treatment.BANNED and not self._allow_banned:
+            return Adapter(self._banned(path, instead))
+        if is_in_place(path.name):
+            return Adapter(self._in_place(path, original, refuse_half=treatment is Treatment.BLACKLIST))
+        if treatment is Treatment.WHITELIST:
+            adapter = self._obeying(self._to_half, original, "to", self.half_dtype)
+        elif treatment is Treatment.PROMOTE:
+            adapter = self._obeying(self._to_widest, original, "promote")
+        elif via_dtype:
+            adapter = self._obeying(self._via_dtype, original, "via_dtype", torch.float32)
+        else:
+            adapter = self._obeying(self._to[torch.float32], original, "to", torch.float32)
+        return self._unless_in_place(adapter, path, original, refuse_half=treatment is Treatment.BLACKLIST)
+
+    def by_kind(self) -> dict[str, Adapt]:
+        """Returns what decorated functions do, by the name of their list, or of the half type that they ask for."""
+        decorated = Path("decorated", "function")
+        adapters = {
+            kind.value: self.for_treatment(kind, decorated) for kind in Treatment if kind is not Treatment.BANNED
+        }
+        adapters |= {name: self._obeying(self._to[dtype], None, "to", dtype) for name, dtype in HALF_DTYPES.items()}
+        return {name: adapter.adapt for name, adapter in adapters.items()}
+
+    def _make_to_half(self) -> Adapt:
+        """In a region of ``torch.autocast`` its type is the half type, which would otherwise be cast to once more."""
+        outside, inside = self._to[self.half_dtype], _casting(self._cast_as_autocast)
+
+        def to_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            return inside(args, kwargs) if _is_any_autocast_enabled() else outside(args, kwargs)
+
+        return to_half
+
+    def _cast_as_autocast(self, tensor: Tensor) -> Tensor:
+        if not self._is_here(tensor):
+            return tensor
+        kind = tensor.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.half_dtype
+        return self._casts[dtype](tensor)
+
+    def _make_to_widest(self) -> Adapt:
+        casts = self._to
+
+        def to_widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            values = (*args, *kwargs.values()) if kwargs else args
+            found = [tensor for value in values if type(value) not in PLAIN for tensor in tensors_in(value)]
+            if len({tensor.dtype for tensor in found}) < 2:
+                return args, kwargs
+            dtypes = {tensor.dtype for tensor in found if tensor.dtype in casts and self._is_here(tensor)}
+            if len(dtypes) < 2:
+                return args, kwargs
+            return casts[functools.reduce(torch.promote_types, dtypes)](args, kwargs)
+
+        return to_widest
+
+    def _make_via_dtype(self) -> Adapt:
+        """Leaves a half first argument uncast: the kernel reads it as it is and computes in float32."""
+        cast = self._to[torch.float32]
+
+        def via_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            tensor = args[0] if args else kwargs.get("input")
+            if not isinstance(tensor, Tensor) or not self._is_half(tensor):
+                return cast(args, kwargs)  # nothing to be done, or a tensor under another name
+            for value in args[1:]:
+                if isinstance(value, torch.dtype):
+                    return args, kwargs
+                if value is None:  # it may stand where dtype stands, which then cannot be given a second time
+                    return cast(args, kwargs)
+            return args, {**kwargs, "dtype": torch.float32}
+
+        return via_dtype
+
+    def _obeying(
+        self, adapt: Adapt, original: Function | None, kind: Kind, dtype: torch.dtype | None = None
+    ) -> Adapter:
+        """Obeys an explicit ``dtype=``; with ``out=`` the tensor written to decides, and is itself never cast.
+
+        Args:
+            adapt: what is done where neither is given.
+            original: the function; None if any.
+            kind: what ``adapt`` comes to for plain arguments.
+            dtype: the type that it casts to; None where types are promoted.
+        """
+        # Builtins take both by keyword only (softmax excepted, see `_via_dtype`); some functions in Python do not.
+        names: tuple[str, ...] = ()
+        positions: list[int] = []
+        if isinstance(original, types.FunctionType):
+            code = original.__code__
+            names = code.co_varnames[: code.co_argcount]
+            positions = [names.index(name) for name in ("dtype", "out") if name in names[code.co_posonlyargcount :]]
+        by_keyword = self._obeying_keywords.get(adapt)
+        if by_keyword is None:
+            by_keyword = Adapter(self._obeying_by_keyword(adapt), PlainCast(kind, dtype))
+            self._obeying_keywords[adapt] = by_keyword
+        if not positions:
+            return by_keyword
+        first, obeying = min(positions), by_keyword.adapt
+
+        def obeying_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            if first < len(args) <= len(names):
+                args, named = args[:first], zip(names[first:], args[first:], strict=False)
+                kwargs = {**dict(named), **kwargs}
+            return obeying(args, kwargs)
+
+        return Adapter(obeying_by_name, PlainCast(kind, dtype, first))
+
+    def _obeying_by_keyword(self, adapt: Adapt) -> Adapt:
+        def obeying(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            if kwargs:
+                if kwargs.get("dtype") is not None:
+                    return args, kwargs
+                out = kwargs.get("out")
+                written = None if out is None else next(tensors_in(out), None)
+                if written is not None:
+                    return self._as_written(written, args, kwargs)
+            return adapt(args, kwargs)
+
+        return obeying
+
+    def _as_written(self, written: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        cast = self._casts.get(written.dtype)
+        if cast is None:
+            return args, kwargs
+        args = tuple([value if type(value) in PLAIN else cast_tensors(value, cast) for value in args])
+        if kwargs:
+            kwargs = {name: value if name == "out" else cast_tensors(value, cast) for name, value in kwargs.items()}
+        return args, kwargs
+
+    def _unless_in_place(self, adapter: Adapter, path: Path, original: Function | None, refuse_half: bool) -> Adapter:
+        """Calls with ``inplace=True`` are in place: a cast would have them write to a copy that nobody reads."""
+        asked = argument_reader(original, "inplace") if original is not None and may_have(original, "inplace") else None
+        if asked is None:
+            return adapter
+        otherwise, in_place = adapter.adapt, self._in_place(path, original, refuse_half)
+
+        def unless_in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            return in_place(args, kwargs) if asked(args, kwargs) else otherwise(args, kwargs)
+
+        return Adapter(unless_in_place)
+
+    def _in_place(self, path: Path, original: Function | None, refuse_half: bool) -> Adapt:
+        first = first_argument_reader(original) if original is not None else None
+        advice = _instead_of_in_place(path.name)
+
+        def in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            written = args[0] if args else None if first is None else first(args, kwargs)
+            if not isinstance(written, Tensor):
+                return args, kwargs
+            if refuse_half and self._is_half(written):
+                raise BannedFunctionError(
+                    f"{path} would write to a tensor of {written.dtype}, but is computed in float32 under amp. {advice}"
+                )
+            return self._as_written(written, args, kwargs)
+
+        return in_place
+
+    def _banned(self, path: Path, instead: str | None) -> Adapt:
+        def banned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            if any(self._is_half(tensor) for value in (*args, *kwargs.values()) for tensor in tensors_in(value)):
+                advice = f" {instead[0].upper()}{instead[1:].rstrip('.')}." if instead else ""
+                raise BannedFunctionError(
+                    f"amp does not let {path} run on half tensors: its result would be unsafe.{advice} "
+                    "To run it in float32, cast its arguments with .float() or move it to the blacklist in your "
+                    "cast lists."
+                )
+            return args, kwargs
+
+        return banned
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        return tensor.device in self._devices or self._meet(tensor.device)
+
+    def _meet(self, device: torch.device) -> bool:
+        """Returns whether tensors on a device that was not met before are cast."""
+        if device.type in self._device_types:
+            self._devices.add(device)
+            return True
+        return False
+
+    def _is_half(self, tensor: Tensor) -> bool:
+        return tensor.dtype in (torch.float16, torch.bfloat16) and self._is_here(tensor)
+
+    def _tensor_cast(self, dtype: torch.dtype) -> TensorCast:
+        cache, devices, meet = self._cache, self._devices, self._meet
+
+        def cast(tensor: Tensor) -> Tensor:
+            found = tensor.dtype
+            if found is dtype or found not in CASTABLE:
+                return tensor
+            if tensor.device not in devices and not meet(tensor.device):
+                return tensor
+            return cache.cast(tensor, dtype)
+
+        return cast
+
+
+def _casting(cast: TensorCast) -> Adapt:
+    """Casts every tensor in the arguments."""
+
+    def to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        # Every call of a listed function comes along here: no walk for tensors and plain values.
+        items: list[Any] = []
+        before = done = None
+        for value in args:
+            if isinstance(value, Tensor):
+                # Self-attention is one tensor as query, key and value, which torch asks, to project them at once.
+                if value is before:
+                    items.append(done)
+                    continue
+                items.append(cast(value))
+                if items[-1] is not value:
+                    before, done = value, items[-1]
+            else:
+                items.append(value if type(value) in PLAIN else cast_tensors(value, cast))
+        if kwargs:
+            kwargs = {name: cast_tensors(value, cast) for name, value in kwargs.items()}
+        return tuple(items), kwargs
+
+    return to

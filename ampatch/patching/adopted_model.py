@@ -1,0 +1,309 @@
+"""An adopted model: what is checked of it, and the hooks around its forward.
+
+Hooks are handed in as module-level functions without state, so that an adopted model deep-copies and pickles.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Set
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ampatch.casting import carried_back
+from ampatch.casting.cast_errors import is_of_types
+from ampatch.casting.nested import cast_floating
+from ampatch.compilers import traced_within_others
+from ampatch.errors import OptionError, UsageError, warn
+from ampatch.ledger import PatchLedger
+from ampatch.native import calls
+from ampatch.patching import cast_labels
+
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def check_module(model: object) -> nn.Module:
+    """``model`` itself if it is a module.
+
+    Raises:
+        OptionError: it is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"found {type(model).__name__} as a model; expected a torch.nn.Module.")
+    return model
+
+
+def check_model(model: object) -> nn.Module:
+    """``model`` itself if amp can adopt it.
+
+    Raises:
+        OptionError: it is no module, was compiled by TorchScript, or is wrapped for several processes or devices.
+    """
+    model = check_module(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise OptionError(
+            "the model was compiled by TorchScript, so that nothing in it can be cast. Hand in the module that it was "
+            "made of."
+        )
+    if isinstance(model, _WRAPPERS):
+        kind = type(model).__name__
+        raise OptionError(
+            f"the model is wrapped in {kind} already. Call amp.initialize on the bare model first, then wrap what "
+            f"it returns: model, optimizer = amp.initialize(model, optimizer); model = {kind}(model)."
+        )
+    return model
+
+
+def scripted_parts(model: nn.Module) -> list[str]:
+    """Returns what TorchScript has compiled in a model: submodules, and functions that modules hold or call by name."""
+    parts: dict[int, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            if not any(name.startswith(f"{part}.") for part in parts.values()):
+                parts[id(module)] = name
+            continue
+        held = {f"{name}.{key}" if name else key: value for key, value in vars(module).items()}
+        for function in _own_functions(type(module)):
+            for key in function.__code__.co_names:
+                held[f"{function.__module__}.{key}"] = function.__globals__.get(key)
+        for key, value in held.items():
+            if isinstance(value, torch.jit.ScriptFunction):
+                parts.setdefault(id(value), key)
+    return list(parts.values())
+
+
+def exported_parts(model: nn.Module) -> list[str]:
+    """Returns the names of graphs that call torch's operators, below its functions: what ``torch.export`` makes."""
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, fx.GraphModule)
+        and any(
+            node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) for node in module.graph.nodes
+        )
+    ]
+
+
+def _own_functions(kind: type) -> Iterator[types.FunctionType]:
+    """Yields the methods of a class and of those it derives from, without torch's own."""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] != "torch":
+            yield from (value for value in vars(base).values() if isinstance(value, types.FunctionType))
+
+
+def device_type(model: nn.Module) -> str | None:
+    """Returns the device type of the model's first parameter ("cpu", "cuda"); None without parameters."""
+    # For a compiler in the way that it knows; but to set the walk over a model up takes longer than the walk.
+    if torch.compiler.is_compiling():
+        parameter = next(model.parameters(), None)
+    else:
+        compiled = calls.compiled()
+        parameter = _first_parameter(model) if compiled is None else compiled.first_parameter(model)
+    return None if parameter is None else parameter.device.type
+
+
+def _first_parameter(module: nn.Module) -> nn.Parameter | None:
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter
+    for child in module._modules.values():
+        found = None if child is None else _first_parameter(child)
+        if found is not None:
+            return found
+    return None
+
+
+def device_types(model: nn.Module) -> set[str]:
+    """Returns the device types of the model's parameters, without "meta", where they are yet to be put."""
+    return {parameter.device.type for parameter in model.parameters()} - {"meta"}
+
+
+def warn_of_slow_half(model: nn.Module, half: torch.dtype) -> None:
+    """Warns if a GPU that a model is on is no faster in a half type than in float32.
+
+    Float16 has tensor cores from compute capability 7.0 on, bfloat16 from 8.0 on (NVIDIA's CUDA C++ Programming Guide,
+    "Compute Capabilities"). Other vendors' devices are not asked.
+
+    Args:
+        model: any.
+        half: the type that it is to compute in.
+
+    Warns:
+        AmpWarning: once, of the first such GPU.
+    """
+    if torch.version.hip is not None:
+        return
+    least = (8, 0) if half is torch.bfloat16 else (7, 0)
+    for device in _gpus(model):
+        capability = torch.cuda.get_device_capability(device)
+        if capability < least:
+            other = "; or half_dtype=torch.float16" if capability >= (7, 0) else ""
+            warn(
+                f"{torch.cuda.get_device_name(device)} has compute capability {'.'.join(map(str, capability))}, and no "
+                f"tensor cores for {half}: training saves memory, and is not faster than in float32, or slower. Type "
+                f"opt_level='O0' for float32{other}."
+            )
+            return
+
+
+def _gpus(model: nn.Module) -> list[torch.device]:
+    """Returns the CUDA devices that a model's parameters are on, each once."""
+    devices = dict.fromkeys(parameter.device for parameter in model.parameters())
+    return [device for device in devices if device.type == "cuda"]
+
+
+def check_device(model: nn.Module, known: Set[str]) -> None:
+    """Refuses to run a model uncast because it was moved.
+
+    Raises:
+        UsageError: the model is on a type of device that amp was not set up for.
+    """
+    found = device_type(model)
+    if found is not None and found not in known and found != "meta":
+        raise UsageError(
+            f"the model is on {found!r}, but was on {' and '.join(map(repr, sorted(known)))} at amp.initialize, so "
+            f"nothing would be cast. Move it first (model.to({found!r})), then call amp.initialize."
+        )
+
+
+def hook_forward(
+    model: nn.Module,
+    ledger: PatchLedger,
+    before: Callable[[nn.Module, Any], None],
+    after: Callable[[nn.Module, Any, Any], None],
+) -> None:
+    """Calls ``before`` and ``after`` around every forward of the model; ``after`` also where the forward raises."""
+    ledger.on_undo(model.register_forward_pre_hook(before).remove, model)
+    ledger.on_undo(model.register_forward_hook(after, always_call=True).remove, model)
+
+
+def note_types(model: nn.Module, error: BaseException | None, half: torch.dtype) -> None:
+    """Adds a note to an error about types that a half model's forward raised: what to type.
+
+    Args:
+        model: whose forward it was.
+        error: what was raised; None: nothing.
+        half: the type of its weights.
+    """
+    if not isinstance(error, RuntimeError) or getattr(error, "__notes__", None) or not is_of_types(error, half):
+        return
+    names = {id(module): name for name, module in model.named_modules() if name}
+    at, trace = None, error.__traceback__
+    while trace is not None:
+        at, trace = names.get(id(trace.tb_frame.f_locals.get("self")), at), trace.tb_next
+    where = f"keep_fp32=[{at!r}]" if at else "keep_fp32=[...] with the names of submodules"
+    error.add_note(
+        f"ampatch: amp.initialize has made this {type(model).__name__}'s weights {half}, and casts what it is called "
+        "with (tensors, containers, dataclasses, objects with a method to), but no other object's tensors, nor what "
+        f"is made inside{f' or called in {at!r} alone' if at else ''}. Type amp.initialize(..., "
+        f"{where}) to keep a part in float32; or patch_torch_functions=True, which casts at each function."
+    )
+
+
+def flatten_recurrent(model: nn.Module) -> None:
+    """Has recurrent layers put their weights into one block of memory again, as cuDNN wants them."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+
+
+def hook_casts(
+    model: nn.Module,
+    ledger: PatchLedger,
+    inputs: torch.dtype | None,
+    outputs: torch.dtype,
+    *,
+    widens_copies: bool = False,
+    labelled: bool = False,
+) -> None:
+    """Casts what is floating in the arguments of every forward of the model to one type, and in its result to another.
+
+    So is cast what the forward leaves in the containers that it was called with.
+
+    A copy of the model goes on casting by itself: the hooks know their types, and nothing else. Where deep copies are
+    float32 they cast their inputs to what their weights are, and there are no casts around parts in them.
+    """
+    if inputs is not None:
+        before: Any = functools.partial(cast_labels.cast_arguments if labelled else _cast_arguments, inputs)
+        if widens_copies:
+            before.__deepcopy__ = functools.partial(_hook_of_copy, _cast_arguments_of_copy)
+        ledger.on_undo(model.register_forward_pre_hook(before, with_kwargs=True).remove, model)
+    after: Any = functools.partial(cast_labels.cast_result if labelled else _cast_result, outputs)
+    if inputs is torch.float32 and widens_copies:
+        after.__deepcopy__ = functools.partial(_hook_of_copy, _leave_result)
+    ledger.on_undo(model.register_forward_hook(after, always_call=inputs is not None).remove, model)
+
+
+def hook_state_dict(
+    modules: Iterable[nn.Module],
+    ledger: PatchLedger,
+    after_state_dict: Callable[[nn.Module, Any, str, Any], None],
+    before_load: Callable[..., None],
+    after_load: Callable[[nn.Module, Any], None],
+) -> None:
+    """Calls the three for every one of the modules: parts are saved and loaded as the whole is."""
+    for module in modules:
+        ledger.on_undo(module.register_state_dict_post_hook(after_state_dict).remove, module)
+        ledger.on_undo(module.register_load_state_dict_pre_hook(before_load).remove, module)
+        ledger.on_undo(module.register_load_state_dict_post_hook(after_load).remove, module)
+
+
+def without_hooks(copied: nn.Module) -> nn.Module:
+    """Takes out of a deep copy what `hook_forward`, `hook_casts` and `hook_state_dict` put into the model."""
+    for module in copied.modules():
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._state_dict_hooks,
+            module._load_state_dict_pre_hooks,
+            module._load_state_dict_post_hooks,
+        ):
+            for key in [key for key, hook in hooks.items() if _is_of_amp(hook)]:
+                del hooks[key]
+    return copied
+
+
+def _is_of_amp(hook: Any) -> bool:
+    hook = getattr(hook, "hook", hook)  # torch's own wrapper of those before load_state_dict
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "ampatch"
+
+
+@traced_within_others
+def _cast_arguments(
+    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    given: Any = cast_floating((args, kwargs), dtype)
+    carried_back.begin(module, (args, kwargs), given)
+    return given  # type: ignore[no-any-return]
+
+
+def _hook_of_copy(hook: Callable[..., Any], _: dict[int, Any]) -> Callable[..., Any]:
+    return hook
+
+
+@traced_within_others
+def _cast_arguments_of_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    parameter = next(module.parameters(), None)
+    dtype = torch.float32 if parameter is None else parameter.dtype
+    given: Any = cast_floating((args, kwargs), dtype)
+    carried_back.begin(module, (args, kwargs), given)
+    return given  # type: ignore[no-any-return]
+
+
+@traced_within_others
+def _leave_result(module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
+    return carried_back.end(module, None, result)
+
+
+@traced_within_others
+def _cast_result(dtype: torch.dtype, module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
+    return carried_back.end(module, dtype, result)
+
+
+def named_parameters(models: Set[nn.Module]) -> dict[int, str]:
+    """Returns the names of all parameters, by ``id``."""
+    return {id(parameter): name for model in models for name, parameter in model.named_parameters()}

@@ -1,0 +1,96 @@
+"""Casts with labels in ``torch.profiler``: what was cast, for which function, to which type.
+
+Only a session with ``profile_casts=True`` uses any of this; others make no call for it. To torch a label is an
+operator, so there must be none where a tracer or a mode would record it or count it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+from torch.compiler import is_compiling
+from torch.nn import Parameter
+from torch.profiler import record_function
+
+from ampatch.casting import carried_back
+from ampatch.casting.nested import CASTABLE, cast_floating, tensors_in
+from ampatch.compilers import traced_within_others
+from ampatch.patching.weight_cache import WeightCache
+
+_Adapt = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+class _Thread(threading.local):
+    function: str = "a function"
+
+
+_thread = _Thread()
+
+
+def named(adapt: _Adapt, function: str) -> _Adapt:
+    """Returns an adapter that tells `LabellingCache` for which function it casts."""
+
+    def adapt_named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if is_compiling():
+            return adapt(args, kwargs)
+        before, _thread.function = _thread.function, function
+        try:
+            return adapt(args, kwargs)
+        finally:
+            _thread.function = before
+
+    return adapt_named
+
+
+class LabellingCache(WeightCache):
+    """A cache that labels every cast it makes. A use of a weight that is cast already makes none."""
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """As `WeightCache.cast`."""
+        if is_compiling() or self._has(tensor, dtype):
+            return super().cast(tensor, dtype)
+        with _label("weight" if isinstance(tensor, Parameter) else "argument", _thread.function, dtype):
+            return super().cast(tensor, dtype)
+
+    def _has(self, tensor: Tensor, dtype: torch.dtype) -> bool:
+        store = self._store(tensor) if type(tensor) is Parameter else None
+        return store is not None and store.find(tensor, dtype) is not None
+
+
+# Hooks of models, at the top of the module so that models pickle with them.
+
+
+@traced_within_others
+def cast_arguments(
+    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Casts what is floating in the arguments of a forward, under a label."""
+    with _label_if_cast("arguments", module, dtype, (args, kwargs)):
+        given: Any = cast_floating((args, kwargs), dtype)
+    carried_back.begin(module, (args, kwargs), given)
+    return given  # type: ignore[no-any-return]
+
+
+@traced_within_others
+def cast_result(dtype: torch.dtype, module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
+    """Casts what is floating in the result of a forward, under a label."""
+    with _label_if_cast("result", module, dtype, result):
+        return carried_back.end(module, dtype, result)
+
+
+def _label_if_cast(what: str, module: nn.Module, dtype: torch.dtype, value: object) -> AbstractContextManager[object]:
+    if is_compiling() or not any(each.dtype in CASTABLE and each.dtype is not dtype for each in tensors_in(value)):
+        return nullcontext()
+    return _label(what, type(module).__name__, dtype)
+
+
+def _label(what: str, function: str, dtype: torch.dtype) -> AbstractContextManager[object]:
+    if _get_tracing_state() is not None or _len_torch_dispatch_stack():
+        return nullcontext()
+    return record_function(f"ampatch: cast {what} of {function} to {str(dtype).removeprefix('torch.')}")

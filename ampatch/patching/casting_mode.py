@@ -1,0 +1,464 @@
+"""The cast lists applied by a mode of torch's instead of patches: to the calls of one thread, while a block runs.
+
+torch asks a `TorchFunctionMode` before each call of its functions. Owns which function is cast how in such a block, and
+who keeps the casts of weights there. Must never change a function of torch's: other threads, and this one outside of
+the block, see plain torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+import threading
+import types
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode, get_overridable_functions
+
+from ampatch.cast_lists import spellings
+from ampatch.cast_lists.paths import PathError, beneath, find
+from ampatch.cast_lists.rules import Rule, Treatment
+from ampatch.casting.nested import TensorCast, cast_tensors
+from ampatch.compilers import traced_within_others
+from ampatch.patching.adapters import Adapt, Adapters, Arguments, Function
+from ampatch.patching.wrappers import explain
+from ampatch.tracing import is_below_operators
+
+
+class Weights(Protocol):
+    """Who keeps the weights that are used in a block."""
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns a tensor, which may be a weight, in another floating type."""
+
+    def full(self, weight: Tensor) -> Tensor:
+        """Returns the weight that a function gets which does not compute in half."""
+
+    def dtype_of(self, weight: Tensor) -> torch.dtype:
+        """Returns the type that a weight has to the model's code."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What is done with the calls of one function.
+
+    Attributes:
+        adapt: turns the arguments into those of its rule; None where it has none.
+        always: the treatment of each call; None where there is none, or it depends on the arguments.
+        computes_in_half: whether it is to get half weights as they are, unless the call asks for another type.
+        inside: of a function in Python, one that does the same and has the functions that it calls cast, too.
+        reason: names the function and the list, for errors.
+    """
+
+    adapt: Adapt | None = None
+    always: Treatment | None = None
+    computes_in_half: bool = False
+    inside: Function | None = None
+    reason: str = ""
+
+    def changed_by(self, names: Mapping[Treatment, Set[str]]) -> Set[str]:
+        """Returns, of the names in each list, those of functions that would cast what this one hands them.
+
+        Promotion changes nothing where all is of one type, and a list nothing that is of its type already.
+        """
+        if self is _DESCRIBING:
+            return frozenset()
+        if self.always is Treatment.BLACKLIST:
+            return names[Treatment.WHITELIST] | names[Treatment.BANNED]
+        if self.always is Treatment.WHITELIST:
+            return names[Treatment.BLACKLIST] | names[Treatment.BANNED]
+        if self.always is Treatment.PROMOTE:
+            return names[Treatment.WHITELIST] | names[Treatment.BLACKLIST] | names[Treatment.BANNED]
+        return frozenset().union(*names.values())
+
+
+class CastRules:
+    """The rules of cast lists for one half type, by function.
+
+    Args:
+        half_dtype: what whitelisted functions compute in.
+        rules: for this half type.
+        registered: functions that the user registered, each with the half type that it asks for, if any. They take
+            precedence.
+
+    Attributes:
+        half_dtype: as given.
+        adapters: what decorated functions do to their arguments, by kind.
+        out_of_sight: the rules of functions that torch does not ask a mode about, since they are not torch's.
+        told_otherwise: the rules of methods that torch tells a mode of by another name, which the lists treat
+            otherwise, each with that name.
+    """
+
+    def __init__(
+        self, half_dtype: torch.dtype, rules: Iterable[Rule], registered: Iterable[tuple[Rule, torch.dtype | None]] = ()
+    ) -> None:
+        self.half_dtype = half_dtype
+        self._rules, self._registered = tuple(rules), tuple(registered)
+        accelerator = torch.accelerator.current_accelerator()
+        kinds = {"cpu", "meta"} if accelerator is None else {"cpu", "meta", accelerator.type}
+        adapters = Adapters(half_dtype, _CASTS_OF_THE_BLOCK, kinds)
+        self.adapters = adapters.by_kind()
+        self.out_of_sight: list[Rule] = []
+        self.entries: dict[Any, _Entry] = {
+            **dict.fromkeys((getattr(Tensor, name).__get__ for name in _PROPERTIES), _DESCRIBING),
+            **dict.fromkeys((getattr(Tensor, name) for name in _METHODS), _DESCRIBING),
+            Tensor.dtype.__get__: _TYPE,  # type: ignore[attr-defined]
+        }
+        names: dict[Treatment, set[str]] = {treatment: set() for treatment in Treatment}
+        for rule in (*self._rules, *(rule for rule, _ in self._registered)):
+            names[rule.treatment].add(rule.path.name)
+        found: list[tuple[Rule, Any]] = []
+        for rule in self._rules:
+            function = self._find(rule)
+            if function is not None:
+                found.append((rule, function))
+                kind = "banned" if rule.treatment is Treatment.BANNED else f"in the {rule.treatment.value}"
+                self.entries[function] = _Entry(
+                    adapters.for_rule(rule, function).adapt,
+                    None if rule.when else rule.treatment,
+                    rule.treatment is Treatment.WHITELIST and not rule.when and not _is_in_place(rule),
+                    None,
+                    f"ampatch: {rule.path} is {kind} ({rule.source}).",
+                )
+        for rule, dtype in self._registered:
+            function = self._find(rule)
+            if function is not None:
+                found.append((rule, function))
+                self.entries[function] = _Entry(
+                    adapters.for_registration(rule.path, rule.treatment, dtype, function).adapt,
+                    rule.treatment if dtype in (None, half_dtype) else None,
+                    rule.treatment is Treatment.WHITELIST and dtype in (None, half_dtype) and not _is_in_place(rule),
+                    None,
+                    f"ampatch: {rule.path} is registered for the {rule.treatment.value}.",
+                )
+        listed = {function: rule.treatment for rule, function in found}
+        told_as = _told_as()
+        self.told_otherwise = [
+            (rule, told_as[function].__name__)
+            for rule, function in found
+            if told_as.get(function, function) is not function and listed.get(told_as[function]) is not rule.treatment
+        ]
+        for function in _functions_in_python():
+            entry = self.entries.get(function, _UNLISTED)
+            if not entry.changed_by(names).isdisjoint(_names_called_by(function)):
+                self.entries[function] = replace(entry, inside=_seen_through(function))
+        self.by_name = {
+            (function.__name__, getattr(function, "__module__", None)): entry
+            for function, entry in self.entries.items()
+            if function.__name__ != "__get__"
+        }
+        self.by_operator = {
+            name: tuple(self.entries.get(told_as.get(method), _UNLISTED) for method in methods)
+            for name, *methods in _operators()
+        }
+
+    def _find(self, rule: Rule) -> Any:
+        """Returns the function of a rule; None if it is not there, or out of sight."""
+        try:
+            function = find(rule.path)
+        except PathError:  # optional, and not in this torch
+            return None
+        if function is None or rule.path.namespace.partition(".")[0] == "torch":
+            return function
+        self.out_of_sight.append(rule)
+        return None
+
+    def computes_in_half(self, function: Function) -> bool:
+        """Returns whether all floating arguments of a function are cast to half, whatever the others are."""
+        entry = self.entries.get(beneath(function))
+        return entry is not None and entry.computes_in_half
+
+    def __reduce__(self) -> Any:
+        return CastRules, (self.half_dtype, self._rules, self._registered)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CastRules:
+        return self  # nothing in it changes
+
+
+class CastingMode(TorchFunctionMode):
+    """Casts the arguments of torch's functions while its block runs.
+
+    Args:
+        rules: which are cast how.
+        weights: keeps the weights.
+        owner: whose block it is.
+        is_traced: whether a tracer has put tensors of other classes in the places of the weights.
+
+    Attributes:
+        owner: as given.
+        rules: as given.
+        weights: as given.
+        off: in how many parts of the block without casts this is.
+    """
+
+    def __init__(self, rules: CastRules, weights: Weights, owner: object, is_traced: bool) -> None:
+        super().__init__()
+        self.owner = owner
+        self.rules = rules
+        self.weights = weights
+        self.off = 0
+        self._is_traced = is_traced
+        self._running: Function | None = None
+
+    @traced_within_others
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if self.off:
+            return function(*args, **kwargs)
+        if is_dynamo_compiling():
+            return self._traced(function, args, kwargs)
+        entry = self.rules.entries.get(function, _UNLISTED)
+        if entry is _DESCRIBING or function is self._running or (_len_torch_dispatch_stack() and _is_traced_below()):
+            return function(*args, **kwargs)
+        if entry is _UNLISTED and not kwargs and not self._may_hold_weights(args):
+            return function(*args)  # as most calls
+        if entry is _TYPE:
+            return self.weights.dtype_of(args[0]) if self._may_be_weight(args[0]) else function(*args)
+        adapted = None
+        try:
+            adapted = self._adapted(entry, args, kwargs)
+            if entry.inside is None:
+                return function(*adapted[0], **adapted[1])
+            before, self._running = self._running, function
+            try:
+                with self:
+                    return entry.inside(*adapted[0], **adapted[1])
+            finally:
+                self._running = before
+        except Exception as error:
+            if entry.adapt is not None:
+                explain(error, entry.reason, (args, kwargs), adapted)
+            raise
+
+    def _traced(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Does the same under torch.compile, to which a function in Python is not always the same object."""
+        name, module = getattr(function, "__name__", ""), getattr(function, "__module__", None)
+        entry = self.rules.by_name.get((name, module), _UNLISTED)
+        if module == "_operator":  # as torch.export names the methods of tensors, where it is strict
+            entry, reflected = self.rules.by_operator.get(name, (_UNLISTED, _UNLISTED))
+            if not isinstance(args[0], Tensor):
+                (right, left), kwargs = self._adapted(reflected, args[::-1], kwargs)
+                if reflected.inside is None:
+                    return function(left, right)
+                with self:
+                    return reflected.inside(right, left)
+        if entry is _DESCRIBING:
+            return function(*args, **kwargs)
+        args, kwargs = self._adapted(entry, args, kwargs)
+        if module == "torch._tensor" and name in _METHODS_IN_PYTHON:
+            return getattr(args[0], name)(*args[1:], **kwargs)  # which the compiler knows, and not the function
+        if entry.inside is None:
+            return function(*args, **kwargs)
+        with self:
+            return entry.inside(*args, **kwargs)
+
+    def _adapted(self, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        # An out= or dtype= may ask for another type than half.
+        in_half = entry.computes_in_half and not (kwargs and ("out" in kwargs or "dtype" in kwargs))
+        if not in_half:
+            args, kwargs = self._with_full_weights(args, kwargs)
+        if entry.adapt is not None:
+            args, kwargs = entry.adapt(args, kwargs)
+        if in_half and entry.inside is not None:
+            # What it calls is to get weights as they are, whether it is listed or not.
+            args, kwargs = _applied(self._anonymous, args, kwargs)
+        return args, kwargs
+
+    def adapt_decorated(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Returns the arguments of a decorated function, by a key of `CastRules.adapters`."""
+        if self.off:
+            return args, kwargs
+        if kind != Treatment.WHITELIST.value:
+            args, kwargs = self._with_full_weights(args, kwargs)
+        return self.rules.adapters[kind](args, kwargs)
+
+    def _with_full_weights(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        if kwargs or self._may_hold_weights(args):
+            return _applied(self._full, args, kwargs)
+        return args, kwargs
+
+    def _may_hold_weights(self, args: tuple[Any, ...]) -> bool:
+        return self._is_traced or not _MAY_HOLD_WEIGHTS.isdisjoint(map(type, args))
+
+    def _full(self, tensor: Tensor) -> Tensor:
+        return self.weights.full(tensor) if self._may_be_weight(tensor) else tensor
+
+    def _anonymous(self, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor) if self._may_be_weight(tensor) else tensor
+
+    def _may_be_weight(self, tensor: object) -> bool:
+        return type(tensor) is Parameter or self._is_traced
+
+
+def _applied(cast: TensorCast, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Returns arguments with ``cast`` applied to every weight in them."""
+    return (
+        tuple([cast_tensors(value, cast) for value in args]),
+        {name: cast_tensors(value, cast) for name, value in kwargs.items()},
+    )
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.mode: CastingMode | None = None  # in each thread from the start, which a compiler asks
+
+
+thread = _Thread()
+
+
+class _CastsOfTheBlock:
+    """Casts by whoever keeps the weights of the block that runs in this thread."""
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        mode = thread.mode
+        if is_dynamo_compiling() or mode is None:
+            return tensor.to(dtype)
+        return mode.weights.cast(tensor, dtype)
+
+
+_CASTS_OF_THE_BLOCK = _CastsOfTheBlock()
+_UNLISTED = _Entry()
+# Of what tells something of a tensor that depends neither on its values nor on its type, and of what tells the type.
+_DESCRIBING = _Entry(reason="describes")
+_TYPE = _Entry(reason="tells the type")
+_MAY_HOLD_WEIGHTS = frozenset({Parameter, list, tuple, dict})
+
+_PROPERTIES = (
+    *("device", "shape", "ndim", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "_version"),
+    *("is_cpu", "is_cuda", "is_meta", "is_mps", "is_nested", "is_quantized", "is_sparse", "is_xpu"),
+)
+_METHODS = (
+    *("size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "get_device", "__len__"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_inference", "requires_grad_"),
+)
+_METHODS_IN_PYTHON = frozenset(
+    name
+    for name, method in vars(Tensor).items()
+    if isinstance(method, types.FunctionType) and not name.startswith("__")
+)
+
+
+_NO_OPERATORS = ("call", "delitem", "index", "setitem")
+
+
+def _operators() -> Iterator[tuple[str, Any, Any]]:
+    """Yields Python's operators by name, with the methods of tensors on their left and, if there are any, right."""
+    for name, function in vars(operator).items():
+        bare = name.strip("_")
+        of_both = bare[1:] if bare.startswith("i") and hasattr(operator, f"__{bare[1:]}__") else bare
+        left = getattr(Tensor, f"__{bare}__", None) or getattr(Tensor, f"__{of_both}__", None)
+        if getattr(function, "__module__", None) == "_operator" and left is not None and bare not in _NO_OPERATORS:
+            yield function.__name__, left, getattr(Tensor, f"__r{of_both}__", None)
+
+
+@functools.cache
+def _told_as() -> dict[Any, Any]:
+    """Returns by operator's method the function that torch tells a mode of: of ``x + y`` as of ``Tensor.add``."""
+    told: dict[Any, Any] = {}
+
+    class Listening(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            told.setdefault(method, function)
+            return args[0]
+
+    tensor = torch.ones(())
+    for method in {method for _, *methods in _operators() for method in methods if method is not None}:
+        for args in ((tensor, tensor), (tensor,)):
+            with suppress(TypeError), Listening():
+                method(*args)
+    return told
+
+
+def _is_in_place(rule: Rule) -> bool:
+    return rule.path.name.endswith("_") and not rule.path.name.endswith("__")
+
+
+def _is_traced_below() -> bool:
+    """Returns whether the caller stands for an operator's kernel, which a tracer runs: it is not the user's code."""
+    if is_dynamo_compiling() or not _len_torch_dispatch_stack():
+        return False
+    frame: Any = sys._getframe(2)
+    if frame.f_globals.get("__name__") == "torch.overrides":  # asked by a function in Python
+        frame = frame.f_back.f_back
+    return is_below_operators(frame)
+
+
+@functools.cache
+def _names_called_by(function: types.FunctionType) -> frozenset[str]:
+    """Returns the names in the code of a function, and in that of functions of its module that it calls."""
+    names: set[str] = set()
+    followed, waiting = {function}, [function]
+    while waiting:
+        home = waiting.pop()
+        here = {name for code in spellings.codes(home.__code__) for name in code.co_names}
+        held = [cell.cell_contents for cell in home.__closure__ or ()]
+        for value in [*map(home.__globals__.get, here - names), *held]:
+            is_near = isinstance(value, types.FunctionType) and value.__globals__ is home.__globals__
+            if is_near and value not in followed:
+                followed.add(value)
+                waiting.append(value)
+        names |= here
+    return frozenset(names)
+
+
+@functools.cache
+def _functions_in_python() -> tuple[types.FunctionType, ...]:
+    """Returns those of torch's functions in Python that ask for overrides."""
+    listed = {beneath(function) for functions in get_overridable_functions().values() for function in functions}
+    return tuple(function for function in listed if isinstance(function, types.FunctionType))
+
+
+def _asks_nobody(*_: object) -> bool:
+    return False
+
+
+_ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+@functools.cache
+def _seen_through(function: types.FunctionType) -> types.FunctionType:
+    """Returns a function with the same code, which asks for no overrides itself; those that it calls do.
+
+    torch asks a mode once about a function in Python, and not about what it calls. To be asked about that, the mode has
+    to be on while the code runs, which then would ask about the function itself without end.
+    """
+    # A function that holds itself does so to name itself to overrides.
+    cells = function.__closure__ or ()
+    closure = [cell if cell.cell_contents is function else _cell_seen_through(cell) for cell in cells]
+    seen_through = types.FunctionType(
+        function.__code__,
+        _globals_seen_through(function),
+        function.__name__,
+        function.__defaults__,
+        tuple(closure),
+    )
+    seen_through.__kwdefaults__ = function.__kwdefaults__
+    return seen_through
+
+
+def _cell_seen_through(cell: types.CellType) -> types.CellType:
+    held = cell.cell_contents
+    if isinstance(held, types.FunctionType) and any(name in held.__code__.co_names for name in _ASKING):
+        return types.CellType(_seen_through(held))
+    return cell
+
+
+_globals_by_module: dict[int, dict[str, Any]] = {}
+
+
+def _globals_seen_through(function: types.FunctionType) -> dict[str, Any]:
+    key = id(function.__globals__)
+    if key not in _globals_by_module:
+        _globals_by_module[key] = {**function.__globals__, **dict.fromkeys(_ASKING, _asks_nobody)}
+    return _globals_by_module[key]

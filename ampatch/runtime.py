@@ -1,0 +1,292 @@
+"""What belongs to the process: which session is live, what the user has registered, and the ways to the live session.
+
+There is at most one live session in a process, since torch's functions are the process's. Torch's hooks and decorated
+functions look for it here, at every call. Must not do a session's work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ampatch import compilers, tracing
+from ampatch.errors import OptionError, UsageError
+from ampatch.patching import adopted_model, cast_labels, casting_mode
+from ampatch.patching.adapters import Adapt
+from ampatch.patching.function_patches import Registration
+from ampatch.patching.wrappers import explain
+from ampatch.replaced import Replaced
+from ampatch.session import Hooks, Session
+from ampatch.settings import Settings
+from ampatch.weights import conversion_plan
+
+
+@dataclass(slots=True)
+class Runtime:
+    """What belongs to the process, and not to a session.
+
+    Attributes:
+        live: the session, if there is one.
+        disabled: whether ``initialize(enabled=False)`` was the last word while there was none.
+        registered: the functions that the user registered, for every session to come.
+        replaces: whether other settings replace the live session, as in Apex; they are an error otherwise.
+        replaced: what sessions that were replaced have left; None if there were none.
+    """
+
+    live: Session | None = None
+    disabled: bool = False
+    registered: list[Registration] = field(default_factory=list)
+    replaces: bool = False
+    replaced: Replaced | None = None
+
+
+runtime = Runtime()
+
+
+def open_session(settings: Settings, device_types: Iterable[str]) -> Session:
+    """Makes a session and installs it; if that fails, everything is as it was, but for a session that was replaced.
+
+    Raises:
+        UsageError: there is a live one already, which is not to be replaced.
+    """
+    live = runtime.live
+    if live is not None:
+        if not runtime.replaces:
+            properties = live.settings.properties
+            raise UsageError(
+                f"amp is set up already, at opt_level={properties.opt_level!r} in {properties.half_dtype}; type "
+                "amp.deinitialize() first."
+            )
+        replace_session(difference(live, settings) or "amp.init was called again")
+    session = Session(settings, device_types, _HOOKS)
+    try:
+        session.install(runtime.registered)
+    except BaseException:
+        session.take_down()
+        raise
+    runtime.live = session
+    return session
+
+
+def close_session(session: Session) -> None:
+    """Takes a session down, if it is the live one; otherwise does nothing."""
+    if session is runtime.live:
+        runtime.live = None
+        session.take_down()
+
+
+@contextlib.contextmanager
+def replacing() -> Iterator[None]:
+    """Has a session that is opened in the block, with other settings, replace the live one."""
+    before, runtime.replaces = runtime.replaces, True
+    try:
+        yield
+    finally:
+        runtime.replaces = before
+
+
+def difference(session: Session, settings: Settings) -> str:
+    """Returns what tells a session from one that would be opened now, for a message; empty if nothing does."""
+    parts = [session.settings.difference(settings)]
+    if set(session.registered) != set(runtime.registered):
+        parts.append("registered functions")
+    return ", ".join(part for part in parts if part)
+
+
+def replace_session(why: str) -> None:
+    """Takes the live session down for another one, and has the user be told if what it had is trained on.
+
+    Args:
+        why: what the settings of the other one differ in.
+    """
+    live = runtime.live
+    if live is None:
+        return
+    models, optimizers = live.models, live.optimizers
+    close_session(live)
+    if runtime.replaced is None:
+        runtime.replaced = Replaced(before_replaced_forward, before_replaced_step)
+    runtime.replaced.watch(models, optimizers, why)
+
+
+def forget_replaced() -> None:
+    """Ends what `replace_session` has begun."""
+    replaced, runtime.replaced = runtime.replaced, None
+    if replaced is not None:
+        replaced.end()
+
+
+def register(registration: Registration) -> None:
+    """Remembers a function for the sessions to come; the last registration of a function counts."""
+    same = (registration.owner, registration.name)
+    runtime.registered[:] = [known for known in runtime.registered if (known.owner, known.name) != same]
+    runtime.registered.append(registration)
+
+
+def decorate(function: Any, kind: str) -> Any:
+    """Returns a function whose arguments are cast while a session is live that patches functions.
+
+    Args:
+        function: a function, builtin, static method or class method.
+        kind: a key of `Session.adapters`.
+
+    Raises:
+        OptionError: it is none of these.
+    """
+    if isinstance(function, (staticmethod, classmethod)):
+        return type(function)(decorate(function.__func__, kind))
+    if not callable(function):
+        raise OptionError(f"found {function!r} to decorate; expected a function. Type the decorator above its `def`.")
+    name = getattr(function, "__qualname__", repr(function))
+    reason = f"ampatch: {name} is decorated for the {kind}."
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        session, mode = runtime.live, casting_mode.thread.mode
+        if mode is not None:  # in a forward of what `amp.convert_model` has made, where the session's casts are off
+            adapt: Adapt = functools.partial(mode.adapt_decorated, kind)
+        elif session is None or not session.patches_functions or not session.switch.active or session.switch.is_off():
+            return function(*args, **kwargs)
+        else:
+            adapt = session.adapters[kind]
+            if session.settings.profile_casts:
+                adapt = cast_labels.named(adapt, name)
+        adapted = None
+        try:
+            adapted = adapt(args, kwargs)
+            return function(*adapted[0], **adapted[1])
+        except Exception as error:
+            explain(error, reason, (args, kwargs), adapted)
+            raise
+
+    compilers.give_own_code(wrapper, function)
+    return wrapper
+
+
+# The hooks of adopted models: without state, so that a model deep-copies and pickles with them.
+
+
+@compilers.traced_within_others
+def before_forward(model: nn.Module, _: object) -> None:
+    """Runs before an adopted model's forward, or that of a copy of one."""
+    session = runtime.live
+    if session is None:
+        return
+    adopted_model.check_device(model, session.device_types)
+    if not torch.compiler.is_compiling():
+        # It may be older than the session, or a copy.
+        wrapper = DistributedDataParallel._active_ddp_module
+        if wrapper is not None:
+            session.note_replicated_forward(wrapper)
+        if session.has_half_weights and not tracing.is_recording():
+            session.synchronise_weights(model)
+        session.cache.enter_forward(model)
+
+
+@compilers.traced_within_others
+def after_forward(model: nn.Module, _: object, outputs: object) -> None:
+    """Runs after it, whether it returned or raised."""
+    session = runtime.live
+    if session is not None and not torch.compiler.is_compiling():
+        session.cache.exit_forward(model)
+        if outputs is None and session.has_half_weights:  # within torch's handler, if it has raised
+            adopted_model.note_types(model, sys.exc_info()[1], session.settings.properties.half_dtype)
+        wrapper = DistributedDataParallel._active_ddp_module
+        if wrapper is not None:
+            session.processes.watch_backward(wrapper, outputs)
+
+
+@compilers.traced_within_others
+def before_replaced_forward(model: nn.Module, _: object) -> None:
+    """Runs before the forward of a model whose session was replaced, or that of a copy of one."""
+    if not torch.compiler.is_compiling() and model.training and torch.is_grad_enabled():
+        before_replaced_step(model)
+
+
+def before_replaced_step(trained: object, *_: object) -> None:
+    """Runs before the step of an optimizer whose session was replaced."""
+    if runtime.replaced is not None and (runtime.live is not None or runtime.disabled):
+        runtime.replaced.hear(trained, runtime.live)
+
+
+def after_replicated_forward(wrapper: Any, _: object, outputs: object) -> None:
+    """Runs after every forward of a wrapper for several processes."""
+    session = runtime.live
+    if session is not None:
+        session.note_replicated_forward(wrapper)
+        session.processes.watch_backward(wrapper, outputs)
+
+
+def after_state_dict(module: nn.Module, saved: dict[str, Any], prefix: str, _: object) -> None:
+    """Runs for every submodule of a converted model: what it saves is float32, with the masters' bits."""
+    session = runtime.live
+    if session is None:
+        return
+    for name, tensor in conversion_plan.own_tensors(module):
+        full = session.conversion.float32_of(module, name, tensor)
+        if full is not None:
+            for key in _keys_of(tensor, prefix + name, prefix, saved):
+                saved[key] = full if saved[key] is tensor else full.detach()  # itself with keep_vars=True
+
+
+def _keys_of(tensor: Tensor, expected: str, prefix: str, saved: dict[str, Any]) -> list[str]:
+    """Returns where a state dict has a tensor: under its name, or under one that the user's own hooks have given it."""
+    candidates = [expected] if expected in saved else [key for key in saved if key.startswith(prefix)]
+    return [key for key in candidates if _is_alias(saved[key], tensor)]
+
+
+def _is_alias(value: object, tensor: Tensor) -> bool:
+    """Returns whether this is the tensor itself or a view of all of it, untouched by the user's hooks."""
+    return (
+        isinstance(value, Tensor)
+        and (value.dtype, value.shape, value.layout) == (tensor.dtype, tensor.shape, tensor.layout)
+        and value.data_ptr() == tensor.data_ptr()
+        and value.stride() == tensor.stride()
+    )
+
+
+def before_load_state_dict(
+    module: nn.Module, saved: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
+) -> None:
+    """Runs for every submodule of a converted model, before it is loaded."""
+    session = runtime.live
+    if session is None:
+        return
+    if local_metadata.get("assign_to_params_buffers") and session.conversion.has_any_of(module):  # or it is a copy
+        raise UsageError(
+            "load_state_dict(assign=True) would replace the half parameters that amp converted. Leave assign out, or "
+            "type amp.deinitialize() first."
+        )
+    if not prefix:
+        session.complete_masters()
+    session.loading[module] = (saved, prefix)
+
+
+def after_load_state_dict(module: nn.Module, _: object) -> None:
+    """Runs after it was loaded: masters take the values that were narrowed, under the names that hooks gave them."""
+    session = runtime.live
+    if session is None:
+        return
+    saved, prefix = session.loading.pop(module, ({}, ""))
+    for name, tensor in conversion_plan.own_tensors(module):
+        value = saved.get(prefix + name)
+        if isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta":
+            session.conversion.load(tensor, value)
+
+
+_HOOKS = Hooks(
+    before_forward,
+    after_forward,
+    after_replicated_forward,
+    after_state_dict,
+    before_load_state_dict,
+    after_load_state_dict,
+)

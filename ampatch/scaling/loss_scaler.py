@@ -1,0 +1,590 @@
+"""The loss scale: its transition as a pure function, and the scaler that keeps it on the device.
+
+The scheme is that of "Mixed Precision Training" (Micikevicius et al., 2018): halve on overflow, double after a run of
+clean steps; with the hysteresis of Megatron-LM. A static scale answers the same calls, and neither checks nor changes.
+Knows gradients as tensors only, never as parameters or optimizers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from ampatch.casting.nested import cast_tensors
+from ampatch.distributed import Processes
+from ampatch.errors import AmpError, OptionError
+from ampatch.native import kernels
+from ampatch.opt_levels import LossScale, check_loss_scale
+from ampatch.tracing import is_capturing
+
+_L = TypeVar("_L")
+
+_GREATEST = torch.finfo(torch.float32).max
+
+# The keys of a saved state. The first two of each are what a scaler cannot do without: the scale and its clean steps.
+_KEYS = ("loss_scale", "unskipped", "hysteresis_left", "dynamic")
+_GRAD_SCALER_KEYS = (
+    "scale",
+    "_growth_tracker",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "hysteresis_left",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePolicy:
+    """How a loss scale behaves.
+
+    Attributes:
+        dynamic: whether it reacts to overflows; a static one is neither checked nor changed.
+        init_scale: where it starts. 2**16 is the largest power of two that float16 nearly holds: gradients of 1
+            overflow at once, and the scale comes down to what the model bears in a few steps.
+        growth_factor: what it is multiplied by when it grows. Powers of two leave every mantissa as it was.
+        backoff_factor: what it is multiplied by when it backs off.
+        window: clean steps before it grows; 2000 as in the paper.
+        hysteresis: overflows, not necessarily in a row, before it backs off; refilled when it grows.
+        floor: the least scale. 2**-24 is float16's smallest number: below it, scaling has failed.
+        ceiling: the greatest; inf: what float32 holds.
+    """
+
+    dynamic: bool
+    init_scale: float
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    window: int = 2000
+    hysteresis: int = 1
+    floor: float = 2.0**-24
+    ceiling: float = 2.0**24
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleState:
+    """A moment in the life of a scale.
+
+    Attributes:
+        loss_scale: what the loss is multiplied by.
+        unskipped: clean steps since it last changed.
+        hysteresis_left: overflows that are still forgiven, this one included.
+    """
+
+    loss_scale: float
+    unskipped: int
+    hysteresis_left: int
+
+
+def make_policy(
+    loss_scale: float | str,
+    *,
+    init_scale: float = 2.0**16,
+    scale_factor: float = 2.0,
+    scale_window: int = 2000,
+    hysteresis: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    growth_factor: float | None = None,
+    backoff_factor: float | None = None,
+) -> ScalePolicy:
+    """Returns a checked policy from the arguments of ``amp.initialize``.
+
+    Raises:
+        OptionError: a value out of range, a floor above the ceiling, or ``scale_factor`` beside what it would set.
+    """
+    checked: LossScale = check_loss_scale(loss_scale)
+    floor = 2.0**-24 if min_loss_scale is None else _checked_scale("min_loss_scale", min_loss_scale)
+    ceiling = _checked_scale("max_loss_scale", max_loss_scale)
+    if floor > ceiling:
+        raise OptionError(f"min_loss_scale={floor} is above max_loss_scale={ceiling}; expected it to be at most that.")
+    growth, backoff = _factors(scale_factor, growth_factor, backoff_factor)
+    window, left = _count("scale_window", scale_window), _count("hysteresis", hysteresis)
+    start = _checked_scale("init_scale", init_scale)
+    if checked != "dynamic":
+        return ScalePolicy(False, _checked_scale("loss_scale", checked), growth, backoff, window, left, floor, ceiling)
+    return ScalePolicy(True, min(max(start, floor), ceiling), growth, backoff, window, left, floor, ceiling)
+
+
+def first_state(policy: ScalePolicy) -> ScaleState:
+    """Returns the state that a scale starts in."""
+    return ScaleState(policy.init_scale, 0, policy.hysteresis)
+
+
+def next_state(state: ScaleState, overflow: bool, policy: ScalePolicy) -> ScaleState:
+    """Returns the state after one pass: the reference that `kernels.update_scale` is tested against."""
+    if not policy.dynamic:
+        return replace(state, unskipped=state.unskipped + 1)
+    scale, left = state.loss_scale, state.hysteresis_left
+    if overflow:
+        left -= 1
+        unskipped = 0
+        if left <= 0:
+            scale *= policy.backoff_factor
+    else:
+        unskipped = state.unskipped + 1
+        if unskipped >= policy.window:
+            scale, unskipped, left = scale * policy.growth_factor, 0, policy.hysteresis
+    bounded = min(max(_float32(scale), policy.floor), policy.ceiling)
+    return ScaleState(bounded if math.isfinite(bounded) else state.loss_scale, unskipped, left)
+
+
+def scaled(loss: _L, scale: Tensor | None) -> _L:
+    """Multiplies losses by a scale.
+
+    Args:
+        loss: floating tensors, in nested lists, tuples and dicts.
+        scale: 0-dimensional float32; None: 1.
+
+    Returns:
+        The same in float32, each on its own device.
+    """
+    if not isinstance(loss, Tensor):
+        return cast_tensors(loss, lambda each: scaled(each, scale))  # type: ignore[return-value]
+    full = loss.float()
+    if scale is None:
+        return full  # type: ignore[return-value]
+    return full * (scale if scale.device == full.device else scale.to(full.device))  # type: ignore[return-value]
+
+
+class LossScaler:
+    """A loss scale by itself, for loops that do without ``amp.scale_loss``.
+
+    ::
+
+        scaler = amp.LossScaler()
+        scaler.scale(loss).backward()
+        overflow = scaler.unscale_(p.grad for p in model.parameters())
+        if not overflow:
+            optimizer.step()
+        scaler.update()
+
+    Args:
+        loss_scale: "dynamic", or a positive number for a static scale, which is never checked.
+        init_scale: where a dynamic scale starts.
+        scale_factor: by which it grows and backs off.
+        scale_window: clean updates before it grows.
+        hysteresis: overflows before it backs off.
+        min_loss_scale: the floor; None: 2**-24.
+        max_loss_scale: the ceiling.
+        growth_factor: what it is multiplied by when it grows; None: ``scale_factor``.
+        backoff_factor: what it is multiplied by when it backs off; None: 1 / ``scale_factor``.
+
+    Attributes:
+        policy: how it behaves.
+        dynamic: whether overflows are looked for.
+        is_one: whether it is static and 1, so that scaling changes nothing and costs nothing.
+        age: how often the scale was set or may have moved, known without asking the device.
+        uses_by_hand: of the class: how often anybody has unscaled gradients with `unscale_`, by whichever scaler.
+
+    Raises:
+        OptionError: a value out of range.
+    """
+
+    uses_by_hand: ClassVar[int] = 0
+    policy: ScalePolicy
+    dynamic: bool
+    is_one: bool
+    age: int = 0
+    _scale: Tensor
+    _unskipped: Tensor
+    _hysteresis_left: Tensor
+    _found_inf: Tensor  # what was noted since the last update
+    _has_noted: bool = False
+    _is_replayed: bool = False  # a CUDA graph notes, and nobody hears of its replays
+    _counted: int = 0  # updates of a static scale, which need not be counted on the device
+    _kept: Tensor | None = None  # the snapshot of a static scale
+    _set_to: float  # what the host last set the scale to, which a static one still is
+
+    def __init__(
+        self,
+        loss_scale: float | str = "dynamic",
+        *,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        hysteresis: int = 1,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+        growth_factor: float | None = None,
+        backoff_factor: float | None = None,
+    ) -> None:
+        self._begin(
+            make_policy(
+                loss_scale,
+                init_scale=init_scale,
+                scale_factor=scale_factor,
+                scale_window=scale_window,
+                hysteresis=hysteresis,
+                min_loss_scale=min_loss_scale,
+                max_loss_scale=max_loss_scale,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+            )
+        )
+
+    @classmethod
+    def from_policy(cls, policy: ScalePolicy) -> LossScaler:
+        """Returns a scaler of a policy that was checked already."""
+        scaler = cls.__new__(cls)
+        scaler._begin(policy)
+        return scaler
+
+    def _begin(self, policy: ScalePolicy) -> None:
+        self.policy, self.dynamic = policy, policy.dynamic
+        with torch.inference_mode(False):  # backward may need them, whoever makes them where
+            self._scale = torch.empty((), dtype=torch.float32, device="cpu")
+            self._unskipped = torch.empty((), dtype=torch.int32, device="cpu")
+            self._hysteresis_left = torch.empty_like(self._unskipped)
+            self._found_inf = torch.empty_like(self._scale)
+        self.go_on_from(first_state(policy))
+
+    def scale(self, loss: _L) -> _L:
+        """``loss`` in float32 times the scale.
+
+        Args:
+            loss: floating, of any shape; or several, in nested lists, tuples and dicts.
+
+        Returns:
+            float32, of the same shape, on the same device; of several the same lists, tuples and dicts.
+
+        Raises:
+            OptionError: it is no floating tensor.
+        """
+        self.follow(loss)
+        # By a copy, since an update before backward would change what autograd keeps.
+        return scaled(loss, None if self.is_one else self.snapshot())
+
+    def unscale_(self, grads: Iterable[Tensor | None]) -> Tensor:
+        """Divides gradients by the scale in place, and looks for overflow if the scale is dynamic.
+
+        Args:
+            grads: floating or complex tensors of any shape, dtype and device; None is passed over, sparse ones are
+                coalesced. Of DTensors every process has to hand in the same, and all hear of an overflow in one.
+
+        Returns:
+            0-dimensional float32, 1 if any element of these gradients was not finite, else 0; always 0 under a static
+            scale. Reading it waits for the device.
+
+        Raises:
+            OptionError: there is something else among them, such as a parameter; nothing was changed.
+        """
+        there = _checked_gradients(grads)
+        LossScaler.uses_by_hand += 1
+        if not self.dynamic:
+            if not self.is_one:
+                kernels.multiply_(there, self._scale.reciprocal())
+            return self.no_overflow()
+        found_inf = kernels.unscale_by_(there, self._scale)
+        Processes().agree(found_inf, there)
+        self.note(found_inf)
+        return found_inf
+
+    def no_overflow(self) -> Tensor:
+        """Returns a verdict for kernels to change: 0-dimensional float32, 0."""
+        return torch.zeros_like(self._found_inf)
+
+    def note(self, found_inf: Tensor) -> None:
+        """Takes note of a verdict that the next `update` is to heed.
+
+        Args:
+            found_inf: 0-dimensional float32, not 0 after an overflow.
+        """
+        torch.maximum(self._found_inf, found_inf, out=self._found_inf)
+        self._has_noted = True
+        self._is_replayed = self._is_replayed or is_capturing()
+
+    def forget(self) -> None:
+        """Takes back what was noted since the last update."""
+        self._found_inf.zero_()
+        self._has_noted = False
+
+    def update(self) -> None:
+        """Ends a pass: the scale backs off if an `unscale_` since the last update met overflow; else grows or stays."""
+        if self.dynamic:
+            self._react(self._found_inf)
+            self.forget()
+        elif is_capturing():
+            self._unskipped += 1
+        else:
+            self._counted += 1
+
+    def update_by(self, found_inf: Tensor) -> None:
+        """`note` and `update` at once."""
+        if self._has_noted or self._is_replayed or not self.dynamic:
+            self.note(found_inf)
+            self.update()
+        else:
+            self._react(found_inf)
+
+    def _react(self, found_inf: Tensor) -> None:
+        policy = self.policy
+        kernels.update_scale(
+            self._scale,
+            self._unskipped,
+            self._hysteresis_left,
+            found_inf,
+            growth=policy.growth_factor,
+            backoff=policy.backoff_factor,
+            window=policy.window,
+            hysteresis=policy.hysteresis,
+            floor=policy.floor,
+            ceiling=policy.ceiling,
+        )
+        self.age += 1
+
+    def set_scale(self, scale: float | Tensor) -> None:
+        """Sets the scale of a dynamic scaler, and leaves its clean updates as they are.
+
+        Args:
+            scale: a positive number; or a floating tensor of one, whose value is not looked at.
+
+        Raises:
+            OptionError: it is neither.
+        """
+        if not isinstance(scale, Tensor):
+            self._scale.fill_(_checked_scale("new_scale", scale))
+        elif scale.numel() == 1 and scale.is_floating_point() and not scale.requires_grad:
+            self._scale.copy_(scale.reshape(()))
+        else:
+            raise OptionError(
+                f"new_scale is {_kind(scale)} of shape {tuple(scale.shape)}"
+                f"{' that requires gradients' * scale.requires_grad}; expected a number, or a floating tensor of one "
+                "number without gradients."
+            )
+        self.age += 1
+
+    def snapshot(self) -> Tensor:
+        """Returns the scale as it is now, on the device: 0-dimensional float32, not to be written to."""
+        if self.dynamic or is_capturing():
+            return self._scale.clone()
+        if self._kept is None:
+            with torch.inference_mode(False):  # others will use it, too
+                self._kept = self._scale.clone()
+        return self._kept
+
+    def follow(self, loss: object) -> None:
+        """Moves to the device of a loss that is to be scaled, or of the first of several.
+
+        Raises:
+            OptionError: it is neither a floating tensor, nor lists, tuples and dicts of such.
+        """
+        if isinstance(loss, Tensor):
+            _check_loss(loss)
+            self.to(loss.device)
+            return
+        self.to(_checked_losses(loss)[0].device)
+
+    def to(self, device: torch.device) -> None:
+        """Moves the state to a device."""
+        if self._scale.device != device:
+            self._scale = self._scale.to(device)
+            self._unskipped = self._unskipped.to(device)
+            self._hysteresis_left = self._hysteresis_left.to(device)
+            self._found_inf = self._found_inf.to(device)
+            self._kept = None
+
+    @property
+    def on_device(self) -> tuple[Tensor, Tensor]:
+        """The scale and its clean updates as they are kept: to be read only."""
+        return self._scale, self._unskipped
+
+    def tensors_on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Returns the state on its device; writing to it changes the state."""
+        self.to(device)
+        self._kept = None
+        self.age += 1
+        return self._scale, self._unskipped, self._hysteresis_left
+
+    def __repr__(self) -> str:
+        # A debugger shows it at any moment: while it is made, under a tracer, while a CUDA graph is captured.
+        with contextlib.suppress(Exception):
+            return self._described()
+        return object.__repr__(self)
+
+    def _described(self) -> str:
+        if not self.dynamic:
+            return f"LossScaler(static, loss_scale={self._set_to})"
+        device = self._scale.device
+        if device.type != "cpu":  # to read it would wait for the device
+            return (
+                f"LossScaler(dynamic, loss_scale on {device}: read it by .state, init_scale={self.policy.init_scale})"
+            )
+        return f"LossScaler(dynamic, loss_scale={float(self._scale)}, unskipped={int(self._unskipped)})"
+
+    @property
+    def state(self) -> ScaleState:
+        """The state as plain numbers; waits for the device."""
+        return ScaleState(float(self._scale), int(self._unskipped) + self._counted, int(self._hysteresis_left))
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Returns the state as plain numbers, under the names that Apex used: ``loss_scale`` and ``unskipped``."""
+        state = self.state
+        saved: dict[str, float | int] = {"loss_scale": state.loss_scale, "unskipped": state.unskipped}
+        if self.policy.hysteresis > 1:
+            saved["hysteresis_left"] = state.hysteresis_left
+        if not self.dynamic:
+            saved["dynamic"] = False  # such a scale is no place for a dynamic one to start from
+        return saved
+
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
+        """Takes over a saved state: one of `state_dict`, of Apex, or of ``torch.amp.GradScaler``.
+
+        Raises:
+            OptionError: a key is missing, unknown, or holds no such number; nothing was changed.
+        """
+        self.go_on_from(self.read_state_dict(state_dict))
+
+    def read_state_dict(self, state_dict: Mapping[str, object]) -> ScaleState:
+        """Returns the state that a dict holds, checked, without taking it over.
+
+        A dynamic scale comes within this policy's floor and ceiling, as it would at the next `update`, and has no more
+        overflows left that are forgiven than this policy gives.
+
+        Raises:
+            OptionError: a key is missing, unknown, or holds no such number.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise OptionError(
+                f"found {type(state_dict).__name__} as the state of a loss scaler; expected what state_dict() returned."
+            )
+        known = _GRAD_SCALER_KEYS if is_of_grad_scaler(state_dict) else _KEYS
+        unexpected = [key for key in state_dict if key not in known]
+        missing = [key for key in known[:2] if key not in state_dict]
+        if unexpected or missing:
+            raise OptionError(
+                f"the state of a loss scaler has unexpected keys {unexpected} and lacks {missing}; expected "
+                f"{', '.join(known[:2])}."
+            )
+        scale_key, unskipped_key = known[:2]
+        try:
+            scale = _checked_scale(scale_key, state_dict[scale_key])
+            unskipped = _count(unskipped_key, state_dict[unskipped_key], least=0)
+            left = _count("hysteresis_left", state_dict.get("hysteresis_left", self.policy.hysteresis), least=-(2**31))
+            for key in _GRAD_SCALER_KEYS[2:5]:
+                _checked_scale(key, state_dict.get(key, 1.0))
+        except AmpError as error:
+            raise OptionError(f"the state of a loss scaler is not sound: {error}") from None
+        if self.dynamic:
+            scale = min(max(scale, self.policy.floor), self.policy.ceiling)
+        return ScaleState(scale, unskipped, min(left, self.policy.hysteresis))
+
+    def go_on_from(self, state: ScaleState) -> None:
+        """Takes over a state that was checked."""
+        # In place, as everything is but the move to a device: a CUDA graph goes on with the tensors that it met.
+        self._set_to = state.loss_scale
+        self._scale.fill_(state.loss_scale)
+        self._unskipped.fill_(state.unskipped)
+        self._hysteresis_left.fill_(state.hysteresis_left)
+        self.forget()
+        self._counted, self._kept = 0, None
+        self.is_one = not self.policy.dynamic and state.loss_scale == 1
+        self.age += 1
+
+
+def is_of_grad_scaler(state_dict: Mapping[Any, object]) -> bool:
+    """Returns whether a saved state is what ``torch.amp.GradScaler.state_dict()`` returns, or a part of it."""
+    return bool(state_dict) and all(key in _GRAD_SCALER_KEYS for key in state_dict)
+
+
+def settings_unlike(policy: ScalePolicy, *state_dicts: Mapping[Any, object]) -> str:
+    """Returns how a saved ``GradScaler`` reacted to overflows otherwise than a policy does, as text.
+
+    Empty where none did, and for a static scale, which does not react.
+    """
+    here = {
+        "growth_factor": policy.growth_factor,
+        "backoff_factor": policy.backoff_factor,
+        "growth_interval": policy.window,
+    }
+    saved = [state_dict for state_dict in state_dicts if policy.dynamic and is_of_grad_scaler(state_dict)]
+    unlike = {
+        f"{name}={state_dict[name]} ({value:g} here)": None
+        for state_dict in saved
+        for name, value in here.items()
+        if state_dict.get(name, value) != value
+    }
+    return ", ".join(unlike)
+
+
+def _checked_gradients(grads: object) -> list[Tensor]:
+    expected = "expected gradients, such as (p.grad for p in model.parameters())."
+    if isinstance(grads, Tensor) or not isinstance(grads, Iterable):
+        raise OptionError(f"found {_kind(grads)}; {expected}")
+    there = [grad for grad in grads if grad is not None]
+    for grad in there:
+        if not isinstance(grad, Tensor) or not (grad.is_floating_point() or grad.is_complex()):
+            raise OptionError(f"found {_kind(grad)} among the gradients; {expected}")
+        if grad.requires_grad and grad.is_leaf:
+            raise OptionError(f"found a parameter of shape {tuple(grad.shape)} among the gradients; {expected}")
+    return there
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        raise OptionError(
+            f"the loss is {_kind(loss)}; expected a floating tensor, or lists, tuples and dicts of floating tensors."
+        )
+
+
+def _checked_losses(losses: object) -> list[Tensor]:
+    """Returns the losses in nested lists, tuples and dicts, which are one at least."""
+    if isinstance(losses, (list, tuple, dict)):
+        items = losses.values() if isinstance(losses, dict) else losses
+        found = [each for item in items for each in _checked_losses(item)]
+        if found:
+            return found
+        raise OptionError(f"the loss is an empty {type(losses).__name__}; expected one floating tensor or more.")
+    _check_loss(losses)
+    return [losses]  # type: ignore[list-item]
+
+
+def _kind(value: object) -> str:
+    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _checked_scale(name: str, value: object) -> float:
+    """Returns a number as float32 holds it; raises if it, or its reciprocal, would be 0 or inf there."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 2.0**-126 <= value <= _GREATEST:
+        return _float32(value)
+    raise OptionError(f"{name} is {value!r}; expected a number from 2**-126 to {_GREATEST:g}.")
+
+
+def _factors(scale_factor: object, growth_factor: object, backoff_factor: object) -> tuple[float, float]:
+    """Returns what a scale grows and backs off by: as given apart, or as one factor for both."""
+    both = _factor("scale_factor", scale_factor)
+    if both <= 1:
+        raise OptionError(f"scale_factor is {scale_factor!r}; expected a number above 1, such as 2.")
+    if both != 2 and not (growth_factor is None and backoff_factor is None):
+        raise OptionError(
+            f"scale_factor={scale_factor!r} stands beside growth_factor or backoff_factor; expected either the one "
+            "factor for both directions, or those two."
+        )
+    growth = both if growth_factor is None else _factor("growth_factor", growth_factor)
+    backoff = 1 / both if backoff_factor is None else _factor("backoff_factor", backoff_factor)
+    if growth <= 1:
+        raise OptionError(f"growth_factor is {growth_factor!r}; expected a number above 1, such as 2.")
+    if backoff >= 1:
+        raise OptionError(f"backoff_factor is {backoff_factor!r}; expected a number below 1, such as 0.5.")
+    return growth, backoff
+
+
+def _factor(name: str, value: object) -> float:
+    _checked_scale(name, value)
+    return float(value)  # type: ignore[arg-type] # exactly: the product is what is rounded
+
+
+def _float32(number: float) -> float:
+    return float(torch.tensor(number, dtype=torch.float32, device="cpu"))
+
+
+def _count(name: str, value: object, least: int = 1) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31:
+        return value
+    raise OptionError(
+        f"{name} is {value!r}; expected a whole number of at least {least}{', below 2**31' * isinstance(value, int)}."
+    )

@@ -1,0 +1,186 @@
+"""What a conversion of a model's weights would do: which type each tensor is to have, and what stays float32.
+
+Only looks, and changes nothing: whatever cannot be converted is found here.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
+
+from ampatch.casting.nested import CASTABLE
+from ampatch.errors import OptionError, did_you_mean
+from ampatch.opt_levels import HALVES
+from ampatch.weights.unseen_writes import data_of
+
+KeepFloat32 = tuple[str | type[nn.Module], ...]
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Returns whether a module normalises by running statistics: batch norm, synchronised or not, or instance norm.
+
+    These take half input with float32 weights natively, on the CPU and on CUDA.
+    """
+    return isinstance(module, _NormBase) and (not isinstance(module, _InstanceNorm) or module.track_running_stats)
+
+
+def check_keep_fp32(keep_fp32: object) -> KeepFloat32:
+    """Names, patterns and classes as a tuple; one of them alone is a tuple of one.
+
+    Raises:
+        OptionError: anything else.
+    """
+    if keep_fp32 is None:
+        return ()
+    wanted = tuple(keep_fp32) if isinstance(keep_fp32, (list, tuple, set, frozenset)) else (keep_fp32,)
+    for one in wanted:
+        if not (isinstance(one, str) or (isinstance(one, type) and issubclass(one, nn.Module))):
+            raise OptionError(
+                f"keep_fp32 has {one!r}; expected names of submodules ('encoder.norm'), patterns ('*.norm') or classes "
+                "(torch.nn.LayerNorm, or 'LayerNorm'), one or a list of them."
+            )
+    return wanted
+
+
+def check_matches(models: Iterable[nn.Module], keep_fp32: KeepFloat32) -> None:
+    """Raises `OptionError`, with the nearest names, where one of ``keep_fp32`` matches no submodule at all."""
+    submodules = [(name, module) for model in models for name, module in model.named_modules() if name]
+    for wanted in keep_fp32:
+        if not any(matches(wanted, name, module) for name, module in submodules):
+            names = [name for name, _ in submodules] + [type(module).__name__ for _, module in submodules]
+            shown = repr(wanted) if isinstance(wanted, str) else wanted.__name__
+            hint = did_you_mean(shown.strip("'"), list(dict.fromkeys(names)))
+            if not hint:
+                some = [name for name, _ in submodules if "." not in name][:10]
+                hint = (
+                    f" Its submodules are {', '.join(map(repr, some))} and those in them." if some else " It has none."
+                )
+            raise OptionError(f"keep_fp32 has {shown}, which matches no submodule of the model.{hint}")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a conversion will do to a model.
+
+    Attributes:
+        dtypes: each tensor to convert, by ``id``, with the type it is to have.
+        buffers: the names of buffers to convert, by module.
+        guarded: the submodules that compute in float32 among half ones, and need their inputs and outputs cast.
+    """
+
+    dtypes: Mapping[int, tuple[Tensor, torch.dtype]]
+    buffers: Mapping[nn.Module, Sequence[str]]
+    guarded: tuple[nn.Module, ...]
+
+
+def plan(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool, keep_fp32: KeepFloat32) -> Plan:
+    """Works out a conversion, and changes nothing.
+
+    Args:
+        model: any module.
+        dtype: the type of the weights.
+        keep_batchnorm_fp32: whether what `keeps_statistics` is float32 all the same.
+        keep_fp32: what else is.
+
+    Raises:
+        OptionError: a tensor that cannot be converted, or that is shared between what is kept and what is not.
+    """
+    kept: dict[nn.Module, None] = {}
+    guarded: dict[nn.Module, None] = {}
+    for name, module in model.named_modules():
+        if keep_batchnorm_fp32 and keeps_statistics(module):
+            kept[module] = None
+        if name and any(matches(wanted, name, module) for wanted in keep_fp32):
+            guarded.update(dict.fromkeys(_callable_roots(module)))
+            kept.update(dict.fromkeys(module.modules()))
+    inner = {below for module in guarded for below in module.modules() if below is not module}
+
+    found: dict[int, tuple[Tensor, torch.dtype]] = {}
+    names: dict[int, str] = {}
+    for prefix, module in model.named_modules():
+        wanted = torch.float32 if module in kept else dtype
+        if isinstance(module, torch.jit.ScriptModule) and dtype in HALVES:
+            raise OptionError(
+                f"the model's {prefix!r} was compiled by TorchScript, which has no room for what amp has to add to a "
+                f"module that is converted to {dtype}. Put the module there that it was made of, or use "
+                "opt_level='O1' or 'O4', which leave it as it is."
+            )
+        for name, tensor in own_tensors(module):
+            path = f"{prefix}.{name}" if prefix else name
+            _check_convertible(path, tensor, wanted)
+            _, other = found.setdefault(id(tensor), (tensor, wanted))
+            if other is not wanted:
+                raise OptionError(
+                    f"{names[id(tensor)]!r} and {path!r} are one tensor, and keep_fp32 keeps only one of the two in "
+                    "float32. Give keep_fp32 the modules of both, or of none."
+                )
+            names.setdefault(id(tensor), path)
+    converted = {key: (tensor, wanted) for key, (tensor, wanted) in found.items() if tensor.dtype in CASTABLE}
+    outermost = [module for module in guarded if module not in inner and not keeps_statistics(module)]
+    buffers = {
+        module: [name for name, buffer in module._buffers.items() if buffer is not None and id(buffer) in converted]
+        for module in model.modules()
+    }
+    return Plan(converted, buffers, tuple(outermost) if dtype in HALVES else ())
+
+
+def matches(wanted: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+    """Returns whether a submodule is meant by a name, a pattern or a class."""
+    if isinstance(wanted, str):
+        return fnmatch.fnmatchcase(name, wanted) or type(module).__name__ == wanted
+    return isinstance(module, wanted)
+
+
+def _callable_roots(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the module itself; of one that only holds others, such as a ``ModuleList``, those that it holds."""
+    if type(module).forward is nn.Module.forward:
+        for child in module.children():
+            yield from _callable_roots(child)
+    else:
+        yield module
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields a module's own parameters and buffers by name, without those of its submodules."""
+    for held in (module._parameters, module._buffers):
+        for name, tensor in held.items():
+            if tensor is not None:
+                yield name, tensor
+
+
+def _check_convertible(path: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    if is_lazy(tensor):
+        raise OptionError(
+            f"the model's {path!r} has no shape yet, so it cannot be converted to {dtype}. Run one batch through the "
+            "model first, then make the optimizer and call amp.initialize."
+        )
+    if tensor.dtype not in CASTABLE or tensor.dtype is dtype:
+        return
+    if tensor.device.type == "meta":
+        raise OptionError(
+            f"the model's {path!r} is on the device 'meta', so there are no values to convert to {dtype}. Type "
+            "model.to_empty(device=...) and load the weights first."
+        )
+    if tensor.is_inference():
+        raise OptionError(
+            f"the model's {path!r} was made under torch.inference_mode(), where nothing can be trained or converted. "
+            "Make the model outside of it."
+        )
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise OptionError(
+            f"the model's {path!r} is {'nested' if tensor.is_nested else f'of layout {tensor.layout}'}, and float32 "
+            f"values can be kept of dense tensors only, so it cannot be converted to {dtype}. Use opt_level='O1' or "
+            "'O4', or name its module in keep_fp32."
+        )
+    if type(data_of(tensor)) is not Tensor:
+        raise OptionError(
+            f"the model's {path!r} is a {type(data_of(tensor)).__name__}, and only plain tensors can be converted to "
+            f"{dtype}. Use opt_level='O1' or 'O4', which leave weights as they are."
+        )

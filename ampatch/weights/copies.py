@@ -1,0 +1,95 @@
+"""Makes deep copies and averages of a converted model float32.
+
+A half copy loses small updates: an average of weights with decay 0.999 would never leave its first value. So a deep
+copy of a converted module has the masters' float32 values, and `torch.optim.swa_utils.AveragedModel` averages the
+masters. Must not know optimizers.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from ampatch.ledger import PatchLedger
+
+#: Gives the float32 values behind a tensor that was narrowed; None of any other.
+FullOf = Callable[[Tensor], Tensor | None]
+
+
+def widen(ledger: PatchLedger, full_of: FullOf) -> None:
+    """Patches deep copies of modules and `AveragedModel` to use float32 values.
+
+    Args:
+        ledger: records the patches.
+        full_of: looks up the float32 values of a tensor.
+    """
+    within = _Within()
+    ledger.set(nn.Module, "__deepcopy__", _noting(within))
+    for kind in (nn.Parameter, Tensor):
+        ledger.set(kind, "__deepcopy__", _widening(kind.__deepcopy__, full_of, within))
+    original: Any = AveragedModel.update_parameters
+
+    @functools.wraps(original)
+    def update_parameters(averaged: AveragedModel, model: nn.Module) -> Any:
+        return original(averaged, _Full(model, full_of))
+
+    ledger.set(AveragedModel, "update_parameters", update_parameters)
+
+
+class _Within(threading.local):
+    """How many modules this thread is copying; a tensor outside of any module is copied as it is."""
+
+    modules = 0
+
+
+def _noting(within: _Within) -> Callable[..., Any]:
+    def __deepcopy__(module: nn.Module, memo: dict[int, Any]) -> Any:  # noqa: N807
+        within.modules += 1
+        try:
+            # As `copy.deepcopy` does it where a class has no way of its own.
+            return copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # type: ignore[attr-defined]
+        finally:
+            within.modules -= 1
+
+    return __deepcopy__
+
+
+def _widening(original: Callable[..., Any], full_of: FullOf, within: _Within) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __deepcopy__(tensor: Tensor, memo: dict[int, Any]) -> Any:  # noqa: N807
+        full = full_of(tensor) if within.modules and id(tensor) not in memo else None
+        if full is None:
+            return original(tensor, memo)
+        values = full.detach().clone(memory_format=torch.preserve_format)
+        memo[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+        return memo[id(tensor)]
+
+    return __deepcopy__
+
+
+class _Full:
+    """A view of a model whose parameters and buffers are float32."""
+
+    def __init__(self, model: nn.Module, full_of: FullOf) -> None:
+        self._model = model
+        self._full_of = full_of
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def parameters(self) -> Iterator[Tensor]:
+        return map(self._full, self._model.parameters())
+
+    def buffers(self) -> Iterator[Tensor]:
+        return map(self._full, self._model.buffers())
+
+    def _full(self, tensor: Tensor) -> Tensor:
+        full = self._full_of(tensor)
+        return tensor if full is None else full

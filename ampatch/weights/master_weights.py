@@ -1,0 +1,502 @@
+"""The float32 masters of one optimizer's half parameters, and what keeps the weights of the two in step.
+
+The optimizer's groups hold the masters, and so it updates those; the model keeps its own half parameters. Owns the
+pairs of parameter and master; `ampatch.weights.master_gradients` has their gradients. Knows neither scales nor
+whether a step is skipped.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import operator
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampatch.errors import UsageError
+from ampatch.ledger import PatchLedger
+from ampatch.native import kernels
+from ampatch.opt_levels import HALVES
+from ampatch.weights import optimizer_state
+from ampatch.weights.conversion import Conversion, Mark, Marks
+from ampatch.weights.master_gradients import MasterGradients, Pair, by_device
+from ampatch.weights.unseen_writes import data_of
+
+_DTYPE = operator.attrgetter("dtype")
+_ALL = slice(None)
+
+
+class _Group:
+    """Pairs of one device, and the fingerprints of their tensors when half weights last were the masters, rounded.
+
+    Args:
+        pairs: none of them empty. The memory of neither side may be exchanged for as long as this is in use.
+        watches_masters: whether masters get fingerprints too.
+    """
+
+    def __init__(self, pairs: list[Pair], *, watches_masters: bool) -> None:
+        self.pairs = pairs
+        self._of_masters: Tensor | None = None
+        with torch.inference_mode(False):  # they are changed outside of it as well
+            self._halves = [kernels.values_of(pair.parameter.detach()) for pair in pairs]
+            self._masters = [kernels.values_of(pair.master.detach()) for pair in pairs]
+            self._of_halves = kernels.fingerprints(self._halves)
+        if watches_masters:
+            self.watch_masters()
+
+    def watch_masters(self) -> None:
+        """Takes fingerprints of masters from now on."""
+        with torch.inference_mode(False):
+            self._of_masters = kernels.fingerprints(self._masters)
+
+    def note(self, places: slice = _ALL) -> None:
+        """Takes note that half weights are the masters, rounded."""
+        self._of_halves[places] = kernels.fingerprints(self._halves[places])
+        self._note_masters(places)
+
+    def renew(self, place: int) -> None:
+        """`note` of one pair, which may have other memory now."""
+        pair = self.pairs[place]
+        self._halves[place] = kernels.values_of(pair.parameter.detach())
+        self._masters[place] = kernels.values_of(pair.master.detach())
+        self.note(_only(place))
+
+    def follow(self, places: slice = _ALL) -> None:
+        """Has masters be what was written into half weights since, by whatever means."""
+        halves, before = self._halves[places], self._of_halves[places]
+        now = kernels.fingerprints(halves)
+        kernels.follow(halves, self._masters[places], before, now, of_gradients=False)
+        before.copy_(now)
+        self._note_masters(places)
+
+    def _note_masters(self, places: slice) -> None:
+        if self._of_masters is not None:
+            self._of_masters[places] = kernels.fingerprints(self._masters[places])
+
+    def was_written(self, place: int) -> bool:
+        """Returns whether somebody has written to a half weight since; waits for the device."""
+        return bool((kernels.fingerprints(self._halves[_only(place)]) != self._of_halves[_only(place)]).any())
+
+    def with_written_master(self) -> list[Pair]:
+        """Returns the pairs to whose masters somebody has written since, if these are watched; waits for the device."""
+        if self._of_masters is None:
+            return []
+        changed = (kernels.fingerprints(self._masters) != self._of_masters).tolist()
+        return list(itertools.compress(self.pairs, changed))
+
+
+class MasterWeights:
+    """The masters of one optimizer.
+
+    Args:
+        optimizer: the user's; referred to weakly.
+        conversion: keeps float32 values from the time before parameters were narrowed, and masters for as long as
+            their parameters live.
+        wanted: whether there are to be any; without, all of this does nothing.
+        name_of: a model's parameter's name, for messages.
+
+    Attributes:
+        wanted: as given.
+        gradients: theirs and those of the half parameters.
+        is_stepping: whether the optimizer is at work, which writes to masters and keeps nothing of them.
+    """
+
+    def __init__(
+        self, optimizer: Any, conversion: Conversion, wanted: bool, name_of: Callable[[Tensor], str] = str
+    ) -> None:
+        self.wanted = wanted
+        self._name_of = name_of
+        self._is_being_copied = False
+        self.is_stepping = False
+        self._heard: set[int] = set()  # ids of half parameters that somebody may have written to unseen since
+        self._are_shared = False  # somebody may have another tensor of a master's memory, and write to it unseen
+        self._storages: set[int] | None = None  # where the masters' memory begins, once it was asked for
+        self._groups: list[_Group] = []
+        self._places: dict[int, tuple[_Group, int]] = {}  # by id of the half parameter
+        self._optimizer = weakref.ref(optimizer)
+        self._conversion = conversion
+        self._pairs: dict[int, Pair] = {}  # by id of the half parameter
+        self._parameters: dict[int, nn.Parameter] = {}  # by id of the master
+        self.gradients = MasterGradients(self._pairs, self._parameters)
+        # Of all pairs, when they were last in step.
+        self._half_marks, self._full_marks = Marks([], []), Marks([], [])
+
+    def install(self, ledger: PatchLedger) -> None:
+        """Makes the masters, and has the optimizer's other methods know of them.
+
+        Raises:
+            UsageError: a parameter is in two optimizers.
+            OptionError: the optimizer's groups cannot be written to.
+        """
+        if not self.wanted:
+            return
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        ledger.on_undo(self.take_out, optimizer)
+        self.complete()
+        self._replace(ledger, optimizer, "zero_grad", self._zero_grad)
+        if hasattr(optimizer, "add_param_group"):
+            self._replace(ledger, optimizer, "add_param_group", self._add_param_group)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self._replace(ledger, optimizer, "__getstate__", self._getstate)
+            ledger.set(optimizer, "__deepcopy__", types.MethodType(self._deepcopy, optimizer))
+
+    def complete(self) -> None:
+        """Makes masters for half parameters of the optimizer that have none: of new groups, or unfrozen since."""
+        optimizer = self._optimizer() if self.wanted else None
+        if optimizer is None or HALVES.isdisjoint(map(_DTYPE, optimizer_state.parameters_of(optimizer))):
+            return
+        self.synchronise(by_value=True)  # before pairs are noted anew
+        new: dict[int, Pair] = {}
+        back: dict[int, Pair] = {}
+        there = set(map(id, optimizer_state.parameters_of(optimizer)))
+        try:
+            for parameter in optimizer_state.parameters_of(optimizer):
+                if parameter.dtype in HALVES and parameter.requires_grad and isinstance(parameter, nn.Parameter):
+                    known = self._pairs.get(id(parameter))
+                    if known is not None and id(known.master) not in there and id(parameter) not in back:
+                        back[id(parameter)] = known  # its group was made anew, of the model's own parameters
+                        continue
+                    if known is not None or id(parameter) in new:
+                        raise UsageError(
+                            f"a parameter of shape {tuple(parameter.shape)} is in more than one parameter group of the "
+                            "optimizer, or in one twice: as itself and as its float32 master, which is what the groups "
+                            "hold. Leave it where amp.initialize put the master."
+                        )
+                    converted = self._conversion.claim(parameter, self)
+                    assert isinstance(converted.full, nn.Parameter)
+                    new[id(parameter)] = Pair(parameter, converted, converted.full, converted.full.grad)
+        except BaseException:
+            for pair in new.values():
+                self._conversion.release(pair.parameter)
+            raise
+        if new:
+            self._pairs.update(new)
+            self._parameters.update({id(pair.master): pair.parameter for pair in new.values()})
+            marks = [_marks_of(pair) for pair in self._pairs.values()]
+            self._half_marks = Marks([half for half, _ in marks], [pair.parameter for pair in self._pairs.values()])
+            self._full_marks = Marks([full for _, full in marks], [pair.master for pair in self._pairs.values()])
+            self._note_in_step()
+        if new or back:
+            placed = {**new, **back}
+            # Its way out is `take_out`, which puts back what has been put in.
+            optimizer_state.replace_parameters(
+                optimizer,
+                lambda parameter: (placed[id(parameter)].master, torch.float32) if id(parameter) in placed else None,
+            )
+
+    def take_out(self) -> None:
+        """Gives the optimizer the model's parameters back. What they hold is the conversion's to restore."""
+        optimizer = self._optimizer()
+        before = {id(pair.master): (pair.parameter, pair.converted.before) for pair in self._pairs.values()}
+        if optimizer is not None:
+            optimizer_state.replace_parameters(optimizer, lambda master: before.get(id(master)))
+        for pair in self._pairs.values():
+            self._conversion.release(pair.parameter)
+        self._pairs.clear()
+        self._parameters.clear()
+        self._groups.clear()
+        self._are_shared, self._storages = False, None
+        self._places.clear()
+        self._half_marks, self._full_marks = Marks([], []), Marks([], [])
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def parameter_of(self, tensor: Tensor) -> Tensor:
+        """Returns the model's parameter behind a master; any other tensor is its own."""
+        return self._parameters.get(id(tensor), tensor)
+
+    def is_master(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor is one of these masters."""
+        return id(tensor) in self._parameters
+
+    def without_master(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Returns those of an optimizer's parameters that are none of these masters."""
+        masters = self._parameters
+        return [parameter for parameter in parameters if id(parameter) not in masters]
+
+    # Weights
+
+    def hear(self, tensor: Tensor) -> None:
+        """Takes note that somebody may write unseen to a tensor of a pair, or to another one of its memory."""
+        if id(tensor) in self._pairs:
+            self._heard.add(id(tensor))
+        elif not (self.is_stepping or self._are_shared) and self._is_of_master(tensor):
+            self._are_shared = True  # for good: the tensor may be kept, and written to later
+            for group in self._groups:
+                group.watch_masters()
+
+    def _is_of_master(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor is a master, or shares memory with one."""
+        if self._storages is None:
+            self._storages = {pair.master.untyped_storage().data_ptr() for pair in self._pairs.values()} - {0}
+        return id(tensor) in self._parameters or tensor.untyped_storage().data_ptr() in self._storages
+
+    def synchronise(self, by_value: bool = False) -> None:
+        """Takes over what somebody wrote into half weights or masters since `write`.
+
+        Args:
+            by_value: what was written to half weights is found by what they hold, and not only where torch has counted
+                a write: a pass over them.
+
+        Raises:
+            UsageError: the model was converted to another type; or both of a pair were written to.
+        """
+        is_counted = not (self._half_marks.are_now() and self._full_marks.are_now())
+        if not is_counted and not by_value:
+            return
+        self._check_not_both_written()
+        written = [
+            pair for pair in self._pairs.values() if is_counted and not pair.converted.is_in_step(pair.parameter)
+        ]
+        self._follow_by_value(written)
+        for pair in written:
+            self._synchronise(pair)
+        if written:
+            self._note_in_step()
+        else:
+            self._half_marks.renew()
+            self._full_marks.renew()
+            self._heard.clear()
+
+    def _check_not_both_written(self) -> None:
+        """Raises `UsageError` where the user has written to a master by way of ``data``, and to its half parameter."""
+        for group in self._groups:
+            for pair in group.with_written_master():
+                if self._was_written(pair) and not _are_alike(pair):
+                    raise UsageError(self._both_written(pair))
+
+    def _follow_by_value(self, but: list[Pair]) -> None:
+        """Has masters be what half weights are, in the elements in which these are not the masters, rounded."""
+        if not but:
+            for group in self._groups:
+                group.follow()
+            return
+        left_out = set(map(id, but))
+        for pair in self._pairs.values():
+            if id(pair) not in left_out:
+                self._follow_one(pair.parameter)
+
+    def _follow_one(self, parameter: Tensor) -> None:
+        if parameter.numel():
+            group, place = self._places[id(parameter)]
+            group.follow(_only(place))
+
+    def synchronise_all(self) -> None:
+        """`synchronise` before a forward: also what somebody may have written unseen, into whichever of the two."""
+        self.synchronise(by_value=bool(self._heard) or self._are_shared)
+        if self._are_shared:
+            pairs = self._pairs.values()
+            with torch.no_grad():
+                # In a way that is not counted: graphs that half weights are part of stay sound where nothing has
+                # changed.
+                kernels.copy_to_half([pair.master for pair in pairs], [data_of(pair.parameter) for pair in pairs])
+            self._note_in_step()
+
+    def synchronise_one(self, parameter: Tensor) -> None:
+        """`synchronise` of one pair, by value."""
+        pair = self._pairs[id(parameter)]
+        if not pair.converted.is_in_step(parameter):
+            self._synchronise(pair)
+            self.note_one(parameter)
+        else:
+            self._follow_one(parameter)
+
+    def note_one(self, parameter: Tensor) -> None:
+        """Takes note that a half parameter is its master, rounded."""
+        pair = self._pairs[id(parameter)]
+        pair.converted.note(parameter)
+        if parameter.numel():
+            group, place = self._places[id(parameter)]
+            group.renew(place)
+
+    def surrender(self) -> None:
+        """`synchronise` for good: masters have all that half weights are, bar those that were converted since."""
+        for pair in self._pairs.values():
+            converted, parameter = pair.converted, pair.parameter
+            if (
+                parameter.dtype is converted.dtype
+                and parameter.shape == pair.master.shape
+                and converted.is_in_step(parameter)
+            ):
+                self.synchronise_one(parameter)
+
+    def _synchronise(self, pair: Pair) -> None:
+        converted, parameter = pair.converted, pair.parameter
+        # Asked of the device only where somebody has written to masters.
+        if converted.was_updated and self._was_written(pair) and not _are_alike(pair):
+            raise UsageError(self._both_written(pair))
+        try:
+            converted.synchronise(parameter)
+        except UsageError as error:
+            raise UsageError(f"{self._name_of(parameter)}: {error}") from None
+
+    def _both_written(self, pair: Pair) -> str:
+        return (
+            f"{self._name_of(pair.parameter)}: half weights and their float32 master were both written to since they "
+            "last were the same, and which of the two counts nobody can say. Write to one of them; now, under "
+            "torch.no_grad(), type parameter.copy_(master) or master.copy_(parameter)."
+        )
+
+    def _was_written(self, pair: Pair) -> bool:
+        """Returns whether somebody has written to half weights since they were the master, rounded."""
+        half_mark, parameter = pair.converted.half_mark, pair.parameter
+        assert half_mark is not None
+        if not half_mark.is_now(parameter):
+            return True
+        if not parameter.numel():
+            return False
+        group, place = self._places[id(parameter)]
+        return group.was_written(place)
+
+    def _note_in_step(self) -> None:
+        """Takes note that half weights are the masters, rounded."""
+        halves_moved, masters_moved = self._half_marks.renew(), self._full_marks.renew()
+        self._heard.clear()
+        if halves_moved or masters_moved:
+            self._storages = None
+            pairs = [pair for pair in self._pairs.values() if pair.parameter.numel()]
+            self._groups = [_Group(some, watches_masters=self._are_shared) for some in by_device(pairs)]
+            self._places = {
+                id(pair.parameter): (group, place) for group in self._groups for place, pair in enumerate(group.pairs)
+            }
+        else:
+            for group in self._groups:
+                group.note()
+
+    def check_that_masters_are_updated(self) -> None:
+        """After a step, before `write`.
+
+        Raises:
+            UsageError: the optimizer has written to half weights of the model, and not to their masters.
+        """
+        if self._half_marks.are_now() and self._heard.isdisjoint(self._pairs):
+            return
+        for key, pair in self._pairs.items():
+            converted, parameter = pair.converted, pair.parameter
+            assert converted.half_mark is not None
+            if converted.was_updated or (key not in self._heard and converted.half_mark.is_now(parameter)):
+                continue
+            if not _are_alike(pair):
+                raise UsageError(
+                    f"this {type(self._optimizer()).__name__} has written to the model's {self._name_of(parameter)} "
+                    "itself, and not to its float32 master, which is what param_groups hold: it has a list of "
+                    "parameters of its own. Have it update those in param_groups; or use master_weights=False, or "
+                    "opt_level='O1'."
+                )
+
+    def write(self) -> None:
+        """Writes the masters into the half weights, rounded."""
+        # An optimizer may write to parameters that have no gradient, and by way of .data, which is not counted. But a
+        # write that is counted breaks graphs that half weights are part of, which are sound where nothing was updated.
+        if not self._pairs:
+            return
+        updated: list[Pair] = []
+        others: list[Pair] = []
+        for pair in self._pairs.values():
+            (updated if pair.master.grad is not None or pair.converted.was_updated else others).append(pair)
+        with torch.no_grad():
+            kernels.copy_to_half([pair.master for pair in updated], [pair.parameter for pair in updated])
+            if others:
+                kernels.copy_to_half([pair.master for pair in others], [data_of(pair.parameter) for pair in others])
+        self._note_in_step()
+
+    # What the optimizer's own methods do besides
+
+    def _replace(self, ledger: PatchLedger, optimizer: Any, name: str, replacement: Callable[..., Any]) -> None:
+        original = getattr(optimizer, name)
+
+        @functools.wraps(original)
+        def method(me: Any, *args: Any, **kwargs: Any) -> Any:
+            if me is not self._optimizer():  # the deep copy of an optimizer whose class copies every attribute
+                return getattr(type(me), name)(me, *args, **kwargs)
+            return replacement(original, *args, **kwargs)
+
+        method.__name__ = name
+        ledger.set(optimizer, name, types.MethodType(method, optimizer))
+
+    def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.gradients.clearing():
+            return original(*args, **kwargs)
+
+    def _add_param_group(self, original: Callable[..., Any], param_group: Any) -> Any:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        known = len(optimizer.param_groups)
+        result = original(param_group)
+        try:
+            self.complete()
+        except BaseException:
+            del optimizer.param_groups[known:]
+            raise
+        return result
+
+    def _deepcopy(self, optimizer: Any, memo: dict[int, Any]) -> Any:
+        """Returns a deep copy, in which parameters are float32 copies, and so is their state."""
+        for pair in self._pairs.values():
+            if id(pair.parameter) not in memo:
+                self.synchronise_one(pair.parameter)
+                memo[id(pair.parameter)] = nn.Parameter(pair.master.detach().clone(), pair.parameter.requires_grad)
+        self._is_being_copied = True
+        try:
+            return copy._reconstruct(optimizer, memo, *optimizer.__reduce_ex__(4))  # type: ignore[attr-defined]
+        finally:
+            self._is_being_copied = False
+
+    def _getstate(self, original: Callable[..., Any]) -> Any:
+        """Returns what a copy or pickle of the optimizer is made of: an ordinary one of the model's own parameters."""
+        state = dict(original())
+        state["param_groups"] = [
+            {**group, "params": [self.parameter_of(parameter) for parameter in group["params"]]}
+            for group in state["param_groups"]
+        ]
+        # Of a defaultdict, as torch's optimizers have, the copy is one too.
+        moved = copy.copy(state["state"])
+        moved.clear()
+        for key, value in state["state"].items():
+            parameter = self.parameter_of(key)
+            dtype = key.dtype if self._is_being_copied else parameter.dtype
+            moved[parameter] = optimizer_state.retyped(value, key.dtype, dtype, parameter)
+        state["state"] = moved
+        return state
+
+
+def dropping_sums(
+    original: Callable[..., None], all_masters: Callable[[], Iterable[MasterWeights]]
+) -> Callable[..., None]:
+    """Returns a `torch.nn.Module.zero_grad` that the masters hear of.
+
+    Inside of a block zeros cannot be told from what is zeroed once more, as with ``set_to_none=False``.
+    """
+
+    @functools.wraps(original)
+    def zero_grad(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(module, *args, **kwargs)
+        for masters in all_masters():
+            masters.gradients.drop_sums(set(map(id, module.parameters())))
+
+    return zero_grad
+
+
+def _only(place: int) -> slice:
+    return slice(place, place + 1)
+
+
+def _marks_of(pair: Pair) -> tuple[Mark, Mark]:
+    half, full = pair.converted.half_mark, pair.converted.full_mark
+    assert half is not None
+    assert full is not None
+    return half, full
+
+
+def _are_alike(pair: Pair) -> bool:
+    """Returns whether half weights are their master, rounded, as far as the two can be compared."""
+    half, full = pair.parameter.detach(), pair.master.detach()
+    return half.shape != full.shape or torch.equal(full.to(half), half)

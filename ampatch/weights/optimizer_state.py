@@ -1,0 +1,234 @@
+"""What an optimizer keeps, moved from one parameter to another and brought back, whatever its class.
+
+Looks at ``param_groups`` and, where there is one, ``state`` (a mapping by parameter), as all of torch's optimizers have
+them. Owns nothing; knows neither masters nor scales.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampatch.casting.nested import CASTABLE, cast_tensors
+from ampatch.errors import OptionError
+from ampatch.native import calls, kernels
+from ampatch.opt_levels import HALVES
+
+_PARAMETERS = operator.itemgetter("params")
+
+
+def parameters_of(optimizer: Any) -> Iterator[Tensor]:
+    """Returns the tensors that an optimizer updates, group by group."""
+    return itertools.chain.from_iterable(map(_PARAMETERS, optimizer.param_groups))
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Returns the gradients that are there, each once; makes expanded ones contiguous, so that they can be written."""
+    compiled = calls.compiled()
+    if compiled is not None:
+        return compiled.gradients_of(parameters, writable_gradient)  # type: ignore[no-any-return]
+    found: dict[int, Tensor] = {}
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None:
+            if not grad.is_contiguous():
+                grad = writable_gradient(parameter)
+            found[id(grad)] = grad
+    return list(found.values())
+
+
+def writable_gradient(parameter: Tensor) -> Tensor:
+    """Returns a parameter's gradient; makes it contiguous first if several elements share one place in memory."""
+    grad = parameter.grad
+    assert grad is not None
+    if grad.layout is torch.strided:
+        reach = 0  # of the dimensions with smaller steps
+        for step, size in sorted(zip(grad.stride(), grad.shape, strict=True)):
+            if size > 1 and step <= reach:
+                with torch.no_grad():
+                    parameter.grad = grad.contiguous()
+                return parameter.grad
+            reach += (size - 1) * step
+    return grad
+
+
+def has_gradients(parameters: Iterable[Tensor]) -> bool:
+    """Returns whether there is any gradient."""
+    return not are_bare(parameters)
+
+
+def are_bare(parameters: Iterable[Tensor], may_be_half: bool = True) -> bool:
+    """Returns whether none of these has a gradient; and none is half, if that may not be."""
+    compiled = calls.compiled()
+    if compiled is not None:
+        return compiled.are_bare(parameters, may_be_half)  # type: ignore[no-any-return]
+    return all(parameter.grad is None and (may_be_half or parameter.dtype not in HALVES) for parameter in parameters)
+
+
+def not_finite_gradients(parameters: Iterable[Tensor], name_of: Callable[[Tensor], str]) -> str:
+    """Names the gradients with elements that are inf or NaN, and how many, for a message; waits for the device."""
+    lines = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            values = kernels.values_of(parameter.grad)
+            infs, nans = int(values.isinf().sum()), int(values.isnan().sum())
+            if infs or nans:
+                lines.append(f"{name_of(parameter)} ({infs} inf, {nans} nan of {values.numel()})")
+    if not lines:
+        return "the gradients were cleared since, so that none can be named"
+    more = f" and {len(lines) - 10} more" if len(lines) > 10 else ""
+    return f"gradients that are not finite: {', '.join(lines[:10])}{more}"
+
+
+def names_in(optimizer: Any) -> Callable[[Tensor], str]:
+    """Returns what gives a parameter's name, as the optimizer has it, or its place in the groups; for messages."""
+    names: dict[int, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names", ())
+        for place, parameter in enumerate(group["params"]):
+            where = f"param_groups[{number}]['params'][{place}] of shape {tuple(parameter.shape)}"
+            names[id(parameter)] = given[place] if place < len(given) else where
+    return lambda parameter: names[id(parameter)]
+
+
+def replace_parameters(optimizer: Any, replacement_of: Callable[[Tensor], tuple[Tensor, torch.dtype] | None]) -> None:
+    """Puts other tensors in the place of some, and has their state follow.
+
+    Args:
+        optimizer: anything with ``param_groups``.
+        replacement_of: gives the tensor to take another's place, with the type that its state is to have; or None.
+
+    Raises:
+        OptionError: the optimizer does not keep what is put into its groups; nothing was changed.
+    """
+    replaced: dict[Tensor, tuple[Tensor, torch.dtype]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            replacement = replacement_of(parameter)
+            if replacement is not None:
+                # In the list that is there: some optimizers (LBFGS) hold on to it.
+                with contextlib.suppress(TypeError):
+                    group["params"][place] = replacement[0]
+                if optimizer.param_groups[index]["params"][place] is not replacement[0]:
+                    raise OptionError(
+                        f"the param_groups of this {type(optimizer).__name__} cannot be written to, so that it cannot "
+                        "update float32 masters. Hand in the optimizer inside it, or use master_weights=False."
+                    )
+                replaced[parameter] = replacement
+    state = _state(optimizer)
+    if replaced and state:
+        moved = {}
+        for key, value in state.items():
+            now, dtype = replaced.get(key, (key, None))
+            moved[now] = value if dtype is None else retyped(value, key.dtype, dtype, key)
+        state.clear()
+        state.update(moved)
+
+
+def retype(optimizer: Any, dtype_before: Callable[[Tensor], torch.dtype | None]) -> None:
+    """Gives the state of parameters whose type has changed the new type, as ``load_state_dict`` would."""
+    state = _state(optimizer)
+    for parameter in parameters_of(optimizer):
+        before = dtype_before(parameter)
+        if state and before is not None and before is not parameter.dtype and parameter in state:
+            state[parameter] = retyped(state[parameter], before, parameter.dtype, parameter)
+
+
+def retyped(value: Any, before: torch.dtype, now: torch.dtype, parameter: Tensor) -> Any:
+    """Returns a parameter's state with its tensors of one type in another; tensors that are mere numbers stay."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        is_number = tensor.dim() == 0 and parameter.dim() > 0
+        return tensor.to(now) if tensor.dtype is before and before in CASTABLE and not is_number else tensor
+
+    if isinstance(value, dict) and "step" in value:
+        return {**cast_tensors(value, cast), "step": value["step"]}  # type: ignore[dict-item]
+    return cast_tensors(value, cast)
+
+
+def evaluates_first(optimizer: object) -> bool:
+    """Returns whether a step calls its closure once, before it changes anything, as all but LBFGS of torch do."""
+    kind = type(optimizer)
+    return getattr(torch.optim, kind.__name__, None) is kind and kind is not torch.optim.LBFGS
+
+
+def has_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether the optimizer has made its state; a first step that skips in its kernel would make some.
+
+    SGD with momentum would even go on from memory that nobody has written to (torch 2.13).
+    """
+    for group in optimizer.param_groups:
+        stateless = isinstance(optimizer, torch.optim.SGD) and not group["momentum"]
+        for parameter in group["params"]:
+            if parameter.grad is not None and not stateless:
+                state = optimizer.state.get(parameter)
+                if not state or any(value is None for value in state.values()):
+                    return False
+    return True
+
+
+class Snapshot:
+    """What an optimizer and its parameters are at a moment, to go back to.
+
+    Tensors are brought back by value, and so stay the objects they are. What cannot be copied, such as a lock, is left
+    as it is.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._values: dict[int, tuple[Tensor, Tensor]] = {}  # by id: the tensor, and a copy
+        for parameter in parameters_of(optimizer):
+            self._keep(parameter)
+        self._groups = [self._copied(_options(group)) for group in optimizer.param_groups]
+        self._state = self._copied(dict(_state(optimizer) or {}))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Brings all of it back, bit for bit."""
+        for tensor, values in self._values.values():
+            if tensor.shape == values.shape:
+                tensor.copy_(values)
+            else:
+                tensor.set_(values)  # type: ignore[call-overload]
+        for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for name in _options(group).keys() - options.keys():
+                del group[name]
+            group.update(options)
+        state = _state(self._optimizer)
+        if state is not None:
+            state.clear()
+            state.update(self._state)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._values:
+            self._values[id(tensor)] = tensor, tensor.detach().clone()
+        return tensor
+
+    def _copied(self, value: Any) -> Any:
+        """Returns a deep copy in which tensors are still themselves."""
+        if isinstance(value, dict):
+            copied = copy.copy(value)  # of its own class
+            copied.update({key: self._copied(item) for key, item in value.items()})
+            return copied
+        cast_tensors(value, self._keep)
+        themselves: dict[int, Any] = {key: tensor for key, (tensor, _) in self._values.items()}
+        try:
+            return copy.deepcopy(value, themselves)
+        except Exception:  # noqa: BLE001 - whatever its class raises
+            return value
+
+
+def _state(optimizer: Any) -> MutableMapping[Tensor, Any] | None:
+    state = getattr(optimizer, "state", None)
+    return state if isinstance(state, MutableMapping) else None
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}

@@ -1,0 +1,300 @@
+"""Of a pass that begins at rest, with nothing to bring to its scale: that it ends as one which has looked for itself.
+
+And of when it is. What blocks do otherwise: test_optimizers.py, and test_master_weights.py at O2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same_state
+from test_optimizers import MOMENTUM, OVERFLOW, SGD, backward, initialize
+from torch import Tensor, nn
+
+from ampatch import amp
+from ampatch.errors import UsageError
+from ampatch.scaling.scaled_block import ScaledBlock
+
+# Without casts, which are no part of a pass, and with a dynamic scale.
+LEVELS = {"O1": {"patch_torch_functions": False}, "O2": {"half_dtype": torch.bfloat16}}
+
+
+class Training:
+    """Two layers, and an optimizer for each or one for both; what they come to is noted on the way."""
+
+    def __init__(self, level: str, *, several: bool = False, frozen: bool = False, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.model[1].weight.requires_grad_(not frozen)
+        parameters = [list(layer.parameters()) for layer in self.model] if several else [list(self.model.parameters())]
+        self.optimizers = [MOMENTUM(each) for each in parameters]
+        initialize(self.model, self.optimizers, opt_level=level, **{**LEVELS[level], **options})
+        self.optimizer = self.optimizers[0]
+        self.noted: list[Any] = []
+
+    def loss(self, factor: float = 1.0) -> Tensor:
+        batch = torch.linspace(-1, 1, 12).reshape(3, 4)
+        return self.model(batch).float().square().sum() * factor
+
+    def block(self, optimizers: Any = None, factor: float = 1.0, **options: Any) -> None:
+        backward(self.loss(factor), self.optimizers if optimizers is None else optimizers, **options)
+        self.note()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.note()
+
+    def clear(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def note(self) -> None:
+        masters = [master for optimizer in self.optimizers for master in amp.master_params(optimizer)]
+        tensors = [*self.model.parameters(), *masters]
+        skipped = [amp.step_was_skipped(optimizer) for optimizer in self.optimizers]
+        found = [(tensor, None if tensor.grad is None else tensor.grad) for tensor in tensors]
+        # Copied, as the next step writes to them.
+        self.noted.append([[_copy(tensor), _copy(grad)] for tensor, grad in found] + [skipped, amp.get_loss_scale()])
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+def cleared(training: Training) -> None:
+    for _ in range(3):
+        training.clear()
+        training.block()
+        training.step()
+
+
+def zeroed(training: Training) -> None:
+    for _ in range(3):
+        training.clear(set_to_none=False)
+        training.block()
+        training.step()
+
+
+def added_up(training: Training) -> None:
+    for _ in range(3):
+        training.block()
+    training.step()
+
+
+def backward_without_a_block(training: Training) -> None:
+    training.loss().backward()
+    training.block()
+    training.step()
+
+
+def gradients_of_masters_by_hand(training: Training) -> None:
+    for parameter in amp.master_params(training.optimizer):
+        parameter.grad = torch.ones_like(parameter)
+    training.block()
+    training.step()
+
+
+def a_gradient_of_the_model_by_hand(training: Training) -> None:
+    training.block()
+    training.step()
+    training.clear()
+    training.model[0].bias.grad = torch.ones_like(training.model[0].bias)
+    training.block()
+    training.step()
+
+
+def cleared_by_hand(training: Training) -> None:
+    training.block()
+    for parameter in training.model.parameters():
+        parameter.grad = None
+    training.block()
+    training.step()
+
+
+def one_cleared_by_hand(training: Training) -> None:
+    training.block()
+    training.model[1].weight.grad = None
+    training.block()
+    training.step()
+
+
+def overflowed(training: Training) -> None:
+    for factor in (1.0, OVERFLOW, 1.0):
+        training.clear()
+        training.block(factor=factor)
+        training.step()
+
+
+def overflowed_and_went_on(training: Training) -> None:
+    training.block(factor=OVERFLOW)
+    training.block()
+    training.step()
+
+
+def overflow_left_to_the_next_block(training: Training) -> None:
+    training.block(factor=OVERFLOW, delay_overflow_check=True)
+    training.clear()
+    training.block()
+    training.step()
+
+
+def left_scaled(training: Training) -> None:
+    training.block(delay_unscale=True)
+    training.block()
+    training.step()
+
+
+def left_scaled_and_cleared(training: Training) -> None:
+    training.block(delay_unscale=True)
+    training.clear()
+    training.block()
+    training.step()
+
+
+def raised(training: Training) -> None:
+    with contextlib.suppress(ZeroDivisionError), amp.scale_loss(training.loss(), training.optimizers) as scaled_loss:
+        scaled_loss.backward()
+        raise ZeroDivisionError
+    training.note()
+    training.block()
+    training.step()
+
+
+def unfrozen(training: Training) -> None:
+    training.block()
+    training.step()
+    training.clear()
+    training.model[1].weight.requires_grad_(True)
+    training.block()
+    training.step()
+
+
+def grew(training: Training) -> None:
+    training.block()
+    training.step()
+    training.clear()
+    layer = nn.Linear(4, 4).bfloat16() if training.model[0].weight.dtype is torch.bfloat16 else nn.Linear(4, 4)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(0.25)
+    training.model.append(layer)
+    training.optimizer.param_groups[0]["params"].extend(layer.parameters())
+    training.block()
+    training.step()
+
+
+def one_left_scaled_and_cleared(training: Training) -> None:
+    first, second = training.optimizers
+    training.block(first, delay_unscale=True)
+    first.zero_grad()
+    second.zero_grad()
+    training.block(second)
+    second.step()
+    training.clear()
+    training.block()
+    training.step()
+
+
+def one_after_the_other(training: Training) -> None:
+    for optimizer in training.optimizers:
+        training.clear()
+        training.block(optimizer)
+        optimizer.step()
+        training.note()
+
+
+# What is done, what is special about the training, and which of the blocks begin at rest at O1 and at O2.
+SCENARIOS: list[tuple[Callable[[Training], None], dict[str, Any], list[bool], list[bool]]] = [
+    (cleared, {}, [True] * 3, [True] * 3),
+    (cleared, {"several": True}, [True] * 3, [True] * 3),
+    (cleared, {"loss_scale": 128.0}, [True] * 3, [True] * 3),
+    (cleared, {"loss_scale": 1.0}, [True] * 3, [True] * 3),
+    # At O2 a step sets gradients to None.
+    (zeroed, {}, [True, False, False], [True, True, True]),
+    (added_up, {}, [True, False, False], [True, False, False]),
+    (added_up, {"loss_scale": 1.0}, [True, False, False], [True, False, False]),
+    (backward_without_a_block, {}, [False], [False]),
+    (gradients_of_masters_by_hand, {}, [False], [False]),
+    (a_gradient_of_the_model_by_hand, {}, [True, False], [True, False]),
+    # What was found of them is to decide on the step.
+    (cleared_by_hand, {}, [True, False], [True, False]),
+    (one_cleared_by_hand, {}, [True, False], [True, False]),
+    (overflowed, {}, [True] * 3, [True] * 3),
+    (overflowed_and_went_on, {}, [True, False], [True, False]),
+    (overflow_left_to_the_next_block, {}, [True, False], [True, False]),
+    (left_scaled, {}, [True, False], [True, False]),
+    (left_scaled_and_cleared, {}, [True, False], [True, False]),
+    (raised, {}, [True, True], [True, True]),
+    # A half parameter without a master: it may be one that is to get one.
+    (unfrozen, {"frozen": True}, [True, True], [False, False]),
+    (grew, {}, [True, True], [True, False]),
+    (one_left_scaled_and_cleared, {"several": True}, [True, False, True], [True, False, True]),
+    (one_after_the_other, {"several": True}, [True, True], [True, True]),
+]
+
+
+@pytest.fixture
+def began(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each block, whether it began at rest."""
+    begins_at_rest, found = ScaledBlock.begins_at_rest, []
+
+    def noted(scaled_block: ScaledBlock) -> bool:
+        found.append(begins_at_rest(scaled_block))
+        return found[-1]
+
+    monkeypatch.setattr(ScaledBlock, "begins_at_rest", noted)
+    return found
+
+
+def ended(scenario: Callable[[Training], None], level: str, **options: Any) -> list[Any]:
+    """What was noted on the way through."""
+    training = Training(level, **options)
+    try:
+        scenario(training)
+        return training.noted
+    finally:
+        amp.deinitialize()
+
+
+@pytest.mark.filterwarnings("ignore::ampatch.errors.AmpWarning")
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("scenario", "options", "at_o1", "at_o2"),
+    [pytest.param(*each, id="-".join([each[0].__name__, *map(str, each[1].values())])) for each in SCENARIOS],
+)
+@pytest.mark.covering(1)
+def test_a_pass_begins_at_rest_where_that_makes_no_difference(
+    scenario, options, at_o1, at_o2, level, began, monkeypatch
+):
+    found = ended(scenario, level, **options)
+    assert began == (at_o1 if level == "O1" else at_o2)
+    monkeypatch.setattr(ScaledBlock, "begins_at_rest", lambda _: False)
+    assert_same_state(found, ended(scenario, level, **options))
+
+
+class TestErrors:
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_a_block_inside_another_is_refused(self, level, began):
+        training = Training(level)
+        with (
+            amp.scale_loss(training.loss(), training.optimizers),
+            pytest.raises(UsageError, match="stands inside another one"),
+            amp.scale_loss(training.loss(), training.optimizers),
+        ):
+            pass
+        assert began == [True, False]
+
+    def test_so_is_one_for_a_parameter_that_another_optimizer_has_left_scaled(self, began):
+        training = Training("O1")
+        other = SGD(training.model[0].parameters())
+        initialize(training.model, other, opt_level="O1", **LEVELS["O1"])
+        training.block(training.optimizer, delay_unscale=True)
+        with pytest.raises(UsageError, match="scaled"), amp.scale_loss(training.loss(), other):
+            pass
+        training.clear()
+        assert began == [True, False]
