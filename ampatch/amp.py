@@ -22,7 +22,7 @@ from ampatch.cast_lists import rules
 from ampatch.cast_lists.lists import CastLists, Overlay, shipped
 from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.rules import Treatment
-from ampatch.distributed import Processes, is_sharded, replicating_wrappers
+from ampatch.distributed import Ranks, is_sharded, replicating_wrappers
 from ampatch.errors import (
     AmpError,
     AmpWarning,
@@ -662,7 +662,7 @@ def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
     Raises:
         OptionError: ``optimizer`` is none, or ``max_norm`` is no number from 0 on.
         UsageError: inside a block; another optimizer has left gradients of the same parameters scaled; they are yet to
-            be reduced over processes, and ``max_norm`` is not infinite; or they are of a ``FullyShardedDataParallel``
+            be reduced over ranks, and ``max_norm`` is not infinite; or they are of a ``FullyShardedDataParallel``
             that amp does not know.
     """
     checked = check_optimizer(optimizer)
@@ -670,7 +670,7 @@ def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
     live = runtime.live
     if live is not None and live.has_adopted(optimizer):
         return live.clip_grad_norm_(checked, most)
-    return clip_unscaled(parameters_of(checked), most, Processes())
+    return clip_unscaled(parameters_of(checked), most, Ranks())
 
 
 def unscale_(optimizer: Any) -> None:
@@ -1051,7 +1051,7 @@ def _check_whole(optimizers: list[Any], models: list[nn.Module], properties: Pro
     parameters = {id(each): each for model in models for each in model.parameters()}
     if is_sharded(itertools.chain(parameters.values(), *map(parameters_of, optimizers))):
         raise OptionError(
-            f"the model's parameters are sharded over processes, and opt_level={properties.opt_level!r} would convert "
+            f"the model's parameters are sharded over ranks, and opt_level={properties.opt_level!r} would convert "
             f"them under the hands of FSDP or tensor parallelism. {instead}, and have FSDP itself gather them in half "
             "where memory is scarce (MixedPrecisionPolicy)."
         )

@@ -42,7 +42,7 @@ _TRACED = {
         "sync_batch_norm",
         "tracing",
     ],
-    "casting": ["carried_back", "nested"],
+    "casting": ["write_back", "nested"],
     "cast_lists": ["paths", "signatures"],
     "interfaces": ["inference_copy"],
     "patching": [

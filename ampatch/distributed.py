@@ -1,4 +1,4 @@
-"""Several processes: over which of them gradients are spread, and whether a backward has left them to be reduced later.
+"""Several ranks: over which of them gradients are spread, and whether a backward has left them to be reduced later.
 
 Reads what torch's wrappers (DistributedDataParallel, both FSDPs) and sharded tensors (DTensor) say of themselves; owns
 the list of wrappers, and what each was told at its last forward. Must know neither scales nor optimizers: it is given
@@ -29,7 +29,7 @@ _IS_AVAILABLE = dist.is_available()  # or torch was built without
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Processes that reduce together.
+    """Ranks that reduce together.
 
     Attributes:
         process_group: torch's.
@@ -47,7 +47,7 @@ class Group:
             tensor.copy_(there)
 
 
-class Processes:
+class Ranks:
     """What a session knows of the processes beside its own.
 
     Attributes:

@@ -201,7 +201,7 @@ def after_forward(model: nn.Module, _: object, outputs: object) -> None:
             adopted_model.note_types(model, sys.exc_info()[1], session.settings.properties.half_dtype)
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is not None:
-            session.processes.watch_backward(wrapper, outputs)
+            session.ranks.watch_backward(wrapper, outputs)
 
 
 @compilers.traced_within_others
@@ -222,7 +222,7 @@ def after_replicated_forward(wrapper: Any, _: object, outputs: object) -> None:
     session = runtime.live
     if session is not None:
         session.note_replicated_forward(wrapper)
-        session.processes.watch_backward(wrapper, outputs)
+        session.ranks.watch_backward(wrapper, outputs)
 
 
 def after_state_dict(module: nn.Module, saved: dict[str, Any], prefix: str, _: object) -> None:

@@ -23,9 +23,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ampatch import compilers, distributed
 from ampatch.cast_lists import list_edits
-from ampatch.casting import carried_back
+from ampatch.casting import write_back
 from ampatch.casting.nested import tensors_in
-from ampatch.distributed import Processes
+from ampatch.distributed import Ranks
 from ampatch.errors import OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native.calls import Accelerator
@@ -35,15 +35,15 @@ from ampatch.patching.adapters import Adapters
 from ampatch.patching.cast_labels import LabellingCache
 from ampatch.patching.function_patches import FunctionPatches, Registration
 from ampatch.patching.weight_cache import WeightCache
-from ampatch.scaling import clipping, other_losses
-from ampatch.scaling.bystanders import Bystanders
+from ampatch.scaling import clipping, unscaled_losses
 from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.optimizers import OWN_HOOK, AdoptedOptimizer, OptimizerLike, check_not_stepping, check_optimizer
 from ampatch.scaling.scale_use import ScaleUse
 from ampatch.scaling.scaled_block import ScaledBlock
+from ampatch.scaling.unadopted_optimizers import UnadoptedOptimizers
 from ampatch.settings import Settings
 from ampatch.switch import Switch
-from ampatch.weights import conversion_plan, copies, optimizer_state, unseen_writes
+from ampatch.weights import conversion_plan, copies, optimizer_state, untracked_writes
 from ampatch.weights.conversion import Conversion
 from ampatch.weights.master_weights import MasterWeights, dropping_sums
 
@@ -90,7 +90,7 @@ class Session:
         conversion: what was done to the models' weights.
         loading: modules in the middle of ``load_state_dict``, with what they load and the prefix of their names in it.
         adapters: what decorated functions do to their arguments, by kind.
-        processes: those over which gradients may be spread.
+        ranks: those over which gradients may be spread.
     """
 
     def __init__(self, settings: Settings, device_types: Iterable[str], hooks: Hooks) -> None:
@@ -109,7 +109,7 @@ class Session:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: dict[int, AdoptedOptimizer] = {}  # by id: an optimizer may not be hashable
         is_scaled = not all(scaler.is_one for scaler in self.scalers)
-        self._bystanders = Bystanders(
+        self._unadopted = UnadoptedOptimizers(
             self._optimizers,
             lambda: None if settings.adopts_on_use else self.parameter_ids(),
             is_scaled=is_scaled,
@@ -118,7 +118,7 @@ class Session:
         self._hears_steps = is_scaled or self.has_masters or self.patches_functions
         self._masters: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[MasterWeights], ...]]
         self._masters = weakref.WeakKeyDictionary()  # those found in a model so far
-        self.processes = Processes()
+        self.ranks = Ranks()
         self.conversion = Conversion(self._is_of_model)
         self._converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules in models of which weights are half
         self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those among them that compute in float32
@@ -133,7 +133,7 @@ class Session:
             labelled=settings.profile_casts,
         )
         self.adapters = self._adapters.by_kind()
-        self._accelerator = Accelerator(self.cache.book, self.cache.cast, self.switch, self.device_types)
+        self._accelerator = Accelerator(self.cache.state, self.cache.cast, self.switch, self.device_types)
         self._functions = FunctionPatches(self.ledger, self._adapters, self._accelerator, self.switch)
 
     @property
@@ -170,13 +170,13 @@ class Session:
             self.ledger.on_undo(handle.remove)
         if not all(scaler.is_one for scaler in self.scalers):
             clipping.watch(self.ledger, self._while_active(lambda session: list(session._optimizers.values())))
-            other_losses.watch(self.ledger, self._while_active(lambda session: session._open))
+            unscaled_losses.watch(self.ledger, self._while_active(lambda session: session._open))
         if self._hears_steps:
-            hear = self._while_active(lambda session, *step: session._bystanders.hear(*step))
+            hear = self._while_active(lambda session, *step: session._unadopted.hear(*step))
             setattr(hear, OWN_HOOK, True)
             self.ledger.on_undo(register_optimizer_step_pre_hook(hear).remove)
         if self.has_masters or self.patches_functions:
-            unseen_writes.announce(self.ledger, self._while_active(Session.hear))
+            untracked_writes.announce(self.ledger, self._while_active(Session.hear))
         self.switch.active = True
 
     def _warn_of_undone_edits(self) -> None:
@@ -190,7 +190,7 @@ class Session:
         """Somebody may write to a tensor in a way that torch does not count."""
         if isinstance(tensor, nn.Parameter):
             self.cache.forget(tensor)
-        if self.has_masters and unseen_writes.has_memory(tensor):
+        if self.has_masters and untracked_writes.has_memory(tensor):
             for adopted in list(self._optimizers.values()):
                 adopted.masters.hear(tensor)
 
@@ -201,7 +201,7 @@ class Session:
             AmpWarning: somebody else patched on top, and was left in place; or gradients were still scaled.
         """
         self.switch.active = False
-        cut_off = self.processes.replicates and self.processes.are_replicated(self.conversion.converted())
+        cut_off = self.ranks.replicates and self.ranks.are_replicated(self.conversion.converted())
         dropped: list[AdoptedOptimizer] = []
         foreign: list[tuple[object, str]] = []
 
@@ -214,7 +214,7 @@ class Session:
 
         with contextlib.ExitStack() as whatever_raises:  # from the last to the first
             whatever_raises.callback(self.cache.clear)
-            whatever_raises.callback(carried_back.drop_interrupted)
+            whatever_raises.callback(write_back.drop_interrupted)
             whatever_raises.callback(self._restore_weights)
             if self.patches_functions:
                 modules = (module for model in self._models for module in model.modules())
@@ -365,9 +365,9 @@ class Session:
     def _find_wrappers(self) -> None:
         """Looks through all models: those from before may have been sharded since."""
         for model in self._models:
-            for wrapper in self.processes.find_wrappers(model):
+            for wrapper in self.ranks.find_wrappers(model):
                 self._hear_forwards_of(wrapper)
-        if self.processes.gathers_weights:
+        if self.ranks.gathers_weights:
             self.cache.keep_nothing()
 
     def _is_of_model(self, tensor: Tensor) -> bool:
@@ -408,7 +408,7 @@ class Session:
                 self.cache.end_iteration_of,
                 self._name_of,
                 self._optimizers.values,
-                self.processes,
+                self.ranks,
                 dynamic=settings.scale_policy.dynamic,
                 exact_hooks=settings.exact_hooks,
                 announce=self.verbose,
@@ -537,10 +537,10 @@ class Session:
                     check_not_stepping(each)
                 self.adopt([], new.values())
         adopted = list(map(self.adopted, optimizers))
-        if self.processes.has_wrappers:
-            self.processes.begin_block()
+        if self.ranks.has_wrappers:
+            self.ranks.begin_block()
         scale_use = ScaleUse(scaler, loss_id)
-        scaled_block = ScaledBlock(scale_use, adopted, self.processes)
+        scaled_block = ScaledBlock(scale_use, adopted, self.ranks)
         scaled = scale_use.apply(loss)
         if not scaled_block.begins_at_rest():
             if scaled_block.go_on():
@@ -606,11 +606,11 @@ class Session:
 
     def clip_grad_norm_(self, optimizer: OptimizerLike, max_norm: float) -> Tensor:
         """`clipping.clip` of an optimizer."""
-        return clipping.clip(self.adopted(optimizer), max_norm, list(self._optimizers.values()), self.processes)
+        return clipping.clip(self.adopted(optimizer), max_norm, list(self._optimizers.values()), self.ranks)
 
     def unscale_(self, optimizer: OptimizerLike) -> None:
         """`clipping.unscale` of an optimizer."""
-        clipping.unscale(self.adopted(optimizer), list(self._optimizers.values()), self.processes)
+        clipping.unscale(self.adopted(optimizer), list(self._optimizers.values()), self.ranks)
 
     # Inference
 
@@ -655,7 +655,7 @@ class Session:
             wrapper: around it.
             has_sent_weights: whether it has seen to that itself; half weights it has sent, and not the values behind.
         """
-        self.processes.add(wrapper)
+        self.ranks.add(wrapper)
         self._hear_forwards_of(wrapper)
         if not has_sent_weights:
             return
@@ -686,7 +686,7 @@ class Session:
                 "the others still make, so that their loss scales and float32 masters would go apart. Give all of them "
                 "the same number of batches (drop_last=True), or use opt_level='O1' with a static loss_scale."
             )
-        self.processes.note_forward(wrapper)
+        self.ranks.note_forward(wrapper)
 
     def let_unscale(self, optimizer: OptimizerLike) -> None:
         """Prepares for a `GradScaler`, torch's or ampatch's, that is about to unscale an optimizer's gradients.
@@ -696,7 +696,7 @@ class Session:
         """
         adopted = self._optimizers.get(id(optimizer))
         if adopted is None:
-            self._bystanders.let_pass(optimizer)
+            self._unadopted.let_pass(optimizer)
             return
         if adopted.masters or adopted.pending:
             raise UsageError(

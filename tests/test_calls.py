@@ -62,7 +62,7 @@ class Implementation:
         adapters = Adapters(half, self.cache, {"cpu"})
         adapter = adapters.for_treatment(treatment, Path("library", "function"), original, via_dtype)
         wrapper = wrap(original, adapter, self.switch, "ampatch: listed.")
-        accelerator = Accelerator(self.cache.book, self.cache.cast, self.switch, {"cpu"})
+        accelerator = Accelerator(self.cache.state, self.cache.cast, self.switch, {"cpu"})
         self.function = accelerator.accelerate(wrapper, original, adapter.plainly, "ampatch: listed.")
         self.is_compiled = self.function is not wrapper
 

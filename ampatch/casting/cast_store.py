@@ -1,4 +1,4 @@
-"""Casts of weights in a store, and the book of what was cast: the plain Python of what csrc/calls/ has in C++.
+"""Casts of weights in a store, and the state of what was cast: the plain Python of what csrc/calls/ has in C++.
 
 Owns when a kept cast still counts. Which store serves whom is the cache's affair. Either implementation must do what
 the other does: the tests run with both.
@@ -103,7 +103,7 @@ class _Thread(threading.local):
     forward: Store | None = None
 
 
-class Book:
+class CacheState:
     """What is asked and noted on every cast.
 
     Attributes:

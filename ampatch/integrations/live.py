@@ -24,7 +24,7 @@ from ampatch.errors import OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES
 from ampatch.runtime import runtime
-from ampatch.scaling.other_losses import leaves_of
+from ampatch.scaling.unscaled_losses import leaves_of
 
 
 class _Thread(threading.local):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from ampatch.casting.nested import cast_tensors
-from ampatch.distributed import Processes
+from ampatch.distributed import Ranks
 from ampatch.errors import LossScaleError, OptionError, ScalerOptionError, ScalerUsageError, warn
 from ampatch.interfaces.mixed_precision import precise_within
 from ampatch.native import kernels
@@ -300,16 +300,16 @@ class GradScaler(torch.amp.GradScaler):
                     "lost. Keep the weights in float32 and cast in forward (torch.autocast, or opt_level='O1'); or, "
                     "for half weights, type optimizer = ampatch.MixedPrecision(optimizer)."
                 )
-        processes = Processes() if session is None else session.processes
+        ranks = Ranks() if session is None else session.ranks
         found: dict[torch.device, Tensor] = {}
         with torch.no_grad():
             for device, grads in _by_device(optimizer_state.gradients_of(parameters)):
                 found[device] = found_inf.to(device, copy=True)
                 kernels.unscale_(grads, inv_scale, found[device])
-        if not found and processes.share(parameters):
+        if not found and ranks.share(parameters):
             found[found_inf.device] = found_inf.clone()  # others may have pieces of gradients, and ask about this one's
         for flag in found.values():
-            processes.agree(flag, parameters)
+            ranks.agree(flag, parameters)
         LossScaler.uses_by_hand += 1
         return found
 

@@ -33,7 +33,7 @@ from ampatch.cast_lists import spellings
 from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path, PathError, beneath, find
 from ampatch.cast_lists.rules import Rule
-from ampatch.casting import carried_back
+from ampatch.casting import write_back
 from ampatch.casting.cast_store import Store
 from ampatch.casting.nested import cast_floating
 from ampatch.distributed import is_sharded
@@ -356,7 +356,7 @@ class _Copy:
         if mode is not None and mode.owner is self and mode.off:
             return forward(*args, **kwargs)
         given: Any = cast_floating((args, kwargs), torch.float32)
-        carried_back.begin(module, (args, kwargs), given)
+        write_back.begin(module, (args, kwargs), given)
         result = None
         try:
             if mode is None or mode.owner is not self:
@@ -369,7 +369,7 @@ class _Copy:
                 finally:
                     mode.off -= 1
         finally:
-            result = carried_back.end(module, None, result)
+            result = write_back.end(module, None, result)
         _check_complete(result)
         return result
 

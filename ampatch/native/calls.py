@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ampatch import compilers, tracing
 from ampatch.casting import cast_errors
-from ampatch.casting.cast_store import Book, Store
+from ampatch.casting.cast_store import CacheState, Store
 from ampatch.errors import KernelError
 from ampatch.native import extension
 from ampatch.native.selection import Chosen, Selection
@@ -117,17 +117,17 @@ def new_store() -> Store:
     return Store() if module is None else module.Store()
 
 
-def new_book() -> Book:
-    """Returns an empty book of the implementation in use."""
+def new_cache_state() -> CacheState:
+    """Returns an empty state of the implementation in use."""
     module = compiled()
-    return Book() if module is None else module.Book()
+    return CacheState() if module is None else module.CacheState()
 
 
 class Accelerator:
     """Gives wrappers a body in C++, where that is in use.
 
     Args:
-        book: that of the cache.
+        state: that of the cache.
         cast: `WeightCache.cast`, for what the C++ leaves to it.
         switch: the session's.
         device_types: of the tensors that are cast.
@@ -135,15 +135,15 @@ class Accelerator:
 
     def __init__(
         self,
-        book: Book,
+        state: CacheState,
         cast: Callable[[Tensor, torch.dtype], Tensor],
         switch: Switch,
         device_types: Iterable[str],
     ) -> None:
-        # By the book, so that no session is served by two implementations.
-        self._module = None if type(book) is Book else _selection.current().compiled
+        # By the state, so that no session is served by two implementations.
+        self._module = None if type(state) is CacheState else _selection.current().compiled
         if self._module is not None:
-            self._caster = self._module.Caster(book, switch, cast, tracing.is_capturing)
+            self._caster = self._module.Caster(state, switch, cast, tracing.is_capturing)
         self.serve(device_types)
 
     def serve(self, device_types: Iterable[str]) -> None:

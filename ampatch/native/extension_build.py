@@ -668,16 +668,16 @@ calls = importlib.util.module_from_spec(importlib.util.spec_from_loader("ampatch
 loader.exec_module(calls)
 class Switch:
     __slots__ = ("active",)
-switch, book = Switch(), calls.Book()
-switch.active, book.iteration, book.sweep_at = True, calls.Store(), 1
-caster = calls.Caster(book, switch, None, None)
+switch, state = Switch(), calls.CacheState()
+switch.active, state.iteration, state.sweep_at = True, calls.Store(), 1
+caster = calls.Caster(state, switch, None, None)
 caster.serve(("cpu",))
 product = lambda *args: None
 calls.accelerate(product, lambda *args: None, caster, torch.matmul, "to", torch.bfloat16, 9, None)
 weight = torch.nn.Parameter(torch.full((2, 2), 3.0))
 for _ in range(2):
     result = product(torch.ones(2, 2), weight)
-found = result.dtype, result.tolist(), book.casts, book.hits
+found = result.dtype, result.tolist(), state.casts, state.hits
 if found != (torch.bfloat16, [[6.0] * 2] * 2, 3, 1):
     sys.exit(f"a product gave {found}")
 """

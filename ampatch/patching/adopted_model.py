@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ampatch.casting import carried_back
+from ampatch.casting import write_back
 from ampatch.casting.cast_errors import is_of_types
 from ampatch.casting.nested import cast_floating
 from ampatch.compilers import traced_within_others
@@ -277,7 +277,7 @@ def _cast_arguments(
     dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     given: Any = cast_floating((args, kwargs), dtype)
-    carried_back.begin(module, (args, kwargs), given)
+    write_back.begin(module, (args, kwargs), given)
     return given  # type: ignore[no-any-return]
 
 
@@ -290,18 +290,18 @@ def _cast_arguments_of_copy(module: nn.Module, args: tuple[Any, ...], kwargs: di
     parameter = next(module.parameters(), None)
     dtype = torch.float32 if parameter is None else parameter.dtype
     given: Any = cast_floating((args, kwargs), dtype)
-    carried_back.begin(module, (args, kwargs), given)
+    write_back.begin(module, (args, kwargs), given)
     return given  # type: ignore[no-any-return]
 
 
 @traced_within_others
 def _leave_result(module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
-    return carried_back.end(module, None, result)
+    return write_back.end(module, None, result)
 
 
 @traced_within_others
 def _cast_result(dtype: torch.dtype, module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
-    return carried_back.end(module, dtype, result)
+    return write_back.end(module, dtype, result)
 
 
 def named_parameters(models: Set[nn.Module]) -> dict[int, str]:

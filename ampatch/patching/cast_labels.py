@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 from torch.profiler import record_function
 
-from ampatch.casting import carried_back
+from ampatch.casting import write_back
 from ampatch.casting.nested import CASTABLE, cast_floating, tensors_in
 from ampatch.compilers import traced_within_others
 from ampatch.patching.weight_cache import WeightCache
@@ -73,7 +73,7 @@ def cast_arguments(
     """Casts what is floating in the arguments of a forward, under a label."""
     with _label_if_cast("arguments", module, dtype, (args, kwargs)):
         given: Any = cast_floating((args, kwargs), dtype)
-    carried_back.begin(module, (args, kwargs), given)
+    write_back.begin(module, (args, kwargs), given)
     return given  # type: ignore[no-any-return]
 
 
@@ -81,7 +81,7 @@ def cast_arguments(
 def cast_result(dtype: torch.dtype, module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
     """Casts what is floating in the result of a forward, under a label."""
     with _label_if_cast("result", module, dtype, result):
-        return carried_back.end(module, dtype, result)
+        return write_back.end(module, dtype, result)
 
 
 def _label_if_cast(what: str, module: nn.Module, dtype: torch.dtype, value: object) -> AbstractContextManager[object]:

@@ -71,7 +71,7 @@ class _Frozen:
 
 
 class _Thread(threading.local):
-    forward: Store | None = None  # the book borrows it, and may be in C++, which does not hear of the end of a thread
+    forward: Store | None = None  # the state borrows it, and may be in C++, which does not hear of the end of a thread
     opened_by: weakref.ref[object] | None = None  # the model whose forward it belongs to
 
 
@@ -79,26 +79,26 @@ class WeightCache:
     """Casts tensors and remembers the casts of parameters; counts both.
 
     Attributes:
-        book: what is asked and noted on every cast, by wrappers that run in C++ too.
+        state: what is asked and noted on every cast, by wrappers that run in C++ too.
     """
 
     # Below this many entries a store is not worth sweeping.
     _SWEEP_FROM = 256
 
     def __init__(self, enabled: bool = True) -> None:
-        self.book = calls.new_book()
-        self.book.sweep_at = self._SWEEP_FROM
+        self.state = calls.new_cache_state()
+        self.state.sweep_at = self._SWEEP_FROM
         self._enabled = enabled
         self._iteration = calls.new_store()
         if enabled:
-            self.book.iteration = self._iteration
+            self.state.iteration = self._iteration
         self._frozen: list[_Frozen] = []  # the oldest first
         self._thread = _Thread()
         self._replayed: set[int] = set()  # ids of parameters that a CUDA graph updates
 
     def counts(self) -> CastCounts:
         """Returns how much was cast so far."""
-        return CastCounts(self.book.casts, self.book.hits)
+        return CastCounts(self.state.casts, self.state.hits)
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """``tensor`` in ``dtype``; from the cache if it is a parameter that was cast before and has not changed since.
@@ -112,16 +112,16 @@ class WeightCache:
         """
         if is_compiling():
             return tensor.to(dtype)
-        book = self.book
+        state = self.state
         store = self._store(tensor) if type(tensor) is Parameter else None
         if store is None:
-            book.casts += 1
+            state.casts += 1
             return tensor.to(dtype)
         kept = store.find(tensor, dtype)
         if kept is not None:
-            book.hits += 1
+            state.hits += 1
             return kept
-        book.casts += 1
+        state.casts += 1
         cast = _with_version(tensor, dtype)
         if _can_be_kept(tensor, cast):
             # A transform of torch.func lets nobody ask for gradients.
@@ -129,7 +129,7 @@ class WeightCache:
                 # As its weight does, although nothing is recorded: torch's linear asks, and copies it for each row of
                 # a batch otherwise.
                 cast.requires_grad_(tensor.requires_grad)
-            if len(store) >= book.sweep_at:
+            if len(store) >= state.sweep_at:
                 self._sweep(store)
             if tensor.is_cuda and any(store is block.store for block in self._frozen):
                 # Threads with streams of their own will read it, and only this stream knows when it is written.
@@ -145,24 +145,24 @@ class WeightCache:
 
     def forget(self, parameter: Tensor) -> None:
         """Drops the casts of a parameter, bar those of forwards that run in other threads."""
-        for store in (self._iteration, self.book.forward, *(block.store for block in list(self._frozen))):
+        for store in (self._iteration, self.state.forward, *(block.store for block in list(self._frozen))):
             if store is not None:
                 store.forget([id(parameter)])
 
     def keep_nothing(self) -> None:
         """From now on casts every time: for weights that are gathered for their layer's time, and let go after it."""
         self._enabled = False
-        self.book.iteration = None
+        self.state.iteration = None
         self._serve_forward(None)
         self.clear()
 
     def end_iteration(self) -> None:
         """Drops the casts of the iteration and of a forward that runs in this thread."""
-        book = self.book
+        state = self.state
         self._iteration.clear()
-        book.sweep_at = self._SWEEP_FROM
-        if book.forward is not None:
-            book.forward.clear()
+        state.sweep_at = self._SWEEP_FROM
+        if state.forward is not None:
+            state.forward.clear()
 
     def end_iteration_of(self, updated: Callable[[], Iterable[Tensor]]) -> None:
         """`end_iteration` by an update of weights, whose casts go from the frozen stores as well.
@@ -175,7 +175,7 @@ class WeightCache:
         if is_capturing():
             self._replayed.update(map(id, updated()))
             if self._replayed:
-                self.book.iteration = None  # from now on it depends on the weight
+                self.state.iteration = None  # from now on it depends on the weight
         if self._frozen:
             keys = [id(parameter) for parameter in updated()]
             for block in list(self._frozen):
@@ -191,12 +191,12 @@ class WeightCache:
         torch._dynamo.graph_break()
         block = _Frozen(frozenset(map(id, parameters)))
         self._frozen.append(block)
-        self.book.has_frozen = True
+        self.state.has_frozen = True
         try:
             yield
         finally:
             self._frozen.remove(block)
-            self.book.has_frozen = bool(self._frozen)
+            self.state.has_frozen = bool(self._frozen)
 
     def enter_forward(self, model: object) -> None:
         """Notes that a forward of an adopted model begins in this thread.
@@ -220,11 +220,11 @@ class WeightCache:
             thread.opened_by = None
 
     def _serve_forward(self, store: Store | None) -> None:
-        self.book.forward = store  # before the one that it has borrowed may go
+        self.state.forward = store  # before the one that it has borrowed may go
         self._thread.forward = store
 
     def __len__(self) -> int:
-        stores = [self._iteration, self.book.forward, *(block.store for block in self._frozen)]
+        stores = [self._iteration, self.state.forward, *(block.store for block in self._frozen)]
         return sum(len(store) for store in stores if store is not None)
 
     def _store(self, parameter: Tensor) -> Store | None:
@@ -240,7 +240,7 @@ class WeightCache:
         for block in self._frozen:
             if id(parameter) in block.parameters and not changes_unseen:
                 return block.store
-        return self.book.forward
+        return self.state.forward
 
     def _sweep(self, store: Store) -> None:
         """Drops entries whose parameter is held by nothing but the graph of its own cast.
@@ -249,7 +249,7 @@ class WeightCache:
         clear the same store meanwhile.
         """
         store.forget([key for key, parameter, cast in store.entries() if _abandoned(parameter, cast)])
-        self.book.sweep_at = max(self._SWEEP_FROM, 2 * len(store))
+        self.state.sweep_at = max(self._SWEEP_FROM, 2 * len(store))
 
 
 def _is_traced() -> bool:

@@ -3,7 +3,7 @@
 Owns the order of passes over the gradients: one that reads, for the norm and for overflow; and one that writes, unless
 the optimizer's own kernel does that. Must not decide whether a step is skipped.
 
-If gradients are spread over processes, each reads its own pieces, and an all-reduce adds up the sums of squares. So
+If gradients are spread over ranks, each reads its own pieces, and an all-reduce adds up the sums of squares. So
 every process has to clip, at the same time.
 """
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
-from ampatch.distributed import Group, Processes, lay_out_gradient
+from ampatch.distributed import Group, Ranks, lay_out_gradient
 from ampatch.errors import UsageError
 from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
@@ -31,51 +31,49 @@ from ampatch.weights.optimizer_state import gradients_of
 _Part = tuple[tuple[Group, ...], list[Tensor]]
 
 
-def clip(
-    optimizer: AdoptedOptimizer, max_norm: float, everyone: Iterable[AdoptedOptimizer], processes: Processes
-) -> Tensor:
+def clip(optimizer: AdoptedOptimizer, max_norm: float, everyone: Iterable[AdoptedOptimizer], ranks: Ranks) -> Tensor:
     """Clips the gradients of an adopted optimizer; unscales them if a block has left that to be done.
 
     Args:
         optimizer: whose gradients.
         max_norm: the most that their norm may be.
         everyone: all optimizers of the session.
-        processes: those over which gradients may be spread.
+        ranks: those over which gradients may be spread.
 
     Returns:
         The norm before, of unscaled gradients: 0-dimensional float32.
 
     Raises:
         UsageError: inside the block; the gradients are scaled by a block for another optimizer; or they are yet to be
-            reduced over processes, and ``max_norm`` is not infinite.
+            reduced over ranks, and ``max_norm`` is not infinite.
     """
     optimizer.unfold()
     scaled_block = _left_by_a_block(
-        optimizer, everyone, processes, "amp.clip_grad_norm_", "clip", may_be_postponed=math.isinf(max_norm)
+        optimizer, everyone, ranks, "amp.clip_grad_norm_", "clip", may_be_postponed=math.isinf(max_norm)
     )
     if scaled_block is not None:
         if scaled_block.is_of_one and _is_plain(optimizer):
-            return _clip_scaled(optimizer, scaled_block, max_norm, processes)
+            return _clip_scaled(optimizer, scaled_block, max_norm, ranks)
         scaled_block.finish()
     optimizer.bring_up_to_date()
-    norm = clip_unscaled(optimizer.parameters(), max_norm, processes)
+    norm = clip_unscaled(optimizer.parameters(), max_norm, ranks)
     optimizer.masters.gradients.show()
     return norm
 
 
-def unscale(optimizer: AdoptedOptimizer, everyone: Iterable[AdoptedOptimizer], processes: Processes) -> None:
+def unscale(optimizer: AdoptedOptimizer, everyone: Iterable[AdoptedOptimizer], ranks: Ranks) -> None:
     """Unscales the gradients of an adopted optimizer, if a block has left that to be done.
 
     Args:
         optimizer: whose gradients; and those of all others of that block.
         everyone: all optimizers of the session.
-        processes: those over which gradients may be spread.
+        ranks: those over which gradients may be spread.
 
     Raises:
         UsageError: inside the block; or the gradients are scaled by a block for another optimizer.
     """
     optimizer.unfold()
-    scaled_block = _left_by_a_block(optimizer, everyone, processes, "amp.unscale_", "unscale", may_be_postponed=True)
+    scaled_block = _left_by_a_block(optimizer, everyone, ranks, "amp.unscale_", "unscale", may_be_postponed=True)
     if scaled_block is not None:
         scaled_block.finish()
     optimizer.bring_up_to_date()
@@ -84,7 +82,7 @@ def unscale(optimizer: AdoptedOptimizer, everyone: Iterable[AdoptedOptimizer], p
 def _left_by_a_block(
     optimizer: AdoptedOptimizer,
     everyone: Iterable[AdoptedOptimizer],
-    processes: Processes,
+    ranks: Ranks,
     caller: str,
     does: str,
     *,
@@ -103,10 +101,10 @@ def _left_by_a_block(
     for each in together:
         each.masters.gradients.follow_clearing()
         each.masters.gradients.follow_zeroing()
-    if not (optimizer.has_gradients() or processes.share(optimizer.parameters())):
+    if not (optimizer.has_gradients() or ranks.share(optimizer.parameters())):
         optimizer.leave_scale()  # they were cleared since
         return None
-    return ScaledBlock(scale_use, together, processes)
+    return ScaledBlock(scale_use, together, ranks)
 
 
 def watch(ledger: PatchLedger, adopted: Callable[[], Sequence[AdoptedOptimizer] | None]) -> None:
@@ -140,24 +138,24 @@ def watch(ledger: PatchLedger, adopted: Callable[[], Sequence[AdoptedOptimizer] 
     ledger.set(clip_grad, "_get_total_norm", taken)
 
 
-def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, processes: Processes) -> Tensor:
+def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, ranks: Ranks) -> Tensor:
     """Clips the gradients of parameters by the norm of all of them taken together.
 
     Args:
         parameters: with gradients of any shape, layout, dtype and device, or with none.
         max_norm: the most that their norm may be.
-        processes: those over which gradients may be spread.
+        ranks: those over which gradients may be spread.
 
     Returns:
         The norm before: 0-dimensional float32, on the device of the first gradient.
     """
     parameters = list(parameters)
-    parts = list(_parts(parameters, processes))
+    parts = list(_parts(parameters, ranks))
     grads = [grad for _, part in parts for grad in part]
     one = torch.ones((), dtype=torch.float32, device=grads[0].device if grads else None)
     found_inf = torch.zeros_like(one)
     norm = _norm(parts, one, found_inf)
-    processes.agree(found_inf, parameters)
+    ranks.agree(found_inf, parameters)
     if not math.isinf(max_norm):
         with torch.no_grad():
             kernels.multiply_(grads, _factor(norm, max_norm, found_inf))
@@ -170,16 +168,14 @@ def _is_plain(optimizer: AdoptedOptimizer) -> bool:
     return not optimizer.masters.gradients.has_sums() and not any(grad.requires_grad for grad in scaled)
 
 
-def _clip_scaled(
-    optimizer: AdoptedOptimizer, scaled_block: ScaledBlock, max_norm: float, processes: Processes
-) -> Tensor:
+def _clip_scaled(optimizer: AdoptedOptimizer, scaled_block: ScaledBlock, max_norm: float, ranks: Ranks) -> Tensor:
     """Ends a pass that left its gradients scaled: reads them once, and writes them once or leaves that to the step."""
     scale_use = scaled_block.scale_use
     try:
         inv_scale, found_inf = scale_use.scale.reciprocal(), scale_use.scaler.no_overflow()
-        parts = [*_parts(optimizer.parameters(), processes), ((), optimizer.masters.gradients.new())]
+        parts = [*_parts(optimizer.parameters(), ranks), ((), optimizer.masters.gradients.new())]
         norm = _norm(parts, inv_scale, found_inf)
-        processes.agree(found_inf, optimizer.parameters())
+        ranks.agree(found_inf, optimizer.parameters())
         factor = _factor(norm, max_norm, found_inf)
         defers = optimizer.may_defer()
         if not defers:
@@ -194,8 +190,8 @@ def _clip_scaled(
     return norm.float()
 
 
-def _parts(parameters: Iterable[Tensor], processes: Processes) -> Iterator[_Part]:
-    for groups, part in processes.by_pieces(parameters):
+def _parts(parameters: Iterable[Tensor], ranks: Ranks) -> Iterator[_Part]:
+    for groups, part in ranks.by_pieces(parameters):
         for parameter in part:
             lay_out_gradient(parameter)
         yield groups, gradients_of(part)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ampatch.casting.nested import cast_tensors
-from ampatch.distributed import Processes
+from ampatch.distributed import Ranks
 from ampatch.errors import AmpError, OptionError
 from ampatch.native import kernels
 from ampatch.opt_levels import LossScale, check_loss_scale
@@ -280,7 +280,7 @@ class LossScaler:
                 kernels.multiply_(there, self._scale.reciprocal())
             return self.no_overflow()
         found_inf = kernels.unscale_by_(there, self._scale)
-        Processes().agree(found_inf, there)
+        Ranks().agree(found_inf, there)
         self.note(found_inf)
         return found_inf
 

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from ampatch.casting.nested import tensors_in
-from ampatch.distributed import Processes
+from ampatch.distributed import Ranks
 from ampatch.errors import LossScaleError, OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
@@ -117,7 +117,7 @@ class AdoptedOptimizer:
             updates.
         name_of: a model's parameter's name, for messages.
         others: all optimizers of the session.
-        processes: those over which gradients may be spread.
+        ranks: those over which gradients may be spread.
         dynamic: whether a scale is dynamic, so that a step may have to be taken back.
         exact_hooks: whether to read the overflow before every step, so that a skipped one fires no hooks.
         announce: whether a skipped step is logged.
@@ -140,7 +140,7 @@ class AdoptedOptimizer:
         after_step: Callable[[Callable[[], Iterable[Tensor]]], object],
         name_of: Callable[[Tensor], str],
         others: Callable[[], Iterable[AdoptedOptimizer]],
-        processes: Processes,
+        ranks: Ranks,
         *,
         dynamic: bool = True,
         exact_hooks: bool = False,
@@ -155,7 +155,7 @@ class AdoptedOptimizer:
         self._after_step = after_step
         self._name_of = name_of
         self._others = others
-        self._processes = processes
+        self._ranks = ranks
         self._dynamic = dynamic
         self._exact_hooks = exact_hooks
         self._announce = announce
@@ -268,12 +268,12 @@ class AdoptedOptimizer:
     def has_gradients(self) -> bool:
         """Returns whether there is any gradient where backward puts it, or where FSDP keeps it until it is reduced."""
         return optimizer_state.has_gradients(self.model_parameters()) or (
-            self._processes.has_unreduced(self.model_parameters())
+            self._ranks.has_unreduced(self.model_parameters())
         )
 
     def drop_gradients(self) -> None:
         """Sets all of them to None, and so takes them off the scale."""
-        self._processes.drop_unreduced(self.model_parameters())
+        self._ranks.drop_unreduced(self.model_parameters())
         for parameter in self.parameters():
             parameter.grad = None
         self.masters.gradients.clear()
@@ -474,7 +474,7 @@ class AdoptedOptimizer:
     def _forget_if_bare(self) -> None:
         """Forgets the blocks whose gradients are all gone."""
         if optimizer_state.are_bare(self.parameters()) and not (
-            self.has_gradients() or self._processes.share(self.parameters())
+            self.has_gradients() or self._ranks.share(self.parameters())
         ):
             self.pending = [scale_use for scale_use in self.pending if scale_use.is_of_others]
 
@@ -492,7 +492,7 @@ class AdoptedOptimizer:
         factor, sum_of_squares = torch.full_like(found, 2.0**64), torch.zeros_like(found, dtype=torch.float64)
         kernels.found_inf_norm(grads, factor, found, sum_of_squares)
         found.masked_fill_(sum_of_squares != 0, 1)
-        self._processes.agree(found, self.model_parameters())
+        self._ranks.agree(found, self.model_parameters())
         return found
 
     # Steps

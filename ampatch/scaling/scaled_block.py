@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from ampatch.casting.nested import tensors_in
-from ampatch.distributed import Processes
+from ampatch.distributed import Ranks
 from ampatch.errors import UsageError, warn
 from ampatch.native import kernels
 from ampatch.scaling.optimizers import AdoptedOptimizer
@@ -29,7 +29,7 @@ class ScaledBlock:
     Args:
         scale_use: the use that is made of a scale.
         optimizers: whose gradients the block works on; a parameter in two of them is handled once.
-        processes: those over which gradients may be spread.
+        ranks: those over which gradients may be spread.
 
     Attributes:
         scale_use: as given.
@@ -41,9 +41,9 @@ class ScaledBlock:
     watched: tuple[Node, ...] = ()
     _is_used = True
 
-    def __init__(self, scale_use: ScaleUse, optimizers: Sequence[AdoptedOptimizer], processes: Processes) -> None:
+    def __init__(self, scale_use: ScaleUse, optimizers: Sequence[AdoptedOptimizer], ranks: Ranks) -> None:
         self.scale_use = scale_use
-        self._processes = processes
+        self._ranks = ranks
         self._scaler = scale_use.scaler
         self._optimizers = list(dict.fromkeys(optimizers))
         self._before: list[tuple[int, int]] = []  # the gradients that were there when it began
@@ -176,7 +176,7 @@ class ScaledBlock:
 
     def _make_way(self, *_: object) -> None:
         """Has masters follow what half parameters show, and clears that for the backward pass that begins."""
-        are_reduced = self._processes.are_reduced(self._model_parameters())
+        are_reduced = self._ranks.are_reduced(self._model_parameters())
         for gradients in self._stop_waiting():
             gradients.follow(takes_new=are_reduced)
             gradients.make_way()
@@ -205,13 +205,13 @@ class ScaledBlock:
         self._is_used = self._is_used or self.has_told or self._there() == self._before
         self._follow_unused()
         # To hand gradients on to masters sets them aside, where no later reduction would find them.
-        if self._processes.has_wrappers:
+        if self._ranks.has_wrappers:
             touches = not self.scale_use.is_one or any(optimizer.masters for optimizer in self._optimizers)
             self.scale_use.is_postponed = touches and (
-                self._processes.is_postponed(self._model_parameters())
-                or self._processes.has_unreduced(self._model_parameters())
+                self._ranks.is_postponed(self._model_parameters())
+                or self._ranks.has_unreduced(self._model_parameters())
             )
-            self._processes.end_block(self._model_parameters())
+            self._ranks.end_block(self._model_parameters())
         if delay_unscale or self.scale_use.is_postponed:
             for optimizer in self._optimizers:
                 optimizer.note_scaled()
@@ -230,7 +230,7 @@ class ScaledBlock:
         try:
             found_inf = self._unscale()
             if found_inf is not None:
-                self._processes.agree(found_inf, self._model_parameters())
+                self._ranks.agree(found_inf, self._model_parameters())
             self.settle(found_inf, delay_overflow_check)
         except BaseException:
             self.abandon()
@@ -313,9 +313,9 @@ class ScaledBlock:
 
     def _check_may_widen(self, optimizer: AdoptedOptimizer) -> None:
         """Half gradients are float32 while they are at a scale, and what DDP has reduced it wants to get as it gave."""
-        if self._scaler.is_one or optimizer.scaled_by is not None or not self._processes.replicates:
+        if self._scaler.is_one or optimizer.scaled_by is not None or not self._ranks.replicates:
             return
-        if self._processes.are_replicated(optimizer.parameters_with_half_gradients()):
+        if self._ranks.are_replicated(optimizer.parameters_with_half_gradients()):
             raise UsageError(
                 "DistributedDataParallel cannot add to half gradients that were unscaled, as it takes none of another "
                 "type than its parameters. Put all passes before the last one of a step under no_sync(), or use "

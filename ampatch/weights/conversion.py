@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ampatch.errors import OptionError, UsageError
 from ampatch.opt_levels import HALVES
 from ampatch.weights.conversion_plan import Plan, own_tensors
-from ampatch.weights.unseen_writes import data_of
+from ampatch.weights.untracked_writes import data_of
 
 # Asked of all tensors of a list by `map`, since a line of Python for each takes several times as long.
 _VERSION = operator.attrgetter("_version")

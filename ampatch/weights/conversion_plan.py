@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from ampatch.casting.nested import CASTABLE
 from ampatch.errors import OptionError, did_you_mean
 from ampatch.opt_levels import HALVES
-from ampatch.weights.unseen_writes import data_of
+from ampatch.weights.untracked_writes import data_of
 
 KeepFloat32 = tuple[str | type[nn.Module], ...]
 

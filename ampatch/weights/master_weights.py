@@ -26,7 +26,7 @@ from ampatch.opt_levels import HALVES
 from ampatch.weights import optimizer_state
 from ampatch.weights.conversion import Conversion, Mark, Marks
 from ampatch.weights.master_gradients import MasterGradients, Pair, by_device
-from ampatch.weights.unseen_writes import data_of
+from ampatch.weights.untracked_writes import data_of
 
 _DTYPE = operator.attrgetter("dtype")
 _ALL = slice(None)

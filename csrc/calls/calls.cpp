@@ -59,7 +59,7 @@ PyObject* name_out;
 // What the calls of one session share.
 struct Caster {
   PyObject_HEAD
-  Book* book;
+  CacheState* state;
   PyObject* switch_;
   Py_ssize_t active;         // where the switch keeps whether it is on
   PyObject* cast_otherwise;  // the cache's own way, for weights that are out of the ordinary
@@ -97,7 +97,7 @@ Tensor converted(const Tensor& tensor, ScalarType type) {
 }
 
 Ref Caster::cast_anew(const Tensor& tensor, ScalarType type) {
-  ++book->casts;
+  ++state->casts;
   return Ref::taken(wrapped(converted(tensor, type)));
 }
 
@@ -114,19 +114,19 @@ Ref Caster::cast_weight(PyObject* parameter, const Tensor& tensor, ScalarType ty
   }
   const bool in_inference = c10::InferenceMode::is_enabled();
   const bool records = at::GradMode::is_enabled() && !in_inference;
-  if (records ? book->for_iteration() == nullptr : book->has_frozen) {
+  if (records ? state->for_iteration() == nullptr : state->has_frozen) {
     return cast_by_cache(parameter, type);
   }
-  Store* store = records ? book->for_iteration() : book->for_forward();
+  Store* store = records ? state->for_iteration() : state->for_forward();
   if (store == nullptr) {
     return cast_anew(tensor, type);
   }
   const int index = index_of(type);
   if (PyObject* kept = store->find(parameter, tensor, index)) {
-    ++book->hits;
+    ++state->hits;
     return Ref::shared(kept);
   }
-  if (tensor.is_inference() || tensor.layout() != at::kStrided || store->size() >= book->sweep_at) {
+  if (tensor.is_inference() || tensor.layout() != at::kStrided || store->size() >= state->sweep_at) {
     return cast_by_cache(parameter, type);
   }
   const Ref held = Ref::shared(reinterpret_cast<PyObject*>(store));  // others may let go of it meanwhile
@@ -158,7 +158,7 @@ PyTypeObject caster_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ampatch._calls.Ca
 
 int caster_traverse(PyObject* self, visitproc visit, void* arg) {
   auto* caster = reinterpret_cast<Caster*>(self);
-  Py_VISIT(caster->book);
+  Py_VISIT(caster->state);
   Py_VISIT(caster->switch_);
   Py_VISIT(caster->cast_otherwise);
   Py_VISIT(caster->is_capturing);
@@ -168,7 +168,7 @@ int caster_traverse(PyObject* self, visitproc visit, void* arg) {
 void caster_dealloc(PyObject* self) {
   PyObject_GC_UnTrack(self);
   auto* caster = reinterpret_cast<Caster*>(self);
-  Py_XDECREF(caster->book);
+  Py_XDECREF(caster->state);
   Py_XDECREF(caster->switch_);
   Py_XDECREF(caster->cast_otherwise);
   Py_XDECREF(caster->is_capturing);
@@ -176,8 +176,8 @@ void caster_dealloc(PyObject* self) {
 }
 
 PyObject* caster_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *book, *switch_, *cast_otherwise, *is_capturing;
-  if (!PyArg_ParseTuple(args, "O!OOO", &book_type, &book, &switch_, &cast_otherwise, &is_capturing)) {
+  PyObject *state, *switch_, *cast_otherwise, *is_capturing;
+  if (!PyArg_ParseTuple(args, "O!OOO", &cache_state_type, &state, &switch_, &cast_otherwise, &is_capturing)) {
     return nullptr;
   }
   const Ref slot = Ref::taken(PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(switch_)), "active"));
@@ -190,7 +190,7 @@ PyObject* caster_new(PyTypeObject* type, PyObject* args, PyObject*) {
   }
   auto* self = reinterpret_cast<Caster*>(type->tp_alloc(type, 0));
   if (self != nullptr) {
-    self->book = reinterpret_cast<Book*>(Py_NewRef(book));
+    self->state = reinterpret_cast<CacheState*>(Py_NewRef(state));
     self->switch_ = Py_NewRef(switch_);
     self->active = reinterpret_cast<PyMemberDescrObject*>(slot.get())->d_member->offset;
     self->cast_otherwise = Py_NewRef(cast_otherwise);
@@ -667,7 +667,7 @@ PyMODINIT_FUNC PyInit__calls() {
   name_out = PyUnicode_InternFromString("out");
   Ref made = Ref::taken(PyModule_Create(&module_definition));
   if (!made || name_dtype == nullptr || name_out == nullptr || PyType_Ready(&call_type) < 0 ||
-      PyModule_AddType(made.get(), &caster_type) < 0 || !add_store_and_book(made.get()) ||
+      PyModule_AddType(made.get(), &caster_type) < 0 || !add_store_types(made.get()) ||
       !add_parameter_functions(made.get())) {
     return nullptr;
   }

@@ -1,4 +1,4 @@
-// Store and book: see store.h.
+// Store and CacheState: see store.h.
 
 #include "store.h"
 
@@ -13,7 +13,7 @@ namespace {
 
 // Of the thread; the store is borrowed. Python keeps it until the thread ends, and drops it there.
 thread_local struct {
-  uint64_t book = 0;
+  uint64_t state = 0;
   PyObject* store = nullptr;
 } forward_here;
 
@@ -147,11 +147,11 @@ PyMethodDef store_methods[] = {{"find", fast(store_find), METH_FASTCALL, nullptr
 
 PySequenceMethods store_as_sequence = {store_length};
 
-// The book
+// The state of a cache
 
-PyObject* book_new(PyTypeObject* type, PyObject*, PyObject*) {
+PyObject* cache_state_new(PyTypeObject* type, PyObject*, PyObject*) {
   static uint64_t last = 0;
-  auto* self = reinterpret_cast<Book*>(type->tp_alloc(type, 0));
+  auto* self = reinterpret_cast<CacheState*>(type->tp_alloc(type, 0));
   if (self != nullptr) {
     self->iteration = Py_NewRef(Py_None);
     self->number = ++last;
@@ -159,24 +159,24 @@ PyObject* book_new(PyTypeObject* type, PyObject*, PyObject*) {
   return reinterpret_cast<PyObject*>(self);
 }
 
-int book_traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(reinterpret_cast<Book*>(self)->iteration);
+int cache_state_traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(reinterpret_cast<CacheState*>(self)->iteration);
   return 0;
 }
 
-int book_drop(PyObject* self) {
-  Py_CLEAR(reinterpret_cast<Book*>(self)->iteration);
+int cache_state_drop(PyObject* self) {
+  Py_CLEAR(reinterpret_cast<CacheState*>(self)->iteration);
   return 0;
 }
 
-void book_dealloc(PyObject* self) {
+void cache_state_dealloc(PyObject* self) {
   PyObject_GC_UnTrack(self);
-  book_drop(self);
+  cache_state_drop(self);
   Py_TYPE(self)->tp_free(self);
 }
 
 PyObject* book_get_forward(PyObject* self, void*) {
-  auto* store = reinterpret_cast<PyObject*>(reinterpret_cast<Book*>(self)->for_forward());
+  auto* store = reinterpret_cast<PyObject*>(reinterpret_cast<CacheState*>(self)->for_forward());
   return Py_NewRef(store == nullptr ? Py_None : store);
 }
 
@@ -185,24 +185,24 @@ int book_set_forward(PyObject* self, PyObject* value, void*) {
     PyErr_SetString(PyExc_TypeError, "expected forward to be a Store or None");
     return -1;
   }
-  forward_here = {reinterpret_cast<Book*>(self)->number, value == Py_None ? nullptr : value};
+  forward_here = {reinterpret_cast<CacheState*>(self)->number, value == Py_None ? nullptr : value};
   return 0;
 }
 
-PyMemberDef book_members[] = {{"casts", T_LONGLONG, offsetof(Book, casts), 0, nullptr},
-                              {"hits", T_LONGLONG, offsetof(Book, hits), 0, nullptr},
-                              {"iteration", T_OBJECT_EX, offsetof(Book, iteration), 0, nullptr},
-                              {"has_frozen", T_BOOL, offsetof(Book, has_frozen), 0, nullptr},
-                              {"sweep_at", T_PYSSIZET, offsetof(Book, sweep_at), 0, nullptr},
-                              {nullptr, 0, 0, 0, nullptr}};
+PyMemberDef cache_state_members[] = {{"casts", T_LONGLONG, offsetof(CacheState, casts), 0, nullptr},
+                                     {"hits", T_LONGLONG, offsetof(CacheState, hits), 0, nullptr},
+                                     {"iteration", T_OBJECT_EX, offsetof(CacheState, iteration), 0, nullptr},
+                                     {"has_frozen", T_BOOL, offsetof(CacheState, has_frozen), 0, nullptr},
+                                     {"sweep_at", T_PYSSIZET, offsetof(CacheState, sweep_at), 0, nullptr},
+                                     {nullptr, 0, 0, 0, nullptr}};
 
-PyGetSetDef book_properties[] = {{"forward", book_get_forward, book_set_forward, nullptr, nullptr},
-                                 {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyGetSetDef cache_state_properties[] = {{"forward", book_get_forward, book_set_forward, nullptr, nullptr},
+                                        {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 }  // namespace
 
 PyTypeObject store_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ampatch._calls.Store"};
-PyTypeObject book_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ampatch._calls.Book"};
+PyTypeObject cache_state_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ampatch._calls.CacheState"};
 
 PyObject* Store::find(PyObject* parameter, const Tensor& tensor, int index) const {
   const auto& entries = by_type[index];
@@ -234,15 +234,15 @@ Py_ssize_t Store::size() const {
   return static_cast<Py_ssize_t>(size);
 }
 
-Store* Book::for_iteration() const {
+Store* CacheState::for_iteration() const {
   return as_store(iteration);
 }
 
-Store* Book::for_forward() const {
-  return forward_here.book == number ? as_store(forward_here.store) : nullptr;
+Store* CacheState::for_forward() const {
+  return forward_here.state == number ? as_store(forward_here.store) : nullptr;
 }
 
-bool add_store_and_book(PyObject* module) {
+bool add_store_types(PyObject* module) {
   constexpr unsigned long collected = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
   store_type.tp_basicsize = sizeof(Store);
   store_type.tp_flags = collected;
@@ -252,15 +252,15 @@ bool add_store_and_book(PyObject* module) {
   store_type.tp_clear = store_drop;
   store_type.tp_methods = store_methods;
   store_type.tp_as_sequence = &store_as_sequence;
-  book_type.tp_basicsize = sizeof(Book);
-  book_type.tp_flags = collected;
-  book_type.tp_new = book_new;
-  book_type.tp_dealloc = book_dealloc;
-  book_type.tp_traverse = book_traverse;
-  book_type.tp_clear = book_drop;
-  book_type.tp_members = book_members;
-  book_type.tp_getset = book_properties;
-  return PyModule_AddType(module, &store_type) == 0 && PyModule_AddType(module, &book_type) == 0;
+  cache_state_type.tp_basicsize = sizeof(CacheState);
+  cache_state_type.tp_flags = collected;
+  cache_state_type.tp_new = cache_state_new;
+  cache_state_type.tp_dealloc = cache_state_dealloc;
+  cache_state_type.tp_traverse = cache_state_traverse;
+  cache_state_type.tp_clear = cache_state_drop;
+  cache_state_type.tp_members = cache_state_members;
+  cache_state_type.tp_getset = cache_state_properties;
+  return PyModule_AddType(module, &store_type) == 0 && PyModule_AddType(module, &cache_state_type) == 0;
 }
 
 }  // namespace ampatch

@@ -1,5 +1,5 @@
 // Store: casts of parameters, as `Store` of ampatch/casting/cast_store.py has them, where it is said when an entry
-// counts. Book: what is asked and noted on every cast, as `Book` there.
+// counts. CacheState: what is asked and noted on every cast, as the Python class of that name.
 
 #pragma once
 
@@ -82,14 +82,14 @@ struct Store {
   Py_ssize_t size() const;
 };
 
-struct Book {
+struct CacheState {
   PyObject_HEAD
   long long casts;
   long long hits;
   PyObject* iteration;  // a Store, or None
   char has_frozen;
   Py_ssize_t sweep_at;
-  uint64_t number;  // no other book of this process has it
+  uint64_t number;  // no other in this process has it
 
   // The store for code that records gradients; null where the cache has to be asked.
   Store* for_iteration() const;
@@ -98,9 +98,9 @@ struct Book {
 };
 
 extern PyTypeObject store_type;
-extern PyTypeObject book_type;
+extern PyTypeObject cache_state_type;
 
 // False with a Python exception set.
-bool add_store_and_book(PyObject* module);
+bool add_store_types(PyObject* module);
 
 }  // namespace ampatch

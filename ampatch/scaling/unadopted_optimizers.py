@@ -17,7 +17,7 @@ from ampatch.scaling.optimizers import NO_SCALE, AdoptedOptimizer
 from ampatch.weights.optimizer_state import parameters_of
 
 
-class Bystanders:
+class UnadoptedOptimizers:
     """The optimizers that step while amp is on, and that it has not adopted.
 
     Args:

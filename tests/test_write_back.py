@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from ampatch import amp
-from ampatch.casting import carried_back
+from ampatch.casting import write_back
 
 HALF, FLOAT32 = torch.bfloat16, torch.float32
 
@@ -427,7 +427,7 @@ class TestContainers:
             batch = {"x": ones()}
             model(batch)
             assert batch["out"].dtype is FLOAT32
-            assert not carried_back._stack.forwards
+            assert not write_back._stack.forwards
 
 
 class TestWritesInPlace:
@@ -624,7 +624,7 @@ class TestInterruptedForwards:
             batch.pop("out", None)
             whole(batch)
             assert batch["out"].dtype is FLOAT32
-            assert not carried_back._stack.forwards
+            assert not write_back._stack.forwards
 
     def test_keep_nothing_once_amp_is_off(self) -> None:
         def work(*_: object) -> None:
@@ -633,9 +633,9 @@ class TestInterruptedForwards:
         model, x = half(work), ones()
         with pytest.raises(KeyboardInterrupt):
             model(x)
-        assert carried_back._stack.forwards
+        assert write_back._stack.forwards
         amp.deinitialize()
-        assert not carried_back._stack.forwards
+        assert not write_back._stack.forwards
 
 
 class TestCopies:
