@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ from ampatch.runtime import (
 )
 from ampatch.scaling.clipping import clip_unscaled
 from ampatch.scaling.loss_scaler import LossScaler, ScaleState, is_of_grad_scaler, make_policy, settings_unlike
-from ampatch.scaling.optimizers import OptimizerLike, check_optimizer
+from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
 from ampatch.session import Session
 from ampatch.settings import LiveSettings, Settings
 from ampatch.switch import WithoutCasts, off_in_graph
@@ -477,52 +477,9 @@ def scale_loss(
             runtime.replaced.check(optimizer, live)
     if not optimizer_list:
         raise OptionError("amp.scale_loss got no optimizer, so that gradients would stay scaled; expected one or more.")
-    return _ScaledLoss(live, loss, optimizer_list, loss_id, delay_unscale, delay_overflow_check)
-
-
-class _ScaledLoss(Generic[_L]):
-    """The block of `scale_loss`; a class, since a generator takes longer to enter and leave than what is done there."""
-
-    def __init__(
-        self,
-        session: Session,
-        loss: _L,
-        optimizers: list[OptimizerLike],
-        loss_id: int,
-        delay_unscale: bool,
-        delay_overflow_check: bool,
-    ) -> None:
-        self._session = session
-        self._arguments: tuple[_L, list[OptimizerLike], int] | None = (loss, optimizers, loss_id)
-        self._delays = delay_unscale, delay_overflow_check
-        self._is_open = False
-
-    def backward(self, *_: object, **__: object) -> None:
-        """Refuses: the block has to end before the gradients are unscaled."""
-        raise UsageError(
-            "amp.scale_loss gives a block, and no loss. Type with amp.scale_loss(loss, optimizer) as scaled_loss: "
-            "scaled_loss.backward()."
-        )
-
-    def __enter__(self) -> _L:
-        if self._arguments is None:
-            raise UsageError(
-                f"this amp.scale_loss block {'is open already' if self._is_open else 'has ended'}, and a block can be "
-                "entered only once. Call amp.scale_loss(loss, optimizer) anew for each backward pass: with "
-                "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()."
-            )
-        scaled_loss: _L
-        scaled_loss, self._block = self._session.begin_block(*self._arguments)
-        self._arguments = None  # the loss is the user's to let go of
-        self._is_open = True
-        return scaled_loss
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._is_open = False
-        if kind is None:
-            self._session.end_block(self._block, *self._delays)
-        else:
-            self._session.abandon_block(self._block)
+    return live.scale_loss(
+        loss, optimizer_list, loss_id, delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check
+    )
 
 
 @overload
@@ -630,9 +587,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     checked = check_optimizer(optimizer)
     if live is None or not live.has_adopted(optimizer):
         return parameters_of(checked)
-    adopted = live.adopted(optimizer)
-    adopted.bring_up_to_date(weights_too=True)
-    return adopted.parameters()
+    return live.master_params(checked)
 
 
 def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
@@ -704,7 +659,7 @@ def grads_are_unscaled(optimizer: Any) -> bool:
         UsageError: it was never handed to ``amp.initialize``.
     """
     checked = check_optimizer(optimizer)
-    return runtime.disabled or _session_of(checked, "amp.grads_are_unscaled").adopted(checked).are_unscaled()
+    return runtime.disabled or _session_of(checked, "amp.grads_are_unscaled").adopted(checked).gradients.are_unscaled()
 
 
 def state_dict() -> dict[str, dict[str, float | int]]:

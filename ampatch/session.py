@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -24,7 +24,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ampatch import compilers, distributed
 from ampatch.cast_lists import list_edits
 from ampatch.casting import write_back
-from ampatch.casting.nested import tensors_in
 from ampatch.distributed import Ranks
 from ampatch.errors import OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
@@ -37,9 +36,15 @@ from ampatch.patching.function_patches import FunctionPatches, Registration
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling import clipping, unscaled_losses
 from ampatch.scaling.loss_scaler import LossScaler
-from ampatch.scaling.optimizers import OWN_HOOK, AdoptedOptimizer, OptimizerLike, check_not_stepping, check_optimizer
-from ampatch.scaling.scale_use import ScaleUse
-from ampatch.scaling.scaled_block import ScaledBlock
+from ampatch.scaling.optimizer_gradients import OptimizerGradients
+from ampatch.scaling.optimizer_step import (
+    OWN_HOOK,
+    AdoptedOptimizer,
+    OptimizerLike,
+    check_not_stepping,
+    check_optimizer,
+)
+from ampatch.scaling.scaled_block import Blocks, ScaledBlock
 from ampatch.scaling.unadopted_optimizers import UnadoptedOptimizers
 from ampatch.settings import Settings
 from ampatch.switch import Switch
@@ -66,6 +71,17 @@ class Hooks:
     after_state_dict: Callable[[nn.Module, Any, str, Any], None]
     before_load_state_dict: Callable[..., None]
     after_load_state_dict: Callable[[nn.Module, Any], None]
+
+
+def _with_casts_off(method: Callable[Concatenate[Session, _P], _T]) -> Callable[Concatenate[Session, _P], _T]:
+    """Returns a method during which casts are off, so that cast lists never apply to amp's own arithmetic."""
+
+    @functools.wraps(method)
+    def run(session: Session, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with session.casts_off():
+            return method(session, *args, **kwargs)
+
+    return run
 
 
 class Session:
@@ -111,6 +127,7 @@ class Session:
         is_scaled = not all(scaler.is_one for scaler in self.scalers)
         self._unadopted = UnadoptedOptimizers(
             self._optimizers,
+            self.cache,
             lambda: None if settings.adopts_on_use else self.parameter_ids(),
             is_scaled=is_scaled,
             has_masters=self.has_masters,
@@ -122,8 +139,7 @@ class Session:
         self.conversion = Conversion(self._is_of_model)
         self._converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules in models of which weights are half
         self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those among them that compute in float32
-        self._told_of: set[int] = set()  # the numbers of losses for which something else went backward
-        self._open: list[ScaledBlock] = []  # the blocks that are watched for it
+        self._blocks = Blocks(self.ranks, self.cache, self.switch)
         self.loading: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
         self._adapters = Adapters(
             settings.properties.half_dtype,
@@ -140,6 +156,10 @@ class Session:
     def patches_functions(self) -> bool:
         """Whether functions cast by the lists in this session."""
         return self.settings.properties.patch_torch_functions
+
+    def casts_off(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a block in which casts are off in this thread, for amp's own arithmetic."""
+        return self.switch.suspended() if self.patches_functions else contextlib.nullcontext()
 
     def install(self, registered: Sequence[Registration]) -> None:
         """Patches what the settings ask for and the user has registered, and turns casts on."""
@@ -159,7 +179,7 @@ class Session:
             # What a region casts when it is recomputed is needed for its backward, which comes next.
             self.switch.follow_checkpoints(self.ledger, self.cache.end_iteration)
             self.switch.follow_replicas(self.ledger)
-            forget = _forget_casts(weakref.ref(self.cache))
+            forget = self._while_active(lambda session, *step: session._unadopted.after_step(*step))
             setattr(forget, OWN_HOOK, True)
             self.ledger.on_undo(register_optimizer_step_post_hook(forget).remove)
             compilers.forget_compiled()
@@ -169,10 +189,10 @@ class Session:
             handle = register_module_module_registration_hook(self._while_active(Session._take_in))
             self.ledger.on_undo(handle.remove)
         if not all(scaler.is_one for scaler in self.scalers):
-            clipping.watch(self.ledger, self._while_active(lambda session: list(session._optimizers.values())))
-            unscaled_losses.watch(self.ledger, self._while_active(lambda session: session._open))
+            clipping.watch(self.ledger, self._while_active(Session._check_clipped))
+            unscaled_losses.watch(self.ledger, self._while_active(lambda session: session._blocks.watched))
         if self._hears_steps:
-            hear = self._while_active(lambda session, *step: session._unadopted.hear(*step))
+            hear = self._while_active(lambda session, *step: session._unadopted.before_step(*step))
             setattr(hear, OWN_HOOK, True)
             self.ledger.on_undo(register_optimizer_step_pre_hook(hear).remove)
         if self.has_masters or self.patches_functions:
@@ -186,6 +206,7 @@ class Session:
         if told:
             warn(told)
 
+    @_with_casts_off
     def hear(self, tensor: Tensor) -> None:
         """Somebody may write to a tensor in a way that torch does not count."""
         if isinstance(tensor, nn.Parameter):
@@ -206,7 +227,7 @@ class Session:
         foreign: list[tuple[object, str]] = []
 
         def let_go(adopted: AdoptedOptimizer) -> None:
-            if adopted.let_go():
+            if adopted.release():
                 dropped.append(adopted)
 
         def undo() -> None:
@@ -240,6 +261,7 @@ class Session:
 
     # Models and optimizers
 
+    @_with_casts_off
     def adopt(self, models: Iterable[nn.Module], optimizers: Iterable[OptimizerLike]) -> None:
         """Takes models and optimizers in; if one of them cannot be, then none of them is."""
         mark, first, device_types = self.ledger.mark(), self.conversion.mark(), set(self.device_types)
@@ -378,10 +400,10 @@ class Session:
         """Gives weights back the types they had; optimizers that are still there have their state follow."""
         for module in list(self._converted):
             self.conversion.take_in_late(module)
-        now = {id(p): p.dtype for adopted in list(self._optimizers.values()) for p in adopted.parameters()}
+        now = {id(p): p.dtype for each in list(self._optimizers.values()) for p in each.gradients.parameters()}
         self.conversion.restore()
-        for adopted in list(self._optimizers.values()):
-            adopted.retype_state(lambda parameter: now.get(id(parameter)))
+        for optimizer in self.optimizers:
+            optimizer_state.retype(optimizer, lambda parameter: now.get(id(parameter)))
         for model in self._models:
             adopted_model.flatten_recurrent(model)
 
@@ -401,14 +423,11 @@ class Session:
                 )
         wanted = bool(settings.properties.master_weights) and settings.properties.cast_model_type in HALVES
         try:
+            masters = MasterWeights(optimizer, self.conversion, wanted, self._name_of)
             adopted = AdoptedOptimizer(
-                optimizer,
-                MasterWeights(optimizer, self.conversion, wanted, self._name_of),
+                OptimizerGradients(optimizer, masters, self.ranks, self._optimizers),
                 self.switch,
-                self.cache.end_iteration_of,
-                self._name_of,
-                self._optimizers.values,
-                self.ranks,
+                self.cache,
                 dynamic=settings.scale_policy.dynamic,
                 exact_hooks=settings.exact_hooks,
                 announce=self.verbose,
@@ -465,9 +484,10 @@ class Session:
 
     def parameter_ids(self) -> set[int]:
         """Returns the ids of all parameters of the adopted models, and of their masters."""
-        updated = {id(parameter) for adopted in list(self._optimizers.values()) for parameter in adopted.parameters()}
+        updated = {id(p) for each in list(self._optimizers.values()) for p in each.gradients.parameters()}
         return updated | set(adopted_model.named_parameters(self._models))
 
+    @_with_casts_off
     def synchronise_weights(self, model: nn.Module | None = None) -> None:
         """Has half weights and their masters follow what was written into either of them.
 
@@ -493,6 +513,7 @@ class Session:
             self._masters[model] = tuple(map(weakref.ref, found))
         return found
 
+    @_with_casts_off
     def complete_masters(self) -> None:
         """Has masters be there for all half parameters that are updated: those that were unfrozen too."""
         for adopted in list(self._optimizers.values()):
@@ -517,16 +538,20 @@ class Session:
             )
         return self.scalers[loss_id]
 
-    def begin_block(self, loss: Any, optimizers: Sequence[OptimizerLike], loss_id: int) -> tuple[Any, ScaledBlock]:
-        """Begins the block of ``amp.scale_loss``.
+    def scale_loss(
+        self, loss: Any, optimizers: Sequence[OptimizerLike], loss_id: int, **delays: bool
+    ) -> ScaledBlock[Any]:
+        """Returns the block of ``amp.scale_loss``.
 
         Args:
-            loss: one, or nested lists, tuples and dicts of them.
-            optimizers: whose parameters get gradients.
+            loss: a loss, or nested lists, tuples and dicts of losses.
+            optimizers: whose parameters receive gradients in the block.
             loss_id: the number of the scale.
+            delays: ``delay_unscale`` and ``delay_overflow_check``.
 
-        Returns:
-            The scaled loss, of the same form, and what `end_block` or `abandon_block` is to be called with.
+        Raises:
+            OptionError: ``loss_id`` is out of range, or the loss is no floating tensor.
+            UsageError: an optimizer was never passed to ``amp.initialize``.
         """
         scaler = self.scaler(loss_id)
         scaler.follow(loss)
@@ -536,57 +561,9 @@ class Session:
                 for each in new.values():
                     check_not_stepping(each)
                 self.adopt([], new.values())
-        adopted = list(map(self.adopted, optimizers))
-        if self.ranks.has_wrappers:
-            self.ranks.begin_block()
-        scale_use = ScaleUse(scaler, loss_id)
-        scaled_block = ScaledBlock(scale_use, adopted, self.ranks)
-        scaled = scale_use.apply(loss)
-        if not scaled_block.begins_at_rest():
-            if scaled_block.go_on():
-                scaled = scaled_block.scale_use.apply(loss)
-            scaled_block.begin(scaled)
-        # The graph holds the casts that backward needs, and lets go of each when it has been there. Kept here as well,
-        # all of them would be there still when the last gradient is made.
-        self.cache.end_iteration()
-        if not scaler.is_one:
-            for optimizer in adopted:
-                optimizer.note_scaled_losses(tensors_in(scaled))
-            self._watch(scaled_block, scaled)
-        return scaled, scaled_block
+        return ScaledBlock(self._blocks, loss, list(map(self.adopted, optimizers)), scaler, loss_id, **delays)
 
-    def _watch(self, scaled_block: ScaledBlock, scaled: object) -> None:
-        """Has the user be told once for each loss if something else than the scaled one goes backward in its block."""
-        if scaled_block.scale_use.scaler_id not in self._told_of:
-            scaled_block.watch(scaled)
-            if scaled_block.watched:
-                self._open.append(scaled_block)
-
-    def end_block(self, scaled_block: ScaledBlock, delay_unscale: bool, delay_overflow_check: bool) -> None:
-        """Ends the block of ``amp.scale_loss``."""
-        self._close(scaled_block)
-        try:
-            if self.switch.active:
-                scaled_block.end(delay_unscale, delay_overflow_check)
-            else:  # nobody would unscale them after `take_down`
-                scaled_block.finish(delay_overflow_check)
-        finally:
-            if scaled_block.has_told:  # who goes backward from another loss does so in every step
-                self._told_of.add(scaled_block.scale_use.scaler_id)
-            self.cache.end_iteration()
-
-    def abandon_block(self, scaled_block: ScaledBlock) -> None:
-        """Takes a block back whose code raised."""
-        self._close(scaled_block)
-        try:
-            scaled_block.abandon()
-        finally:
-            self.cache.end_iteration()
-
-    def _close(self, scaled_block: ScaledBlock) -> None:
-        if scaled_block in self._open:
-            self._open.remove(scaled_block)
-
+    @_with_casts_off
     def judge(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Ends passes of a loss with a verdict from outside: gradients were unscaled, or reduced, by somebody else.
 
@@ -597,20 +574,36 @@ class Session:
             found_inf: 0-dimensional float32, not 0 after an overflow, for which no step is to be skipped.
         """
         everyone = list(self._optimizers.values())
-        concerned = [each for each in everyone if any(scale_use.scaler is scaler for scale_use in each.pending)]
+        concerned = [each for each in everyone if any(use.scaler is scaler for use in each.gradients.pending)]
         for adopted in concerned or everyone:
-            adopted.pending = [scale_use for scale_use in adopted.pending if scale_use.scaler is not scaler]
+            pending = adopted.gradients.pending
+            adopted.gradients.pending = [scale_use for scale_use in pending if scale_use.scaler is not scaler]
             adopted.note_other_scale()
         scaler.forget()
         scaler.update_by(found_inf)
 
+    @_with_casts_off
+    def _check_clipped(self, grads: Sequence[Tensor]) -> None:
+        """Warns if gradients that torch is about to clip are scaled."""
+        for adopted in list(self._optimizers.values()):
+            adopted.gradients.check_not_scaled_when_clipped(grads)
+
+    @_with_casts_off
+    def master_params(self, optimizer: OptimizerLike) -> Iterator[Tensor]:
+        """Returns the parameters that an optimizer updates, up to date, with their gradients."""
+        gradients = self.adopted(optimizer).gradients
+        gradients.synchronise(weights_too=True)
+        return gradients.parameters()
+
+    @_with_casts_off
     def clip_grad_norm_(self, optimizer: OptimizerLike, max_norm: float) -> Tensor:
         """`clipping.clip` of an optimizer."""
-        return clipping.clip(self.adopted(optimizer), max_norm, list(self._optimizers.values()), self.ranks)
+        return clipping.clip(self.adopted(optimizer), max_norm)
 
+    @_with_casts_off
     def unscale_(self, optimizer: OptimizerLike) -> None:
         """`clipping.unscale` of an optimizer."""
-        clipping.unscale(self.adopted(optimizer), list(self._optimizers.values()), self.ranks)
+        clipping.unscale(self.adopted(optimizer))
 
     # Inference
 
@@ -648,6 +641,7 @@ class Session:
 
         return __init__
 
+    @_with_casts_off
     def _follow_wrapper(self, wrapper: DistributedDataParallel, has_sent_weights: bool) -> None:
         """Notes that a model was wrapped for several ranks, which go on from the weights and scales of the first.
 
@@ -696,9 +690,9 @@ class Session:
         """
         adopted = self._optimizers.get(id(optimizer))
         if adopted is None:
-            self._unadopted.let_pass(optimizer)
+            self._unadopted.exempt(optimizer)
             return
-        if adopted.masters or adopted.pending:
+        if adopted.masters or adopted.gradients.pending:
             raise UsageError(
                 f"a GradScaler cannot unscale for this {type(optimizer).__name__}: amp.scale_loss does, and has it "
                 "skip where gradients overflow. Leave the GradScaler out: with amp.scale_loss(loss, optimizer) as "
@@ -739,15 +733,4 @@ def _forget_optimizer(optimizers: dict[int, AdoptedOptimizer], key: int) -> None
     """Runs when an adopted optimizer has died."""
     adopted = optimizers.pop(key, None)
     if adopted is not None:
-        adopted.optimizer_died()
-
-
-def _forget_casts(cache: weakref.ref[WeightCache]) -> Any:
-    """Returns a hook for every optimizer's step, adopted or not: the weights have changed."""
-
-    def forget(optimizer: OptimizerLike, *_: object) -> None:
-        live = cache()
-        if live is not None:
-            live.end_iteration_of(functools.partial(optimizer_state.parameters_of, optimizer))
-
-    return forget
+        adopted.gradients.optimizer_died()

@@ -28,7 +28,7 @@ from torch.optim.swa_utils import SWALR
 from ampatch import amp
 from ampatch.errors import AmpWarning, LossScaleError, OptionError, UsageError
 from ampatch.runtime import runtime
-from ampatch.scaling.optimizers import AdoptedOptimizer
+from ampatch.scaling import optimizer_gradients
 
 SCALE = 2.0**16
 OVERFLOW = 1e38  # times the first scale, and times 2, it is beyond float32
@@ -1412,13 +1412,13 @@ class TestLifetime:
         assert gone() is None
 
     def test_passes_do_not_pile_up_where_nobody_steps(self, monkeypatch):
-        monkeypatch.setattr(AdoptedOptimizer, "_MANY_PENDING", 8)
+        monkeypatch.setattr(optimizer_gradients, "_MANY_PENDING", 8)
         model = linear()
         optimizer = SGD(model.parameters())
         initialize(model, optimizer, num_losses=2)
         for index in range(50):
             backward(loss_of(model, 0) * (OVERFLOW if index == 9 else 1), optimizer, loss_id=index % 2)
-            assert len(runtime.live.adopted(optimizer).pending) <= 8
+            assert len(runtime.live.adopted(optimizer).gradients.pending) <= 8
         optimizer.step()
         assert amp.step_was_skipped(optimizer)
         assert amp.get_loss_scale(1) == SCALE / 2
@@ -1429,7 +1429,7 @@ class TestLifetime:
         initialize(model, optimizer)
         backward(loss_of(model, 0), optimizer)
         optimizer.step()
-        assert runtime.live.adopted(optimizer).pending == []
+        assert runtime.live.adopted(optimizer).gradients.pending == []
 
     def test_cast_weights_are_forgotten_by_a_step_that_is_skipped_too(self):
         model = linear()

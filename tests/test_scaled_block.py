@@ -240,14 +240,14 @@ SCENARIOS: list[tuple[Callable[[Training], None], dict[str, Any], list[bool], li
 
 @pytest.fixture
 def began(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each block, whether it began at rest."""
-    begins_at_rest, found = ScaledBlock.begins_at_rest, []
+    """Of each block, whether it began without gradients to scale."""
+    begin_if_clear, found = ScaledBlock.begin_if_clear, []
 
-    def noted(scaled_block: ScaledBlock) -> bool:
-        found.append(begins_at_rest(scaled_block))
+    def noted(scaled_block: ScaledBlock[Any]) -> bool:
+        found.append(begin_if_clear(scaled_block))
         return found[-1]
 
-    monkeypatch.setattr(ScaledBlock, "begins_at_rest", noted)
+    monkeypatch.setattr(ScaledBlock, "begin_if_clear", noted)
     return found
 
 
@@ -268,12 +268,12 @@ def ended(scenario: Callable[[Training], None], level: str, **options: Any) -> l
     [pytest.param(*each, id="-".join([each[0].__name__, *map(str, each[1].values())])) for each in SCENARIOS],
 )
 @pytest.mark.covering(1)
-def test_a_pass_begins_at_rest_where_that_makes_no_difference(
+def test_a_pass_begin_if_clear_where_that_makes_no_difference(
     scenario, options, at_o1, at_o2, level, began, monkeypatch
 ):
     found = ended(scenario, level, **options)
     assert began == (at_o1 if level == "O1" else at_o2)
-    monkeypatch.setattr(ScaledBlock, "begins_at_rest", lambda _: False)
+    monkeypatch.setattr(ScaledBlock, "begin_if_clear", lambda _: False)
     assert_same_state(found, ended(scenario, level, **options))
 
 

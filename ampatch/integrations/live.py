@@ -396,7 +396,7 @@ class Live:
                 for each in (
                     _parameters(optimizer)
                     if session is None or self._scaler is not None
-                    else session.adopted(optimizer).model_parameters()
+                    else session.adopted(optimizer).gradients.model_parameters()
                 )
             }
         return self._updated & leaves.keys()
@@ -406,8 +406,8 @@ class Live:
         session = runtime.live
         if session is None or self._scaler is not None:
             return False
-        adopted = map(session.adopted, self.optimizers)
-        return any(each.scaled_by is not None and each.scaled_by.is_open for each in adopted)
+        uses = (session.adopted(optimizer).gradients.scaled_by for optimizer in self.optimizers)
+        return any(each is not None and each.is_open for each in uses)
 
     # A scaler of the user's
 

@@ -29,7 +29,7 @@ from ampatch.opt_levels import HALVES
 from ampatch.runtime import runtime
 from ampatch.scaling import scale_use
 from ampatch.scaling.loss_scaler import LossScaler, ScaleState, make_policy
-from ampatch.scaling.optimizers import OptimizerLike, check_optimizer
+from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
 from ampatch.weights import optimizer_state
 from ampatch.weights.optimizer_state import Snapshot
 

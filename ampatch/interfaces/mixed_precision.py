@@ -24,7 +24,7 @@ from ampatch.errors import OptionError, UsageError
 from ampatch.native import kernels
 from ampatch.opt_levels import HALVES, dtype_of
 from ampatch.runtime import runtime
-from ampatch.scaling.optimizers import OptimizerLike, check_optimizer
+from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
 from ampatch.weights import optimizer_state
 
 # What makes an optimizer when it is called; an object that is callable may be anything.

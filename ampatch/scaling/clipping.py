@@ -1,10 +1,10 @@
-"""Clipping gradients by their norm, together with the unscaling where that is still to be done.
+"""Clips gradients by their norm, and unscales them in the same pass if a block left them scaled.
 
-Owns the order of passes over the gradients: one that reads, for the norm and for overflow; and one that writes, unless
-the optimizer's own kernel does that. Must not decide whether a step is skipped.
+Owns the passes over the gradients: one reads them, for the norm and for overflows; one writes them, unless the
+optimizer's own kernel does. Must not decide whether a step is skipped.
 
-If gradients are spread over ranks, each reads its own pieces, and an all-reduce adds up the sums of squares. So
-every process has to clip, at the same time.
+If gradients are sharded over ranks, each rank reads its own shards and an all-reduce sums the squares. So all ranks
+have to clip at the same time.
 """
 
 from __future__ import annotations
@@ -23,99 +23,90 @@ from ampatch.distributed import Group, Ranks, lay_out_gradient
 from ampatch.errors import UsageError
 from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
-from ampatch.scaling.optimizers import NOT_REDUCED, AdoptedOptimizer
-from ampatch.scaling.scaled_block import ScaledBlock
+from ampatch.scaling.optimizer_gradients import NOT_REDUCED, OptimizerGradients
+from ampatch.scaling.optimizer_step import AdoptedOptimizer
+from ampatch.scaling.unscaling import Unscaling
 from ampatch.weights.optimizer_state import gradients_of
 
-# Gradients that are summed up on their own: the groups over which their elements are spread, and this process's.
+# The process groups over which gradients are sharded, and this rank's shards of them.
 _Part = tuple[tuple[Group, ...], list[Tensor]]
 
 
-def clip(optimizer: AdoptedOptimizer, max_norm: float, everyone: Iterable[AdoptedOptimizer], ranks: Ranks) -> Tensor:
-    """Clips the gradients of an adopted optimizer; unscales them if a block has left that to be done.
+def clip(optimizer: AdoptedOptimizer, max_norm: float) -> Tensor:
+    """Clips the gradients of an adopted optimizer; unscales them first if a block left them scaled.
 
     Args:
         optimizer: whose gradients.
-        max_norm: the most that their norm may be.
-        everyone: all optimizers of the session.
-        ranks: those over which gradients may be spread.
+        max_norm: the greatest norm that they keep.
 
     Returns:
-        The norm before, of unscaled gradients: 0-dimensional float32.
+        The norm of the unscaled gradients before clipping: 0-dimensional float32.
 
     Raises:
-        UsageError: inside the block; the gradients are scaled by a block for another optimizer; or they are yet to be
-            reduced over ranks, and ``max_norm`` is not infinite.
+        UsageError: the block is still open; the gradients are scaled by a block for another optimizer; or they are not
+            reduced over ranks yet, and ``max_norm`` is finite.
     """
-    optimizer.unfold()
-    scaled_block = _left_by_a_block(
-        optimizer, everyone, ranks, "amp.clip_grad_norm_", "clip", may_be_postponed=math.isinf(max_norm)
-    )
-    if scaled_block is not None:
-        if scaled_block.is_of_one and _is_plain(optimizer):
-            return _clip_scaled(optimizer, scaled_block, max_norm, ranks)
-        scaled_block.finish()
-    optimizer.bring_up_to_date()
-    norm = clip_unscaled(optimizer.parameters(), max_norm, ranks)
-    optimizer.masters.gradients.show()
+    gradients = optimizer.gradients
+    gradients.unscale_deferred()
+    unscaling = _left_to_unscale(gradients, "amp.clip_grad_norm_", "clip", may_be_postponed=math.isinf(max_norm))
+    if unscaling is not None:
+        if len(unscaling.gradients) == 1 and _are_plain(gradients):
+            return _clip_scaled(optimizer, unscaling, max_norm)
+        unscaling.run()
+    gradients.synchronise()
+    norm = clip_unscaled(gradients.parameters(), max_norm, gradients.ranks)
+    gradients.masters.gradients.show()
     return norm
 
 
-def unscale(optimizer: AdoptedOptimizer, everyone: Iterable[AdoptedOptimizer], ranks: Ranks) -> None:
-    """Unscales the gradients of an adopted optimizer, if a block has left that to be done.
+def unscale(optimizer: AdoptedOptimizer) -> None:
+    """Unscales the gradients of an adopted optimizer if a block left them scaled.
 
     Args:
-        optimizer: whose gradients; and those of all others of that block.
-        everyone: all optimizers of the session.
-        ranks: those over which gradients may be spread.
+        optimizer: whose gradients; those of all other optimizers of that block are unscaled too.
 
     Raises:
-        UsageError: inside the block; or the gradients are scaled by a block for another optimizer.
+        UsageError: the block is still open; or the gradients are scaled by a block for another optimizer.
     """
-    optimizer.unfold()
-    scaled_block = _left_by_a_block(optimizer, everyone, ranks, "amp.unscale_", "unscale", may_be_postponed=True)
-    if scaled_block is not None:
-        scaled_block.finish()
-    optimizer.bring_up_to_date()
+    gradients = optimizer.gradients
+    gradients.unscale_deferred()
+    unscaling = _left_to_unscale(gradients, "amp.unscale_", "unscale", may_be_postponed=True)
+    if unscaling is not None:
+        unscaling.run()
+    gradients.synchronise()
 
 
-def _left_by_a_block(
-    optimizer: AdoptedOptimizer,
-    everyone: Iterable[AdoptedOptimizer],
-    ranks: Ranks,
-    caller: str,
-    does: str,
-    *,
-    may_be_postponed: bool,
-) -> ScaledBlock | None:
-    """Returns the pass that a block has left to be ended; None if there is none, or its gradients were cleared."""
-    scale_use = optimizer.scaled_by
-    together = [each for each in everyone if scale_use is not None and each.scaled_by is scale_use]
-    optimizer.check_shared(f"{caller} would {does}", together)
+def _left_to_unscale(
+    gradients: OptimizerGradients, caller: str, does: str, *, may_be_postponed: bool
+) -> Unscaling | None:
+    """Returns the unscaling that a block has left undone; None if there is none, or its gradients were cleared."""
+    scale_use = gradients.scaled_by
+    together = [each for each in gradients.others() if scale_use is not None and each.scaled_by is scale_use]
+    gradients.check_shared(f"{caller} would {does}", together)
     if scale_use is None:
         return None
     if scale_use.is_open:
         raise UsageError(f"{caller} stands inside the amp.scale_loss block. Move it behind the block.")
-    if scale_use.is_postponed and not may_be_postponed and optimizer.has_gradients():
+    if scale_use.is_postponed and not may_be_postponed and gradients.exist():
         raise UsageError(f"{caller} would {does} gradients that are still scaled: {NOT_REDUCED}")
     for each in together:
         each.masters.gradients.follow_clearing()
         each.masters.gradients.follow_zeroing()
-    if not (optimizer.has_gradients() or ranks.share(optimizer.parameters())):
-        optimizer.leave_scale()  # they were cleared since
+    if not (gradients.exist() or gradients.ranks.share(gradients.parameters())):
+        gradients.note_unscaled()
         return None
-    return ScaledBlock(scale_use, together, ranks)
+    return Unscaling(scale_use, together, gradients.ranks)
 
 
-def watch(ledger: PatchLedger, adopted: Callable[[], Sequence[AdoptedOptimizer] | None]) -> None:
-    """Has torch's own clipping warn of gradients that are still scaled.
+def watch(ledger: PatchLedger, check: Callable[[Sequence[Tensor]], object]) -> None:
+    """Makes torch's own clipping warn of gradients that are still scaled.
 
     Args:
-        ledger: takes note of what is installed.
-        adopted: gives the optimizers whose gradients may be; None: there are none.
+        ledger: records what is installed.
+        check: called with the gradients that torch clips, or takes the norm of; empty if there are none.
     """
-    # Below all of torch's functions that clip and take norms, which many have bound before. Only the second is called
-    # where there are no gradients, as masters have none yet where those of their half parameters are scaled.
+    # All of torch's functions that clip or take norms call these two, whatever name user code has bound before. Only
+    # the second is called without gradients, as masters have none while those of their half parameters are scaled.
     group = clip_grad._group_tensors_by_device_and_dtype  # type: ignore[attr-defined]
     total_norm = clip_grad._get_total_norm
 
@@ -130,10 +121,6 @@ def watch(ledger: PatchLedger, adopted: Callable[[], Sequence[AdoptedOptimizer] 
             check(tensors)
         return total_norm(tensors, *args, **kwargs)
 
-    def check(grads: Sequence[Tensor]) -> None:
-        for each in adopted() or ():
-            each.check_not_scaled_when_clipped(grads)
-
     ledger.set(clip_grad, "_group_tensors_by_device_and_dtype", grouped)
     ledger.set(clip_grad, "_get_total_norm", taken)
 
@@ -143,11 +130,11 @@ def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, ranks: Ranks) -
 
     Args:
         parameters: with gradients of any shape, layout, dtype and device, or with none.
-        max_norm: the most that their norm may be.
-        ranks: those over which gradients may be spread.
+        max_norm: the greatest norm that they keep.
+        ranks: the ranks that may share gradients.
 
     Returns:
-        The norm before: 0-dimensional float32, on the device of the first gradient.
+        The norm before clipping: 0-dimensional float32, on the device of the first gradient.
     """
     parameters = list(parameters)
     parts = list(_parts(parameters, ranks))
@@ -162,30 +149,30 @@ def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, ranks: Ranks) -
     return norm.float()
 
 
-def _is_plain(optimizer: AdoptedOptimizer) -> bool:
-    """Returns whether all of its gradients are as backward left them, so that one factor unscales and clips them."""
-    scaled = [*optimizer.gradients(), *optimizer.masters.gradients.new()]
-    return not optimizer.masters.gradients.has_sums() and not any(grad.requires_grad for grad in scaled)
+def _are_plain(gradients: OptimizerGradients) -> bool:
+    """Returns True if one factor can unscale and clip all gradients: none is a sum of blocks, and none has a graph."""
+    scaled = [*gradients.tensors(), *gradients.masters.gradients.new()]
+    return not gradients.masters.gradients.has_sums() and not any(grad.requires_grad for grad in scaled)
 
 
-def _clip_scaled(optimizer: AdoptedOptimizer, scaled_block: ScaledBlock, max_norm: float, ranks: Ranks) -> Tensor:
-    """Ends a pass that left its gradients scaled: reads them once, and writes them once or leaves that to the step."""
-    scale_use = scaled_block.scale_use
+def _clip_scaled(optimizer: AdoptedOptimizer, unscaling: Unscaling, max_norm: float) -> Tensor:
+    """Unscales and clips at once: reads the gradients once, and writes them once or leaves that to the step."""
+    gradients, scale_use = optimizer.gradients, unscaling.scale_use
     try:
         inv_scale, found_inf = scale_use.scale.reciprocal(), scale_use.scaler.no_overflow()
-        parts = [*_parts(optimizer.parameters(), ranks), ((), optimizer.masters.gradients.new())]
+        parts = [*_parts(gradients.parameters(), gradients.ranks), ((), gradients.masters.gradients.new())]
         norm = _norm(parts, inv_scale, found_inf)
-        ranks.agree(found_inf, optimizer.parameters())
+        gradients.ranks.agree(found_inf, gradients.parameters())
         factor = _factor(norm, max_norm, found_inf)
         defers = optimizer.may_defer()
         if not defers:
-            kernels.multiply_(optimizer.gradients(), inv_scale * factor)
-            optimizer.masters.gradients.take(inv_scale * factor)
-        scaled_block.settle(found_inf)
+            kernels.multiply_(gradients.tensors(), inv_scale * factor)
+            gradients.masters.gradients.take(inv_scale * factor)
+        unscaling.settle(found_inf)
         if defers:
-            optimizer.defer(scale_use, scale_use.scale / factor)
+            gradients.defer(scale_use, scale_use.scale / factor)
     except BaseException:
-        scaled_block.abandon()
+        unscaling.abandon()
         raise
     return norm.float()
 
@@ -198,7 +185,7 @@ def _parts(parameters: Iterable[Tensor], ranks: Ranks) -> Iterator[_Part]:
 
 
 def _norm(parts: Iterable[_Part], inv_scale: Tensor, found_inf: Tensor) -> Tensor:
-    """Returns the norm of gradients times ``inv_scale``, 0-dimensional float64; sets ``found_inf`` for this process."""
+    """Returns the norm of gradients times ``inv_scale``, 0-dimensional float64; sets ``found_inf`` for this rank."""
     total = torch.zeros((), dtype=torch.float64, device=found_inf.device)
     for groups, grads in parts:
         sum_of_squares = torch.zeros_like(total)
@@ -210,9 +197,9 @@ def _norm(parts: Iterable[_Part], inv_scale: Tensor, found_inf: Tensor) -> Tenso
 
 
 def _factor(norm: Tensor, max_norm: float, found_inf: Tensor) -> Tensor:
-    """Returns what gradients of a norm are to be multiplied by, with the margin of ``torch.nn.utils.clip_grad_norm_``.
+    """Returns the factor that clips, 0-dimensional float32, with the margin of ``torch.nn.utils.clip_grad_norm_``.
 
-    It is 1 after an overflow: gradients that are not finite are to be found where they came up, and not everywhere.
+    It is 1 after an overflow: otherwise an inf in one gradient would become NaN in all of them.
     """
     factor = torch.ones_like(norm) if math.isinf(max_norm) else (max_norm / (norm + 1e-6)).clamp_(max=1)
     return factor.float().masked_fill_(found_inf != 0, 1)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from ampatch.casting.nested import tensors_in
 from ampatch.native.host_copy import HostCopy
 from ampatch.scaling.loss_scaler import LossScaler, scaled
 
@@ -63,15 +63,15 @@ class ScaleUse:
         self._losses: list[Tensor] = []
 
     def apply(self, loss: Any) -> Any:
-        """Multiplies losses by the scale as it was, whatever becomes of it until backward; see `scaled`."""
-        if self.is_one:
-            return scaled(loss, None)
-        result = scaled(loss, self.scale)
+        """Returns losses in float32, multiplied by the scale of this use; see `scaled`."""
+        return scaled(loss, None if self.is_one else self.scale)
+
+    def note_losses(self, losses: Iterable[Tensor]) -> None:
+        """Remembers the values of the scaled losses, to report one that is not finite when a step is skipped."""
         if self.scaler.dynamic:
-            # Not the losses themselves, which may be views of much.
-            values = (each.detach() for each in tensors_in(result) if not is_functorch_wrapped_tensor(each))
+            # Copies without graph: a loss may be a view of a large tensor.
+            values = (each.detach() for each in losses if not is_functorch_wrapped_tensor(each))
             self._losses = [each.sum() if each.dim() else each for each in values]
-        return result
 
     def go_on_from(self, earlier: ScaleUse) -> None:
         """Stays at the scale of an earlier use, although it may have moved since."""

@@ -1,12 +1,14 @@
-"""One ``scale_loss`` block: brings gradients to the scale, and back.
+"""The block of ``amp.scale_loss``: scales the loss and existing gradients on entry, and unscales on exit.
 
-Owns nothing beyond its block: what outlasts it is a `ScaleUse`, which the adopted optimizers remember. One that was
-left with ``delay_unscale=True`` can be taken up from there, and ended.
+Must keep nothing beyond the block: the `ScaleUse` outlasts it, and adopted optimizers remember that. Casts are off
+while the block itself computes, so that no cast list reaches its arithmetic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -17,283 +19,231 @@ from ampatch.casting.nested import tensors_in
 from ampatch.distributed import Ranks
 from ampatch.errors import UsageError, warn
 from ampatch.native import kernels
-from ampatch.scaling.optimizers import AdoptedOptimizer
+from ampatch.patching.weight_cache import WeightCache
+from ampatch.scaling.loss_scaler import LossScaler
+from ampatch.scaling.optimizer_gradients import OptimizerGradients
+from ampatch.scaling.optimizer_step import AdoptedOptimizer
 from ampatch.scaling.scale_use import ScaleUse
+from ampatch.scaling.unscaling import Unscaling, without_masters
+from ampatch.switch import Switch
 from ampatch.weights.master_gradients import MasterGradients
-from ampatch.weights.optimizer_state import gradients_of, has_gradients
+from ampatch.weights.optimizer_state import has_gradients
+
+_L = TypeVar("_L")
 
 
-class ScaledBlock:
-    """The gradients' way through one block.
-
-    Args:
-        scale_use: the use that is made of a scale.
-        optimizers: whose gradients the block works on; a parameter in two of them is handled once.
-        ranks: those over which gradients may be spread.
+@dataclass(slots=True)
+class Blocks:
+    """What all blocks of a session share.
 
     Attributes:
-        scale_use: as given.
-        watched: where in the graph the scaled losses are, until it ends; empty if nobody is to be warned any more.
-        has_told: whether it has been warned that something else went backward.
+        ranks: the ranks that may share gradients.
+        cache: the casts of weights; cleared on entry, when the graph holds the casts that the backward pass needs and
+            releases each after its use; and on exit, for forward passes inside the block.
+        switch: whether casts are on.
+        watched: open blocks that warn of backward passes from other losses.
+        warned: numbers of the losses for which the user has been warned.
     """
 
-    has_told = False
+    ranks: Ranks
+    cache: WeightCache
+    switch: Switch
+    watched: list[ScaledBlock[Any]] = field(default_factory=list)
+    warned: set[int] = field(default_factory=set)
+
+
+class ScaledBlock(Generic[_L]):
+    """The context manager that ``amp.scale_loss`` returns; to be entered once.
+
+    A class, since a generator takes longer to enter and to leave than the work in it.
+
+    Args:
+        blocks: what all blocks of the session share.
+        loss: a loss, or nested lists, tuples and dicts of losses.
+        optimizers: whose parameters receive gradients in the block. A parameter of two of them is handled once.
+        scaler: the scale of the loss.
+        loss_id: its number, for messages.
+        delay_unscale: leaves the gradients scaled on exit.
+        delay_overflow_check: leaves the reaction of the scale to a later block.
+
+    Attributes:
+        scale_use: this use of the scale; set on entry.
+        watched: nodes of the scaled losses in the graph; empty if the block does not warn of other losses.
+        has_warned: True once it has.
+    """
+
+    scale_use: ScaleUse
     watched: tuple[Node, ...] = ()
+    has_warned = False
+    _is_open = False
     _is_used = True
 
-    def __init__(self, scale_use: ScaleUse, optimizers: Sequence[AdoptedOptimizer], ranks: Ranks) -> None:
-        self.scale_use = scale_use
-        self._ranks = ranks
-        self._scaler = scale_use.scaler
+    def __init__(
+        self,
+        blocks: Blocks,
+        loss: _L,
+        optimizers: Sequence[AdoptedOptimizer],
+        scaler: LossScaler,
+        loss_id: int,
+        *,
+        delay_unscale: bool = False,
+        delay_overflow_check: bool = False,
+    ) -> None:
+        self._blocks = blocks
+        self._loss: tuple[_L] | None = (loss,)
         self._optimizers = list(dict.fromkeys(optimizers))
-        self._before: list[tuple[int, int]] = []  # the gradients that were there when it began
-        self._waiting: list[MasterGradients] = []  # those that make way when backward begins
-        self._hooks: list[RemovableHandle] = []  # that tell of it
+        self._gradients = [optimizer.gradients for optimizer in self._optimizers]
+        self._scaler = scaler
+        self._loss_id = loss_id
+        self._delays_unscaling = delay_unscale
+        self._delays_check = delay_overflow_check
+        self._before: list[tuple[int, int]] = []  # the gradients that were there on entry
+        self._waiting: list[MasterGradients] = []  # those to clear when the backward pass begins
+        self._hooks: list[RemovableHandle] = []  # on the losses, to notice that
 
-    @property
-    def is_of_one(self) -> bool:
-        """Returns whether it is for one optimizer only."""
-        return len(self._optimizers) == 1
+    def backward(self, *_: object, **__: object) -> None:
+        """Raises: the block has to end before the gradients are unscaled."""
+        raise UsageError(
+            "amp.scale_loss gives a block, and no loss. Type with amp.scale_loss(loss, optimizer) as scaled_loss: "
+            "scaled_loss.backward()."
+        )
 
-    def begins_at_rest(self) -> bool:
-        """Begins if there is nothing to bring to the scale, as in most steps: no gradient, and no pass since the last.
+    def __enter__(self) -> _L:
+        """Scales the loss, and the gradients that the backward pass is going to add to.
 
         Returns:
-            Whether it has begun. If not, nothing was done, and `begin` is to be called.
+            The scaled loss in float32, in the same nested lists, tuples and dicts.
+
+        Raises:
+            UsageError: the block was entered before, stands inside another one for the same optimizer, or would add up
+                gradients of two scales.
         """
-        for optimizer in self._optimizers:
-            if not optimizer.is_at_rest():
+        if self._loss is None:
+            raise UsageError(
+                f"this amp.scale_loss block {'is open already' if self._is_open else 'has ended'}, and a block can be "
+                "entered only once. Call amp.scale_loss(loss, optimizer) anew for each backward pass: with "
+                "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()."
+            )
+        (loss,), self._loss = self._loss, None  # the user may delete the loss to free its graph
+        blocks = self._blocks
+        with blocks.switch.suspended():
+            if blocks.ranks.has_wrappers:
+                blocks.ranks.begin_block()
+            self.scale_use = scale_use = ScaleUse(self._scaler, self._loss_id)
+            self._unscaling = Unscaling(scale_use, self._gradients, blocks.ranks)
+            scaled = scale_use.apply(loss)
+            if not self.begin_if_clear():
+                if self._joins_postponed():
+                    scaled = scale_use.apply(loss)
+                self._begin(_hookable(scaled))
+            if not scale_use.is_one:
+                losses = list(tensors_in(scaled))
+                scale_use.note_losses(losses)
+                self._watch(losses)
+        blocks.cache.end_iteration()
+        self._is_open = True
+        return scaled  # type: ignore[no-any-return]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Unscales the gradients; after an error in the block drops them, so that the next one starts clean.
+
+        Warns:
+            AmpWarning: there are new gradients, and no backward pass began with the scaled loss.
+        """
+        blocks = self._blocks
+        self._is_open = False
+        if self in blocks.watched:
+            blocks.watched.remove(self)
+        try:
+            with blocks.switch.suspended():
+                if kind is not None:
+                    self._abandon()
+                elif blocks.switch.active:
+                    self._end()
+                else:  # amp.deinitialize was called inside the block, and nothing would unscale later
+                    self._unscaling.run(self._delays_check)
+        finally:
+            if self.has_warned:  # a loop that uses another loss does so in every step
+                blocks.warned.add(self._loss_id)
+            blocks.cache.end_iteration()
+
+    # Entry
+
+    def begin_if_clear(self) -> bool:
+        """Begins the block if there are no gradients to scale and no earlier verdicts, as in most steps.
+
+        Returns:
+            True if it has begun. Otherwise nothing was changed.
+        """
+        for each in self._gradients:
+            if not each.are_clear():
                 return False
-        for optimizer in self._optimizers:
-            optimizer.scaled_by = self.scale_use
+        for each in self._gradients:
+            each.scaled_by = self.scale_use
         self.scale_use.is_open = True
         return True
 
-    def watch(self, scaled_loss: object) -> None:
-        """Has the end of the block warn if nothing went backward through the scaled loss, and there are gradients."""
-        losses = _hookable(scaled_loss)
-        self._is_used = not losses
-        self.watched = tuple(each.grad_fn for each in losses if each.grad_fn is not None)
-        for each in losses:
-            each.register_hook(self._note_use)
+    def _joins_postponed(self) -> bool:
+        """Keeps the scale of an earlier block if DDP is going to reduce its gradients together with these.
 
-    def _there(self) -> list[tuple[int, int]]:
-        """Returns the gradients that are there: their ids and versions."""
-        return [(id(each.grad), each.grad._version) for each in self._model_parameters() if each.grad is not None]
-
-    def _note_use(self, _: Tensor) -> None:
-        self._is_used = True
-
-    def works_on(self, parameters: Collection[int]) -> bool:
-        """Returns whether it divides the gradients of any of these by the scale, now that they have some.
-
-        Args:
-            parameters: ids of tensors.
+        Returns:
+            True if there is such a block.
         """
-        return bool(parameters) and any(
-            id(each) in parameters
-            for optimizer in self._optimizers
-            for each in (
-                # Where half gradients wait for backward, what the user adds until then is taken as it is.
-                optimizer.masters.without_master(optimizer.parameters())
-                if optimizer.masters.gradients in self._waiting
-                else optimizer.model_parameters()
-            )
-        )
-
-    def go_on(self) -> bool:
-        """Stays at the scale of a pass whose gradients are to be reduced with those of this one, if there is one."""
-        for optimizer in self._optimizers:
-            earlier = optimizer.scaled_by
+        for each in self._gradients:
+            earlier = each.scaled_by
             postponed = earlier is not None and earlier.is_postponed and earlier.scaler is self._scaler
-            if earlier is not None and postponed and optimizer.has_gradients():
+            if earlier is not None and postponed and each.exist():
                 self.scale_use.go_on_from(earlier)
                 return True
         return False
 
-    def begin(self, scaled_loss: object) -> None:
-        """Brings what gradients there are to the scale, so that backward adds to them what is of their kind.
+    def _begin(self, losses: Sequence[Tensor]) -> None:
+        """Scales existing gradients, so that the backward pass adds scaled gradients to scaled ones.
 
-        Those of half parameters with masters make way only when backward begins: until then the user may clear or
-        change them.
+        Half gradients of parameters with masters are cleared only when the backward pass begins: until then the user
+        may change or clear them.
 
         Args:
-            scaled_loss: what backward is to begin with, or nested lists, tuples and dicts of that.
+            losses: the scaled losses that take hooks.
 
         Raises:
-            UsageError: they are scaled already, by another scale or by a block around this one.
+            UsageError: existing gradients are scaled by another scale, or by a block around this one.
         """
-        for optimizer in self._optimizers:
-            optimizer.unfold()
-            self._check_may_follow(optimizer)
-            self._check_may_widen(optimizer)
-        unscaled = [optimizer for optimizer in self._optimizers if optimizer.scaled_by is None]
-        # A parameter of two optimizers may be at the scale already, by one of them.
+        for each in self._gradients:
+            each.unscale_deferred()
+            self._check_may_follow(each)
+            self._check_may_widen(each)
+        unscaled = [each for each in self._gradients if each.scaled_by is None]
+        # Another optimizer may have scaled the gradient of a shared parameter already.
         scaled = {
-            id(parameter)
-            for optimizer in self._optimizers
-            if optimizer.scaled_by is not None
-            for parameter in optimizer.parameters()
+            id(parameter) for each in self._gradients if each.scaled_by is not None for parameter in each.parameters()
         }
         try:
-            for optimizer in unscaled:
-                optimizer.masters.complete()
-                if optimizer.pending:
-                    optimizer.forget_what_was_cleared()
-            # Mostly there are none: those of the step before were cleared.
+            for each in unscaled:
+                each.masters.complete()
+                if each.pending:
+                    each.forget_cleared_verdict()
             found = [] if self.scale_use.is_one else [each for each in unscaled if has_gradients(each.parameters())]
-            for optimizer in found:
-                optimizer.widen_half_gradients(but=scaled)
+            for each in found:
+                each.widen(but=scaled)
             if found:
-                # By a scale of its own: gradients with a graph remember the factor, and the scaler's moves.
-                kernels.multiply_(_in_place(found, but=scaled), self.scale_use.scale)
-            for optimizer in self._optimizers:
-                if optimizer.scaled_by is not None:
-                    optimizer.masters.gradients.follow_clearing()
-                    optimizer.masters.gradients.follow_zeroing()
-                optimizer.scaled_by = self.scale_use
-            self._wait_for_backward(unscaled, scaled_loss)
-            self._before = self._there()
+                # By the snapshot: gradients with a graph remember the factor, and the scaler's own tensor changes.
+                kernels.multiply_(without_masters(found, but=scaled), self.scale_use.scale)
+            for each in self._gradients:
+                if each.scaled_by is not None:
+                    each.masters.gradients.follow_clearing()
+                    each.masters.gradients.follow_zeroing()
+                each.scaled_by = self.scale_use
+            self._wait_for_backward(unscaled, losses)
+            self._before = self._existing()
         except BaseException:
-            self.abandon()
+            self._abandon()
             raise
         self.scale_use.is_open = True
 
-    def _wait_for_backward(self, optimizers: Sequence[AdoptedOptimizer], scaled_loss: object) -> None:
-        self._waiting = [each.masters.gradients for each in optimizers if not each.masters.gradients.are_at_rest()]
-        if self._waiting:
-            self._hooks = [each.register_hook(self._make_way) for each in _hookable(scaled_loss)]
-        if not self._hooks:
-            self._make_way()
-
-    def _stop_waiting(self) -> list[MasterGradients]:
-        """Returns the gradients that still waited for backward, and removes the hooks."""
-        waiting, self._waiting = self._waiting, []
-        hooks, self._hooks = self._hooks, []
-        for hook in hooks:
-            hook.remove()
-        return waiting
-
-    def _make_way(self, *_: object) -> None:
-        """Has masters follow what half parameters show, and clears that for the backward pass that begins."""
-        are_reduced = self._ranks.are_reduced(self._model_parameters())
-        for gradients in self._stop_waiting():
-            gradients.follow(takes_new=are_reduced)
-            gradients.make_way()
-            if not are_reduced:  # DDP reduces what is there together with what comes
-                gradients.scale_new(self.scale_use.scale)
-
-    def _follow_unused(self) -> None:
-        """Has masters follow what half parameters show, if no backward has begun."""
-        waiting = self._stop_waiting()
-        if not self.scale_use.is_one and any(gradients.were_written() for gradients in waiting):
-            self._is_used = False
-        for gradients in waiting:
-            gradients.follow()
-
-    def end(self, delay_unscale: bool, delay_overflow_check: bool) -> None:
-        """Ends the block: unscales, looks for overflow, lets the scale react.
-
-        Warns:
-            AmpWarning: the block was watched, and what went backward was not the scaled loss.
-
-        Where the reduction over processes is left to a later backward, so is all of that: pieces that are unscaled and
-        such that are not would be added up.
-        """
-        self.scale_use.is_open = False
-        self.watched = ()
-        self._is_used = self._is_used or self.has_told or self._there() == self._before
-        self._follow_unused()
-        # To hand gradients on to masters sets them aside, where no later reduction would find them.
-        if self._ranks.has_wrappers:
-            touches = not self.scale_use.is_one or any(optimizer.masters for optimizer in self._optimizers)
-            self.scale_use.is_postponed = touches and (
-                self._ranks.is_postponed(self._model_parameters())
-                or self._ranks.has_unreduced(self._model_parameters())
-            )
-            self._ranks.end_block(self._model_parameters())
-        if delay_unscale or self.scale_use.is_postponed:
-            for optimizer in self._optimizers:
-                optimizer.note_scaled()
-        else:
-            self.finish(delay_overflow_check)
-        if not self._is_used and any(optimizer.has_gradients() for optimizer in self._optimizers):
-            self.has_told = True
-            warn(
-                "nothing went backward through the scaled loss of this amp.scale_loss, and new gradients are divided "
-                "by the scale all the same. Type: with amp.scale_loss(loss, optimizer) as scaled_loss: "
-                "scaled_loss.backward()."
-            )
-
-    def finish(self, delay_overflow_check: bool = False) -> None:
-        """Unscales, looks for overflow, lets the scale react."""
-        try:
-            found_inf = self._unscale()
-            if found_inf is not None:
-                self._ranks.agree(found_inf, self._model_parameters())
-            self.settle(found_inf, delay_overflow_check)
-        except BaseException:
-            self.abandon()
-            raise
-
-    def settle(self, found_inf: Tensor | None, delay_overflow_check: bool = False) -> None:
-        """Ends with gradients that are unscaled: what was found of them decides on the next steps, and moves the scale.
-
-        Args:
-            found_inf: 0-dimensional float32, not 0 if one was not finite, in whichever process; of no account under a
-                static scale.
-            delay_overflow_check: leaves the scale to a later pass.
-        """
-        for optimizer in self._optimizers:
-            optimizer.leave_scale()
-        if found_inf is None or not self._scaler.dynamic:
-            if not delay_overflow_check:
-                self._scaler.update()
-            return
-        self.scale_use.found_inf = found_inf
-        self.scale_use.is_judged_later = delay_overflow_check
-        for optimizer in self._optimizers:
-            optimizer.remember(self.scale_use)
-        if delay_overflow_check:
-            self._scaler.note(found_inf)
-        else:
-            self._scaler.update_by(found_inf)
-
-    def abandon(self) -> None:
-        """Takes back a block that raised or ran out of memory: no gradient is left half done, the next starts clean."""
-        self.scale_use.is_open = False
-        self.watched = ()
-        self._stop_waiting()
-        for optimizer in self._optimizers:
-            optimizer.drop_gradients()
-            optimizer.pending.clear()
-
-    def _model_parameters(self) -> Iterator[Tensor]:
-        """Yields those of the model that the optimizers update, or have masters of."""
-        for optimizer in self._optimizers:
-            yield from optimizer.model_parameters()
-
-    def _unscale(self) -> Tensor | None:
-        """Returns what was found of the gradients; None under a static scale, where nothing is looked for."""
-        masters = []
-        for optimizer in self._optimizers:
-            if optimizer.masters.wanted:
-                masters.append(optimizer.masters)
-                optimizer.masters.gradients.follow_clearing()
-        scale, found_inf = self.scale_use.scale, None
-        if self._scaler.dynamic:
-            found_inf = kernels.unscale_by_(_in_place(self._optimizers), scale)
-        elif not self.scale_use.is_one:
-            kernels.multiply_(_in_place(self._optimizers), scale.reciprocal())
-        if masters:
-            inv_scale = None if self.scale_use.is_one else scale.reciprocal()
-            for each in masters:
-                each.gradients.take(inv_scale, found_inf)
-        return found_inf
-
-    def _check_may_follow(self, optimizer: AdoptedOptimizer) -> None:
-        optimizer.check_shared("this amp.scale_loss would add to", self._optimizers)
-        earlier = optimizer.scaled_by
+    def _check_may_follow(self, gradients: OptimizerGradients) -> None:
+        gradients.check_shared("this amp.scale_loss would add to", self._gradients)
+        earlier = gradients.scaled_by
         if earlier is None:
             return
         if earlier.is_open:
@@ -301,8 +251,8 @@ class ScaledBlock:
                 "this amp.scale_loss stands inside another one for the same optimizer, so that its gradients would be "
                 "unscaled twice. End the outer block first, or add the losses up and scale their sum."
             )
-        if not optimizer.has_gradients():
-            optimizer.leave_scale()
+        if not gradients.exist():
+            gradients.note_unscaled()
         elif not earlier.is_same_scale(self.scale_use):
             raise UsageError(
                 f"the gradients of an optimizer are scaled by loss scaler {earlier.scaler_id} at "
@@ -311,30 +261,132 @@ class ScaledBlock:
                 "block before."
             )
 
-    def _check_may_widen(self, optimizer: AdoptedOptimizer) -> None:
-        """Half gradients are float32 while they are at a scale, and what DDP has reduced it wants to get as it gave."""
-        if self._scaler.is_one or optimizer.scaled_by is not None or not self._ranks.replicates:
+    def _check_may_widen(self, gradients: OptimizerGradients) -> None:
+        """Raises if scaling would make half gradients float32 that DDP adds to: it expects its parameters' dtype."""
+        ranks = self._blocks.ranks
+        if self._scaler.is_one or gradients.scaled_by is not None or not ranks.replicates:
             return
-        if self._ranks.are_replicated(optimizer.parameters_with_half_gradients()):
+        if ranks.are_replicated(gradients.with_half_gradients()):
             raise UsageError(
                 "DistributedDataParallel cannot add to half gradients that were unscaled, as it takes none of another "
                 "type than its parameters. Put all passes before the last one of a step under no_sync(), or use "
                 "opt_level='O2', which has float32 masters."
             )
 
+    def _wait_for_backward(self, gradients: Sequence[OptimizerGradients], losses: Sequence[Tensor]) -> None:
+        self._waiting = [each.masters.gradients for each in gradients if not each.masters.gradients.are_at_rest()]
+        if self._waiting:
+            self._hooks = [each.register_hook(self._clear_for_backward) for each in losses]
+        if not self._hooks:
+            self._clear_for_backward()
 
-def _hookable(loss: object) -> list[Tensor]:
-    """Returns the losses on which a hook tells when backward begins."""
-    return [each for each in tensors_in(loss) if each.requires_grad and not is_functorch_wrapped_tensor(each)]
+    def _stop_waiting(self) -> list[MasterGradients]:
+        """Returns the gradients that still wait for the backward pass, and removes the hooks."""
+        waiting, self._waiting = self._waiting, []
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
+        return waiting
+
+    def _clear_for_backward(self, *_: object) -> None:
+        """Copies to the masters the half gradients that the user changed, and clears the half ones."""
+        ranks = self._blocks.ranks
+        with self._blocks.switch.suspended():
+            are_reduced = ranks.are_reduced(self._unscaling.model_parameters())
+            for gradients in self._stop_waiting():
+                gradients.follow(takes_new=are_reduced)
+                gradients.make_way()
+                if not are_reduced:  # DDP reduces existing gradients together with new ones
+                    gradients.scale_new(self.scale_use.scale)
+
+    # Backward passes from other losses
+
+    def _watch(self, losses: Sequence[Tensor]) -> None:
+        """Prepares warnings: a backward pass began with another loss, or a closure returns the scaled one."""
+        for optimizer in self._optimizers:
+            if optimizer.is_at_work:
+                optimizer.note_scaled_losses(losses)
+        if self._loss_id in self._blocks.warned:
+            return
+        hookable = _hookable(losses)
+        self._is_used = not hookable
+        self.watched = tuple(each.grad_fn for each in hookable if each.grad_fn is not None)
+        for each in hookable:
+            each.register_hook(self._note_use)
+        if self.watched:
+            self._blocks.watched.append(self)
+
+    def _note_use(self, _: Tensor) -> None:
+        self._is_used = True
+
+    def unscales_any_of(self, parameters: Collection[int]) -> bool:
+        """Returns True if the block is going to unscale the gradient of one of these parameters.
+
+        Args:
+            parameters: ids of tensors.
+        """
+        return bool(parameters) and any(
+            id(parameter) in parameters
+            for each in self._gradients
+            for parameter in (
+                # Half gradients that wait for the backward pass are taken as the user leaves them, unscaled.
+                each.masters.without_master(each.parameters())
+                if each.masters.gradients in self._waiting
+                else each.model_parameters()
+            )
+        )
+
+    def _existing(self) -> list[tuple[int, int]]:
+        """Returns the ids and version counters of the gradients of the model's parameters."""
+        parameters = self._unscaling.model_parameters()
+        return [(id(each.grad), each.grad._version) for each in parameters if each.grad is not None]
+
+    # Exit
+
+    def _end(self) -> None:
+        """Unscales, unless that is delayed or DDP has postponed the reduction of these gradients."""
+        scale_use, ranks, unscaling = self.scale_use, self._blocks.ranks, self._unscaling
+        scale_use.is_open = False
+        self.watched = ()
+        self._is_used = self._is_used or self.has_warned or self._existing() == self._before
+        self._follow_unused()
+        if ranks.has_wrappers:
+            # If DDP postpones the all-reduce, unscaling waits too: otherwise scaled and unscaled gradients would be
+            # summed, and gradients moved to masters would be missing from the reduction.
+            touches = not scale_use.is_one or any(each.masters for each in self._gradients)
+            scale_use.is_postponed = touches and (
+                ranks.is_postponed(unscaling.model_parameters()) or ranks.has_unreduced(unscaling.model_parameters())
+            )
+            ranks.end_block(unscaling.model_parameters())
+        if self._delays_unscaling or scale_use.is_postponed:
+            for each in self._gradients:
+                each.note_scaled()
+        else:
+            unscaling.run(self._delays_check)
+        if not self._is_used and any(each.exist() for each in self._gradients):
+            self.has_warned = True
+            warn(
+                "nothing went backward through the scaled loss of this amp.scale_loss, and new gradients are divided "
+                "by the scale all the same. Type: with amp.scale_loss(loss, optimizer) as scaled_loss: "
+                "scaled_loss.backward()."
+            )
+
+    def _follow_unused(self) -> None:
+        """Copies changed half gradients to the masters if no backward pass has begun."""
+        waiting = self._stop_waiting()
+        if not self.scale_use.is_one and any(gradients.were_written() for gradients in waiting):
+            self._is_used = False
+        for gradients in waiting:
+            gradients.follow()
+
+    def _abandon(self) -> None:
+        """Drops all gradients, after an error in the block or on entry."""
+        self.scale_use.is_open = False
+        self.watched = ()
+        self._stop_waiting()
+        self._unscaling.abandon()
 
 
-def _in_place(optimizers: Sequence[AdoptedOptimizer], but: Collection[int] = ()) -> list[Tensor]:
-    """Returns the gradients that are scaled and unscaled where they are: those of parameters without a master."""
-    if len(optimizers) == 1 and not but and not optimizers[0].masters.wanted:
-        return optimizers[0].gradients()
-    return gradients_of(
-        parameter
-        for optimizer in optimizers
-        for parameter in optimizer.masters.without_master(optimizer.parameters())
-        if id(parameter) not in but
-    )
+def _hookable(losses: object) -> list[Tensor]:
+    """Returns the losses that take a hook, which runs when their backward pass begins."""
+    return [each for each in tensors_in(losses) if each.requires_grad and not is_functorch_wrapped_tensor(each)]

@@ -1,19 +1,21 @@
-"""Steps that go past amp: those of optimizers that it was not handed, and those bound before it replaced them.
+"""Steps of optimizers that amp has not adopted, and steps that bypass amp because they were bound before it.
 
-Torch's optimizers announce every step, whatever name it is called by. Owns which of them were looked at. Must not
-change anything: it only raises and warns.
+Torch's optimizers call global hooks at every step, by whatever name it is called. Must not change weights or gradients:
+it raises, warns, and drops casts that the step makes invalid.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ampatch.errors import UsageError, warn
 from ampatch.opt_levels import HALVES
+from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling.loss_scaler import LossScaler
-from ampatch.scaling.optimizers import NO_SCALE, AdoptedOptimizer
+from ampatch.scaling.optimizer_step import NO_SCALE, AdoptedOptimizer
 from ampatch.weights.optimizer_state import parameters_of
 
 
@@ -21,41 +23,49 @@ class UnadoptedOptimizers:
     """The optimizers that step while amp is on, and that it has not adopted.
 
     Args:
-        adopted: those that it has, by id.
-        ids_of_models: gives the ids of the models' parameters and of masters; None: those of any model count.
-        is_scaled: whether losses are to be scaled.
-        has_masters: whether half weights are to have masters.
+        adopted: the adopted optimizers, by id.
+        cache: the casts of weights.
+        ids_of_models: returns the ids of the models' parameters and of masters; None: those of all models count.
+        is_scaled: whether losses are scaled.
+        has_masters: whether half weights have masters.
     """
 
     def __init__(
         self,
         adopted: Mapping[int, AdoptedOptimizer],
+        cache: WeightCache,
         ids_of_models: Callable[[], Collection[int] | None],
         *,
         is_scaled: bool,
         has_masters: bool,
     ) -> None:
         self._adopted = adopted
+        self._cache = cache
         self._ids_of_models = ids_of_models
         self._is_scaled, self._has_masters = is_scaled, has_masters
         self._uses_by_hand = LossScaler.uses_by_hand
-        self._passed: dict[int, weakref.ref[Any]] = {}  # by id: those that need not be looked at any more
+        self._passed: dict[int, weakref.ref[Any]] = {}  # optimizers that need no further check, by id
 
-    def let_pass(self, optimizer: Any) -> None:
-        """Takes note that an optimizer needs no warning."""
+    def exempt(self, optimizer: Any) -> None:
+        """Notes that an optimizer needs no warning."""
         self._passed[id(optimizer)] = weakref.ref(optimizer)
 
-    def hear(self, optimizer: Any, *_: object) -> None:
-        """Looks at an optimizer of torch's that is about to step.
+    def after_step(self, optimizer: Any, *_: object) -> None:
+        """Drops the casts of weights after a step; an adopted optimizer does so itself."""
+        if id(optimizer) not in self._adopted:
+            self._cache.end_iteration_of(functools.partial(parameters_of, optimizer))
+
+    def before_step(self, optimizer: Any, *_: object) -> None:
+        """Checks one of torch's optimizers that is about to step.
 
         Raises:
-            UsageError: amp has adopted it, and the step goes past amp.
+            UsageError: amp has adopted the optimizer, and this step bypasses amp.
 
         Warns:
-            AmpWarning: it is to update weights of a model that amp has, and amp knows nothing of it.
+            AmpWarning: it updates weights of an adopted model, and was never passed to ``amp.initialize``.
         """
         if any(each.is_at_work for each in list(self._adopted.values())):
-            return  # it is a part of a step of theirs
+            return  # a part of an adopted optimizer's step
         if id(optimizer) in self._adopted:
             raise UsageError(
                 f"this step of the {type(optimizer).__name__} was bound, or compiled, before amp.initialize, and goes "
@@ -64,16 +74,16 @@ class UnadoptedOptimizers:
             )
         passed = self._passed.get(id(optimizer))
         if passed is None or passed() is not optimizer:
-            self._look_at(optimizer)
+            self._check(optimizer)
 
-    def _look_at(self, optimizer: Any) -> None:
+    def _check(self, optimizer: Any) -> None:
         ids = self._ids_of_models()
         updated = [
             each for each in parameters_of(optimizer) if each.grad is not None and (ids is None or id(each) in ids)
         ]
         if not updated:
             return
-        self.let_pass(optimizer)
+        self.exempt(optimizer)
         name = type(optimizer).__name__
         if self._has_masters and any(each.dtype in HALVES for each in updated):
             warn(

@@ -111,7 +111,7 @@ class MasterWeights:
         self, optimizer: Any, conversion: Conversion, wanted: bool, name_of: Callable[[Tensor], str] = str
     ) -> None:
         self.wanted = wanted
-        self._name_of = name_of
+        self.name_of = name_of
         self._is_being_copied = False
         self.is_stepping = False
         self._heard: set[int] = set()  # ids of half parameters that somebody may have written to unseen since
@@ -336,11 +336,11 @@ class MasterWeights:
         try:
             converted.synchronise(parameter)
         except UsageError as error:
-            raise UsageError(f"{self._name_of(parameter)}: {error}") from None
+            raise UsageError(f"{self.name_of(parameter)}: {error}") from None
 
     def _both_written(self, pair: Pair) -> str:
         return (
-            f"{self._name_of(pair.parameter)}: half weights and their float32 master were both written to since they "
+            f"{self.name_of(pair.parameter)}: half weights and their float32 master were both written to since they "
             "last were the same, and which of the two counts nobody can say. Write to one of them; now, under "
             "torch.no_grad(), type parameter.copy_(master) or master.copy_(parameter)."
         )
@@ -386,7 +386,7 @@ class MasterWeights:
                 continue
             if not _are_alike(pair):
                 raise UsageError(
-                    f"this {type(self._optimizer()).__name__} has written to the model's {self._name_of(parameter)} "
+                    f"this {type(self._optimizer()).__name__} has written to the model's {self.name_of(parameter)} "
                     "itself, and not to its float32 master, which is what param_groups hold: it has a list of "
                     "parameters of its own. Have it update those in param_groups; or use master_weights=False, or "
                     "opt_level='O1'."

@@ -20,7 +20,7 @@ from ampatch import amp
 from ampatch.errors import UsageError
 from ampatch.patching import weight_cache
 from ampatch.runtime import runtime
-from ampatch.scaling import optimizers, scale_use
+from ampatch.scaling import optimizer_step, scale_use
 
 SCALE = 2.0**8
 
@@ -197,7 +197,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Has amp take what follows for a capture, from the moment that this is called."""
 
     def begin() -> None:
-        for module in (optimizers, weight_cache):
+        for module in (optimizer_step, weight_cache):
             monkeypatch.setattr(module, "is_capturing", lambda: True)
 
     return begin

@@ -20,7 +20,7 @@ from ampatch.errors import LossScaleError, OptionError, did_you_mean
 from ampatch.native import kernels
 from ampatch.opt_levels import HALVES
 from ampatch.scaling.loss_scaler import make_policy
-from ampatch.scaling.optimizers import check_optimizer
+from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.weights import optimizer_state
 
 logger = logging.getLogger("ampatch")

@@ -1,0 +1,391 @@
+"""The gradients of one adopted optimizer: whether they are scaled, and the overflow verdicts for its next step.
+
+Must never call the optimizer's step, nor decide whether it is skipped.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from ampatch.distributed import Ranks
+from ampatch.errors import UsageError, warn
+from ampatch.native import kernels
+from ampatch.opt_levels import HALVES
+from ampatch.scaling.deferred_unscaling import DeferredUnscaling
+from ampatch.scaling.scale_use import ScaleUse
+from ampatch.weights import optimizer_state
+from ampatch.weights.master_weights import MasterWeights
+
+logger = logging.getLogger("ampatch")
+
+#: What to do if DDP has not reduced the gradients of the last block yet.
+NOT_REDUCED = (
+    "the backward in the last amp.scale_loss was under no_sync, or did not go through the wrapper (such as "
+    "DistributedDataParallel), which is to reduce them together with those of a later one. Run the last forward and "
+    "backward of a step through the wrapper, outside of no_sync; or, if you have reduced the gradients yourself, call "
+    "amp.unscale_(optimizer)."
+)
+
+# After this many blocks without a step, their verdicts are merged, so that they cannot pile up.
+_MANY_PENDING = 1000
+
+
+class HasGradients(Protocol):
+    """An adopted optimizer, as far as other optimizers need to know it."""
+
+    @property
+    def gradients(self) -> OptimizerGradients:
+        """Its gradients."""
+
+
+class OptimizerGradients:
+    """The gradients of one optimizer.
+
+    Args:
+        optimizer: the user's optimizer; only a weak reference is kept.
+        masters: its float32 masters; empty at levels without masters.
+        ranks: the ranks that may share its gradients.
+        adopted: all optimizers of the session, by id.
+
+    Attributes:
+        masters: as given.
+        ranks: as given.
+        pending: verdicts of the blocks since the last step under a dynamic scale, oldest first.
+        scaled_by: the use of a scale that the gradients are multiplied by now; None if they are unscaled.
+    """
+
+    def __init__(
+        self, optimizer: Any, masters: MasterWeights, ranks: Ranks, adopted: Mapping[int, HasGradients]
+    ) -> None:
+        self.masters = masters
+        self.ranks = ranks
+        self.pending: list[ScaleUse] = []
+        self.scaled_by: ScaleUse | None = None
+        self._optimizer = weakref.ref(optimizer)
+        self._adopted = adopted
+        self._deferred: DeferredUnscaling | None = None
+        self._widened: list[tuple[Tensor, torch.dtype, torch.dtype | None, torch.dtype]] = []
+        self._left_scaled: list[TensorWeakRef] = []
+        self._warned_of_clipping: ScaleUse | None = None
+
+    @property
+    def optimizer(self) -> Any:
+        """The user's optimizer; None once it is deleted."""
+        return self._optimizer()
+
+    def others(self) -> list[OptimizerGradients]:
+        """Returns the gradients of all optimizers of the session, these included."""
+        return [each.gradients for each in list(self._adopted.values())]
+
+    # Which tensors there are
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Returns the tensors that the optimizer updates."""
+        optimizer = self._optimizer()
+        return iter(()) if optimizer is None else optimizer_state.parameters_of(optimizer)
+
+    def model_parameters(self) -> Iterator[Tensor]:
+        """Returns the model's parameters that `parameters` stands for: half parameters instead of masters."""
+        return map(self.masters.parameter_of, self.parameters())
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the gradients that the optimizer reads, each once."""
+        return optimizer_state.gradients_of(self.parameters())
+
+    def of_model(self) -> list[Tensor]:
+        """Returns the gradients of the model's parameters, each once."""
+        return optimizer_state.gradients_of(self.model_parameters())
+
+    def exist(self) -> bool:
+        """Returns True if a model's parameter has a gradient, or FSDP2 keeps one that it has not reduced."""
+        return optimizer_state.has_gradients(self.model_parameters()) or (
+            self.ranks.has_unreduced(self.model_parameters())
+        )
+
+    def are_clear(self) -> bool:
+        """Returns True if no gradient, no verdict and no scaled gradient of another optimizer is left from before."""
+        for each in self.others():
+            if each.scaled_by is not None:
+                return False
+        wanted = self.masters.wanted
+        return (
+            not self.pending
+            and (not wanted or self.masters.gradients.are_at_rest())
+            and optimizer_state.are_bare(self.parameters(), may_be_half=not wanted)
+        )
+
+    def drop(self) -> None:
+        """Sets all gradients to None."""
+        self.ranks.drop_unreduced(self.model_parameters())
+        for parameter in self.parameters():
+            parameter.grad = None
+        self.masters.gradients.clear()
+        self.note_unscaled()
+
+    def synchronise(self, weights_too: bool = False) -> None:
+        """Gives every trained half parameter a master, and copies to the masters the gradients that the user changed.
+
+        Args:
+            weights_too: whether to copy changed weights as well.
+        """
+        self.masters.complete()
+        if weights_too:
+            self.masters.synchronise(by_value=True)
+        if self.scaled_by is None:
+            self.masters.gradients.follow()
+
+    # Whether they are scaled
+
+    def are_unscaled(self) -> bool:
+        """Returns True if no gradient is scaled."""
+        return self.scaled_by is None or self.scaled_by.is_one or not self.exist()
+
+    def with_half_gradients(self) -> list[Tensor]:
+        """Returns the parameters whose gradients `widen` would make float32."""
+        return [
+            parameter
+            for parameter in self.parameters()
+            if (grad := parameter.grad) is not None and grad.dtype in HALVES and not grad.is_sparse
+        ]
+
+    def widen(self, but: Collection[int]) -> None:
+        """Makes half gradients float32 for as long as they are scaled, since scaled half gradients could overflow.
+
+        Args:
+            but: ids of parameters to leave out.
+        """
+        for parameter in self.with_half_gradients():
+            grad = parameter.grad
+            if id(parameter) not in but and grad is not None:
+                self._widened.append((parameter, parameter.dtype, parameter.grad_dtype, grad.dtype))
+                _set_gradient(parameter, grad.float(), torch.float32)
+
+    def note_scaled(self) -> None:
+        """Remembers which parameters keep scaled gradients after the block, in case the optimizer is deleted."""
+        self.masters.gradients.leave_scaled()
+        self._left_scaled = [TensorWeakRef(each) for each in self.model_parameters() if each.grad is not None]
+
+    def note_unscaled(self) -> None:
+        """Notes that the gradients are unscaled or gone, and makes those half again that `widen` made float32."""
+        self.scaled_by = self._deferred = None
+        self._left_scaled.clear()
+        for parameter, own, allowed, dtype in self._widened:
+            if parameter.dtype is not own:  # amp.deinitialize was called inside the block, and restored its type
+                continue
+            _set_gradient(parameter, None if parameter.grad is None else parameter.grad.to(dtype), allowed)
+        self._widened.clear()
+
+    def check_unscaled(self, what: str) -> None:
+        """Raises `UsageError` if there are gradients, and they are scaled.
+
+        Args:
+            what: the beginning of the message.
+        """
+        if self.scaled_by is None:
+            return
+        if self.exist():
+            if self.scaled_by.is_open:
+                why = "it stands inside the amp.scale_loss block. Move it behind the block."
+            elif self.scaled_by.is_postponed:
+                why = NOT_REDUCED
+            else:
+                why = (
+                    "the last amp.scale_loss had delay_unscale=True. Leave it out in the last block before the "
+                    "step, or call amp.clip_grad_norm_(optimizer, max_norm) after it; or, to drop the gradients, type "
+                    "optimizer.zero_grad(), which has to set them to None."
+                )
+            raise UsageError(f"{what} still scaled: {why}")
+        if not self.scaled_by.is_open:
+            self.note_unscaled()
+
+    def check_shared(self, what: str, also: Collection[OptimizerGradients] = ()) -> None:
+        """Raises `UsageError` if another optimizer has left the gradient of a shared parameter scaled.
+
+        A deferred unscaling of that optimizer is done instead. If its gradients were cleared, they count as unscaled.
+
+        Args:
+            what: the beginning of the message: what is about to happen to these gradients.
+            also: gradients to which it happens too, which may therefore be scaled.
+        """
+        for other in self.others():
+            if other.scaled_by is None or other is self or other in also:
+                continue
+            if other.scaled_by.is_one and not other.are_deferred:
+                continue
+            if not other.scaled_by.is_open and not other.exist():
+                other.note_unscaled()
+                continue
+            shared = self._shared_gradient(other)
+            if shared is not None and other.are_deferred:
+                other.unscale_deferred()
+            elif shared is not None:
+                raise UsageError(
+                    f"{what} the gradient of {self.masters.name_of(shared)}, which another optimizer has as well, and "
+                    "which is still scaled by a block of amp.scale_loss for that one. Hand both optimizers to "
+                    "amp.scale_loss."
+                )
+
+    def _shared_gradient(self, other: OptimizerGradients) -> Tensor | None:
+        """Returns a model's parameter with a gradient that both optimizers update; None if there is none."""
+        theirs = set(map(id, other.model_parameters()))
+        return next((each for each in self.model_parameters() if each.grad is not None and id(each) in theirs), None)
+
+    def check_not_scaled_when_clipped(self, grads: Iterable[Tensor]) -> None:
+        """Warns if torch is about to clip scaled gradients, or to take their norm; does a deferred unscaling first.
+
+        Args:
+            grads: the gradients that torch was given. Empty if the user asked for those of masters, which have none
+                before the half gradients are unscaled.
+
+        Warns:
+            AmpWarning: gradients of this optimizer are among them and scaled; or its masters have none yet.
+        """
+        if self.scaled_by is None or self.scaled_by.is_one or self.scaled_by is self._warned_of_clipping:
+            return
+        clipped, shows = set(map(id, grads)), self.masters.gradients.shows
+        scaled = [each for each in self.model_parameters() if each.grad is not None and not shows(each)]
+        if any(id(each.grad) in clipped for each in scaled):
+            if self.are_deferred:
+                self.unscale_deferred()
+                return
+            what = "so that the norm is too large by the loss scale"
+        elif not clipped and self.masters.wanted and scaled:
+            what = "and the float32 masters have none yet, so that nothing is clipped"
+        else:
+            return
+        self._warned_of_clipping = self.scaled_by  # torch may call this several times for one norm
+        warn(
+            f"gradients are clipped, or their norm is taken, where amp.scale_loss has them scaled still, {what}. Do it "
+            "behind the block, without delay_unscale=True; or type amp.clip_grad_norm_(optimizer, max_norm) there."
+        )
+
+    # Deferred unscaling
+
+    @property
+    def deferred(self) -> DeferredUnscaling | None:
+        """The unscaling that is left to the optimizer's own kernel; None if there is none."""
+        return self._deferred
+
+    @property
+    def are_deferred(self) -> bool:
+        """True if the gradients stay scaled until the optimizer's own kernel unscales and clips them."""
+        return self._deferred is not None
+
+    def may_be_deferred(self) -> bool:
+        """Returns True if one factor unscales all gradients, and no earlier block overflowed."""
+        # After an earlier overflow the optimizer's kernel would leave the gradients as they are.
+        return not self.masters and not self._widened and not self.pending
+
+    def defer(self, scale_use: ScaleUse, divisor: Tensor) -> None:
+        """Leaves it to the optimizer's own kernel to divide the gradients.
+
+        Args:
+            scale_use: the use of a scale that the gradients are multiplied by until the step.
+            divisor: 0-dimensional float32: that scale over the factor that clips.
+        """
+        self.scaled_by, self._deferred = scale_use, DeferredUnscaling(self.tensors(), divisor)
+        self.note_scaled()
+
+    def unscale_deferred(self) -> None:
+        """Unscales and clips the gradients now, if that was left to the optimizer's own kernel."""
+        if self._deferred is None:
+            return
+        try:
+            self._deferred.divide(self.tensors())
+        except BaseException:
+            self.drop()
+            raise
+        self.note_unscaled()
+
+    # Verdicts
+
+    def add_verdict(self, scale_use: ScaleUse) -> None:
+        """Remembers a use of a scale whose overflow skips the next step."""
+        # An optimizer without gradients can only skip for another's, and cannot see whether those are cleared.
+        self.pending.append(scale_use if self.exist() else scale_use.confirmed(of_others=True))
+        if len(self.pending) >= _MANY_PENDING:
+            overflowed = {earlier.scaler_id: earlier for earlier in self.pending if earlier.overflowed}
+            self.pending = list(overflowed.values())
+
+    def forget_cleared_verdict(self) -> None:
+        """Forgets the last block's overflow if its gradients are gone; zeroes what overflowed and is still there.
+
+        The next block is judged by its own gradients.
+        """
+        self.synchronise()
+        self.forget_if_bare()
+        last = self.pending[-1] if self.pending else None
+        if last is None or last.found_inf is None or last.is_judged_later or last.is_confirmed:
+            return
+        grads = self.tensors()
+        self.pending[-1] = last = last.only_where(self.still_exist(last, grads))
+        assert last.found_inf is not None
+        kernels.zero_after_overflow_(grads, last.found_inf)
+        self.masters.gradients.note_masters()
+
+    def forget_if_bare(self) -> None:
+        """Forgets the verdicts of blocks if all gradients are gone."""
+        if optimizer_state.are_bare(self.parameters()) and not (self.exist() or self.ranks.share(self.parameters())):
+            self.pending = [scale_use for scale_use in self.pending if scale_use.is_of_others]
+
+    def still_exist(self, scale_use: ScaleUse, grads: list[Tensor]) -> Tensor:
+        """Returns whether the gradients of a block that overflowed were not cleared: one is not zero, on any rank.
+
+        Finite gradients count too, since clipping by value makes an overflow finite.
+
+        Returns:
+            0-dimensional float32, 1 or 0.
+        """
+        assert scale_use.found_inf is not None
+        found = torch.zeros_like(scale_use.found_inf)
+        # Large, so that the squares of small gradients do not underflow.
+        factor, sum_of_squares = torch.full_like(found, 2.0**64), torch.zeros_like(found, dtype=torch.float64)
+        kernels.found_inf_norm(grads, factor, found, sum_of_squares)
+        found.masked_fill_(sum_of_squares != 0, 1)
+        self.ranks.agree(found, self.model_parameters())
+        return found
+
+    # The end of a session, and of an optimizer
+
+    def release(self) -> bool:
+        """Gives the masters' values back to the half parameters, and drops gradients that would stay scaled.
+
+        Returns:
+            True if gradients were dropped.
+        """
+        self.masters.surrender()
+        self.unscale_deferred()
+        scaled_by = self.scaled_by
+        is_open = scaled_by is not None and scaled_by.is_open
+        lost = scaled_by is not None and not is_open and not scaled_by.is_one and self.exist()
+        if lost:
+            self.drop()
+        elif scaled_by is None:
+            self.masters.gradients.follow()
+        elif not is_open:
+            self.note_unscaled()
+        self.masters.gradients.surrender(scaled_by.scale if is_open and scaled_by is not None else None)
+        return lost
+
+    def optimizer_died(self) -> None:
+        """Drops the gradients that a deleted optimizer left scaled, since another would take them for unscaled ones."""
+        left = [parameter for reference in self._left_scaled if (parameter := reference()) is not None]
+        if left and self.scaled_by is not None and not self.scaled_by.is_one:
+            for parameter in left:
+                parameter.grad = None
+            logger.warning("An optimizer was deleted whose gradients were still scaled: they are None now.")
+        self._widened.clear()
+
+
+def _set_gradient(parameter: Tensor, grad: Tensor | None, allowed: torch.dtype | None) -> None:
+    """Replaces a gradient by one of another dtype: torch refuses to change ``grad_dtype`` while there is a gradient."""
+    parameter.grad = None
+    parameter.grad_dtype = allowed
+    parameter.grad = grad

@@ -1,0 +1,558 @@
+"""An adopted optimizer: whether its step runs, is skipped, or raises.
+
+The user's optimizer stays the same object; the ledger replaces only methods of the instance. Must not scale or unscale
+gradients: `OptimizerGradients` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
+
+from ampatch.casting.nested import tensors_in
+from ampatch.errors import LossScaleError, OptionError, UsageError, warn
+from ampatch.ledger import PatchLedger
+from ampatch.native import kernels
+from ampatch.patching.weight_cache import WeightCache
+from ampatch.scaling.loss_scaler import LossScaler
+from ampatch.scaling.optimizer_gradients import OptimizerGradients
+from ampatch.scaling.scale_use import ScaleUse
+from ampatch.switch import Switch
+from ampatch.tracing import is_capturing
+from ampatch.weights import optimizer_state
+from ampatch.weights.optimizer_state import Snapshot
+
+#: The warning about gradients that no scaler has checked; the placeholder names the step.
+NO_SCALE = (
+    "{} that no amp.scale_loss was told of: small ones are lost in half precision, and nobody has looked whether "
+    "others overflowed. Type: with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward(), with every "
+    "optimizer that gets gradients in it; or amp.initialize(..., loss_scale=1) if none is to be scaled."
+)
+
+#: The attribute that marks amp's own hooks for all optimizers.
+OWN_HOOK = "_is_of_ampatch"
+
+_IS_AT_HAND = operator.attrgetter("is_at_hand")
+_OVERFLOWED = operator.attrgetter("overflowed")
+
+
+class OptimizerLike(Protocol):
+    """An optimizer of any class, torch's or not."""
+
+    @property
+    def param_groups(self) -> Any:
+        """Mappings with the parameters under "params"."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Updates the parameters from their gradients."""
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
+        """Clears the gradients."""
+
+
+def check_optimizer(optimizer: object) -> OptimizerLike:
+    """Returns ``optimizer`` if it behaves like one.
+
+    Raises:
+        OptionError: it lacks ``param_groups``, ``step`` or ``zero_grad``.
+    """
+    missing = [name for name in ("param_groups", "step", "zero_grad") if not hasattr(optimizer, name)]
+    if missing:
+        raise OptionError(
+            f"found {type(optimizer).__name__} as an optimizer, which lacks {', '.join(missing)}; expected an "
+            "object with param_groups, step() and zero_grad(), such as torch.optim.SGD(model.parameters(), lr=0.1)."
+        )
+    return optimizer  # type: ignore[return-value]
+
+
+def check_not_stepping(optimizer: OptimizerLike) -> None:
+    """Raises `UsageError` if an optimizer's step is running in this thread, since an overflow could not skip it."""
+    frame = sys._getframe().f_back
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "step" and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is optimizer:
+            kind = type(optimizer).__name__
+            raise UsageError(
+                f"the first amp.scale_loss for this {kind} stands in the closure of its step(), which has begun "
+                "already, so that an overflow could not skip it. Hand it in before that: type model, optimizer = "
+                "amp.initialize(model, optimizer) where amp.init() stands."
+            )
+        frame = frame.f_back
+
+
+class AdoptedOptimizer:
+    """What amp knows of one optimizer.
+
+    Args:
+        gradients: its gradients.
+        switch: the session's; off while ``step`` runs, so that the optimizer's own arithmetic is not cast.
+        cache: the casts of weights, which a step makes invalid.
+        dynamic: whether a scale is dynamic, so that a step may have to be undone.
+        exact_hooks: whether to read the verdict before every step, so that a skipped step fires no hooks.
+        announce: whether to log skipped steps.
+
+    Attributes:
+        gradients: as given.
+        masters: its float32 masters; empty at levels without masters.
+        is_at_work: True while its step runs.
+    """
+
+    def __init__(
+        self,
+        gradients: OptimizerGradients,
+        switch: Switch,
+        cache: WeightCache,
+        *,
+        dynamic: bool = True,
+        exact_hooks: bool = False,
+        announce: bool = True,
+    ) -> None:
+        self.gradients = gradients
+        self.masters = gradients.masters
+        self.is_at_work = False
+        self._switch = switch
+        self._cache = cache
+        self._dynamic = dynamic
+        self._exact_hooks = exact_hooks
+        self._announce = announce
+        self._warns_of_no_scale = dynamic  # once: a loop without amp.scale_loss lacks it in every step
+        self._has_other_scale = False
+        self._uses_by_hand = LossScaler.uses_by_hand
+        self._stepped_with: tuple[TensorWeakRef, int] | None = None  # one gradient of the last step, and its version
+        self._skipped_steps = 0
+        self._last_was_skipped = False
+        self._warned_of_loss = False
+        self._scaled_in_closure: list[TensorWeakRef] = []
+        self._warns_of_scaled_result = True
+        self._unread: deque[list[ScaleUse]] = deque()  # steps whose verdict the host has not read yet
+        self._near_floor = False
+
+    def install(self, ledger: PatchLedger) -> None:
+        """Replaces ``step`` on the optimizer, and half parameters by masters at levels that have them.
+
+        Raises:
+            TypeError: the optimizer does not keep its attributes itself.
+            UsageError: a parameter is in two optimizers that would each have a master of it.
+        """
+        optimizer = self.optimizer
+        assert optimizer is not None
+        original, switch = optimizer.step, self._switch
+        if "step" not in vars(optimizer) and getattr(original, "__self__", optimizer) is not optimizer:
+            raise TypeError("its step is that of another object")
+
+        # wraps() copies the mark that an LR scheduler left on the step it wrapped, and looks for later.
+        @functools.wraps(original)
+        def step(me: OptimizerLike, *args: Any, **kwargs: Any) -> Any:
+            if me is not self.optimizer:  # a deep copy that took this attribute along
+                return type(me).step(me, *args, **kwargs)
+            if not switch.active:
+                return original(*args, **kwargs)
+            was_at_work, self.is_at_work = self.is_at_work, True
+            try:
+                with switch.suspended():
+                    return self.step(original, args, kwargs)
+            finally:
+                self.is_at_work = was_at_work
+
+        # A bound method: an LR scheduler reads its __func__, and it pickles as the optimizer and this name.
+        step.__name__ = "step"
+        ledger.set(optimizer, "step", types.MethodType(step, optimizer))
+        self.masters.install(ledger)
+
+    # Results of steps
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """True if the last step was skipped; syncs with the device."""
+        self._read_verdicts(wait=True)
+        return self._last_was_skipped
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of steps skipped so far; syncs with the device."""
+        self._read_verdicts(wait=True)
+        return self._skipped_steps
+
+    @property
+    def optimizer(self) -> OptimizerLike | None:
+        """The user's optimizer; None once it is deleted."""
+        return self.gradients.optimizer  # type: ignore[no-any-return]
+
+    def release(self) -> bool:
+        """Logs the skipped steps that were not logged yet, then calls `OptimizerGradients.release`."""
+        self._read_verdicts(wait=True)
+        return self.gradients.release()
+
+    def may_defer(self) -> bool:
+        """Returns True if the optimizer's own kernel can unscale and clip the gradients in its step."""
+        return self.gradients.may_be_deferred() and self._divides_by_itself((), {})
+
+    def note_other_scale(self) -> None:
+        """Notes that another scaler judges the gradients of the next step, so that it needs no warning."""
+        self._has_other_scale = True
+
+    # Steps
+
+    def step(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Steps, or skips the step after an overflow.
+
+        Args:
+            original: the optimizer's own ``step``.
+            args: its positional arguments.
+            kwargs: its keyword arguments. A closure runs with casts on, and sees half weights that equal the masters.
+
+        Returns:
+            The result of ``original``. Of a skipped step: None, or the last result of its closure.
+
+        Raises:
+            UsageError: the gradients are still scaled.
+            LossScaleError: they overflowed although the loss scale is at its floor.
+
+        Warns:
+            AmpWarning: the scale is dynamic, and the gradients came from no ``amp.scale_loss`` block.
+        """
+        deferred = self.gradients.deferred
+        if deferred is None and self.gradients.scaled_by is not None:
+            self.gradients.check_unscaled("optimizer.step() was called on gradients that are")
+        self.gradients.check_shared("optimizer.step() would use")
+        closures: list[object] = []
+        if args or kwargs:
+            args, kwargs = self._with_casts(args, closures), self._with_casts(kwargs, closures)
+        if deferred is not None and not (
+            deferred.are(self.gradients.tensors()) and self._divides_by_itself(args, kwargs)
+        ):
+            self.gradients.unscale_deferred()
+        self._prepare_step()
+        if self._warns_of_no_scale:
+            self._look_for_scale(before_closure=bool(closures))
+        pending, self.gradients.pending = self.gradients.pending, []
+        try:
+            # An optimizer's kernel that skips by itself is slower: it serves only where reading the verdict would sync.
+            would_wait = not all(map(_IS_AT_HAND, pending))
+            if (would_wait or self.gradients.are_deferred) and self._skips_by_itself(args, kwargs):
+                return self._step_or_skip(original, pending)
+            if would_wait and is_capturing():
+                raise UsageError(
+                    "whether this step is to be skipped would have to be read from the device, which cannot be done "
+                    "while a CUDA graph is captured. Use an optimizer with fused=True (and capturable=True, where it "
+                    "has that), without exact_hooks, that has made a step before; or a static loss_scale."
+                )
+            overflowed = self._still_overflowed(pending)
+            self._note_verdicts_read(pending)
+            if overflowed:
+                self._skip(overflowed)
+                return None
+            return self._step(original, args, kwargs, bool(closures))
+        finally:
+            if self.masters.wanted:
+                self.masters.gradients.clear()
+            self._cache.end_iteration_of(self.gradients.model_parameters)
+
+    def _prepare_step(self) -> None:
+        if self._unread:
+            self._read_verdicts(wait=False)
+        if self.masters.wanted:
+            self.gradients.synchronise(weights_too=True)
+        if self.gradients.pending:
+            self.gradients.forget_if_bare()
+
+    def _still_overflowed(self, pending: Sequence[ScaleUse]) -> list[ScaleUse]:
+        """Returns the uses that overflowed, without a last one whose gradients were cleared or replaced."""
+        overflowed = list(filter(_OVERFLOWED, pending))
+        is_last = len(overflowed) == 1 and overflowed[0] is pending[-1] and not overflowed[0].is_confirmed
+        if is_last and not bool(self.gradients.still_exist(overflowed[0], self.gradients.tensors())):
+            return []
+        return overflowed
+
+    def _note_verdicts_read(self, pending: Sequence[ScaleUse]) -> None:
+        """Updates the record of steps before one whose verdict the host has read."""
+        if self._unread:
+            self._read_verdicts(wait=bool(pending))
+        if self._unread:
+            self._unread.append([])  # behind earlier steps, in their order
+        else:
+            self._last_was_skipped = False
+        if self._near_floor and pending:
+            self._near_floor = any(scale_use.ended_at_floor for scale_use in pending)
+
+    def _with_casts(self, given: Any, found: list[object]) -> Any:
+        """Returns a step's arguments with each closure wrapped, so that it runs with casts on.
+
+        Args:
+            given: an argument, or nested lists, tuples and dicts of them.
+            found: list that receives the closures.
+        """
+        if type(given) in (list, tuple):
+            items = [self._with_casts(item, found) for item in given]
+            return given if all(map(operator.is_, items, given)) else type(given)(items)
+        if type(given) is dict:
+            values = {key: self._with_casts(item, found) for key, item in given.items()}
+            return given if all(map(operator.is_, values.values(), given.values())) else values
+        if not callable(given) or isinstance(given, (type, Tensor, nn.Module)):
+            return given
+        found.append(given)
+        return functools.partial(self._evaluate, given)
+
+    def _step(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], has_closure: bool
+    ) -> Any:
+        # If a later evaluation of the closure overflows, the parameters have moved already and have to be restored.
+        may_go_back = has_closure and self._dynamic and not optimizer_state.evaluates_first(self.optimizer)
+        before = Snapshot(self.optimizer) if may_go_back else None
+        try:
+            if not (self.masters.wanted and self.masters):
+                return original(*args, **kwargs)
+            with self._writing():
+                return original(*args, **kwargs)
+        except _ClosureOverflowedError as error:
+            if before is not None:
+                before.restore()
+                self.masters.write()
+            self._skip(error.overflowed)
+            return error.result
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Writes half weights after a step and before the user's hooks; then copies what hooks wrote to the masters."""
+        written = False
+
+        def write(*_: object) -> None:
+            nonlocal written
+            written, self.masters.is_stepping = True, False
+            self.masters.check_that_masters_are_updated()
+            self.masters.write()
+
+        hooks = self._hook_step(write)
+        self.masters.is_stepping = True
+        try:
+            yield
+        except BaseException:
+            if not written:
+                self.masters.write()
+            raise
+        else:
+            if written:
+                self.masters.synchronise(by_value=True)
+            else:  # the step fired no hooks
+                write()
+        finally:
+            self.masters.is_stepping = False
+            for hook in hooks:
+                hook.remove()
+
+    def _hook_step(self, write: Callable[..., None]) -> list[RemovableHandle]:
+        """Registers amp's hooks as the last before the step and the first after it, if the optimizer has any hooks."""
+        optimizer: Any = self.optimizer
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            return []
+        before: Any = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+        after: Any = getattr(optimizer, "_optimizer_step_post_hooks", None)
+        if before is None or after is None:  # its __init__ was not called
+            return []
+        if not (before or after or _has_hooks(_global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
+            return []
+        hooks = [optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(write)]
+        after.move_to_end(hooks[-1].id, last=False)
+        return hooks
+
+    def _before_step(self, *_: object) -> None:
+        """Copies to the masters what the user's hooks wrote."""
+        self.masters.gradients.follow()
+        self.masters.synchronise(by_value=True)
+
+    def note_scaled_losses(self, losses: Iterable[Tensor]) -> None:
+        """Remembers scaled losses, to recognise one that a closure returns."""
+        if self._warns_of_scaled_result:
+            self._scaled_in_closure = list(map(TensorWeakRef, losses))
+
+    def _check_result(self, result: object) -> None:
+        scaled, self._scaled_in_closure = [each() for each in self._scaled_in_closure], []
+        if any(each is scaled_loss for each in tensors_in(result) for scaled_loss in scaled):
+            self._warns_of_scaled_result = False
+            warn(
+                "the closure of optimizer.step(closure) returns the scaled loss, which the optimizer takes for the "
+                "loss; LBFGS compares it with others, of other scales. End the closure with return loss: what "
+                "amp.scale_loss(loss, optimizer) was given."
+            )
+
+    def _evaluate(self, closure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls the closure of a step with casts on and half weights up to date.
+
+        Raises:
+            _ClosureOverflowedError: its gradients overflowed.
+        """
+        self.masters.write()
+        with self._switch.resumed():
+            result = closure(*args, **kwargs)
+        if self._scaled_in_closure:
+            self._check_result(result)
+        self.gradients.unscale_deferred()
+        self.gradients.check_unscaled("the closure of optimizer.step(closure) left gradients that are")
+        if self._warns_of_no_scale:
+            self._look_for_scale()
+        self.masters.synchronise(by_value=True)
+        self.masters.gradients.follow()
+        pending, self.gradients.pending = self.gradients.pending, []
+        overflowed = list(filter(_OVERFLOWED, pending))
+        if overflowed:
+            raise _ClosureOverflowedError(overflowed, result)
+        return result
+
+    def _step_or_skip(self, original: Callable[..., Any], pending: list[ScaleUse]) -> Any:
+        """Calls a step that skips in its own kernel if ``found_inf`` is not 0, without syncing with the device."""
+        optimizer: Any = self.optimizer
+        deferred = self.gradients.deferred
+        verdicts = [scale_use.found_inf for scale_use in pending if scale_use.found_inf is not None]
+        # torch's protocol between GradScaler and its optimizers. The gradients are unscaled already, or deferred.
+        optimizer.grad_scale = None if deferred is None else deferred.divisor
+        optimizer.found_inf = torch.stack(verdicts).amax() if verdicts else None
+        try:
+            with self._writing():
+                result = original()
+            if self.gradients.are_deferred:
+                self.gradients.note_unscaled()
+            return result
+        except BaseException:
+            if self.gradients.are_deferred:
+                self.gradients.drop()  # unknown whether the kernel has divided them
+            raise
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+            if not is_capturing():  # replays do not run this code
+                for scale_use in pending:
+                    scale_use.send()
+                self._unread.append(pending)
+
+    def _skips_by_itself(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        optimizer = self.optimizer
+        return (
+            not args
+            and not kwargs
+            and not self._exact_hooks
+            and not self._near_floor
+            and getattr(optimizer, "_step_supports_amp_scaling", False)
+            and isinstance(optimizer, torch.optim.Optimizer)
+            and all(group.get("fused", True) for group in optimizer.param_groups)  # each group may override it
+            and optimizer_state.has_state(optimizer)
+        )
+
+    def _divides_by_itself(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Returns True if a step is one of torch's own kernels and no pre-step hook could look at gradients."""
+        optimizer: Any = self.optimizer
+        return (
+            self._skips_by_itself(args, kwargs)
+            and getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
+            and not optimizer._optimizer_step_pre_hooks
+            and not _has_hooks(_global_optimizer_pre_hooks)
+        )
+
+    def _read_verdicts(self, wait: bool) -> None:
+        """Reads the verdicts of earlier steps, in their order.
+
+        Args:
+            wait: whether to sync with the device; otherwise stops at the first verdict that has not arrived.
+        """
+        if is_capturing():  # a capturing stream must not be queried
+            return
+        while self._unread and (wait or all(scale_use.has_arrived for scale_use in self._unread[0])):
+            overflowed = list(filter(_OVERFLOWED, self._unread.popleft()))
+            self._last_was_skipped = bool(overflowed)
+            if overflowed:
+                self._skipped_steps += 1
+                # The next overflow has to raise and to name parameters, which needs their gradients.
+                self._near_floor = any(scale_use.ended_at_floor for scale_use in overflowed)
+                self._announce_skip(overflowed)
+                self._warn_of_loss(overflowed)
+
+    def _look_for_scale(self, before_closure: bool = False) -> None:
+        """Warns once if the next step uses gradients that came from no block and no other scaler.
+
+        Args:
+            before_closure: whether a closure runs first, which may clear the gradients; then they are checked after it.
+        """
+        optimizer = self.optimizer
+        # By a GradScaler, which sets found_inf; or by an amp.LossScaler, which does not know the optimizers.
+        is_judged = (
+            self._has_other_scale
+            or getattr(optimizer, "found_inf", None) is not None
+            or LossScaler.uses_by_hand > self._uses_by_hand
+        )
+        self._has_other_scale, self._uses_by_hand = False, LossScaler.uses_by_hand
+        grad = next((each.grad for each in self.gradients.model_parameters() if each.grad is not None), None)
+        last, self._stepped_with = self._stepped_with, None
+        if grad is None:
+            return
+        is_same = last is not None and last[0]() is grad and last[1] == grad._version
+        is_known = is_judged or is_same or bool(self.gradients.pending)
+        if before_closure and not is_known:
+            return
+        if not is_known and any(bool(kernels.values_of(each).any()) for each in self.gradients.of_model()):
+            self._warns_of_no_scale = False
+            warn(NO_SCALE.format(f"this {type(optimizer).__name__} steps with gradients"))
+        self._stepped_with = TensorWeakRef(grad), grad._version
+
+    def _skip(self, overflowed: Sequence[ScaleUse]) -> None:
+        self._read_verdicts(wait=True)
+        self._last_was_skipped = True
+        self._skipped_steps += 1
+        optimizer = self.optimizer
+        if isinstance(optimizer, torch.optim.Optimizer):
+            # Otherwise an LR scheduler warns that it was stepped before the optimizer.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._warn_of_loss(overflowed)
+        for scale_use in overflowed:
+            if scale_use.began_at_floor:
+                culprits = optimizer_state.not_finite_gradients(
+                    self.gradients.parameters(), lambda each: self.masters.name_of(self.masters.parameter_of(each))
+                )
+                raise LossScaleError(
+                    f"loss scaler {scale_use.scaler_id} is at its floor of {scale_use.scaler.policy.floor:g} "
+                    f"and the gradients still overflow, so no scale can help: {culprits}. Look for inputs "
+                    "or a loss that are not finite, or a learning rate that is too high; with "
+                    "half_dtype=torch.bfloat16 no loss scale is needed."
+                )
+        self._announce_skip(overflowed)
+
+    def _warn_of_loss(self, overflowed: Sequence[ScaleUse]) -> None:
+        """Warns once if a loss is inf or NaN, so that no scale would avoid the overflow."""
+        if self._warned_of_loss:
+            return
+        losses = [loss for each in overflowed if (loss := each.loss_that_is_not_finite) is not None]
+        if losses:
+            self._warned_of_loss = True
+            warn(
+                f"the loss of a skipped step is {losses[0]} before it is scaled, so that no loss scale can help. Look "
+                "for inputs that are not finite, weights that are not (a learning rate that is too high), or values in "
+                "the forward that leave float16's range: half_dtype=torch.bfloat16 has that of float32."
+            )
+
+    def _announce_skip(self, overflowed: Sequence[ScaleUse]) -> None:
+        if self._announce:
+            for last in {scale_use.scaler_id: scale_use for scale_use in overflowed}.values():
+                last.announce()
+
+
+class _ClosureOverflowedError(BaseException):
+    """Leaves an optimizer's step after an overflow in its closure; a BaseException, since steps may catch Exception."""
+
+    def __init__(self, overflowed: Sequence[ScaleUse], result: Any) -> None:
+        super().__init__()
+        self.overflowed = overflowed
+        self.result = result
+
+
+def _has_hooks(*hooks: Mapping[int, Callable[..., Any]]) -> bool:
+    """Returns True if there are hooks other than amp's own."""
+    return any(not hasattr(hook, OWN_HOOK) for table in hooks for hook in table.values())

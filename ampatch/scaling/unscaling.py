@@ -1,0 +1,120 @@
+"""The end of one use of a loss scale: unscales the gradients, finds overflows on all ranks, and lets the scale react.
+
+Must not know where the backward pass began or ended: a block calls it, and so do clipping and ``amp.unscale_``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from torch import Tensor
+
+from ampatch.distributed import Ranks
+from ampatch.native import kernels
+from ampatch.scaling.optimizer_gradients import OptimizerGradients
+from ampatch.scaling.scale_use import ScaleUse
+from ampatch.weights.optimizer_state import gradients_of
+
+
+class Unscaling:
+    """Unscales the gradients of one use of a scale.
+
+    Args:
+        scale_use: the use of a scale.
+        gradients: those multiplied by it, one for each optimizer.
+        ranks: the ranks that may share them.
+    """
+
+    def __init__(self, scale_use: ScaleUse, gradients: Sequence[OptimizerGradients], ranks: Ranks) -> None:
+        self.scale_use = scale_use
+        self.gradients = gradients
+        self._ranks = ranks
+
+    def run(self, delay_overflow_check: bool = False) -> None:
+        """Unscales, finds overflows, and lets the scale react.
+
+        Args:
+            delay_overflow_check: leaves the reaction of the scale to a later block.
+        """
+        try:
+            found_inf = self._unscale()
+            if found_inf is not None:
+                self._ranks.agree(found_inf, self.model_parameters())
+            self.settle(found_inf, delay_overflow_check)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def settle(self, found_inf: Tensor | None, delay_overflow_check: bool = False) -> None:
+        """Notes that the gradients are unscaled: the verdict decides on the next steps, and the scale reacts to it.
+
+        Args:
+            found_inf: 0-dimensional float32, not 0 if a gradient on any rank is inf or NaN; ignored under a static
+                scale.
+            delay_overflow_check: leaves the reaction of the scale to a later block.
+        """
+        scaler = self.scale_use.scaler
+        for each in self.gradients:
+            each.note_unscaled()
+        if found_inf is None or not scaler.dynamic:
+            if not delay_overflow_check:
+                scaler.update()
+            return
+        self.scale_use.found_inf = found_inf
+        self.scale_use.is_judged_later = delay_overflow_check
+        for each in self.gradients:
+            each.add_verdict(self.scale_use)
+        if delay_overflow_check:
+            scaler.note(found_inf)
+        else:
+            scaler.update_by(found_inf)
+
+    def abandon(self) -> None:
+        """Drops all gradients and verdicts, after an error: none is left half unscaled."""
+        for each in self.gradients:
+            each.drop()
+            each.pending.clear()
+
+    def model_parameters(self) -> Iterator[Tensor]:
+        """Yields the model's parameters that the optimizers update, or have masters of."""
+        for each in self.gradients:
+            yield from each.model_parameters()
+
+    def _unscale(self) -> Tensor | None:
+        """Unscales in place.
+
+        Returns:
+            The verdict of this rank, 0-dimensional float32; None under a static scale, which looks for no overflow.
+        """
+        masters = []
+        for each in self.gradients:
+            if each.masters.wanted:
+                masters.append(each.masters.gradients)
+                each.masters.gradients.follow_clearing()
+        scale, found_inf = self.scale_use.scale, None
+        if self.scale_use.scaler.dynamic:
+            found_inf = kernels.unscale_by_(without_masters(self.gradients), scale)
+        elif not self.scale_use.is_one:
+            kernels.multiply_(without_masters(self.gradients), scale.reciprocal())
+        if masters:
+            inv_scale = None if self.scale_use.is_one else scale.reciprocal()
+            for gradients in masters:
+                gradients.take(inv_scale, found_inf)
+        return found_inf
+
+
+def without_masters(gradients: Sequence[OptimizerGradients], but: Collection[int] = ()) -> list[Tensor]:
+    """Returns the gradients that are scaled and unscaled in place: those of parameters without a master.
+
+    Args:
+        gradients: by optimizer.
+        but: ids of parameters to leave out.
+    """
+    if len(gradients) == 1 and not but and not gradients[0].masters.wanted:
+        return gradients[0].tensors()
+    return gradients_of(
+        parameter
+        for each in gradients
+        for parameter in each.masters.without_master(each.parameters())
+        if id(parameter) not in but
+    )
