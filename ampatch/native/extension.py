@@ -194,7 +194,7 @@ def cache_directory() -> Path:
     try:
         if chosen := os.environ.get("AMPATCH_CACHE"):
             return Path(chosen).expanduser().absolute()
-        if (cache := Path(os.environ.get("XDG_CACHE_HOME", ""))).is_absolute():  # the XDG specification says to ignore relative paths
+        if (cache := Path(os.environ.get("XDG_CACHE_HOME", ""))).is_absolute():  # XDG: ignore relative paths
             return cache / "ampatch"
         return Path.home() / ".cache" / "ampatch"
     except RuntimeError as error:
@@ -239,8 +239,8 @@ def _library(path: Path, described: Any) -> Library | None:
 def find(part: Part = OPERATORS) -> Library | None:
     """Returns the library of a part that fits this process best; None if there is none.
 
-    A library fits if it was built from exactly these sources, for this ABI and kind of processor. The best one, in order
-    of importance:
+    A library fits if it was built from exactly these sources, for this ABI and kind of processor. The best one, in the
+    order of importance:
 
     - serves every visible GPU, if CUDA is already initialised;
     - has GPU kernels;
