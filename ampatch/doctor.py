@@ -321,7 +321,7 @@ def _names(seen: _Seen) -> Iterator[str]:
     yield from _problems("in loaded modules", [f"{_name_of(owner)}.{name}: {path}" for owner, name, path in held])
     yield f"in torch's own modules, which are left alone: {len(bindings(torchs.values(), originals))}"
     yield from _problems("in closures and default arguments", sorted(set(_captured(paths))))
-    yield "not looked for: containers that no function and no model passed to amp.initialize leads to"
+    yield "not looked for: containers that neither a function nor a model passed to amp.initialize leads to"
 
 
 def _captured(paths: Mapping[int, str]) -> Iterator[str]:

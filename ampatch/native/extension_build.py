@@ -77,7 +77,7 @@ class Plan:
         source_hash: result of `extension.source_hash` when the plan was made.
         directory: directory for the library.
         is_cached: True if the directory is in the cache: it then holds only this library and is replaced as a whole.
-        note: sentence that says what is left out and why; empty if nothing is.
+        note: sentence on kernels that are left out, with the reason; empty if none are.
         part: part of the extension to build.
     """
 
