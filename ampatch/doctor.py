@@ -1,4 +1,4 @@
-"""Reports what a bug report needs: versions, devices, kernels, and what amp and other tools have patched.
+"""Reports facts for bug reports: versions, devices, kernels, and what amp and other tools have patched.
 
 Owns the wording of `ampatch doctor`, and how torch's own functions are distinguished from other tools' replacements.
 Must never import the modules it reports on, change anything, or sync with a device.

@@ -239,12 +239,12 @@ def _library(path: Path, described: Any) -> Library | None:
 def find(part: Part = OPERATORS) -> Library | None:
     """Returns the library of a part that fits this process best; None if there is none.
 
-    A library fits if it was built from exactly these sources, for this ABI and kind of processor. The best one, in the
-    order of importance:
+    A library fits if it was built from exactly these sources, for this ABI and kind of processor. Criteria for the best
+    one, the most important first:
 
     - serves every visible GPU, if CUDA is already initialised;
     - has GPU kernels;
-    - comes from the cache: if the user built one, it is preferred to the one in the package;
+    - lies in the cache: users build on purpose, although the package may contain a library;
     - has kernels for most architectures.
     """
     try:

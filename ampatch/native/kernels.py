@@ -26,8 +26,8 @@ logger = logging.getLogger("ampatch")
 CHOICES = ("auto", "extension", "torch")
 _VARIABLE = "AMPATCH_KERNELS"
 
-# Types and dtypes that the extension's kernels accept. torch's kernels process other
-# subclasses of Tensor, which may override operators.
+# Types and dtypes that the extension's kernels accept. torch's kernels process other subclasses of Tensor, which may
+# override operators.
 _TYPES = frozenset({Tensor, nn.Parameter})
 _DTYPES = frozenset({*HALVES, torch.float32})
 
@@ -155,7 +155,7 @@ def unscale_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
         found_inf: overflow flag, which is never reset; 0-dimensional float32.
     """
     grads = list(grads)
-    if not grads:  # if all gradients belong to masters
+    if not grads:  # all gradients belong to masters
         return
     device = _ordinary_device(grads, may_be_recorded=False)
     if device is not None:
@@ -197,7 +197,7 @@ def unscale_by_(grads: list[Tensor], scale: Tensor) -> Tensor:
         Overflow flag on the device of the scale, 0-dimensional float32: 1 if any element was not finite, else 0.
     """
     found_inf = torch.zeros_like(scale)
-    if not grads:  # if all gradients belong to masters
+    if not grads:  # all gradients belong to masters
         return found_inf
     inv_scale = scale.reciprocal()
     device = _ordinary_device(grads, may_be_recorded=False)
