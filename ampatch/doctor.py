@@ -1,7 +1,7 @@
-"""What a bug report needs, as lines of text: versions, devices, kernels, and who has patched what.
+"""Reports facts for bug reports: versions, devices, kernels, and what amp and other tools have patched.
 
-Owns the wording behind `ampatch doctor`, and how a function of torch's is told from what another tool put in its place.
-Only reads: it must never import what it is to look at, change anything, or ask a device for a value.
+Owns the wording of `ampatch doctor`, and how torch's own functions are distinguished from other tools' replacements.
+Must never import the modules it reports on, change anything, or sync with a device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NVIDIA_DRIVER = FilePath("/proc/driver/nvidia/version")
 
 _HOMES_OF_METHODS = ("torch._C", "torch._tensor")
 
-# What may stand where a function is expected, and the attribute with the function that it comes down to.
+# Types that wrap a function, and their attribute with the wrapped one.
 _AROUND: dict[type, str] = {
     staticmethod: "__func__",
     classmethod: "__func__",
@@ -52,9 +52,9 @@ _AROUND: dict[type, str] = {
 
 
 def report() -> Iterator[str]:
-    """Yields the lines of the report: headings, below each one fact a line, and details only of what is out of order.
+    """Yields the lines of the report: headings, with one fact per line below; details only for possible problems.
 
-    Speaks of the live session, if amp is set up. Asking a GPU for its name initialises CUDA in this process.
+    Describes the live session, if amp is set up. Reading the name of a GPU initialises CUDA in this process.
     """
     seen = _Seen.now()
     sections: dict[str, Iterable[str]] = {
@@ -77,14 +77,14 @@ def report() -> Iterator[str]:
 def _kernels() -> Iterator[str]:
     try:
         yield kernels.in_use()
-    except AmpError as error:  # AMPATCH_KERNELS asks for what there is not
+    except AmpError as error:  # AMPATCH_KERNELS asks for an unavailable implementation
         yield f"none: {error}"
 
 
 def _calls() -> Iterator[str]:
     try:
         yield calls.in_use()
-    except AmpError as error:  # AMPATCH_CALLS asks for what there is not
+    except AmpError as error:  # AMPATCH_CALLS asks for an unavailable implementation
         yield f"none: {error}"
 
 
@@ -119,17 +119,17 @@ def _devices() -> Iterator[str]:
     for index in range(torch.accelerator.device_count()):
         try:
             name = torch.get_device_module(accelerator).get_device_name(index)
-        except RuntimeError as error:  # in a process forked from one that uses the GPU, say
+        except RuntimeError as error:  # for instance in a process forked from one that uses the GPU
             name = f"its name cannot be read ({' '.join(str(error).split())})"
         yield f"GPU {index}: {name}"
 
 
-# What there is to see
+# The patches to report on
 
 
 @dataclass(frozen=True, slots=True)
 class _Patch:
-    """An attribute that amp replaced: what amp put there, what was there before, and what is there now."""
+    """An attribute that amp replaced: its value from amp, its value before, and its value now."""
 
     owner: object
     name: str
@@ -139,12 +139,12 @@ class _Patch:
 
     @property
     def key(self) -> tuple[int, str]:
-        """The place, for comparison."""
+        """Owner id and name: identifies the attribute."""
         return id(self.owner), self.name
 
     @property
     def is_in_place(self) -> bool:
-        """Whether it still counts: what an LR scheduler puts around an optimizer's step calls it unchanged."""
+        """True if the patch is still in effect: an LR scheduler's wrapper around an optimizer's step still calls it."""
         return self.now is self.installed or (self.name == "step" and hasattr(self.now, "_wrapped_by_lr_sched"))
 
     def __str__(self) -> str:
@@ -153,7 +153,7 @@ class _Patch:
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """A function of the shipped lists: its place, and what stands there beneath amp's patch, if there is one."""
+    """A function of the shipped lists: its path, its owner, and its present value without amp's patch."""
 
     path: Path
     owner: object
@@ -162,13 +162,13 @@ class _Listed:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What the sections on patches speak of.
+    """Data for the sections on patches.
 
     Attributes:
-        live: the session, if there is one.
-        patches: what it replaced.
-        listed: the functions of the shipped lists that are there.
-        faults: why the shipped lists do not load, if they do not.
+        live: live session, or None.
+        patches: attributes that the session replaced.
+        listed: functions of the shipped lists that exist in this torch.
+        faults: reasons why the shipped lists do not load; empty if they load.
     """
 
     live: Session | None
@@ -178,7 +178,7 @@ class _Seen:
 
     @classmethod
     def now(cls) -> _Seen:
-        """As things stand."""
+        """Returns the present state."""
         live = runtime.live
         patches = []
         for patch in live.ledger.patches if live is not None else ():
@@ -191,12 +191,12 @@ class _Seen:
 
     @property
     def replaced(self) -> list[_Patch]:
-        """The patches that somebody else has replaced since."""
+        """Patches that other code has replaced since."""
         return [patch for patch in self.patches if not patch.is_in_place]
 
     @property
     def foreign(self) -> list[_Listed]:
-        """The listed functions that are not torch's, without those that replaced a patch of amp's."""
+        """Listed functions that are not torch's own, without those that replaced a patch of amp."""
         replaced = {patch.key for patch in self.replaced}
         return [
             listed
@@ -206,11 +206,11 @@ class _Seen:
 
 
 def _shipped_paths() -> tuple[list[Path], list[str]]:
-    """Returns the paths in the shipped lists; and why these do not load, if they do not."""
+    """Returns the paths in the shipped lists, and the reasons if the lists do not load."""
     try:
         return sorted({path for path, _ in shipped().rules}), []
     except CastListError as error:
-        # A replacement lacks an argument that the rule of its function is about. To tell whose it is, names will do.
+        # A replaced function lacks an argument that its rule needs. Read the paths only, to report the replacement.
         texts = [(files("ampatch.lists") / f"{treatment.value}.yaml").read_text("utf-8") for treatment in Treatment]
         pairs = [pair for text in texts for pair in yaml.safe_load(text).items()]
         paths = {Path(namespace, name) for namespace, entries in pairs for name in _names_in(entries)}
@@ -232,7 +232,7 @@ def _look_up(path: Path) -> _Listed | None:
 
 
 def _owner(namespace: str) -> object | None:
-    """Returns the module or class; None where it is not imported yet, `MISSING` where there is none."""
+    """Returns the module or class; None if it is not imported yet, `MISSING` if it does not exist."""
     try:
         return find_owner(namespace)
     except PathError:
@@ -240,16 +240,16 @@ def _owner(namespace: str) -> object | None:
 
 
 def _is_torchs(value: Any) -> bool:
-    """Returns whether it is a function as torch defines it."""
+    """Returns True if a value is a function that torch itself defines."""
     home = _home(value)
-    # By functools.wraps a replacement claims to be torch's: what counts is where it was written. What torch.compile and
-    # torch.no_grad make of a function was written in torch too, but not where it claims.
+    # A replacement made with functools.wraps claims to be torch's: only the module that defines its code counts.
+    # Functions made by torch.compile and torch.no_grad are defined in torch, but not in the module that they claim.
     claims = type(value) is not types.FunctionType or home in (value.__module__, "torch._jit_internal")
     return _in_torch(home) and claims
 
 
 def _home(function: Any) -> str | None:
-    """Returns the module that a function was written in; None for what is no function."""
+    """Returns the name of the module that defines a function; None if the value is not a function."""
     kind = type(function)
     if kind is types.FunctionType:
         return str(function.__globals__.get("__name__"))
@@ -289,7 +289,7 @@ def _amp(seen: _Seen) -> Iterator[str]:
 
 
 def _places(live: Session) -> tuple[dict[tuple[int, str], str], Counter[str]]:
-    """Returns the namespaces of functions to be patched, by place; and those that wait for an import, with counts."""
+    """Returns the namespaces of functions that amp patches, by `_Patch.key`, and counts of those not imported yet."""
     places: dict[tuple[int, str], str] = {}
     waiting: Counter[str] = Counter()
     if live.patches_functions:
@@ -304,7 +304,7 @@ def _places(live: Session) -> tuple[dict[tuple[int, str], str], Counter[str]]:
     return places, waiting
 
 
-# Names that lead past the patches
+# Names that bypass the patches
 
 
 def _names(seen: _Seen) -> Iterator[str]:
@@ -321,13 +321,13 @@ def _names(seen: _Seen) -> Iterator[str]:
     yield from _problems("in loaded modules", [f"{_name_of(owner)}.{name}: {path}" for owner, name, path in held])
     yield f"in torch's own modules, which are left alone: {len(bindings(torchs.values(), originals))}"
     yield from _problems("in closures and default arguments", sorted(set(_captured(paths))))
-    yield "not looked for: containers that neither a model of amp nor a function leads to"
+    yield "not looked for: containers that neither a function nor a model passed to amp.initialize leads to"
 
 
 def _captured(paths: Mapping[int, str]) -> Iterator[str]:
-    """Yields functions of users that hold a function without casts where nothing can take its place.
+    """Yields descriptions of user functions that hold an unpatched function in a closure or default argument.
 
-    They hold it as it is, or in a container or partial, or in a container of these.
+    They hold it directly, in a container or partial, or in a container of these. Amp cannot replace it there.
     """
     for function in gc.get_objects():
         if type(function) is types.FunctionType and _captures_any(function) and not _is_torchs_or_amps(function):
@@ -338,9 +338,9 @@ def _captured(paths: Mapping[int, str]) -> Iterator[str]:
 
 
 def _held_in(value: object, deeper: int = 2) -> Iterator[object]:
-    """Yields a value, and what is in it if it is a container or a partial, or in one of those in it."""
+    """Yields a value and, if it is a container or a partial, its contents, to a depth of two."""
     yield value
-    # The attributes of a module stand in a dict too, which is no container to anybody.
+    # A dict with `__name__` holds the attributes of a module, and is not searched.
     if deeper and type(value) in OPENED and not (type(value) is dict and "__name__" in value):
         for held in gc.get_referents(value):
             yield from _held_in(held, deeper - 1)
@@ -353,10 +353,10 @@ def _captures_any(function: types.FunctionType) -> bool:
 def _captures(function: types.FunctionType) -> Iterator[tuple[str, object]]:
     """Yields the names and values of a function's closure and of its default arguments."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # not filled yet
+        with contextlib.suppress(ValueError):  # the cell is still empty
             yield name, cell.cell_contents
     arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
-    # A named tuple's has more of them than arguments.
+    # A named tuple's `__new__` has more defaults than arguments.
     yield from zip(reversed(arguments), reversed(function.__defaults__ or ()), strict=False)
     yield from (function.__kwdefaults__ or {}).items()
 
@@ -366,15 +366,16 @@ def _is_torchs_or_amps(function: types.FunctionType) -> bool:
 
 
 def _lost(modules: Iterable[object], seen: _Seen, originals: Iterable[int]) -> Iterator[tuple[object, str, str]]:
-    """Yields names of functions that another tool had replaced before amp, so that amp patched the replacements.
+    """Yields module attributes that still hold a torch function which another tool replaced before amp was set up.
 
-    Nothing leads from a replacement to what it replaced. That is told by the name it gives itself.
+    Amp patched the replacement, and a replacement has no reference to the original. So originals are recognised by the
+    names that they give themselves.
     """
     patched = {patch.key for patch in seen.patches}
     replaced = [listed for listed in seen.foreign if (id(listed.owner), listed.path.name) in patched]
     paths = {call_sign: listed.path for listed in replaced for call_sign in _call_signs(listed)}
     replacements = [_core(listed.function) for listed in replaced]
-    # Whoever replaces a function keeps it, in order to call it.
+    # Modules of replacements are skipped: they keep the original in order to call it.
     homes = {id(function.__globals__) for function in replacements if type(function) is types.FunctionType}
     owners = {id(listed.owner): listed.owner for listed in seen.listed}
     known = {id(value) for owner in owners.values() for value in vars(owner).values()}.union(originals)
@@ -390,7 +391,7 @@ def _lost(modules: Iterable[object], seen: _Seen, originals: Iterable[int]) -> I
 
 
 def _call_signs(listed: _Listed) -> list[tuple[str, bool]]:
-    """Returns the names that torch's function may give itself (linalg_norm), and whether it is a method."""
+    """Returns the names that torch's function may give itself (such as linalg_norm), each with True for a method."""
     name, namespace = listed.path.name, listed.path.namespace.rpartition(".")[2]
     return [(called, isinstance(listed.owner, type)) for called in (name, f"{namespace}_{name}")]
 
@@ -415,20 +416,20 @@ def _others(seen: _Seen) -> Iterator[str]:
 
 
 def _core(value: object) -> Any:
-    """Returns the function that something comes down to; or the value itself."""
+    """Returns the function inside wrappers, methods and partials, or the value itself if it is none of these."""
     for kind, attribute in _AROUND.items():
-        if issubclass(type(value), kind):  # not isinstance(): a proxy claims the class of what it hides
+        if issubclass(type(value), kind):  # not isinstance(): a proxy claims the class of its target
             return _core(getattr(value, attribute))
     return value
 
 
 def _describe(value: object) -> str:
-    """Returns what stands where a function stood, and where it comes from."""
+    """Returns a description of a value found in place of a function, with its file and line if known."""
     core = _core(value)
     around = "" if core is value else f"{type(value).__name__} around "
     home = _home(core)
     if type(core) is types.FunctionType:
-        code = core.__code__  # functools.wraps copies the names of the function, but not those of its code
+        code = core.__code__  # functools.wraps changes the names of a function, but not those of its code
         return f"{around}{code.co_qualname} of {home} ({code.co_filename}:{code.co_firstlineno})"
     if home is not None:
         return f"{around}{core.__qualname__} of {home}"
@@ -438,7 +439,7 @@ def _describe(value: object) -> str:
 
 
 def _name_of(owner: object) -> str:
-    """Returns what to call a module, a class, a function that amp patched, or an object of a class."""
+    """Returns the name of a module, class or function; of another object, that of its class."""
     if issubclass(type(owner), types.ModuleType):
         return str(object.__getattribute__(owner, "__dict__").get("__name__"))
     named = owner if isinstance(owner, (type, types.FunctionType)) else type(owner)

@@ -1,4 +1,4 @@
-"""The sources of the compiled extension, as a package of data: it holds no code, and must never hold any.
+"""A package of data: the sources of the compiled extension. Must never hold Python code.
 
-This file is what lets an editable install find `ampatch.csrc` in the directory at the top of the repository.
+This file lets an editable install find `ampatch.csrc` in the directory at the top of the repository.
 """

@@ -1,5 +1,5 @@
-// The operators on the CPU: vectors of elements, shared out among torch's threads in chunks whose borders do not depend
-// on how many threads there are. A norm has the same bits whatever their number.
+// The operators on the CPU. They process vectors of elements, in chunks that are distributed among torch's threads.
+// Where a chunk begins does not depend on the number of threads, and so a norm has the same bits with any number.
 
 #include <algorithm>
 #include <atomic>
@@ -17,10 +17,10 @@
 namespace ampatch {
 namespace {
 
-// Fewer elements than this are not worth a second thread.
+// Minimum number of elements per thread: a second thread does not pay for fewer.
 constexpr int64_t kGrain = 2 * kChunk;
 
-// So many numbers are added up in float32 before float64 takes over: the error of a norm stays below 1e-6.
+// Numbers that are summed in float32 before their sum is added in float64, to keep the error of a norm below 1e-6.
 constexpr int64_t kSummed = 32;
 
 template <class Vector>
@@ -32,7 +32,7 @@ double total(const Vector& lanes) {
   return total;
 }
 
-// Applies an operation to so many elements; `wide` is null where it has none. Returns whether all were finite.
+// Applies an operation to `count` elements; `wide` is null if the operation has none. Returns true if all were finite.
 template <class Narrow, class Operation>
 bool visit_chunk(Narrow* narrow, float* wide, int64_t count, const Operation operation, double& sum) {
   Floats narrows = {}, wides = {}, sums = {};
@@ -82,7 +82,7 @@ struct Outcome {
   double sum;
 };
 
-// The chunks of some tensors.
+// Splits tensors into chunks, which are numbered over all tensors.
 class Chunks {
  public:
   explicit Chunks(const std::vector<Piece>& pieces) : pieces_(pieces) {
@@ -98,13 +98,13 @@ class Chunks {
     return count_;
   }
 
-  // That of a piece.
+  // Number of the first chunk of a piece.
   int64_t first(size_t piece) const {
     return first_[piece];
   }
 
-  // Calls `visit(chunk, piece, narrow, wide, start, count)` for each, shared out among threads; `narrow` and `wide` lie
-  // at the chunk's start in the piece.
+  // Calls `visit(chunk, piece, narrow, wide, start, count)` for each chunk, on several threads; `narrow` and `wide`
+  // point to the start of the chunk.
   template <class Visit>
   void visit(const Visit& visit) const {
     if (count_ == 0) {
@@ -134,7 +134,7 @@ class Chunks {
   int64_t count_ = 0, elements_ = 0;
 };
 
-// Applies an operation to every element.
+// Applies an operation to every element of the pieces.
 template <class Operation>
 Outcome visit(const std::vector<Piece>& pieces, const Operation& operation) {
   const Chunks chunks(pieces);

@@ -1,9 +1,9 @@
-// The operators on NVIDIA GPUs: one kernel each, launched once for as many tensors as the arguments of a launch can
-// name.
+// The operators on NVIDIA GPUs. Each has one kernel, and one launch processes as many tensors as fit in its arguments.
+// Norms and fingerprints have a second kernel, which adds up the sums of chunks.
 //
-// A launch gets the tensors' addresses as its arguments, which nothing has to be allocated or copied for: it is safe
-// while a CUDA graph is captured. Each block does one chunk of one tensor, 16 bytes at a time where the addresses allow
-// it. Works on the current stream of the tensors' device, and never waits for it.
+// A launch gets the addresses of the tensors as its arguments. It needs no allocation and no copy for them, so it is
+// safe during the capture of a CUDA graph. Each block processes one chunk of one tensor, 16 bytes at a time if the
+// addresses are aligned. Launches go to the current stream of the tensors' device. Must never sync with the device.
 
 #include <cuda_runtime.h>
 
@@ -22,9 +22,9 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kMostThreads = 1024;  // of a block
 constexpr int kVector = 16;         // bytes
-constexpr int kUnroll = 4;          // loads of a thread that are on their way at once
+constexpr int kUnroll = 4;          // loads of a thread in flight at once
 
-// A launch may have 32,764 bytes of arguments since CUDA 12.1, and 4,096 before.
+// The arguments of a launch are limited to 32,764 bytes since CUDA 12.1, and to 4,096 before.
 #if CUDART_VERSION >= 12010
 constexpr int kMost = 1024;
 #else
@@ -36,32 +36,32 @@ struct Batch {
   void* narrow[kMost];
   float* wide[kMost];
   int64_t count[kMost];
-  int32_t first_chunk[kMost];  // of each tensor, counted over the launch
+  int32_t first_chunk[kMost];  // of each tensor, numbered within the launch
   int8_t type[kMost];
   int32_t tensors = 0;
   int32_t chunks = 0;
 };
 static_assert(sizeof(Batch) <= (kMost > 128 ? 32000 : 4000), "the rest is for a kernel's other arguments");
 
-// What one instruction loads or stores.
+// Elements that one instruction loads or stores.
 template <class Element, int kLength>
 struct alignas(sizeof(Element) * kLength) Vector {
   Element elements[kLength];
 };
 
-// How many sums a thread keeps side by side, so that few numbers are added up in float32.
+// Number of separate sums that a thread keeps, so that each adds up only a few numbers in float32.
 constexpr int kRunningSums = 8;
 
 struct Sums {
   float of[kRunningSums] = {};
 };
 
-// How far an address is from the next one that vectors may begin at, in bytes.
+// Returns the distance, in bytes, from an address to the next one at which vectors may begin.
 __device__ int to_border(const void* address) {
   return static_cast<int>(-reinterpret_cast<uintptr_t>(address) % kVector);
 }
 
-// A few narrow elements that lie side by side, and the wide ones that go with them.
+// A few adjacent narrow elements, and the wide ones that belong to them.
 template <class Narrow, class Operation, int kLength>
 struct Slice {
   static constexpr int kWideLength = kLength < kVector / 4 ? kLength : kVector / 4;
@@ -81,7 +81,7 @@ struct Slice {
     }
   }
 
-  // The sums are those from the given one on, in turn.
+  // Adds to the sums in rotation, starting at index `sum`.
   __device__ bool apply(const Operation& operation, Sums& sums, int sum) {
     bool finite = true;
 #pragma unroll
@@ -109,9 +109,9 @@ struct Slice {
   }
 };
 
-// This thread's part of so many slices, of which the one with a given index begins at `place(index)`. Returns whether
-// what it met was finite. Several loads are on their way before the first store, which the compiler could not arrange
-// by itself: for all it knows, the one may overwrite the other.
+// Processes this thread's part of `slices` slices; slice `index` begins at `place(index)`. Returns true if all its
+// elements were finite. Several loads are in flight before the first store. The compiler could not reorder them so by
+// itself, as it must assume that a store changes what a later load reads.
 template <int kLength, class Narrow, class Operation, class Place>
 __device__ bool visit_slices(
     Narrow* narrow, float* wide, int slices, const Operation& operation, Sums& sums, const Place& place) {
@@ -138,8 +138,8 @@ __device__ bool visit_slices(
   return finite;
 }
 
-// One chunk of a tensor: what lies between two borders in vectors, and the rest by the element. That is everything
-// where the two tensors of a pair do not come to a border together.
+// Processes one chunk of a tensor: its aligned middle part in vectors, the rest element by element. If the two tensors
+// of a pair are not aligned at the same element, everything is processed element by element.
 template <class Narrow, class Operation>
 __device__ bool visit_chunk(Narrow* narrow, float* wide, int count, const Operation& operation, Sums& sums) {
   constexpr int kLength = kVector / sizeof(Narrow);
@@ -154,7 +154,7 @@ __device__ bool visit_chunk(Narrow* narrow, float* wide, int count, const Operat
   return in_vectors && by_element;
 }
 
-// The sum over a block of what its threads have; in the first thread.
+// Returns the sum of the values of all threads of a block; only the first thread gets it.
 template <int kSize>
 __device__ double block_sum(double value) {
   __shared__ double sums[kSize / 32];
@@ -173,16 +173,16 @@ __device__ double block_sum(double value) {
   return value;
 }
 
-// Where the chunk that this block is there for lies.
+// The chunk that a block processes.
 struct Place {
-  int tensor;     // of the batch
-  int64_t start;  // in the tensor
-  int count;      // of elements
+  int tensor;     // index in the batch
+  int64_t start;  // first element, in the tensor
+  int count;      // number of elements
 };
 
 __device__ Place place_of_block(const Batch& batch) {
   const int32_t chunk = blockIdx.x;
-  int low = 0, high = batch.tensors;  // the last tensor that begins at this chunk or before
+  int low = 0, high = batch.tensors;  // binary search for the last tensor that begins at this chunk or before
   while (high - low > 1) {
     const int middle = (low + high) / 2;
     (batch.first_chunk[middle] <= chunk ? low : high) = middle;
@@ -191,7 +191,7 @@ __device__ Place place_of_block(const Batch& batch) {
   return {low, start, static_cast<int>(min(kChunk, batch.count[low] - start))};
 }
 
-// The chunk that this block is there for.
+// Processes the chunk of this block.
 template <class Operation>
 __device__ void visit(const Batch& batch, const Operation& operation, float* found_inf, double* chunk_sums) {
   const Place place = place_of_block(batch);
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kThreads) found_inf_norm_kernel(const __grid_c
   visit(batch, FoundInfNorm{*inv_scale}, found_inf, chunk_sums);
 }
 
-// One block adds up what the chunks have, always in the same order: a norm has the same bits every time.
+// One block adds up the sums of the chunks, always in the same order, so that a norm has the same bits every time.
 __global__ void __launch_bounds__(kMostThreads)
     found_inf_norm_sum_kernel(const double* chunk_sums, int64_t chunks, double* sum_of_squares) {
   double sum = 0;
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(kThreads) copy_to_half_kernel(const __grid_con
   visit(batch, CopyToHalf<kOfGradients>{}, nullptr, nullptr);
 }
 
-// What the threads of a block have is below 2**40 in all: float64 holds it exactly.
+// The sums of a block's threads add up to less than 2**40, which float64 holds exactly.
 __global__ void __launch_bounds__(kThreads)
     fingerprint_kernel(const __grid_constant__ Batch batch, double* chunk_sums) {
   const Place place = place_of_block(batch);
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A block for each tensor.
+// One block per tensor adds up the sums of its chunks.
 __global__ void __launch_bounds__(kThreads)
     fingerprint_sum_kernel(const __grid_constant__ Batch batch, const double* chunk_sums, double* fingerprints) {
   const int tensor = blockIdx.x;
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Most blocks leave at once: theirs is a tensor that nobody has written to.
+// Most blocks return at once: user code rarely edits tensors.
 __global__ void __launch_bounds__(kThreads)
     follow_kernel(const __grid_constant__ Batch batch, const double* before, const double* now, bool of_gradients) {
   const Place place = place_of_block(batch);
@@ -314,7 +314,7 @@ __global__ void update_scale_kernel(
   update(*scale, *unskipped, *hysteresis_left, *found_inf);
 }
 
-// How many chunks the pieces make: one block each.
+// Returns the total number of chunks, each of which takes one block.
 int64_t chunks_of(const std::vector<Piece>& pieces) {
   int64_t chunks = 0;
   for (const Piece& piece : pieces) {
@@ -323,7 +323,7 @@ int64_t chunks_of(const std::vector<Piece>& pieces) {
   return chunks;
 }
 
-// Calls `launch(batch, first_chunk)` for as many batches as there have to be.
+// Splits the pieces into as few batches as possible, and calls `launch(batch, first_chunk)` for each.
 template <class Launch>
 void in_batches(const std::vector<Piece>& pieces, const Launch& launch) {
   Batch batch;

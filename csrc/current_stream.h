@@ -1,5 +1,5 @@
-// The stream that torch is on. Must not need CUDA: the library is to load, for its CPU kernels, into a torch without
-// it.
+// Torch's current CUDA stream. Must not need CUDA: a torch without CUDA must be able to load the library for its CPU
+// kernels.
 
 #pragma once
 
@@ -12,8 +12,8 @@
 
 namespace ampatch {
 
-// Of a GPU, by its index. The function that tells is in torch's library for CUDA, which torch loads for itself alone:
-// its names are not there for others to be linked to, and it has to be asked for them.
+// Returns the current stream of a GPU, by its index. torch loads its CUDA library without making the symbols global, so
+// this library cannot link to the function and looks it up with dlsym.
 inline void* current_stream(int32_t device) {
   using Function = AOTITorchError (*)(int32_t, void**);
   static const Function function = [] {

@@ -1,7 +1,7 @@
-// The tensors that an operator was handed, checked and as pieces of flat memory.
+// Checks the tensors passed to an operator, and presents them as pieces of contiguous memory.
 //
-// Owns the temporary copies of tensors that are not flat: read before the operation, written back after it. Must not
-// start any kernel of its own, nor read what tensors hold.
+// Owns the temporary copies of tensors that are not contiguous: filled before the operation, copied back after it. Must
+// not launch kernels other than these copies, nor read the values of tensors.
 
 #pragma once
 
@@ -23,8 +23,7 @@ namespace ampatch {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// As much of a tensor as one thread block, or one task of the CPU, takes at a time. A multiple of every vector's
-// length.
+// Number of elements that one GPU thread block or one CPU task processes at a time. A multiple of all vector lengths.
 constexpr int64_t kChunk = 16384;
 
 struct Piece {
@@ -38,7 +37,7 @@ struct Piece {
   }
 };
 
-// Calls `visit` with a null pointer of the C++ type of a narrow element.
+// Calls `visit` with a null pointer to the C++ type of a narrow element.
 template <class Visit>
 C10_HOST_DEVICE inline void with_type(ScalarType type, Visit&& visit) {
   switch (type) {
@@ -51,7 +50,7 @@ C10_HOST_DEVICE inline void with_type(ScalarType type, Visit&& visit) {
   }
 }
 
-// Whether each element of memory from the first to the last is one of the tensor's, in whatever order of dimensions.
+// True if the tensor's elements fill their memory without gaps or overlaps, in any order of dimensions.
 inline bool is_dense(const Tensor& tensor) {
   if (tensor.is_contiguous()) {
     return true;
@@ -73,7 +72,7 @@ inline bool is_dense(const Tensor& tensor) {
   return true;
 }
 
-// Whether two tensors of one shape are dense, and hold their elements in the same order.
+// True if two tensors of the same shape are dense and store their elements in the same order.
 inline bool are_alike(const Tensor& a, const Tensor& b) {
   if (a.is_contiguous() && b.is_contiguous()) {
     return true;
@@ -89,7 +88,7 @@ inline bool are_alike(const Tensor& a, const Tensor& b) {
 
 class Lists {
  public:
-  // Gradients alone, on the device of the tensor that stands beside them.
+  // Gradients without masters, on the device of `beside`.
   Lists(const char* name, const Tensor& beside, const std::vector<Tensor>& narrow, bool writes_narrow) : name_(name) {
     pieces_.reserve(narrow.size());
     for (const Tensor& tensor : narrow) {
@@ -102,7 +101,7 @@ class Lists {
     }
   }
 
-  // Pairs of a tensor of any of the three types and one of float32.
+  // Pairs of a tensor of float16, bfloat16 or float32 and a float32 tensor.
   Lists(const char* name,
         const Tensor& beside,
         const std::vector<Tensor>& narrow,
@@ -136,7 +135,7 @@ class Lists {
     return pieces_;
   }
 
-  // To be called when the operation was done, or is enqueued: brings what it wrote to tensors that are not flat.
+  // Copies results back to tensors that are not contiguous. Call it once the operation is done or enqueued.
   void finish() {
     for (auto& [tensor, flat] : written_) {
       torch::stable::copy_(tensor, flat);
@@ -155,7 +154,7 @@ class Lists {
   }
 
   void* copied(const Tensor& tensor, bool is_written) {
-    const Tensor flat = torch::stable::contiguous(tensor);  // itself, where it is
+    const Tensor flat = torch::stable::contiguous(tensor);  // the tensor itself if it is contiguous
     copies_.push_back(flat);
     if (is_written && flat.data_ptr() != tensor.data_ptr()) {
       written_.emplace_back(tensor, flat);
@@ -165,11 +164,11 @@ class Lists {
 
   const char* name_;
   std::vector<Piece> pieces_;
-  std::vector<Tensor> copies_;  // live until the operation is enqueued
+  std::vector<Tensor> copies_;  // must live until the operation is enqueued
   std::vector<std::pair<Tensor, Tensor>> written_;
 };
 
-// What a tensor of one element holds, checked.
+// Checks a tensor of one element, and returns a pointer to it.
 template <class Value>
 inline Value* scalar(const char* name, const char* argument, const Tensor& tensor, const Tensor& beside) {
   constexpr bool is_float = std::is_same_v<Value, float>, is_double = std::is_same_v<Value, double>;
@@ -186,7 +185,7 @@ inline Value* scalar(const char* name, const char* argument, const Tensor& tenso
   return static_cast<Value*>(tensor.data_ptr());
 }
 
-// As many numbers as there are tensors, none of which is empty; checked.
+// Checks a tensor with one number per piece, and returns a pointer to the first; raises if a list tensor was empty.
 inline double* one_for_each(
     const char* name, const char* argument, const Tensor& tensor, const Tensor& beside, const std::vector<Piece>& of) {
   STD_TORCH_CHECK(tensor.numel() == static_cast<int64_t>(of.size()) && tensor.scalar_type() == ScalarType::Double &&

@@ -1,4 +1,4 @@
-// The GPU that an operator works on: made the current one, with torch's current stream. Must not launch anything.
+// Makes the GPU of an operator the current device, and finds torch's current stream. Must not launch anything.
 
 #pragma once
 
@@ -16,16 +16,16 @@ namespace ampatch {
 
 inline void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess) {
-    (void)cudaGetLastError();  // or the next call would be blamed for it
+    (void)cudaGetLastError();  // clears the error, so that the next call does not report it again
     throw std::runtime_error(std::string("ampatch: ") + what + ": " + cudaGetErrorString(status));
   }
 }
 
-// Has the device of a tensor be the current one, and knows its current stream.
+// Makes the device of a tensor the current one, and holds torch's current stream of that device.
 class OnDevice {
  public:
   OnDevice(const char* name, const torch::stable::Tensor& tensor) : guard_(checked(name, tensor)) {
-    // torch has a CUDA runtime of its own, and this library another, linked into it.
+    // torch's guard does not suffice: this library has a CUDA runtime of its own, which is linked into it.
     check(cudaSetDevice(tensor.get_device_index()), name);
     stream_ = static_cast<cudaStream_t>(current_stream(tensor.get_device_index()));
   }

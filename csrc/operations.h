@@ -1,10 +1,10 @@
-// The arithmetic of each operator on one element, which the kernels for the CPU and for the GPU share.
+// The arithmetic of each operator on one element, shared by the kernels for the CPU and the GPU.
 //
-// An element is a pair: `narrow`, of a tensor of float16, bfloat16 or float32, and `wide`, of one of float32, which
-// some operators lack. Both are handed over as float32, one or a vector of several, and what is written to `narrow` is
-// rounded when it is stored. An operation says which of the two it reads and writes, and returns whether the gradient
-// that it met is finite; `sum` is what its caller keeps of a few elements. Must not know where elements lie or who runs
-// what. Compiled without contraction of a * b + c, so that every result has the bits that torch's own kernels give.
+// An element is a pair: `narrow` from a tensor of float16, bfloat16 or float32, and `wide` from a float32 tensor. Some
+// operators have no `wide`. An operation gets both as float32, as single values or vectors; the caller rounds `narrow`
+// when it stores it. The constants of an operation say which of the two it reads and writes. It returns whether the
+// gradient is finite; `sum` accumulates over a few elements. Must not know where elements are stored or which threads
+// run. Compiled without contraction of a * b + c, so that every result equals that of torch's own kernels bit for bit.
 
 #pragma once
 
@@ -17,13 +17,13 @@
 
 namespace ampatch {
 
-// An infinity times zero is NaN, and NaN equals nothing.
+// Infinity times zero is NaN, and NaN does not equal 0.
 template <class Value>
 C10_HOST_DEVICE inline auto is_finite(const Value& value) {
   return value * 0.0f == 0.0f;
 }
 
-// The least number above zero that a narrow type has, and 0 of float32.
+// The smallest positive (subnormal) number of a half type; 0 for float32.
 template <class Narrow>
 constexpr float kLeast = 0;
 template <>
@@ -31,15 +31,15 @@ constexpr float kLeast<c10::Half> = 0x1p-24f;
 template <>
 constexpr float kLeast<c10::BFloat16> = 0x1p-133f;
 
-// A master's gradient as its half parameter shows it, but for the rounding: what is not zero does not become zero, so
-// that a gradient which somebody has zeroed is told from one that underflowed.
+// Returns the value that, rounded to `Narrow`, becomes the half parameter's gradient. Nonzero gradients stay nonzero,
+// so that a gradient that user code zeroed can be distinguished from one that underflowed.
 template <class Narrow>
 C10_HOST_DEVICE inline float shown(float value) {
   return value != 0 && fabsf(value) < kLeast<Narrow> ? copysignf(kLeast<Narrow>, value) : value;
 }
 
-// The user's value is the master's where it is another than the master's own in half, which of a gradient is the one
-// that is shown; NaN is always another.
+// Copies the half value to the master if user code edited it: if it differs from the master rounded to half, for
+// gradients as `shown` rounds. NaN always counts as different.
 template <class Narrow>
 C10_HOST_DEVICE inline void follow_element(Narrow half, float& master, bool of_gradients) {
   const float value = static_cast<float>(half);
@@ -49,8 +49,8 @@ C10_HOST_DEVICE inline void follow_element(Narrow half, float& master, bool of_g
   }
 }
 
-// What an element counts for in the fingerprint of its tensor, which is the sum of these: for each index another one of
-// each value, in no order that edits have, such as signs turned round.
+// Returns the hash of one element; the fingerprint of a tensor is the sum over its elements. At a given index different
+// values have different hashes. The mixing keeps the effects of regular edits, such as flipped signs, from cancelling.
 C10_HOST_DEVICE inline uint32_t hashed(uint32_t bits, uint32_t index) {
   uint32_t hash = (bits + index * 0x9e3779b1u) * 0x85ebca6bu;
   hash ^= hash >> 15;
@@ -76,7 +76,7 @@ struct Unscale {
   }
 };
 
-// master_grads = grads * inv_scale, or += where it adds; with write_back, grads then show the master gradients.
+// master_grads = grads * inv_scale, or += if kAdds; with write_back, then also copies them back to grads, as `shown`.
 template <bool kAdds>
 struct UnscaleInto {
   static constexpr bool kReadsNarrow = true, kHasWide = true, kReadsWide = kAdds, kWritesWide = true, kSums = false;
@@ -122,7 +122,7 @@ struct FoundInfNorm {
   }
 };
 
-// halves = masters, rounded; of gradients, as they are shown
+// halves = masters, rounded; for gradients as `shown` rounds
 template <bool kOfGradients>
 struct CopyToHalf {
   static constexpr bool kReadsNarrow = false, kHasWide = true, kReadsWide = true, kWritesWide = false, kSums = false;
@@ -135,13 +135,13 @@ struct CopyToHalf {
   template <class Value>
   C10_HOST_DEVICE auto operator()(Value& half, Value& master, Value&) const {
     half = master;
-    return is_finite(Value{});  // nobody asks about weights
+    return is_finite(Value{});  // true: overflow is not checked in weights
   }
 };
 
-// The transition of a loss scale, as ampatch.scaling.loss_scaler.next_state describes it.
+// Updates the loss scale and its counters by the rules of ampatch.scaling.loss_scaler.next_state.
 struct UpdateScale {
-  // As the operator gets them.
+  // Takes the arguments of the operator `update_scale`.
   UpdateScale(double growth, double backoff, int64_t window, int64_t hysteresis, double floor, double ceiling)
       : growth(growth),
         backoff(backoff),

@@ -1,8 +1,8 @@
-// The operators of torch.ops.ampatch: their schemas, and nothing else. What each does stands beside its arithmetic in
-// operations.h; its kernels are in cpu.cpp and cuda.cu, under its name; ampatch/native/torch_kernels.py does the same
-// with torch alone.
+// The schemas of the operators of torch.ops.ampatch, and nothing else. Each operator's kernels in cpu.cpp and cuda.cu
+// have its name; operations.h documents its arithmetic. ampatch/native/torch_kernels.py does the same with torch's own
+// kernels.
 //
-// No operator returns anything or waits for the device. `found_inf` is only ever set, never reset.
+// No operator returns anything or syncs with the device. Operators set `found_inf` to 1 but never reset it.
 
 #include <torch/csrc/stable/library.h>
 

@@ -1,5 +1,4 @@
-// Vectors of float32 on the CPU, and how they are read from memory and written to it in each type, rounded to nearest
-// even.
+// Vectors of float32 on the CPU, loaded from and stored to memory in each type, rounded to nearest even.
 //
 // Must not know what is computed with them.
 
@@ -17,8 +16,8 @@
 
 namespace ampatch {
 
-// As many elements as are worked on side by side: what a register holds. GCC and clang have vectors of them on every
-// processor, where loops are turned into vector instructions less reliably.
+// Number of elements per vector: as many as a register holds. GCC and clang support the vector types below on every
+// processor; they vectorise plain loops less reliably.
 #if defined(__AVX__)
 constexpr int kLanes = 8;
 #else
@@ -37,7 +36,7 @@ inline void store(const Floats& from, float* to) {
 }
 
 inline void load(const c10::BFloat16* from, Floats& to) {
-#if defined(__AVX2__)  // GCC 12 does not find this instruction
+#if defined(__AVX2__)  // GCC 12 does not emit this instruction for the code below
   const Words bits = (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #else
   Shorts shorts;
@@ -65,7 +64,7 @@ inline Floats shown(const Floats& values, float least) {
   return (Floats)((vanishes & ((bits & 0x80000000u) | smallest)) | (~vanishes & bits));
 }
 
-#if defined(__F16C__)  // and so AVX: eight lanes
+#if defined(__F16C__)  // implies AVX, and so eight lanes
 inline void load(const c10::Half* from, Floats& to) {
   to = (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }

@@ -257,8 +257,8 @@ class TestTheCxxCompiler:
     @pytest.mark.parametrize(
         ("content", "message"),
         [
-            ("#!/bin/sh\necho 'no licence' >&2; exit 3\n", r"ended with status 3:\nno licence\. Mend"),
-            ("#!/bin/sh\nkill -SEGV $$\n", "was ended by SIGSEGV, without a word"),
+            ("#!/bin/sh\necho 'no licence' >&2; exit 3\n", r"ended with status 3:\nno licence\. Repair"),
+            ("#!/bin/sh\nkill -SEGV $$\n", "was ended by SIGSEGV, without any output"),
             ("#!/no/such/shell\n", "cannot be started"),
             ("\0", "cannot be started"),
         ],
@@ -716,8 +716,8 @@ class TestFailure:
             ("kill -SEGV $$", "was ended by SIGSEGV"),
             ("kill -KILL $$", "was ended by SIGKILL"),
             (r"printf '\377 error: in Latin 1\n'; exit 1", "error: in Latin 1"),
-            ("exit 255", "ended with status 255, without a word"),  # no number of a signal and 128
-            ("exit 193", "ended with status 193, without a word"),
+            ("exit 255", "ended with status 255, without any output"),  # no number of a signal and 128
+            ("exit 193", "ended with status 193, without any output"),
         ],
         ids=["status", "SIGSEGV", "SIGKILL", "not UTF-8", "255", "193"],
     )

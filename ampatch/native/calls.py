@@ -1,7 +1,7 @@
-"""The compiled library of calls, where it is in use: who runs the calls of patched functions, and what else it has.
+"""Chooses whether C++ or Python runs the calls of patched functions, and gives access to the compiled library.
 
-Owns the choice between it and the Python code, for the process, and the way there. What the C++ does and does not do
-stands in csrc/calls/; it must never be asked for more than the Python code does.
+Owns that choice for the process. csrc/calls/ documents what the C++ does and does not do. The C++ must never do more
+than the Python code does.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ def _choose(asked: str) -> Chosen[ModuleType]:
 _selection = Selection(_VARIABLE, CHOICES, _choose, "Patched functions are called by %s.")
 
 
-#: "to": tensors are cast to a type. "via_dtype": so they are, but where the first one is half the function is told to
-#: compute in that type. "promote": to the widest type among them.
+#: "to": casts tensors to a dtype. "via_dtype": the same, but if the first tensor is half, passes `dtype=` to the
+#: function instead. "promote": casts tensors to the widest dtype among them.
 Kind = Literal["to", "via_dtype", "promote"]
 
 
 @dataclass(frozen=True, slots=True)
 class PlainCast:
-    """What is done to arguments that are nothing out of the ordinary.
+    """How a patched function casts ordinary arguments.
 
     Attributes:
-        kind: how they are cast.
-        dtype: the type; None where types are promoted.
-        positional: with more arguments by position than these, one of them is ``dtype`` or ``out``.
+        kind: kind of cast.
+        dtype: dtype to cast to; None for "promote".
+        positional: largest number of positional arguments that cannot include ``dtype`` or ``out``.
     """
 
     kind: Kind
@@ -76,61 +76,61 @@ class PlainCast:
 
 
 def select(choice: str | None = None) -> None:
-    """Chooses what runs the calls in sessions that begin from now on.
+    """Chooses what runs the calls of patched functions in sessions that begin from now on.
 
     Args:
-        choice: "compiled", "python", or "auto", which is the compiled library where there is one; None: what the
-            environment variable AMPATCH_CALLS says, or "auto".
+        choice: "compiled", "python", or "auto", which uses the compiled library if there is one; None for the value of
+            the environment variable AMPATCH_CALLS, "auto" by default.
 
     Raises:
-        OptionError: it is none of these.
-        KernelError: the compiled library was asked for, and there is none that can be loaded.
+        OptionError: the choice is none of these.
+        KernelError: "compiled" was chosen, and no compiled library can be loaded.
     """
     _selection.select(choice)
     compiled.cache_clear()
 
 
 def prepare() -> None:
-    """Chooses now, and not at first use, so that a choice which cannot be had is an error before anything is changed.
+    """Chooses now instead of at first use, so that an impossible choice raises before amp changes anything.
 
     Raises:
-        OptionError: AMPATCH_CALLS has no such value.
-        KernelError: it asks for a library that is not there.
+        OptionError: AMPATCH_CALLS has an invalid value.
+        KernelError: AMPATCH_CALLS asks for a compiled library, and none can be loaded.
     """
     _selection.current()
 
 
 def in_use() -> str:
-    """Returns what runs the calls of patched functions here, and why, in a sentence for people."""
+    """Returns a readable sentence: what runs the calls of patched functions here, and why."""
     return _selection.current().why
 
 
-@functools.cache  # so that it takes no frame: it is asked several times in every step
+@functools.cache  # a cached call creates no Python frame: every step makes several
 def compiled() -> ModuleType | None:
-    """Returns the module in C++, for what every step asks of parameters and gradients; None where Python is in use."""
+    """Returns the C++ module, whose functions every step calls on parameters and gradients; None for plain Python."""
     return _selection.current().compiled
 
 
 def new_store() -> Store:
-    """Returns an empty store of the implementation in use."""
+    """Returns an empty `Store` of the implementation in use."""
     module = compiled()
     return Store() if module is None else module.Store()
 
 
 def new_cache_state() -> CacheState:
-    """Returns an empty state of the implementation in use."""
+    """Returns a new `CacheState` of the implementation in use."""
     module = compiled()
     return CacheState() if module is None else module.CacheState()
 
 
 class Accelerator:
-    """Gives wrappers a body in C++, where that is in use.
+    """Replaces wrappers by functions whose calls C++ runs, if C++ is in use.
 
     Args:
-        state: that of the cache.
-        cast: `WeightCache.cast`, for what the C++ leaves to it.
-        switch: the session's.
-        device_types: of the tensors that are cast.
+        state: state of the session's weight cache.
+        cast: `WeightCache.cast`, which the C++ calls in rare cases.
+        switch: switch of the session.
+        device_types: types of the devices whose tensors are cast.
     """
 
     def __init__(
@@ -140,25 +140,27 @@ class Accelerator:
         switch: Switch,
         device_types: Iterable[str],
     ) -> None:
-        # By the state, so that no session is served by two implementations.
+        # The type of the state decides, so that no session uses two implementations.
         self._module = None if type(state) is CacheState else _selection.current().compiled
         if self._module is not None:
             self._caster = self._module.Caster(state, switch, cast, tracing.is_capturing)
         self.serve(device_types)
 
     def serve(self, device_types: Iterable[str]) -> None:
-        """From now on tensors on these types of devices are cast, and no others."""
+        """From now on casts only tensors on devices of these types."""
         if self._module is not None:
             self._caster.serve(tuple(device_types))
 
     def accelerate(self, wrapper: Any, original: Callable[..., Any], plainly: PlainCast | None, reason: str) -> Any:
-        """Returns a function called in C++ that passes for the wrapper; the wrapper itself if Python is in use.
+        """Returns a copy of the wrapper that runs in C++.
+
+        Returns the wrapper itself if Python is in use or ``plainly`` is None.
 
         Args:
-            wrapper: a function made by `wrappers.wrap`.
-            original: what it wraps.
-            plainly: what it does to arguments; None if only its own code knows.
-            reason: the note for errors that a cast may have caused.
+            wrapper: function made by `wrappers.wrap`.
+            original: function that it wraps.
+            plainly: how the wrapper casts ordinary arguments; None if only the wrapper's own code can do it.
+            reason: note for errors that a cast may have caused.
         """
         if self._module is None or plainly is None:
             return wrapper
@@ -169,6 +171,6 @@ class Accelerator:
         how = (plainly.kind, plainly.dtype, plainly.positional)
         explain = functools.partial(cast_errors.add_note, reason)
         self._module.accelerate(function, wrapper, self._caster, original, *how, explain)
-        if hasattr(function, "__ampatch_python__"):  # in Python 3.11: csrc/calls/calls.cpp
+        if hasattr(function, "__ampatch_python__"):  # only in Python 3.11: see csrc/calls/calls.cpp
             compilers.trace_instead(function)
         return function

@@ -1,7 +1,7 @@
-"""The compiled libraries, of operators (`torch.ops.ampatch`) and of calls: their sources, what is built, loading it.
+"""The compiled libraries of operators (`torch.ops.ampatch`) and of calls: finds their sources, finds and loads them.
 
-Owns what tells one library from another (sources, flags, ABI, machine, architectures) and where they lie. It must never
-compile anything, nor initialise CUDA: a process that forks workers could not use the GPU in them any more.
+Owns what identifies a library (sources, flags, ABI, processor, GPU architectures) and where libraries are stored. Must
+never compile anything or initialise CUDA: if a process initialises CUDA, workers that it forks cannot use the GPU.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import torch
 
 from ampatch.errors import KernelError
 
-# The least torch that a library runs on, and what its sources are compiled for: torch's stable ABI holds from there on.
+# Oldest torch that a library of operators runs on. The sources are compiled for its stable ABI, which later ones keep.
 ABI = "2.10"
 
-# Part of what a library is, beside its sources: built with other flags, it would be another one.
-# Multiply-adds are never contracted: results are compared bit for bit with those of torch's own kernels.
+# The flags identify a library, as its sources do: `source_hash` covers both.
+# Multiply-adds must not be contracted: results must equal those of torch's own kernels bit for bit.
 HOST_FLAGS = ("-fPIC", "-ffp-contract=off", "-fvisibility=hidden")
-# Of kinds of processors that the compiler is to be told of: on these torch uses vector instructions too.
+# Further flags by kind of processor, for vector instructions that torch uses there, too.
 PROCESSOR_FLAGS = {"x86_64_avx2": ("-mavx2", "-mfma", "-mf16c")}
 COMMON_FLAGS = ("-O3",)
 LINK_FLAGS = ("-shared",)
@@ -46,13 +46,13 @@ _SOURCES = ("*.cpp", "*.cu", "*.h")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the extension, which is a library of its own.
+    """A part of the extension, which is compiled to a library of its own.
 
     Attributes:
-        folder: where its sources are, in the directory of all.
-        abi: what a library runs on, beside the kind of processor.
-        flags: what its sources are compiled with, beside the flags above.
-        name: of a library for no GPU, in the cache.
+        folder: folder of its sources within the source directory.
+        abi: version of torch, or of torch and Python, that a library of this part is for.
+        flags: compiler flags of its sources, beside the flags above.
+        name: suffix of the cache directory of a library without GPU kernels.
     """
 
     folder: str
@@ -62,7 +62,7 @@ class Part:
 
 
 OPERATORS = Part("", ABI, ("-std=c++17",), "cpu")
-# It reaches behind the objects of Python, which is no part of torch's stable ABI: for this torch and this Python alone.
+# Uses torch's C++ behind Python objects, which the stable ABI does not cover: only for this torch and this Python.
 CALLS = Part(
     "calls",
     f"{torch.__version__}-{sysconfig.get_config_var('SOABI')}",
@@ -72,13 +72,13 @@ CALLS = Part(
 
 
 def target_flag() -> str:
-    """Returns the compiler's flag that holds the sources to the torch of `ABI`: its version, a byte for each part."""
+    """Returns the compiler flag that limits the sources to the API of torch `ABI`: its version, one byte per part."""
     major, minor = map(int, ABI.split("."))
     return f"-DTORCH_TARGET_VERSION=0x{major << 56 | minor << 48:016x}"
 
 
 def processor() -> str:
-    """Returns the kind of processor that libraries of this machine are for, such as "x86_64_avx2"."""
+    """Returns the kind of this machine's processor, such as "x86_64_avx2"."""
     machine = platform.machine()
     has_avx2 = machine == "x86_64" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     return "x86_64_avx2" if has_avx2 else machine
@@ -88,38 +88,38 @@ def processor() -> str:
 
 
 def source_directory() -> Path:
-    """Returns where the sources are.
+    """Returns the directory of the sources.
 
     Raises:
-        KernelError: this install has none.
+        KernelError: this install has no sources.
     """
     try:
         return Path(str(files("ampatch.csrc")))
     except ModuleNotFoundError as error:
         raise KernelError(
             "the sources of the compiled extension (the package ampatch.csrc) are not part of this install. Install "
-            "ampatch again: `pip install --force-reinstall --no-deps`, and what it was installed from."
+            "ampatch again: `pip install --force-reinstall --no-deps`, followed by its path or URL."
         ) from error
 
 
 def sources(part: Part = OPERATORS) -> list[Path]:
-    """Returns the sources of a part, headers among them, in the order of their names.
+    """Returns the source files of a part, headers included, sorted by name.
 
     Raises:
-        KernelError: there are none.
+        KernelError: there are no sources.
     """
     directory = source_directory() / part.folder
     found = sorted((path for each in _SOURCES for path in directory.glob(each)), key=lambda path: path.name)
     if not any(path.suffix == ".cpp" for path in found):
         raise KernelError(
-            f"{directory} holds no C++ sources, which the compiled extension is built of. Install ampatch again: "
-            "`pip install --force-reinstall --no-deps`, and what it was installed from."
+            f"{directory} holds no C++ sources, which the compiled extension is built from. Install ampatch again: "
+            "`pip install --force-reinstall --no-deps`, followed by its path or URL."
         )
     return found
 
 
 def source_hash(part: Part = OPERATORS) -> str:
-    """Returns the SHA-256 of the names and contents of a part's sources, and of the flags that they are compiled with.
+    """Returns the SHA-256 of the names and contents of a part's sources and of their compiler flags.
 
     Raises:
         KernelError: there are no sources, or they cannot be read.
@@ -133,7 +133,7 @@ def source_hash(part: Part = OPERATORS) -> str:
             raise KernelError(
                 f"the source {path} cannot be read ({error.strerror}). Check its permissions, or install ampatch again."
             ) from error
-        # With the lengths, so that no shift of bytes from one file to the next hashes to the same.
+        # The lengths count too: otherwise bytes could move from one file to the next without changing the hash.
         digest.update(f"\n{path.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 
@@ -143,17 +143,17 @@ def source_hash(part: Part = OPERATORS) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A built library, as the file beside it describes it.
+    """A built library, as the file beside it (`SIDECAR`) describes it.
 
     Attributes:
-        path: the library itself.
-        size: its bytes; a file of another size is only a part of it, or none of it.
-        architectures: of the GPUs it has kernels for, as ("80", "90"); empty where it has those for the CPU alone.
-        sources: the `source_hash` it was built of.
-        abi: that of its part, which it was built for.
-        machine: the `processor` it runs on.
-        compiler: the line in which its compiler told its version.
-        torch: the version of torch that it was built with.
+        path: path of the library.
+        size: size in bytes; a file of another size is damaged or another library.
+        architectures: GPU architectures that it has kernels for, such as ("80", "90"); empty for the CPU only.
+        sources: `source_hash` of the sources it was built from.
+        abi: `Part.abi` that it was built for.
+        machine: kind of `processor` it runs on.
+        compiler: version line of its compiler.
+        torch: version of torch that it was built with.
     """
 
     path: Path
@@ -166,51 +166,51 @@ class Library:
     torch: str
 
     def serves(self, capability: tuple[int, int]) -> bool:
-        """Returns whether a GPU runs its kernels.
+        """Returns True if a GPU of this compute capability can run its kernels.
 
         Args:
-            capability: the GPU's compute capability, as (9, 0).
+            capability: compute capability of the GPU, such as (9, 0).
         """
         built_for = [divmod(int(architecture), 10) for architecture in self.architectures]
-        # Machine code runs on what has the same major version and no lesser minor one. The code of the highest is there
-        # as PTX too, which the driver compiles for whatever is newer.
+        # Machine code runs on GPUs of the same major version and the same or a higher minor one. The kernels of the
+        # highest architecture are also there as PTX, which the driver compiles for any newer GPU.
         return any(major == capability[0] and minor <= capability[1] for major, minor in built_for) or (
             bool(built_for) and capability >= max(built_for)
         )
 
 
 def key(source_hash: str, architectures: Iterable[str], part: Part = OPERATORS) -> str:
-    """Returns the name of the directory in the cache that holds a library for this machine."""
+    """Returns the name of the cache directory of a library for this machine."""
     gpus = "-".join(f"sm{architecture}" for architecture in architectures)
     return f"{source_hash[:16]}-torch{part.abi}-{processor()}-{gpus or part.name}"
 
 
 def cache_directory() -> Path:
-    """Returns where built libraries lie: `$AMPATCH_CACHE`, or `ampatch` in the user's cache.
+    """Returns the directory of built libraries: `$AMPATCH_CACHE`, or `ampatch` in the user's cache directory.
 
     Raises:
-        KernelError: the user has no home.
+        KernelError: the user has no home directory.
     """
     try:
         if chosen := os.environ.get("AMPATCH_CACHE"):
             return Path(chosen).expanduser().absolute()
-        if (cache := Path(os.environ.get("XDG_CACHE_HOME", ""))).is_absolute():  # a relative one is void, says XDG
+        if (cache := Path(os.environ.get("XDG_CACHE_HOME", ""))).is_absolute():  # XDG: ignore relative paths
             return cache / "ampatch"
         return Path.home() / ".cache" / "ampatch"
     except RuntimeError as error:
         raise KernelError(
-            f"there is no place for compiled libraries ({error}). Set the environment variable AMPATCH_CACHE to a "
-            "directory that you may write to."
+            f"there is no directory for compiled libraries ({error}). Set the environment variable AMPATCH_CACHE to a "
+            "directory that you can write to."
         ) from error
 
 
 def describe(library: Library) -> str:
-    """Returns the content of the file that lies beside a library."""
+    """Returns the content of the `SIDECAR` file beside a library."""
     return json.dumps({name: value for name, value in asdict(library).items() if name != "path"}, indent=2) + "\n"
 
 
 def read(directory: Path) -> Library | None:
-    """Returns the library in a directory; None where there is none, or none that can be made sense of."""
+    """Returns the library in a directory; None if there is none, its size is wrong or its description is unreadable."""
     path = directory / LIBRARY
     try:
         described = json.loads((directory / SIDECAR).read_text(encoding="utf-8"))
@@ -237,18 +237,22 @@ def _library(path: Path, described: Any) -> Library | None:
 
 
 def find(part: Part = OPERATORS) -> Library | None:
-    """Returns the library of a part that fits this process best; None where there is none.
+    """Returns the library of a part that fits this process best; None if there is none.
 
-    Among those of these very sources, for this ABI and kind of processor: one that serves every visible GPU, where CUDA
-    is in use already; then one that has GPU kernels; then one that was built on this machine, which somebody did on
-    purpose although the package may bring its own; then the one for most architectures.
+    A library fits if it was built from exactly these sources, for this ABI and kind of processor. Criteria for the best
+    one, the most important first:
+
+    - serves every visible GPU, if CUDA is already initialised;
+    - has GPU kernels;
+    - lies in the cache: users build on purpose, although the package may contain a library;
+    - has kernels for most architectures.
     """
     try:
         expected = source_hash(part)
         directories = [source_directory()]
     except KernelError:
         return None
-    with suppress(OSError, KernelError):  # a cache that cannot be read is as good as none
+    with suppress(OSError, KernelError):  # an unreadable cache counts as empty
         directories += sorted(cache_directory().glob(f"{expected[:16]}-torch{part.abi}-*"))
     fitting = [library for library in map(read, directories) if library is not None and fits(library, expected, part)]
     capabilities = _capabilities()
@@ -266,15 +270,15 @@ def find(part: Part = OPERATORS) -> Library | None:
 
 
 def fits(library: Library, expected: str, part: Part = OPERATORS) -> bool:
-    """Returns whether a library is of sources with the hash that is expected, and for this machine and torch."""
-    # Where torch is built for ROCm, AMD's GPUs go by the name of CUDA.
+    """Returns True if a library was built from sources with the expected hash, and for this machine and torch."""
+    # A torch built for ROCm calls AMD's GPUs "cuda": a library with NVIDIA kernels must not be used there.
     return (library.sources, library.abi, library.machine) == (expected, part.abi, processor()) and (
         torch.version.hip is None or not library.architectures
     )
 
 
 def _capabilities() -> list[tuple[int, int]]:
-    """Returns those of the visible GPUs, if CUDA is in use."""
+    """Returns the compute capabilities of the visible GPUs; none if CUDA is not initialised."""
     if not torch.cuda.is_initialized():
         return []
     return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
@@ -284,7 +288,7 @@ def _capabilities() -> list[tuple[int, int]]:
 
 
 class _Process:
-    """What this process has loaded, which it cannot unload."""
+    """Libraries that this process has loaded; it cannot unload them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -296,19 +300,19 @@ _process = _Process()
 
 
 def load(library: Library) -> None:
-    """Loads a library, once per process: from then on its operators are there as `torch.ops.ampatch`.
+    """Loads a library of operators, once per process: its operators are then available as `torch.ops.ampatch`.
 
     Args:
-        library: as `find` gives it.
+        library: library that `find` returned.
 
     Raises:
-        KernelError: it cannot be loaded, or other operators of that name are there already.
+        KernelError: it cannot be loaded, or `torch.ops.ampatch` already has operators of another library.
     """
     with _process.lock:
         if _process.library == library:
             return
         if _process.library is not None or hasattr(torch.ops.ampatch, "unscale_"):
-            # torch would end the process: the names of operators are given once.
+            # torch aborts the process if an operator is registered twice.
             there = _process.library.path if _process.library is not None else "something other than ampatch"
             raise KernelError(
                 f"{library.path} cannot be loaded: this process has its operators, torch.ops.ampatch, from {there} "
@@ -331,10 +335,10 @@ def loaded() -> Library | None:
 
 
 def load_calls(library: Library) -> ModuleType:
-    """Returns the module in a library of `CALLS`, which is loaded once per process: later ones are the first one.
+    """Returns the module in a library of `CALLS`; the first library loaded is used for the rest of the process.
 
     Raises:
-        KernelError: it cannot be loaded.
+        KernelError: the library cannot be loaded.
     """
     with _process.lock:
         if _process.calls is None:

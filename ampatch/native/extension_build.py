@@ -1,8 +1,8 @@
-"""Compiling the extension: which compiler, for what, into which directory, and what is said where that fails.
+"""Compiles the extension: chooses compiler, targets and directory, and reports failures.
 
-Owns the command line of the compilers, the object files that the next build takes over, and that a library is there
-whole or not at all, built once however many processes ask for it. Only the command `ampatch build` and tests import it:
-nothing may ever be compiled on import.
+Owns the command lines of the compilers and the object files that later builds reuse. A library is complete or absent,
+and is built only once even if several processes ask for it. Only the command `ampatch build` and tests import this
+module: importing ampatch must never compile anything.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from ampatch.native.extension import Library, Part
 
 DEVICES = ("auto", "cpu", "cuda")
 
-# Those of the two data centre generations that mixed precision runs on mostly, A100 and H100.
+# A100 and H100: the data centre GPUs that most mixed-precision training runs on.
 DEFAULT_ARCHITECTURES = ("80", "90")
 
-# In the cache: the object files of earlier builds.
+# Folder in the cache for object files of earlier builds.
 OBJECTS = "objects"
 
 _LOG = "build.log"
 _FAILURE = "compiling the extension failed"
 _TORCH = Path(torch.__file__).parent
 _INCLUDED = re.compile(rb'^[ \t]*#[ \t]*include[ \t]+"([^"\n]+)"', re.MULTILINE)
-# What compilers read beside their command line.
+# Environment variables that change what the compilers produce.
 _VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH", "NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 _CCBIN = re.compile(r"""(?:^|\s)(?:-ccbin|--compiler-bindir)(?:=|\s+)["']?([^\s"']+)""")
 _QUOTED_LINES = 6
@@ -53,12 +53,12 @@ _TELLING = re.compile(r"\b(?:[Ee]rror|cannot|undefined|No space left)\b")
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A compiler that was found.
+    """A compiler on this machine.
 
     Attributes:
-        command: what starts it, which may be more than a path (`ccache g++`).
-        version: the line in which it tells its version.
-        is_nvcc: whether it compiles for GPUs too.
+        command: words of the command that starts it; may be several, such as `ccache g++`.
+        version: line in which it prints its version.
+        is_nvcc: True if it is nvcc, which compiles for GPUs too.
     """
 
     command: tuple[str, ...]
@@ -68,17 +68,17 @@ class Compiler:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be built, and where.
+    """A library to build, and its directory.
 
     Attributes:
-        compiler: what compiles it.
-        architectures: of the GPUs to build for; empty for the CPU alone.
-        sources: all files to compile.
-        source_hash: what `extension.source_hash` gave.
-        directory: where the library is to lie.
-        is_cached: whether that directory belongs to the library alone, as in the cache, and is replaced as a whole.
-        note: a sentence on what is left out, and why; empty if nothing is.
-        part: of the extension.
+        compiler: compiler to use.
+        architectures: GPU architectures to build for; empty for the CPU only.
+        sources: files to compile.
+        source_hash: result of `extension.source_hash` when the plan was made.
+        directory: directory for the library.
+        is_cached: True if the directory is in the cache: it then holds only this library and is replaced as a whole.
+        note: sentence on kernels that are left out, with the reason; empty if none are.
+        part: part of the extension to build.
     """
 
     compiler: Compiler
@@ -93,12 +93,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What came of a plan.
+    """Result of a plan that was carried out.
 
     Attributes:
-        library: the library.
-        was_there: whether it had been built before, by another process perhaps while this one waited.
-        seconds: what it took, waiting included.
+        library: library that was built or found.
+        was_there: True if it was built earlier, or by another process while this one waited.
+        seconds: time taken in seconds, waiting included.
     """
 
     library: Library
@@ -112,34 +112,33 @@ def build(
     output: Path | None = None,
     force: bool = False,
 ) -> Built:
-    """Builds the library, unless it is there.
+    """Builds the library of operators, unless it is already built.
 
     Args:
-        device: "cuda" for kernels of the CPU and of GPUs, "cpu" for those of the CPU alone, "auto" for what the
-            compilers found here allow.
-        architectures: of the GPUs to build for, as "90", "sm_90" or "9.0"; None for those of this machine's GPUs and,
-            if it has none, `DEFAULT_ARCHITECTURES`.
-        output: the directory to put library and description in; None for the cache, where `extension.find` looks.
-        force: build it again even if it is there, and compile every file of it.
+        device: "cuda" for CPU and GPU kernels, "cpu" for CPU kernels only, "auto" for GPU kernels if there is an nvcc.
+        architectures: GPU architectures to build for, such as "90", "sm_90" or "9.0"; None for those of this machine's
+            GPUs or, if there are none, `DEFAULT_ARCHITECTURES`.
+        output: directory for the library and its description; None for the cache, where `extension.find` looks.
+        force: True to compile every file and build the library again even if it is already built.
 
     Raises:
-        OptionError: an argument has a value that is not allowed, or contradicts another.
-        KernelError: it cannot be built, for want of a compiler, sources or disk space, or because compiling failed.
+        OptionError: an argument has an invalid value or contradicts another one.
+        KernelError: there is no compiler, no sources or no disk space, or compiling failed.
     """
     return carry_out(plan(device, architectures, output), force)
 
 
 def plan(device: str = "auto", architectures: Sequence[str] | None = None, output: Path | None = None) -> Plan:
-    """Returns what `build` would do. Compiles nothing, and writes nothing.
+    """Returns the plan that `build` would carry out; compiles and writes nothing.
 
     Args:
-        device: as for `build`.
-        architectures: as for `build`.
-        output: as for `build`.
+        device: device to build for, as in `build`.
+        architectures: GPU architectures to build for, as in `build`.
+        output: directory for the library, as in `build`.
 
     Raises:
-        OptionError: an argument has a value that is not allowed, or contradicts another.
-        KernelError: there is no compiler, or there are no sources.
+        OptionError: an argument has an invalid value or contradicts another one.
+        KernelError: there is no compiler, there are no sources, or nvcc lacks an architecture.
     """
     if device not in DEVICES:
         raise OptionError(f"device: found {device!r}, expected one of {', '.join(map(repr, DEVICES))}.")
@@ -178,10 +177,10 @@ def plan(device: str = "auto", architectures: Sequence[str] | None = None, outpu
 
 
 def plan_calls() -> Plan:
-    """Returns what is to be built for the calls of patched functions, which is for this Python and this torch alone.
+    """Returns the plan for the library of calls, which works only with this Python and this torch.
 
     Raises:
-        KernelError: there is no compiler, or no header of Python's.
+        KernelError: there is no compiler or no header of this Python, there are no sources, or this Python has no GIL.
     """
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
@@ -190,7 +189,7 @@ def plan_calls() -> Plan:
             "`dnf install python3-devel`)."
         )
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        raise KernelError("this Python runs without its lock, which the calls in C++ rely on.")
+        raise KernelError("this Python is built without the GIL, which the calls in C++ rely on.")
     part = extension.CALLS
     source_hash = extension.source_hash(part)
     return Plan(
@@ -206,22 +205,22 @@ def plan_calls() -> Plan:
 
 
 def carry_out(plan: Plan, force: bool = False) -> Built:
-    """Builds what a plan says, unless it is there.
+    """Builds the library of a plan, unless it is already built.
 
     Args:
-        plan: as `plan` gives it.
-        force: as for `build`.
+        plan: plan that `plan` or `plan_calls` returned.
+        force: True to build it again, as in `build`.
 
     Raises:
-        KernelError: it cannot be built.
+        KernelError: the library cannot be built.
     """
     began = time.monotonic()
     with _writing_to(plan.directory.parent if plan.is_cached else plan.directory) as place:
-        # The dot ends the name: what stands for sm80 must not match what stands for sm80-sm90, and has another lock.
+        # The dot ends the name: the pattern for sm80 must not match the files of sm80-sm90, which has another lock.
         prefix = f".{plan.directory.name if plan.is_cached else extension.LIBRARY}."
-        # Processes that ask at once wait here for the first, and find what it has built.
+        # If several processes build at once, the others wait here for the first, and then find its library.
         with FileLock(place / f"{prefix}lock"):
-            for left in place.glob(f"{prefix}*/"):  # by a build that was killed: this process has the lock now
+            for left in place.glob(f"{prefix}*/"):  # by a killed build: this process has the lock now
                 shutil.rmtree(left, ignore_errors=True)
             library = extension.read(plan.directory)
             was_there = (
@@ -240,7 +239,7 @@ def carry_out(plan: Plan, force: bool = False) -> Built:
 
 
 def _nvcc() -> Compiler | None:
-    # Where torch is built for ROCm, AMD's GPUs go by the name of CUDA, and would be handed NVIDIA's kernels.
+    # A torch built for ROCm calls AMD's GPUs "cuda" and would run NVIDIA's kernels on them.
     if torch.version.hip is not None:
         return None
     for directory in _nvcc_places():
@@ -287,15 +286,15 @@ def _cxx() -> Compiler:
 
 
 def _version(command: Sequence[str], pattern: str) -> str:
-    """Returns the line in which a compiler tells its version."""
+    """Returns the line in which a compiler prints its version."""
     try:
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", check=False)
     except OSError as error:
         raise KernelError(_cannot_be_started(command, error)) from error
     if done.returncode != 0:
         raise KernelError(
-            f"the compiler `{shlex.join(command)}` cannot tell its version: {_how_it_ended(done.returncode)}"
-            f"{_last_words(done.stdout + done.stderr)}. Mend its installation, or name another one: a C++ "
+            f"the compiler `{shlex.join(command)}` does not print its version: {_how_it_ended(done.returncode)}"
+            f"{_last_words(done.stdout + done.stderr)}. Repair its installation, or name another one: a C++ "
             "compiler by the environment variable CXX, nvcc by CUDA_HOME."
         )
     found = re.search(pattern, done.stdout)
@@ -304,7 +303,7 @@ def _version(command: Sequence[str], pattern: str) -> str:
 
 
 def _host_compiler() -> str:
-    """Returns the version line of the C++ compiler that nvcc runs; empty if there is none."""
+    """Returns the version line of the C++ compiler that nvcc runs; empty if it is not found or does not work."""
     flags = " ".join(os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"))
     chosen = _CCBIN.findall(flags) or [os.environ.get("NVCC_CCBIN") or "gcc"]
     named = chosen[-1]  # a program, or a directory with one
@@ -333,7 +332,7 @@ def _this_machines() -> tuple[str, ...]:
 
 
 def _supported(compiler: Compiler, architectures: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the architectures, if the compiler knows all of them."""
+    """Returns the architectures, none if the compiler is not nvcc; raises if nvcc does not know one of them."""
     if not compiler.is_nvcc:
         return ()
     try:
@@ -343,7 +342,7 @@ def _supported(compiler: Compiler, architectures: tuple[str, ...]) -> tuple[str,
     except OSError as error:
         raise KernelError(_cannot_be_started(compiler.command, error)) from error
     known = re.findall(r"^sm_(\d+)$", listed.stdout, re.MULTILINE)
-    # An nvcc that cannot say what it knows will say what it does not know when it compiles.
+    # If nvcc lists no architectures, compiling will report an unknown one.
     if known and (unknown := [each for each in architectures if each not in known]):
         raise KernelError(
             f"{compiler.version} has no GPU architecture {', '.join(unknown)}: it knows {', '.join(known)}. Name "
@@ -367,7 +366,7 @@ def _compiling(plan: Plan) -> list[str]:
 
 def _linking(plan: Plan, objects: Sequence[Path], library: Path) -> list[str]:
     """Returns the command that links object files to the library."""
-    # Declarations alone are compiled: what they declare is looked up in the torch that loads the library.
+    # The sources compile against declarations only: torch's symbols are resolved in the torch that loads the library.
     libraries = [f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
     if plan.part is extension.CALLS:
         libraries.append("-ltorch_python")
@@ -376,11 +375,11 @@ def _linking(plan: Plan, objects: Sequence[Path], library: Path) -> list[str]:
 
 
 def _for_targets(plan: Plan) -> list[str]:
-    """Returns the flags for the kind of processor, and for GPUs."""
+    """Returns the flags for the kind of processor and the GPU architectures."""
     host = [*extension.HOST_FLAGS, *extension.PROCESSOR_FLAGS.get(extension.processor(), ())]
     if not plan.compiler.is_nvcc:
         return host
-    # Not in parallel, by --threads: nvcc 13.0 then takes a path with a space in it for two.
+    # No --threads: with it nvcc 13.0 splits paths at spaces.
     flags = ["-Xcompiler", ",".join(host), *extension.CUDA_FLAGS]
     for architecture in plan.architectures:
         flags += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
@@ -389,7 +388,7 @@ def _for_targets(plan: Plan) -> list[str]:
 
 
 def _built(plan: Plan, scratch: Path, force: bool) -> Library:
-    """Returns the library, compiled, tried out and in its place."""
+    """Compiles the library, tests it, moves it to its directory and returns it."""
     fresh = scratch / "fresh"  # with the usual permissions, unlike the directory around it
     fresh.mkdir()
     log = fresh / _LOG
@@ -406,7 +405,7 @@ def _built(plan: Plan, scratch: Path, force: bool) -> Library:
         _replace(fresh, plan.directory, scratch / "before")
         _kept_log(plan).unlink(missing_ok=True)
     else:
-        # Without its description a library is none: at no time do the two not belong together.
+        # A library without a description does not count: with the description removed first, the two never mismatch.
         (plan.directory / extension.SIDECAR).unlink(missing_ok=True)
         for name in (_LOG, extension.LIBRARY, extension.SIDECAR):
             (fresh / name).replace(plan.directory / name)
@@ -417,7 +416,7 @@ def _built(plan: Plan, scratch: Path, force: bool) -> Library:
 
 
 def _made(plan: Plan, path: Path, log: Path, scratch: Path, force: bool) -> Library:
-    """Compiles what the cache does not keep, links, and tries the library out.
+    """Compiles the files whose object files are not in the cache, links the library and tests it.
 
     Raises:
         _FailedError: a file does not compile, or the library cannot be linked or does not run.
@@ -427,13 +426,13 @@ def _made(plan: Plan, path: Path, log: Path, scratch: Path, force: bool) -> Libr
     try:
         return _linked(plan, steps, path, log, scratch)
     except _FailedError:
-        for step in steps:  # one of them may be at fault
+        for step in steps:  # a cached object file may be the cause
             _drop(step)
         raise
 
 
 def _linked(plan: Plan, steps: Sequence[_Step], path: Path, log: Path, scratch: Path) -> Library:
-    """Links the object files, and tries the library out.
+    """Links the object files and tests the library.
 
     Raises:
         _FailedError: it cannot be linked, or does not run.
@@ -455,14 +454,14 @@ def _linked(plan: Plan, steps: Sequence[_Step], path: Path, log: Path, scratch: 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A file to compile.
+    """Compilation of one file.
 
     Attributes:
-        command: compiles it.
-        object: the object file.
-        said: the file for all that the compiler prints.
-        status: the file for the compiler's exit status, as a shell has it.
-        kept: where the cache keeps the object file for later builds, behind its checksum; None outside of the cache.
+        command: command that compiles the file.
+        object: path of the object file.
+        said: file for the compiler's output.
+        status: file for the compiler's exit status, as a shell reports it.
+        kept: file in the cache with a checksum and the object file, for later builds; None outside the cache.
     """
 
     command: tuple[str, ...]
@@ -472,7 +471,7 @@ class _Step:
     kept: Path | None
 
     def line(self) -> str:
-        """Returns the line for a shell: it runs the command, and writes down its output and exit status."""
+        """Returns a shell line that runs the command and writes its output and exit status to their files."""
         done = f"{shlex.join(self.command)} >{shlex.quote(str(self.said))} 2>&1; status=$?"
         return f"{done}; echo $status >{shlex.quote(str(self.status))}; exit $status"
 
@@ -520,7 +519,7 @@ def _compile(plan: Plan, missing: Sequence[_Step], log: Path, scratch: Path) -> 
     if missing:
         if ninja := shutil.which("ninja"):
             _run_by_ninja(ninja, missing, scratch)
-        if not any(map(_status, missing)):  # all are left where there is no ninja, or one that does not work
+        if not any(map(_status, missing)):  # there is no ninja, or it does not work
             _run_side_by_side([step for step in missing if _status(step) is None], scratch)
     unchanged = extension.source_hash(plan.part) == plan.source_hash
     failed = None
@@ -540,12 +539,12 @@ def _compile(plan: Plan, missing: Sequence[_Step], log: Path, scratch: Path) -> 
         raise failed
 
 
-# Kept object files only save time. Where the cache does not let them be read or written, the build goes on without:
-# `objects` may be another user's.
+# Kept object files only save time. If they cannot be read or written, for instance because `objects` belongs to another
+# user, the build goes on without them.
 
 
 def _take_over(step: _Step) -> bool:
-    """Copies the object file that the cache keeps, and returns whether there was one, undamaged."""
+    """Copies the object file from the cache; returns True if the cache held an undamaged one."""
     if step.kept is None:
         return False
     with suppress(OSError):
@@ -557,7 +556,7 @@ def _take_over(step: _Step) -> bool:
 
 
 def _keep(step: _Step) -> None:
-    """Puts an object file in the cache, whole or not at all, in the place of those of earlier contents."""
+    """Stores an object file in the cache atomically, in place of those of earlier versions of the source."""
     if step.kept is not None:
         with suppress(OSError):
             step.kept.parent.mkdir(exist_ok=True)
@@ -569,25 +568,25 @@ def _keep(step: _Step) -> None:
 
 
 def _split(kept: bytes) -> tuple[bytes, bytes]:
-    """Returns the checksum with which a kept file begins, and the rest."""
+    """Returns the checksum at the start of a kept file, and the rest."""
     size = hashlib.sha256().digest_size
     return kept[:size], kept[size:]
 
 
 def _drop(step: _Step) -> None:
-    """Removes the object file that the cache keeps."""
+    """Removes the object file from the cache."""
     if step.kept is not None:
         with suppress(OSError):
             step.kept.unlink(missing_ok=True)
 
 
 def _status(step: _Step) -> int | None:
-    """Returns the exit status, negative after a signal, as `subprocess` has it; None if the step did not end."""
+    """Returns the exit status, negative after a signal as in `subprocess`; None if the step did not end."""
     try:
         status = int(step.status.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
-    # A shell adds 128 to the number of a signal; a compiler may exit with any other status up to 255.
+    # A shell reports a signal as 128 plus its number. Other statuses up to 255 come from the compiler.
     return 128 - status if 128 < status < 128 + signal.NSIG else status
 
 
@@ -596,18 +595,18 @@ def _jobs() -> int:
 
 
 def _run_by_ninja(ninja: str, steps: Sequence[_Step], scratch: Path) -> None:
-    """Runs steps side by side by ninja; what it does not run to its end has no status."""
+    """Runs steps in parallel with ninja; steps that do not finish have no status."""
     lines = [f"builddir = {str(scratch).replace('$', '$$')}", "rule run", "  command = $line"]
     for index, step in enumerate(steps):
         lines += [f"build step{index}: run", f"  line = {step.line().replace('$', '$$')}"]
     file = scratch / "build.ninja"
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    with suppress(_FailedError):  # what a step printed, and how it ended, lies beside it
+    with suppress(_FailedError):  # the files of each step hold its output and status
         _run([ninja, "-f", str(file), "-j", str(_jobs())], scratch / "ninja.log", scratch, "ninja failed")
 
 
 def _run_side_by_side(steps: Sequence[_Step], scratch: Path) -> None:
-    """Runs steps, as many at a time as there are processors; after one that fails no other begins."""
+    """Runs as many steps at a time as there are processors; starts no other step after one failed."""
     waiting, running = list(steps), dict[subprocess.Popen[bytes], _Step]()
     try:
         while waiting or running:
@@ -625,12 +624,12 @@ def _run_side_by_side(steps: Sequence[_Step], scratch: Path) -> None:
 
 
 def _kept_log(plan: Plan) -> Path:
-    """Returns where the log of a build that failed is kept."""
+    """Returns the path where the log of a failed build is kept."""
     return plan.directory.with_name(f"{plan.directory.name}.log") if plan.is_cached else plan.directory / _LOG
 
 
 def _replace(fresh: Path, directory: Path, before: Path) -> None:
-    """Puts a directory in the place of another, which stays where it is if that fails."""
+    """Replaces a directory by another one, and moves the old one back if that fails."""
     with suppress(FileNotFoundError):
         directory.replace(before)
     try:
@@ -641,7 +640,7 @@ def _replace(fresh: Path, directory: Path, before: Path) -> None:
         raise
 
 
-# Runs in a process of its own: what torch has loaded cannot be unloaded, and may crash.
+# Runs in a process of its own: torch cannot unload a library, and a broken one may crash.
 _TRIAL = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -697,14 +696,14 @@ def _try_out(library: Library, part: Part, log: Path, scratch: Path) -> None:
 
 
 class _FailedError(Exception):
-    """A program did not do its work."""
+    """A program could not be started or failed."""
 
 
 def _run(command: Sequence[str], log: Path, scratch: Path, failure: str) -> None:
-    """Runs a program, with its output added to a log.
+    """Runs a program and appends its output to a log.
 
     Raises:
-        _FailedError: it could not be started, or did not end well.
+        _FailedError: the program could not be started or failed.
     """
     with log.open("a", encoding="utf-8") as written:
         written.write(f"$ {shlex.join(command)}\n")
@@ -727,8 +726,8 @@ def _run(command: Sequence[str], log: Path, scratch: Path, failure: str) -> None
 
 
 def _start(command: Sequence[str], scratch: Path, output: IO[str] | int) -> subprocess.Popen[bytes]:
-    # A group of its own, so that no part of a compiler outlives it; and its temporary files go where they are cleared
-    # away whatever happens.
+    # In a process group of its own, so that `_end` reaches all processes of a compiler. Its temporary files go to the
+    # scratch directory, which is always removed.
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -740,7 +739,7 @@ def _start(command: Sequence[str], scratch: Path, output: IO[str] | int) -> subp
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a program and all that it started: ninja has groups of its own, and ends them if it is asked to end."""
+    """Ends a program and its child processes; SIGTERM comes first, so that ninja can end its own process groups."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, how)
@@ -757,10 +756,10 @@ def _how_it_ended(status: int) -> str:
 
 
 def _last_words(said: str) -> str:
-    """Returns the end of what a program printed, to be quoted: the errors, if it names any."""
+    """Returns the lines of a program's output to quote in an error: its first errors if any, else its last lines."""
     lines = [line.rstrip() for line in said.splitlines() if line.strip()]
     quoted = [line for line in lines if _TELLING.search(line)][:_QUOTED_LINES] or lines[-_QUOTED_LINES:]
-    return ":\n" + "\n".join(quoted) if quoted else ", without a word"
+    return ":\n" + "\n".join(quoted) if quoted else ", without any output"
 
 
 def _cannot_be_started(command: Sequence[str], error: OSError) -> str:
@@ -769,12 +768,12 @@ def _cannot_be_started(command: Sequence[str], error: OSError) -> str:
 
 @contextmanager
 def _writing_to(place: Path) -> Iterator[Path]:
-    """Makes a directory if need be; turns whatever the disk refuses there into an error of ours."""
+    """Creates a directory if it is missing; raises `KernelError` for any OSError within the block."""
     try:
         place.mkdir(parents=True, exist_ok=True)
         yield place
-    except (OSError, NotImplementedError) as error:  # the latter where a file system has no locks
+    except (OSError, NotImplementedError) as error:  # the latter if the file system has no locks
         raise KernelError(
-            f"the compiled extension cannot be written to {place} ({error}). Free some space or mend the permissions "
+            f"the compiled extension cannot be written to {place} ({error}). Free some space or fix the permissions "
             "there, or set the environment variable AMPATCH_CACHE to another directory."
         ) from error

@@ -1,6 +1,6 @@
-"""Copies numbers from the device to the host. The caller waits only when it reads them.
+"""Copies numbers from a device to the host; the caller waits only when it reads them.
 
-Must not know what they mean.
+Must not know what the numbers mean.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class HostCopy:
     """Copies numbers to the host without waiting for the device.
 
     Args:
-        on_device: the numbers; not 0-dimensional.
+        on_device: one or more numbers; at least 1-dimensional.
     """
 
     def __init__(self, on_device: Tensor) -> None:
@@ -30,12 +30,12 @@ class HostCopy:
 
     @property
     def has_arrived(self) -> bool:
-        """Returns whether they can be read without waiting."""
+        """True if the numbers can be read without waiting."""
         return self._event is None or self._event.query()
 
     @functools.cached_property
     def values(self) -> tuple[float, ...]:
-        """Returns the numbers; waits for them."""
+        """Numbers that were copied; the first read waits for their arrival."""
         if self._event is not None:
             self._event.synchronize()
         return tuple(self._numbers.tolist())

@@ -1,8 +1,8 @@
-"""Gradient work on lists of tensors, and the update of the scale: the only file that chooses who does it.
+"""Operators on lists of gradients and masters, and the update of the loss scale.
 
-There are two who can: the operators of the compiled extension (`csrc/`, `torch.ops.ampatch`), where one is built; and
-torch's own multi-tensor kernels. Every function works on the devices the tensors are on and reads nothing back to the
-host.
+Owns the choice between the operators of the compiled extension (`csrc/`, `torch.ops.ampatch`) and torch's own
+multi-tensor kernels; no other file makes it. Functions work on the devices of their tensors. They must never sync with
+the device.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ logger = logging.getLogger("ampatch")
 CHOICES = ("auto", "extension", "torch")
 _VARIABLE = "AMPATCH_KERNELS"
 
-# What the extension's kernels work on. Subclasses of tensors have ways of their own, and are left to torch.
+# Types and dtypes that the extension's kernels accept. torch's kernels process other subclasses of Tensor, which may
+# override operators.
 _TYPES = frozenset({Tensor, nn.Parameter})
 _DTYPES = frozenset({*HALVES, torch.float32})
 
-# Asked of all tensors of a list by `map`, since a line of Python for each costs more than the kernels do.
+# For `map` over all tensors of a list: a line of Python for each tensor would cost more than the kernels.
 _KIND = operator.attrgetter("dtype", "device", "layout")
 _DTYPE = operator.attrgetter("dtype")
 _IS_RECORDED = operator.attrgetter("requires_grad")
@@ -51,8 +52,8 @@ def _choose(asked: str) -> Chosen[extension.Library]:
         return Chosen(
             None,
             f"{torchs}, as there is no compiled extension of this version for this machine in "
-            f"{extension.cache_directory()}: at O2 they pass over gradients three times, where the extension does so "
-            "once. `ampatch build` compiles it",
+            f"{extension.cache_directory()}: at O2 they make three passes over gradients, the extension "
+            "only one. `ampatch build` compiles it",
         )
     try:
         extension.load(library)
@@ -70,35 +71,35 @@ def select(choice: str | None = None) -> None:
     """Chooses the kernels that this process uses from now on.
 
     Args:
-        choice: "extension", "torch", or "auto", which is the extension where there is one; None: what the environment
-            variable AMPATCH_KERNELS says, or "auto".
+        choice: "extension", "torch", or "auto", which uses the extension if there is one; None for the value of the
+            environment variable AMPATCH_KERNELS, "auto" by default.
 
     Raises:
-        OptionError: it is none of these.
-        KernelError: the extension was asked for, and there is none that can be loaded.
+        OptionError: the choice is none of these.
+        KernelError: "extension" was chosen, and no extension can be loaded.
     """
     _selection.select(choice)
     _runs_on.cache_clear()
 
 
 def prepare() -> None:
-    """Chooses now, and not at first use, so that a choice which cannot be had is an error before anything is changed.
+    """Chooses now instead of at first use, so that an impossible choice raises before amp changes anything.
 
     Raises:
-        OptionError: AMPATCH_KERNELS has no such value.
-        KernelError: it asks for an extension that is not there.
+        OptionError: AMPATCH_KERNELS has an invalid value.
+        KernelError: AMPATCH_KERNELS asks for the extension, and none can be loaded.
     """
     _selection.current()
 
 
 def in_use() -> str:
-    """Returns which kernels do the work here, and why, in a sentence for people."""
+    """Returns a readable sentence: which kernels are in use here, and why."""
     return _selection.current().why
 
 
 @functools.cache
 def _runs_on(device: torch.device) -> bool:
-    """Returns whether the extension is in use, and does its work on a device."""
+    """Returns True if the extension is in use and its kernels run on a device; warns if a GPU cannot run them."""
     library = _selection.current().compiled
     if library is None or device.type == "cpu":
         return library is not None
@@ -115,7 +116,7 @@ def _runs_on(device: torch.device) -> bool:
             fault = str(error)
     if fault is not None:
         logger.warning(
-            "The compiled extension %s does not run on %s: %s. torch's own kernels do the work there. Type `ampatch "
+            "The compiled extension %s does not run on %s: %s. torch's own kernels are used there. Type `ampatch "
             "build --force` on this machine.",
             library.path,
             torch.cuda.get_device_name(device),
@@ -125,7 +126,7 @@ def _runs_on(device: torch.device) -> bool:
 
 
 def _try_out(device: torch.device) -> None:
-    """Runs an operator on a GPU, whose driver may be older than the compiler's libraries want it: RuntimeError then."""
+    """Runs an operator on a GPU; raises RuntimeError if its driver is too old for the library's CUDA version."""
     one = torch.ones((), dtype=torch.float32, device=device)
     found_inf = torch.zeros_like(one)
     extension_kernels.unscale_([torch.ones_like(one)], one, found_inf)
@@ -139,22 +140,22 @@ def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
 
     Args:
         grads: floating or complex tensors of any shape, layout, dtype and device.
-        factor: 0-dimensional float32.
+        factor: number to multiply by; 0-dimensional float32.
     """
     for group in _by_kind(grads):
         torch._foreach_mul_(group, _moved(factor, group[0].device))
 
 
 def unscale_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    """``grads *= inv_scale`` in place, and ``found_inf = 1`` if any element was not finite; it is never reset.
+    """Computes ``grads *= inv_scale`` in place; sets ``found_inf`` to 1 if any element was not finite.
 
     Args:
         grads: floating or complex tensors of any shape, layout, dtype and device; sparse ones are coalesced.
-        inv_scale: 0-dimensional float32.
-        found_inf: 0-dimensional float32.
+        inv_scale: reciprocal of the loss scale; 0-dimensional float32.
+        found_inf: overflow flag, which is never reset; 0-dimensional float32.
     """
     grads = list(grads)
-    if not grads:  # where all are masters'
+    if not grads:  # all gradients belong to masters
         return
     device = _ordinary_device(grads, may_be_recorded=False)
     if device is not None:
@@ -164,8 +165,8 @@ def unscale_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
     recorded: list[Tensor] = []
     for grad in grads:
         if grad.is_sparse and not grad.is_coalesced():
-            grad.copy_(grad.coalesce())  # two entries of one index may overflow in their sum
-        # Gradients of backward(create_graph=True) have a graph of their own, which this multiplication has to be in.
+            grad.copy_(grad.coalesce())  # the sum of two entries of one index may overflow
+        # Gradients of backward(create_graph=True) have a graph of their own, which must record this multiplication.
         if grad.requires_grad:
             recorded.append(grad)
         else:
@@ -186,21 +187,21 @@ def _unscale(
 
 
 def unscale_by_(grads: list[Tensor], scale: Tensor) -> Tensor:
-    """Divides gradients by a scale in place: `unscale_` by its reciprocal.
+    """Unscales gradients in place: `unscale_` with the reciprocal of a scale.
 
     Args:
-        grads: as of `unscale_`.
-        scale: 0-dimensional float32.
+        grads: tensors to unscale, as in `unscale_`.
+        scale: loss scale; 0-dimensional float32.
 
     Returns:
-        The verdict: 0-dimensional float32 beside the scale, 1 if any element was not finite, else 0.
+        Overflow flag on the device of the scale, 0-dimensional float32: 1 if any element was not finite, else 0.
     """
     found_inf = torch.zeros_like(scale)
-    if not grads:  # where all are masters'
+    if not grads:  # all gradients belong to masters
         return found_inf
     inv_scale = scale.reciprocal()
     device = _ordinary_device(grads, may_be_recorded=False)
-    if device == scale.device:  # as in nearly every step, which does without the frames of what follows
+    if device == scale.device:  # nearly every step: saves the Python frames of `unscale_`
         _operators_on(device).unscale_(grads, inv_scale, found_inf)
     else:
         unscale_(grads, inv_scale, found_inf)
@@ -210,14 +211,14 @@ def unscale_by_(grads: list[Tensor], scale: Tensor) -> Tensor:
 def unscale_copy(
     grads: list[Tensor], master_grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, write_back: bool
 ) -> None:
-    """``master_grads = grads * inv_scale``, and ``found_inf`` as in `unscale_`.
+    """Computes ``master_grads = grads * inv_scale``; sets ``found_inf`` as `unscale_` does.
 
     Args:
         grads: dense tensors of float16, bfloat16 or float32, of any shape and device.
-        master_grads: as many of float32, of the same shapes and devices; what they hold does not count.
-        inv_scale: 0-dimensional float32.
-        found_inf: 0-dimensional float32.
-        write_back: whether ``grads`` then become the master gradients, rounded.
+        master_grads: float32 tensors of the same number, shapes and devices; their values are overwritten unread.
+        inv_scale: reciprocal of the loss scale; 0-dimensional float32.
+        found_inf: overflow flag; 0-dimensional float32.
+        write_back: True to copy the results back to ``grads``, as `show` does.
     """
     for operators, device, (narrow, wide) in _by_implementation(grads, master_grads):
         with _On(device, found_inf, torch.maximum) as flag:
@@ -227,9 +228,9 @@ def unscale_copy(
 def unscale_add(
     grads: list[Tensor], master_grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, write_back: bool
 ) -> None:
-    """``master_grads += grads * inv_scale``, and for the rest as `unscale_copy`.
+    """Computes ``master_grads += grads * inv_scale``; otherwise like `unscale_copy`.
 
-    Only ``grads`` are looked at: ``found_inf`` is the verdict on what is added, and not on what was there before.
+    ``found_inf`` reports overflows in ``grads`` only, not in the earlier values of ``master_grads``.
     """
     for operators, device, (narrow, wide) in _by_implementation(grads, master_grads):
         with _On(device, found_inf, torch.maximum) as flag:
@@ -237,21 +238,26 @@ def unscale_add(
 
 
 def show(master_grads: list[Tensor], grads: list[Tensor]) -> None:
-    """``grads = master_grads``, rounded, but that nothing becomes zero which is not zero.
+    """Copies ``master_grads`` to ``grads``, rounded; nonzero elements stay nonzero instead of underflowing.
 
     Args:
-        master_grads: dense tensors of float32.
-        grads: as many of float16, bfloat16 or float32, of the same shapes and devices.
+        master_grads: dense float32 tensors.
+        grads: tensors of float16, bfloat16 or float32, of the same number, shapes and devices.
     """
     for operators, _, (narrow, wide) in _by_implementation(grads, master_grads):
         operators.show(wide, narrow)
 
 
 def fingerprints(halves: list[Tensor]) -> Tensor:
-    """Returns a float64 number for each tensor, which differs if elements differ, but for one case in 2**32.
+    """Returns a hash of the elements of each tensor, which shows whether the tensor was changed.
+
+    A change of a single element always changes the hash; other changes leave it the same in one case of 2**32.
 
     Args:
-        halves: dense tensors of float16, bfloat16 or float32, of one device; one or more, none of them empty.
+        halves: one or more dense tensors of float16, bfloat16 or float32 on one device; none is empty.
+
+    Returns:
+        1-dimensional float64, one element per tensor.
     """
     found = torch.empty(len(halves), dtype=torch.float64, device=halves[0].device)
     _implementation_of_all(halves).fingerprint(halves, found)
@@ -259,26 +265,29 @@ def fingerprints(halves: list[Tensor]) -> Tensor:
 
 
 def follow(halves: list[Tensor], masters: list[Tensor], before: Tensor, now: Tensor, *, of_gradients: bool) -> None:
-    """``masters = halves`` in the elements in which these are not the masters', rounded, of some tensors.
+    """Copies elements that were edited from ``halves`` to ``masters``, in tensors whose fingerprint changed.
 
-    Where half and master are the same but for the rounding the master keeps its bits.
+    An element was edited if it differs from its master rounded to the half dtype. Other elements of masters keep their
+    bits.
 
     Args:
-        halves: as of `fingerprints`.
-        masters: as many of float32, of the same shapes and device.
-        before: of each, what `fingerprints` gave when it was the master's.
-        now: what it gives now; a tensor for which the two are the same is left alone.
-        of_gradients: whether they are rounded as `show` does it.
+        halves: dense tensors of float16, bfloat16 or float32 on one device; none is empty.
+        masters: float32 tensors of the same number, shapes and device.
+        before: result of `fingerprints` when the halves last were the rounded masters.
+        now: current result of `fingerprints`; tensors whose numbers in ``before`` and ``now`` are equal are skipped.
+        of_gradients: True to round masters as `show` does.
     """
     _implementation_of_all(halves).follow(halves, masters, before, now, of_gradients)
 
 
 def follow_by_value(narrow: list[Tensor], wide: list[Tensor]) -> None:
-    """``wide = narrow`` in the elements in which these are not ``wide``, rounded; the others keep their bits.
+    """Copies elements of ``narrow`` to ``wide`` if they differ from those of ``wide`` rounded to the narrow dtype.
+
+    Other elements of ``wide`` keep their bits.
 
     Args:
         narrow: dense floating tensors.
-        wide: as many of a type that holds theirs, of the same shapes and devices.
+        wide: tensors of the same number, shapes and devices, of a dtype that holds all values of the narrow one.
     """
     if all(tensor.dtype is torch.float32 for tensor in wide):
         for operators, _, (halves, masters) in _by_implementation(narrow, wide):
@@ -288,16 +297,16 @@ def follow_by_value(narrow: list[Tensor], wide: list[Tensor]) -> None:
 
 
 def found_inf_norm(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor, sum_of_squares: Tensor) -> None:
-    """``sum_of_squares += sum((grads * inv_scale) ** 2)``, and ``found_inf`` as in `unscale_`; reads once.
+    """Adds the sum of ``(grads * inv_scale) ** 2`` to ``sum_of_squares``; sets ``found_inf`` as `unscale_` does.
 
-    The extension squares in float32, as torch's norms of float32 do: what is above 1.8e19 counts as infinite, and what
-    is below 1e-19 is lost by and by.
+    The extension reads gradients only once. It squares in float32, as torch's norms of float32 do: unscaled elements
+    above 1.8e19 make the sum infinite, and elements below 1e-19 gradually lose precision and vanish.
 
     Args:
         grads: floating or complex tensors of any shape, layout, dtype and device.
-        inv_scale: 0-dimensional float32.
-        found_inf: 0-dimensional float32.
-        sum_of_squares: 0-dimensional float64, on the device of ``found_inf``.
+        inv_scale: reciprocal of the loss scale; 0-dimensional float32.
+        found_inf: overflow flag; 0-dimensional float32.
+        sum_of_squares: sum to add to; 0-dimensional float64, on the device of ``found_inf``.
     """
     values = [values_of(_summed(grad.detach())) for grad in grads]
     for operators, device, (group,) in _by_implementation(values):
@@ -310,7 +319,7 @@ def zero_after_overflow_(grads: Iterable[Tensor], found_inf: Tensor) -> None:
 
     Args:
         grads: floating or complex tensors of any shape, layout, dtype and device.
-        found_inf: 0-dimensional float32.
+        found_inf: overflow flag; 0-dimensional float32.
     """
     for group in _by_kind(grads):
         overflow = found_inf.to(group[0].device, non_blocking=True) != 0
@@ -322,11 +331,11 @@ def zero_after_overflow_(grads: Iterable[Tensor], found_inf: Tensor) -> None:
 
 
 def copy_to_half(masters: list[Tensor], halves: list[Tensor]) -> None:
-    """``halves = masters``, rounded; in a ``torch.no_grad()`` block, where these are parameters.
+    """Copies ``masters`` to ``halves``, rounded; if these are parameters, call it under ``torch.no_grad()``.
 
     Args:
-        masters: dense tensors of float32.
-        halves: as many of float16 or bfloat16, of the same shapes and devices.
+        masters: dense float32 tensors.
+        halves: tensors of float16 or bfloat16, of the same number, shapes and devices.
     """
     for operators, _, (narrow, wide) in _by_implementation(halves, masters):
         operators.copy_to_half(wide, narrow)
@@ -348,19 +357,19 @@ def update_scale(
     floor: float,
     ceiling: float,
 ) -> None:
-    """Makes the transition of `ampatch.scaling.loss_scaler.next_state`, in place on the device.
+    """Updates the loss scale and its counters in place by the rules of `ampatch.scaling.loss_scaler.next_state`.
 
     Args:
-        scale: 0-dimensional float32.
-        unskipped: 0-dimensional int32, clean steps since the last change.
-        hysteresis_left: 0-dimensional int32.
-        found_inf: 0-dimensional float32, not 0 after an overflow.
-        growth: what the scale is multiplied by when it grows.
-        backoff: what it is multiplied by when it backs off.
-        window: clean steps before it grows.
-        hysteresis: overflows before it backs off.
-        floor: the least scale.
-        ceiling: the greatest; may be inf, and the scale then grows as long as it stays finite.
+        scale: loss scale; 0-dimensional float32.
+        unskipped: number of steps without overflow since the last overflow or growth; 0-dimensional int32.
+        hysteresis_left: number of overflows left before the scale backs off; 0-dimensional int32.
+        found_inf: overflow flag, not 0 after an overflow; 0-dimensional float32.
+        growth: factor by which the scale grows.
+        backoff: factor by which the scale backs off.
+        window: number of steps without overflow before the scale grows.
+        hysteresis: number of overflows before the scale backs off.
+        floor: smallest scale.
+        ceiling: largest scale; if it is inf, the scale grows as long as it stays finite.
     """
     _operators_on(scale.device).update_scale(
         scale, unskipped, hysteresis_left, found_inf, growth, backoff, window, hysteresis, floor, ceiling
@@ -371,14 +380,14 @@ def update_scale(
 
 
 def _summed(grad: Tensor) -> Tensor:
-    """Returns a gradient with one value an element: sums a sparse one's entries of one index, at least in float32."""
+    """Returns a gradient with one value per element: coalesces a sparse gradient, in float32 if it is half."""
     if not grad.is_sparse:
         return grad
     return (grad.to(torch.float32) if grad.dtype in HALVES else grad).coalesce()
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """Returns a tensor's elements as a dense, real one that shares its memory; of a DTensor, those of this rank."""
+    """Returns a tensor's elements as a dense real tensor that shares its memory; of a DTensor, this rank's part."""
     if type(tensor) is not Tensor and hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     if tensor.is_sparse:
@@ -386,19 +395,19 @@ def values_of(tensor: Tensor) -> Tensor:
     elif tensor.layout is not torch.strided:  # compressed rows or columns
         tensor = tensor.values()
     if tensor.is_complex():
-        # A conjugated view has no real view, and the tensor that it conjugates will do.
+        # A conjugated view has no real view; the tensor below it has one.
         tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
     return tensor
 
 
 def _ordinary_device(tensors: list[Tensor], *, may_be_recorded: bool = True) -> torch.device | None:
-    """Returns the device of a list of dense tensors of usual types, if all are on one, as in most lists; else None.
+    """Returns the device of a list of ordinary dense tensors, or None if they are on several or some are not ordinary.
 
-    Those are their own `values_of`, and one implementation does for all of them.
+    For such tensors `values_of` is the identity, and one implementation handles the whole list.
 
     Args:
-        tensors: of any kind.
-        may_be_recorded: whether they may require gradients.
+        tensors: tensors of any kind.
+        may_be_recorded: False to return None also if a tensor requires a gradient.
     """
     compiled = calls.compiled()
     if compiled is not None:
@@ -412,7 +421,7 @@ def _ordinary_device(tensors: list[Tensor], *, may_be_recorded: bool = True) -> 
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Returns the values of tensors in groups of one device and dtype, for torch's multi-tensor kernels."""
+    """Returns the `values_of` tensors, grouped by device and dtype for torch's multi-tensor kernels."""
     tensors = list(tensors)
     if len(set(map(_DTYPE, tensors))) == 1 and _ordinary_device(tensors) is not None:
         return [tensors]
@@ -424,10 +433,10 @@ def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def _by_implementation(*lists: list[Tensor]) -> Iterator[tuple[ModuleType, torch.device, Sequence[list[Tensor]]]]:
-    """Lists of equal length in as few groups as can be: of one device and, by the first list, one implementation.
+    """Groups the rows of equally long lists by the device and implementation of the tensor in the first list.
 
     Yields:
-        What has the operators, the device, and the lists.
+        Module with the operators, device, and the lists of one group.
     """
     device = _ordinary_device(lists[0])
     if device is not None:
@@ -445,29 +454,29 @@ def _by_implementation(*lists: list[Tensor]) -> Iterator[tuple[ModuleType, torch
 
 
 def _implementation(kind: type, dtype: torch.dtype, device: torch.device, is_negated: bool) -> ModuleType:
-    """Returns what has the operators for tensors of a class, and so on."""
+    """Returns the module with the operators for tensors of this type, dtype and device."""
     is_ordinary = kind in _TYPES and dtype in _DTYPES and not is_negated
     return _operators_on(device) if is_ordinary else torch_kernels
 
 
 def _implementation_of_all(tensors: list[Tensor]) -> ModuleType:
-    """Returns what has the operators for tensors that are handed over in one list, being of one device."""
+    """Returns the module with operators for all tensors of a list, which are on one device."""
     device = _ordinary_device(tensors)
     return torch_kernels if device is None else _operators_on(device)
 
 
 def _operators_on(device: torch.device) -> ModuleType:
-    """Returns what has the operators for ordinary tensors on a device."""
+    """Returns the module with the operators for ordinary tensors on a device."""
     return extension_kernels if _runs_on(device) else torch_kernels
 
 
 def _moved(number: Tensor, device: torch.device) -> Tensor:
-    """Returns a 0-dimensional tensor on a device; itself if it lies there."""
+    """Returns a 0-dimensional tensor on a device; the tensor itself if it is there already."""
     return number if number.device == device else number.to(device, non_blocking=True)
 
 
 class _On:
-    """What stands for a 0-dimensional result on a device; where that lies elsewhere, they are combined at the end."""
+    """Context manager: gives a 0-dimensional result on ``device``; on exit merges it into one on another device."""
 
     __slots__ = ("_combine", "_result", "_there")
 

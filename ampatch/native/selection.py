@@ -1,7 +1,7 @@
-"""Which of several implementations this process uses: the one asked for, or the best that is there.
+"""Chooses the implementation that this process uses: the requested one, or the best available one.
 
-Owns how a choice is made, and that it is made once. What there is to choose from is said by those who have it, and no
-other module may look at the environment for it.
+Owns how the choice is made, and that it is made only once. The calling module says which implementations there are. No
+other module must read the environment variables of these choices.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Chosen(Generic[_T]):
-    """An implementation.
+    """The implementation that was chosen.
 
     Attributes:
-        compiled: the compiled one; None: what does without.
-        why: which it is and why, for people.
+        compiled: compiled implementation; None for the one that needs no compiled code.
+        why: readable name of the implementation, and why it was chosen.
     """
 
     compiled: _T | None
@@ -33,16 +33,16 @@ class Chosen(Generic[_T]):
 
 
 class Selection(Generic[_T]):
-    """A choice for this process.
+    """A choice between implementations, made once for this process.
 
     Args:
-        variable: the environment variable that is asked where the caller does not say.
-        choices: what may be asked for, "auto" among them.
-        choose: gives the implementation that was asked for; raises `KernelError` where it is not there.
-        announcement: what is logged of a choice that nobody made, with a place for which it is.
+        variable: environment variable that is read if the caller names no choice.
+        choices: valid choices, "auto" among them.
+        choose: function that returns the implementation for a choice; raises `KernelError` if it is not available.
+        announcement: format of the log line for a choice made at first use; its ``%s`` is `Chosen.why`.
 
     Attributes:
-        chosen: None, as long as nobody needed it.
+        chosen: implementation chosen so far; None before the first use.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class Selection(Generic[_T]):
         self._announcement = announcement
 
     def select(self, choice: str | None = None) -> Chosen[_T]:
-        """Chooses from now on.
+        """Chooses the implementation to use from now on.
 
         Args:
-            choice: one of the choices; None: what the environment says, or "auto".
+            choice: one of the choices; None for the value of the environment variable, "auto" by default.
 
         Returns:
-            What was chosen.
+            Implementation that was chosen.
 
         Raises:
-            OptionError: it is none of them.
-            KernelError: it is not there.
+            OptionError: the choice is not a valid one.
+            KernelError: the implementation is not available.
         """
         asked = os.environ.get(self._variable, "auto") if choice is None else choice
         if asked not in self._choices:
@@ -77,7 +77,7 @@ class Selection(Generic[_T]):
         return self.chosen
 
     def current(self) -> Chosen[_T]:
-        """Returns what was chosen; chooses now, if nobody has."""
+        """Returns the implementation in use; chooses it on first use, and then logs it unless it is compiled."""
         if self.chosen is not None:
             return self.chosen
         chosen = self.select()

@@ -1,7 +1,8 @@
-"""The operators of `torch.ops.ampatch` on torch's own multi-tensor kernels: what runs where there is no extension.
+"""The operators of `torch.ops.ampatch`, written with torch's own multi-tensor kernels; in use if no extension is built.
 
-Every function does what the operator of its name does, and is what the tests compare that with. Its tensors are on one
-device, of float16, bfloat16, float32 or float64, and of any strides. Must not choose: `ampatch.native.kernels` does.
+Every function does what the operator of its name does, and is the reference for that operator in the tests. Its tensors
+are on one device, of float16, bfloat16, float32 or float64, and have any strides. Must not choose an implementation:
+`ampatch.native.kernels` does.
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 
-# The least number above zero that a type has.
+# The smallest positive (subnormal) number of each dtype.
 _LEAST = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
 
-# The least number of elements that are worked on at once where that takes temporary tensors.
+# Minimum length, in elements, of batches and of cut pieces, for operations that need temporary tensors.
 _PIECE = 2**12
 
-# As in csrc/operations.h, as int32.
+# As int32. `_INDEX_STEP` and `_HASH_STEPS` are those of `hashed` in csrc/operations.h.
 _INDEX_STEP, _PIECE_STEP = 0x9E3779B1 - 2**32, 0x7FEB352D
 _HASH_STEPS = 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32
 
 
 def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    """``grads *= inv_scale`` in place; sets ``found_inf`` where an element of ``grads`` was not finite."""
+    """Computes ``grads *= inv_scale`` in place; sets ``found_inf`` to 1 if an element of ``grads`` was not finite."""
     for (group,) in _by_dtype(grads):
         torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inv_scale)
-        increment_version(group)  # which this one of torch's own operators does not (torch 2.13)
+        increment_version(group)  # torch's operator does not (torch 2.13)
 
 
 def unscale_copy(
     grads: list[Tensor], master_grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, write_back: bool
 ) -> None:
-    """``master_grads = grads * inv_scale`` in float32; with ``write_back`` then `show`."""
+    """Computes ``master_grads = grads * inv_scale`` in float32, and then, with ``write_back``, calls `show`."""
     for narrow, wide in _by_dtype(grads, master_grads):
         torch._foreach_copy_(wide, narrow)
         torch._amp_foreach_non_finite_check_and_unscale_(wide, found_inf, inv_scale)
@@ -50,7 +51,7 @@ def unscale_copy(
 def unscale_add(
     grads: list[Tensor], master_grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, write_back: bool
 ) -> None:
-    """``master_grads += grads * inv_scale`` in float32; with ``write_back`` then `show`."""
+    """Computes ``master_grads += grads * inv_scale`` in float32, and then, with ``write_back``, calls `show`."""
     for narrow, wide in _by_dtype(grads, master_grads):
         for batch in _batches(narrow, wide):
             unscaled = [torch.empty_like(piece, dtype=torch.float32) for piece in batch.columns[0]]
@@ -61,7 +62,7 @@ def unscale_add(
 
 
 def show(master_grads: list[Tensor], grads: list[Tensor]) -> None:
-    """``grads = master_grads``, rounded, but that nothing becomes zero which is not zero."""
+    """Copies ``master_grads`` to ``grads``, rounded; nonzero elements stay nonzero instead of underflowing."""
     for narrow, wide in _by_dtype(grads, master_grads):
         if narrow[0].dtype not in _LEAST:
             torch._foreach_copy_(narrow, wide)
@@ -72,13 +73,15 @@ def show(master_grads: list[Tensor], grads: list[Tensor]) -> None:
 
 
 def fingerprint(halves: list[Tensor], fingerprints: Tensor) -> None:
-    """Sets a number for each tensor which is another one if one element is, and else but for one case in 2**32.
+    """Writes a hash of each tensor's elements to ``fingerprints``.
+
+    A change of a single element always changes the hash; other changes leave it the same in one case of 2**32.
 
     Args:
-        halves: of float16, bfloat16 or float32; none is empty.
-        fingerprints: float64, as many as there are tensors.
+        halves: tensors of float16, bfloat16 or float32; none is empty.
+        fingerprints: 1-dimensional float64, one element per tensor.
     """
-    sums: list[Tensor] = []  # of pieces, tensor by tensor
+    sums: list[Tensor] = []  # one for each piece, in the order of the tensors
     counts = [0] * len(halves)
     for batch in _batches(halves):
         pieces = batch.columns[0]
@@ -87,7 +90,7 @@ def fingerprint(halves: list[Tensor], fingerprints: Tensor) -> None:
         table = _indices(1 << max(lengths).bit_length(), words.device)
         words += torch.cat([table[:length] for length in lengths])
         for index, part in zip(batch.indices, words.split(lengths), strict=True):
-            if counts[index]:  # each piece of a tensor counts differently
+            if counts[index]:  # each piece of a tensor gets an offset of its own
                 part.add_((counts[index] * _PIECE_STEP + 2**31) % 2**32 - 2**31)
             counts[index] += 1
         sums.append(_sums_of(_hashed_(words), lengths))
@@ -96,14 +99,17 @@ def fingerprint(halves: list[Tensor], fingerprints: Tensor) -> None:
 
 
 def follow(halves: list[Tensor], masters: list[Tensor], before: Tensor, now: Tensor, of_gradients: bool) -> None:
-    """``masters = halves`` in the elements in which these are not the masters', rounded, of some tensors.
+    """Copies elements that were edited from ``halves`` to ``masters``, in tensors whose fingerprint changed.
+
+    An element was edited if it differs from its master rounded to the half dtype. Other elements of masters keep their
+    bits.
 
     Args:
-        halves: of float16 or bfloat16; none is empty.
-        masters: as many of float32, of the same shapes.
-        before: what `fingerprint` once found, or other numbers: float64, as many as there are tensors.
-        now: what it finds at present. The tensors for which the two are the same are left alone.
-        of_gradients: whether they are rounded as `show` does it.
+        halves: tensors of float16 or bfloat16; none is empty.
+        masters: float32 tensors of the same number and shapes.
+        before: earlier result of `fingerprint`, or other numbers; float64, one element per tensor.
+        now: current result of `fingerprint`; tensors whose numbers in ``before`` and ``now`` are equal are skipped.
+        of_gradients: True to round masters as `show` does.
     """
     changes = list((before != now).unbind())
     for narrow, wide, changed in _by_dtype(halves, masters, changes):
@@ -114,23 +120,23 @@ def follow(halves: list[Tensor], masters: list[Tensor], before: Tensor, now: Ten
             pieces = zip(batch.indices, batch.columns[0], strict=True)
             is_other &= torch.cat([changed[index].expand(piece.numel()) for index, piece in pieces])
             values = torch.where(is_other, shown, full)  # in float32, which holds both
-            # Uncounted, as by the extension.
+            # Version counters stay as they are, as in the extension.
             with _unsafe_preserve_version_counter(tuple(batch.columns[1])):
                 torch._foreach_copy_(batch.columns[1], _shaped_as(batch.columns[1], values))
 
 
 def follow_by_value(narrow: list[Tensor], wide: list[Tensor]) -> None:
-    """``wide = narrow`` in the elements in which these are not ``wide``, rounded."""
+    """Copies elements of ``narrow`` to ``wide`` if they differ from those of ``wide`` rounded to the narrow dtype."""
     for half, master in zip(narrow, wide, strict=True):
         is_same = half == master.to(half.dtype)
         master.copy_(torch.where(is_same, master, half.to(master.dtype)))
 
 
 def found_inf_norm(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, sum_of_squares: Tensor) -> None:
-    """Adds the sum of ``(grads * inv_scale) ** 2`` to ``sum_of_squares``, and sets ``found_inf`` as `unscale_` does."""
+    """Adds the sum of ``(grads * inv_scale) ** 2`` to ``sum_of_squares``; sets ``found_inf`` as `unscale_` does."""
     for (group,) in _by_dtype([grad for grad in grads if grad.numel()]):
         norms = torch.stack(torch._foreach_norm(group, 2, dtype=torch.float64))
-        # No sum of squares of the other types is infinite in float64, unless there is something that is not finite.
+        # In float64 the squares of finite float32 or half numbers cannot sum to infinity; those of float64 can.
         is_double = group[0].dtype is torch.float64
         peaks = torch.stack(torch._foreach_norm(group, math.inf)) if is_double else norms
         found_inf.masked_fill_(~peaks.isfinite().all(), 1)
@@ -138,7 +144,7 @@ def found_inf_norm(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, su
 
 
 def copy_to_half(masters: list[Tensor], halves: list[Tensor]) -> None:
-    """``halves = masters``, rounded."""
+    """Copies ``masters`` to ``halves``, rounded."""
     if halves:
         torch._foreach_copy_(halves, masters)
 
@@ -155,7 +161,7 @@ def update_scale(
     floor: float,
     ceiling: float,
 ) -> None:
-    """Makes the transition of `ampatch.scaling.loss_scaler.next_state`, in place on the device."""
+    """Updates the loss scale and its counters in place by the rules of `ampatch.scaling.loss_scaler.next_state`."""
     overflow = found_inf != 0
     hysteresis_left.sub_(overflow.to(torch.int32))
     unskipped.add_(1).masked_fill_(overflow, 0)
@@ -163,7 +169,7 @@ def update_scale(
     grows = unskipped >= window
     unskipped.masked_fill_(grows, 0)
     hysteresis_left.masked_fill_(grows, hysteresis)
-    # Rounded once, from the exact product: float32 does that where it holds the factors.
+    # The exact product must be rounded only once. A float32 product is, if both factors are exact in float32.
     exact = scale if _float32_holds(growth) and _float32_holds(backoff) else scale.double()
     changed = torch.where(backs_off, exact * backoff, torch.where(grows, exact * growth, exact)).float()
     changed = changed.clamp_(floor, ceiling)
@@ -176,11 +182,11 @@ def _float32_holds(number: float) -> bool:
 
 
 class _Batch(NamedTuple):
-    """Pieces of some tensors that are worked on together.
+    """Pieces of tensors that are processed together.
 
     Attributes:
-        indices: of the tensors in their list.
-        columns: the pieces, of each list.
+        indices: for each piece, index of its tensor in the list.
+        columns: for each list, its pieces.
     """
 
     indices: list[int]
@@ -188,9 +194,10 @@ class _Batch(NamedTuple):
 
 
 def _batches(*lists: list[Tensor]) -> Iterator[_Batch]:
-    """Pieces that share memory with the tensors of lists, in batches that are small beside all of them.
+    """Yields batches of pieces, which share memory with the tensors, so that temporary tensors of a batch stay small.
 
-    So are temporary tensors of a batch. How a tensor is cut does not depend on what else is in its list.
+    A batch holds up to 1/128 of all elements (at least `_PIECE`), or a single larger piece. Contiguous tensors are cut
+    into pieces of 1/64 of their elements (at least `_PIECE`), independently of the other tensors in their list.
     """
     room = max(_PIECE, sum(tensor.numel() for tensor in lists[0]) // 128)
     batch, elements = _Batch([], [[] for _ in lists]), 0
@@ -215,33 +222,33 @@ def _flat(pieces: list[Tensor]) -> Tensor:
 
 
 def _shaped_as(tensors: list[Tensor], flat: Tensor) -> list[Tensor]:
-    """Pieces of a flat tensor, with the shapes of tensors that have as many elements in all."""
+    """Splits a flat tensor into views with the shapes of ``tensors``."""
     pieces = flat.split([tensor.numel() for tensor in tensors])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 def _shown(full: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns what rounds to what is shown of gradients in a half type."""
+    """Returns float32 gradients in which nonzero elements that would underflow in ``dtype`` are its smallest number."""
     size = full.abs()
     vanishes = (size < _LEAST[dtype]).logical_and_(size != 0)
     return torch.where(vanishes, size.fill_(_LEAST[dtype]).copysign_(full), full)
 
 
 def _bits(piece: Tensor) -> Tensor:
-    """Returns the bits of elements as a new flat tensor of int32."""
+    """Returns the bits of the elements as a new flat int32 tensor."""
     bits = torch.int16 if piece.element_size() == 2 else torch.int32
     return piece.resolve_neg().reshape(-1).view(bits).to(torch.int32)
 
 
 def _sums_of(numbers: Tensor, lengths: list[int]) -> Tensor:
-    """Returns sums of so many numbers each: int64."""
+    """Returns int64 sums of consecutive runs of ``numbers``, which have these lengths."""
     totals = numbers.cumsum(0, dtype=torch.int64)
     ends = torch.stack([totals[end - 1] for end in itertools.accumulate(lengths)])
     return ends.diff(prepend=ends.new_zeros(1))
 
 
 def _hashed_(words: Tensor) -> Tensor:
-    """Changes int32 words as `hashed` of csrc/operations.h does; shifts bring in zeros."""
+    """Hashes int32 words in place, as `hashed` of csrc/operations.h does; masks make the shifts logical ones."""
     words.mul_(_HASH_STEPS[0])
     words ^= (words >> 15) & (2**17 - 1)
     words.mul_(_HASH_STEPS[1])
@@ -251,12 +258,12 @@ def _hashed_(words: Tensor) -> Tensor:
 
 @functools.cache
 def _indices(length: int, device: torch.device) -> Tensor:
-    """Returns what the index of an element adds to its bits in a fingerprint: int32."""
+    """Returns int32 numbers that are added to the bits of elements, by index, before hashing."""
     return torch.arange(length, dtype=torch.int32, device=device).mul_(_INDEX_STEP)
 
 
 def _by_dtype(*lists: list[Tensor]) -> Iterator[Sequence[list[Tensor]]]:
-    """Lists in groups in which the first has one dtype, as torch's multi-tensor kernels want it."""
+    """Yields the lists in groups by the dtype in the first list, as torch's multi-tensor kernels require."""
     dtypes = {tensor.dtype for tensor in lists[0]}
     if len(dtypes) == 1:
         yield lists

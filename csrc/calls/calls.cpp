@@ -1,10 +1,10 @@
-// Calls of patched functions: what ampatch/patching/wrappers.py does in Python, for the arguments that almost every
-// call has.
+// Calls of patched functions in C++: does what ampatch/patching/wrappers.py does in Python, for the arguments of almost
+// every call.
 //
-// `accelerate` has the interpreter run C++ where a function is called: that looks at the arguments, finds the casts of
-// weights, casts the rest and calls the original. What is out of the ordinary (subclasses of tensors, modes, tracers,
-// regions without casts, containers in containers, an explicit dtype) goes to the wrapper in Python, which is the
-// reference and knows every case. Nothing in here may decide otherwise than that would.
+// `accelerate` makes the interpreter run C++ when a function is called. The C++ inspects the arguments, finds kept
+// casts of weights, casts the other tensors and calls the original. It leaves rare cases to the wrapper in Python:
+// subclasses of tensors, modes, tracers, regions without casts, nested containers, an explicit dtype. The wrapper
+// handles every case and is the reference: the C++ must never decide differently.
 
 #include "parameters.h"
 #include "store.h"
@@ -52,19 +52,19 @@ PyObject* raised() {
 
 namespace {
 
-// Interned, as the names of arguments in calls are.
+// Interned, as are the names of keyword arguments in calls: equal names are usually the same object.
 PyObject* name_dtype;
 PyObject* name_out;
 
-// What the calls of one session share.
+// Data shared by all calls of a session.
 struct Caster {
   PyObject_HEAD
   CacheState* state;
   PyObject* switch_;
-  Py_ssize_t active;         // where the switch keeps whether it is on
-  PyObject* cast_otherwise;  // the cache's own way, for weights that are out of the ordinary
+  Py_ssize_t active;         // offset of the slot `active` in the switch
+  PyObject* cast_otherwise;  // WeightCache.cast, for rare cases
   PyObject* is_capturing;
-  uint64_t device_types;  // a bit for each
+  uint64_t device_types;  // one bit per device type that is cast on
 
   bool is_active() const {
     return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(switch_) + active) == Py_True;
@@ -79,18 +79,18 @@ struct Caster {
     return found != type && is_castable(found) && is_here(tensor);
   }
 
-  // Each is empty with a Python exception set, or throws.
+  // On errors, each returns empty with a Python exception set, or throws.
   Ref cast(PyObject* object, ScalarType type);
   Ref cast_weight(PyObject* parameter, const Tensor& tensor, ScalarType type);
   Ref cast_anew(const Tensor& tensor, ScalarType type);
   Ref cast_by_cache(PyObject* parameter, ScalarType type);
 };
 
-// As Tensor.to gives it, of a tensor in another type. Throws what that does.
+// Returns the tensor in another type, as Tensor.to does. Throws what Tensor.to throws.
 Tensor converted(const Tensor& tensor, ScalarType type) {
   const pybind11::gil_scoped_release released;
   std::optional<at::AutoDispatchBelowADInplaceOrView> below;
-  if (tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr) {  // autograd has never met it, and would do nothing
+  if (tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr) {  // no autograd metadata: autograd would do nothing
     below.emplace();
   }
   return at::_to_copy(tensor, type, std::nullopt, std::nullopt, std::nullopt, false, at::MemoryFormat::Preserve);
@@ -101,7 +101,7 @@ Ref Caster::cast_anew(const Tensor& tensor, ScalarType type) {
   return Ref::taken(wrapped(converted(tensor, type)));
 }
 
-// What WeightCache.cast does, but for the rare cases, which it does itself.
+// Does what WeightCache.cast does, and calls it in rare cases.
 Ref Caster::cast_weight(PyObject* parameter, const Tensor& tensor, ScalarType type) {
   if (tensor.is_cuda()) {
     const Ref capturing = Ref::taken(PyObject_CallNoArgs(is_capturing));
@@ -129,9 +129,9 @@ Ref Caster::cast_weight(PyObject* parameter, const Tensor& tensor, ScalarType ty
   if (tensor.is_inference() || tensor.layout() != at::kStrided || store->size() >= state->sweep_at) {
     return cast_by_cache(parameter, type);
   }
-  const Ref held = Ref::shared(reinterpret_cast<PyObject*>(store));  // others may let go of it meanwhile
+  const Ref held = Ref::shared(reinterpret_cast<PyObject*>(store));  // other code may drop the store meanwhile
   Ref made;
-  if (in_inference) {  // what is made in inference mode does not tell when it is written to
+  if (in_inference) {  // inference tensors have no version counter
     const c10::InferenceMode outside(false);
     const at::NoGradGuard without_graph;
     made = cast_anew(tensor, type);
@@ -199,7 +199,7 @@ PyObject* caster_new(PyTypeObject* type, PyObject* args, PyObject*) {
   return reinterpret_cast<PyObject*>(self);
 }
 
-// Takes a tuple of names of types of devices: tensors on these are cast from now on, and no others.
+// serve(names): casts only tensors on devices of these types from now on.
 PyObject* caster_serve(PyObject* self, PyObject* names) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(PyTuple_Check(names), "expected serve(names)");
@@ -218,29 +218,29 @@ PyObject* caster_serve(PyObject* self, PyObject* names) {
 
 PyMethodDef caster_methods[] = {{"serve", caster_serve, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
 
-// What is done to plain arguments: `Kind` of ampatch/native/calls.py.
+// How ordinary arguments are cast: `Kind` of ampatch/native/calls.py.
 enum class Kind { to, via_dtype, promote };
 
-// What is known of one patched function, for as long as that lives.
+// Data of one patched function; lives as long as the function.
 struct Call {
   PyObject_HEAD
   Caster* caster;
   PyObject* original;
   PyObject* explain;      // adds a note to an error that a cast may have caused: `add_note` of cast_errors.py
   PyObject* python;       // the wrapper
-  PyObject* watcher;      // a weak reference to the function, which tells when it dies
-  Py_ssize_t positional;  // with more arguments by position, one of them is `dtype` or `out`
+  PyObject* watcher;      // weak reference to the function; its callback deletes this entry
+  Py_ssize_t positional;  // with more positional arguments, one of them is `dtype` or `out`
   Kind kind;
   ScalarType type;
-  bool has_frame;  // the original is in Python, so that the wrapper is what torch.compile is to see
+  bool has_frame;  // the original is a Python function, and so torch.compile must see the wrapper
 };
 
 PyTypeObject call_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ampatch._calls.Call"};
 
-// By function. Never destroyed: the interpreter is gone by then.
+// Calls by function. Never destroyed: static destructors run when the interpreter is gone already.
 auto& all_calls = *new ska::flat_hash_map<PyObject*, Ref, HashAddress>();
 
-// The callback of a watcher, bound to the address that the function had.
+// Callback of a watcher, bound to the address of the function that died.
 PyObject* forget_call(PyObject* address, PyObject*) {
   const auto found = all_calls.find(static_cast<PyObject*>(PyLong_AsVoidPtr(address)));
   if (found != all_calls.end()) {
@@ -252,7 +252,7 @@ PyObject* forget_call(PyObject* address, PyObject*) {
 
 PyMethodDef forget_call_method = {"forget_call", forget_call, METH_O, nullptr};
 
-// Whether an argument holds no tensor and overrides nothing; most are of these types.
+// True if an argument has one of the most common types, which hold no tensor and override nothing.
 bool is_plain(PyObject* value) {
   const PyTypeObject* type = Py_TYPE(value);
   return value == Py_None || type == &PyLong_Type || type == &PyBool_Type || type == &PyFloat_Type ||
@@ -267,15 +267,15 @@ bool is_named(PyObject* name, PyObject* text) {
   return name == text || PyUnicode_Compare(name, text) == 0;
 }
 
-// Whether this thread is in none of those regions, of modes, tracers, transforms, autocast or without casts, that only
-// the Python code knows.
+// True if no mode, tracer, transform, autocast or region without casts is active in this thread: only the Python code
+// handles these.
 bool is_ordinary_here() {
   const auto here = c10::impl::tls_local_dispatch_key_set();
   return (here.included_ - c10::default_included_set).empty() && (c10::default_excluded_set - here.excluded_).empty() &&
          !at::impl::torch_function_mode_enabled();
 }
 
-// Whether somebody is asked about every frame before it runs, as torch.compile has it where it may compile one.
+// True if a hook evaluates every frame, such as the one that torch.compile installs to compile frames.
 bool are_frames_watched() {
   return _PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get()) != _PyEval_EvalFrameDefault;
 }
@@ -292,7 +292,7 @@ class Arguments {
         type_(call->type) {
   }
 
-  // Finds out what is to be done; false if that is for Python.
+  // Inspects the arguments to find out what to cast; returns false if Python has to handle the call.
   bool inspect() {
     if (positional_ > call_->positional || is_given(name_out) || is_given(name_dtype)) {
       return false;
@@ -316,7 +316,7 @@ class Arguments {
   }
 
  private:
-  // Has an error that comes out of a call with cast arguments name the function, if a cast may be the cause.
+  // Adds a note with the name of the function to an error from a call with cast arguments, if a cast may be the cause.
   PyObject* explained(PyObject* result) const {
     if (result != nullptr || !PyErr_ExceptionMatches(PyExc_Exception)) {
       return result;
@@ -379,7 +379,7 @@ class Arguments {
     }
   }
 
-  // A half first argument is not cast: the kernel reads it as it is and computes in the type that it is told.
+  // A half first argument is not cast: with `dtype=` the kernel reads it as it is and computes in that type.
   bool inspect_first() {
     if (positional_ == 0 || !is_tensor(args_[0])) {
       return false;
@@ -405,7 +405,7 @@ class Arguments {
   PyObject* call_with_cast() {
     HANDLE_TH_ERRORS
     c10::SmallVector<PyObject*, 12> passed(count_ + 2);
-    PyObject** first = passed.data() + 1;  // what is called may write before it
+    PyObject** first = passed.data() + 1;  // the callee may write to the element before it
     const size_t flags = static_cast<size_t>(positional_) | PY_VECTORCALL_ARGUMENTS_OFFSET;
     std::copy(args_, args_ + count_, first);
     if (tells_dtype_) {
@@ -415,7 +415,7 @@ class Arguments {
       return names ? PyObject_Vectorcall(call_->original, first, flags, names.get()) : nullptr;
     }
     c10::SmallVector<Ref, 8> made;
-    PyObject* before = nullptr;  // the last tensor by position that was cast, and its cast
+    PyObject* before = nullptr;  // the last positional tensor that was cast; `done` is its cast
     PyObject* done = nullptr;
     for (Py_ssize_t i = 0; i < count_; ++i) {
       if (i < positional_ && args_[i] == before) {
@@ -479,15 +479,15 @@ class Arguments {
   Py_ssize_t count_;
   bool casts_ = false;
   bool tells_dtype_ = false;
-  bool has_cast_ = false;  // an error from now on is the original's
-  ScalarType type_;        // where types are promoted, that of the tensors seen so far
-  // Of promotion: the type of the last tensor, castable or not; whether there are several, and several to promote.
+  bool has_cast_ = false;  // errors from now on come from the original
+  ScalarType type_;        // type to cast to; for promotion, the widest type of the tensors seen so far
+  // For promotion: the type of the last tensor, castable or not; true if types differ; true if castable types differ.
   ScalarType last_ = ScalarType::Undefined;
   bool is_mixed_ = false;
   bool is_wider_ = false;
 };
 
-// What the interpreter runs for a call of an accelerated function.
+// The interpreter runs this for a call of an accelerated function.
 PyObject* run(PyObject* function, PyObject* const* args, size_t flags, PyObject* names) {
   const auto found = all_calls.find(function);
   if (found == all_calls.end()) {
@@ -504,7 +504,7 @@ PyObject* run(PyObject* function, PyObject* const* args, size_t flags, PyObject*
     bool is_known = false;
     try {
       is_known = arguments.inspect();
-    } catch (const std::exception&) {  // a tensor that cannot even be asked: for Python to say
+    } catch (const std::exception&) {  // a tensor that cannot be inspected: Python reports the error
     }
     if (is_known) {
       return arguments.call_original(flags);
@@ -531,17 +531,17 @@ void call_dealloc(PyObject* self) {
   Py_TYPE(self)->tp_free(self);
 }
 
-// Python 3.11 runs the code of whatever is exactly a function, and does not ask how it wants to be called. So there a
-// function becomes one of a class derived from functions, which is laid out as they are.
+// Python 3.11 ignores the vectorcall of an object whose type is exactly `function`, and runs its code. So there the
+// type of an accelerated function is replaced by a subclass of `function` with the same layout.
 #if PY_VERSION_HEX < 0x030C0000
 PyTypeObject function_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ampatch._calls.function"};
 
-// Pickled by name, as functions are.
+// Makes pickle store the function by name, as it does for others.
 PyObject* function_reduce(PyObject* self, PyObject*) {
   return PyObject_GetAttrString(self, "__qualname__");
 }
 
-// The wrapper that is called where C++ does not suffice, for torch.compile to trace.
+// Returns the wrapper in Python, which torch.compile traces instead.
 PyObject* function_python(PyObject* self, void*) {
   const auto found = all_calls.find(self);
   if (found == all_calls.end()) {
@@ -557,7 +557,7 @@ PyGetSetDef function_properties[] = {{"__ampatch_python__", function_python, nul
 PyMethodDef function_methods[] = {{"__reduce__", function_reduce, METH_NOARGS, nullptr},
                                   {nullptr, nullptr, 0, nullptr}};
 
-// A class has a docstring of its own otherwise, if only None.
+// Without this the docstring of the class, None, would hide that of the function.
 PyMemberDef function_members[] = {{"__doc__", T_OBJECT, offsetof(PyFunctionObject, func_doc), 0, nullptr},
                                   {nullptr, 0, 0, 0, nullptr}};
 #endif
@@ -576,8 +576,8 @@ bool kind_of(std::string_view text, Kind* kind) {
   return true;
 }
 
-// accelerate(function, python, caster, original, kind, dtype, positional, explain): the function is one that nobody
-// else has, and is called as `python` is from now on.
+// accelerate(function, python, caster, original, kind, dtype, positional, explain): makes calls of `function` run in
+// C++, with the results of calls of `python`. No other code may hold `function` yet.
 PyObject* accelerate(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *object, *python, *caster, *original, *dtype, *explain;

@@ -12,17 +12,17 @@ namespace {
 PyObject* name_parameters;
 PyObject* name_modules;
 
-// The gradient of a parameter, or None; empty with a Python exception set.
+// Returns the gradient of a parameter, or None; empty with a Python exception set.
 Ref gradient_of(PyObject* parameter) {
-  if (!is_tensor(parameter)) {  // a subclass may have its own idea of what its gradient is
+  if (!is_tensor(parameter)) {  // a subclass may override `grad`
     return Ref::taken(PyObject_GetAttrString(parameter, "grad"));
   }
   const Tensor& gradient = tensor_of(parameter).grad();
   return gradient.defined() ? Ref::taken(wrapped(gradient)) : Ref::shared(Py_None);
 }
 
-// gradients_of(parameters, writable): a list of the gradients that are there, each once; of those that are not
-// contiguous what `writable(parameter)` gives.
+// gradients_of(parameters, writable): returns a list of the gradients that are not None, each once. Replaces a strided
+// gradient that is not contiguous by the result of `writable(parameter)`.
 PyObject* gradients_of(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     TORCH_CHECK_TYPE(count == 2, "expected gradients_of(parameters, writable)");
@@ -55,9 +55,9 @@ PyObject* gradients_of(PyObject*, PyObject* const* args, Py_ssize_t count) {
   });
 }
 
-// ordinary_device(tensors, may_be_recorded): the device of dense tensors, of no subclass, of float32, float16 or
-// bfloat16, on one device and not negated lazily; None if they are not all of that, or none, or one requires a gradient
-// and may not.
+// ordinary_device(tensors, may_be_recorded): returns the device of the tensors if all are on the same device and each
+// is a dense float32, float16 or bfloat16 Tensor or Parameter, neither lazily negated nor a ZeroTensor. Otherwise
+// returns None, as for an empty list, and for a tensor that requires a gradient if `may_be_recorded` is false.
 PyObject* ordinary_device(PyObject*, PyObject* const* args, Py_ssize_t argument_count) {
   return guarded([&]() -> PyObject* {
     TORCH_CHECK_TYPE(argument_count == 2 && PyList_CheckExact(args[0]), "expected ordinary_device(list, bool)");
@@ -82,7 +82,8 @@ PyObject* ordinary_device(PyObject*, PyObject* const* args, Py_ssize_t argument_
   });
 }
 
-// are_bare(parameters, may_be_half): whether there is no gradient, and nothing half if that may not be.
+// are_bare(parameters, may_be_half): returns True if no parameter has a gradient and, unless `may_be_half`, none is
+// half.
 PyObject* are_bare(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     TORCH_CHECK_TYPE(count == 2, "expected are_bare(parameters, may_be_half)");
@@ -106,7 +107,7 @@ PyObject* are_bare(PyObject*, PyObject* const* args, Py_ssize_t count) {
   });
 }
 
-// The first parameter of a module, in the order of `parameters()`, or None; empty with a Python exception set.
+// Returns the first parameter of a module, in the order of `parameters()`, or None; empty with a Python exception set.
 Ref first_parameter_of(PyObject* module) {
   const Ref parameters = Ref::taken(PyObject_GetAttr(module, name_parameters));
   const Ref own = Ref::taken(parameters ? PyMapping_Values(parameters.get()) : nullptr);

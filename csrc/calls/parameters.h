@@ -1,4 +1,4 @@
-// Questions that every step asks of its gradients and parameters: ampatch/weights/optimizer_state.py,
+// Functions that every step calls to inspect its gradients and parameters. ampatch/weights/optimizer_state.py,
 // ampatch/native/kernels.py and ampatch/patching/adopted_model.py have the same in Python. Must not change anything.
 
 #pragma once
@@ -7,7 +7,7 @@
 
 namespace ampatch {
 
-// False with a Python exception set.
+// Returns false with a Python exception set.
 bool add_parameter_functions(PyObject* module);
 
 }  // namespace ampatch

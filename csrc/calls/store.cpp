@@ -1,4 +1,4 @@
-// Store and CacheState: see store.h.
+// See store.h.
 
 #include "store.h"
 
@@ -11,7 +11,8 @@ namespace ampatch {
 
 namespace {
 
-// Of the thread; the store is borrowed. Python keeps it until the thread ends, and drops it there.
+// The store of this thread's forward pass, and the number of its CacheState. The reference is borrowed: Python owns the
+// store until the thread ends.
 thread_local struct {
   uint64_t state = 0;
   PyObject* store = nullptr;
@@ -42,13 +43,13 @@ int store_traverse(PyObject* self, visitproc visit, void* arg) {
   return 0;
 }
 
-// What is dropped may run code of anybody's, which may come back here: the store is empty before anything goes.
+// Deleting an entry may run arbitrary Python code, which may use this store: empty it before deleting the entries.
 int store_drop(PyObject* self) {
   auto* store = reinterpret_cast<Store*>(self);
   for (int index = 0; store->by_type != nullptr && index < kTypes; ++index) {
     Entries dropped;
     dropped.swap(store->by_type[index]);
-    store->by_type[index].reserve(dropped.size());  // the next iteration will have as many
+    store->by_type[index].reserve(dropped.size());  // the next iteration will have as many entries
   }
   return 0;
 }
@@ -88,7 +89,7 @@ PyObject* store_forget(PyObject* self, PyObject* ids) {
   if (!keys) {
     return nullptr;
   }
-  std::vector<Entry> dropped;  // goes when nothing is looked at any more
+  std::vector<Entry> dropped;  // deleted last: deleting may run arbitrary Python code
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(keys.get()); ++i) {
     auto* key = static_cast<PyObject*>(PyLong_AsVoidPtr(PySequence_Fast_GET_ITEM(keys.get(), i)));
     if (key == nullptr && PyErr_Occurred()) {
@@ -117,7 +118,7 @@ PyObject* store_entries(PyObject* self, PyObject*) {
     Ref parameter;
     Ref cast;
   };
-  std::vector<Kept> found;  // first of all: making objects may run the garbage collector, and that anything
+  std::vector<Kept> found;  // copied first: making objects may run the garbage collector, and so arbitrary code
   for (int index = 0; index < kTypes; ++index) {
     for (const auto& item : as_store(self)->by_type[index]) {
       found.push_back({item.first, Ref::shared(item.second.parameter.get()), Ref::shared(item.second.cast.get())});
@@ -221,7 +222,7 @@ bool Store::keep(PyObject* parameter, const Tensor& tensor, PyObject* cast, int 
   if (item == entries.end()) {
     entries.emplace(parameter, std::move(entry));
   } else {
-    std::swap(item->second, entry);  // the old one goes when nothing is looked at any more
+    std::swap(item->second, entry);  // deletes the old entry on return: that may run arbitrary code
   }
   return true;
 }

@@ -1,5 +1,5 @@
-// Store: casts of parameters, as `Store` of ampatch/casting/cast_store.py has them, where it is said when an entry
-// counts. CacheState: what is asked and noted on every cast, as the Python class of that name.
+// Store and CacheState, as the Python classes of these names in ampatch/casting/cast_store.py, which document when an
+// entry counts. Store: casts of parameters. CacheState: state that every cast reads and updates.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace ampatch {
 
-// Addresses end in zeros, which hashing by the address itself would not forgive.
+// Addresses end in zeros: used as hashes themselves they would collide.
 struct HashAddress : std::hash<PyObject*> {
   using hash_policy = ska::fibonacci_hash_policy;
 };
@@ -20,7 +20,7 @@ struct HashAddress : std::hash<PyObject*> {
 struct Entry {
   Ref parameter;  // a weak reference
   Ref cast;
-  // Held weakly, its address is not given to another one.
+  // The weak reference keeps the address of the StorageImpl from being reused by another one.
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   const void* address;
   int64_t offset;
@@ -75,9 +75,9 @@ struct Store {
   PyObject_HEAD
   Entries* by_type;  // kTypes of them
 
-  // Borrowed; null where there is none that counts.
+  // Returns a borrowed reference; null if there is no entry that counts.
   PyObject* find(PyObject* parameter, const Tensor& tensor, int index) const;
-  // False with a Python exception set.
+  // Returns false with a Python exception set.
   bool keep(PyObject* parameter, const Tensor& tensor, PyObject* cast, int index);
   Py_ssize_t size() const;
 };
@@ -89,18 +89,18 @@ struct CacheState {
   PyObject* iteration;  // a Store, or None
   char has_frozen;
   Py_ssize_t sweep_at;
-  uint64_t number;  // no other in this process has it
+  uint64_t number;  // unique in this process
 
-  // The store for code that records gradients; null where the cache has to be asked.
+  // Returns the store for code that records gradients; null if `WeightCache.cast` has to decide.
   Store* for_iteration() const;
-  // That of this thread for code that records none; null outside of forwards.
+  // Returns this thread's store for code that does not record gradients; null outside a forward pass.
   Store* for_forward() const;
 };
 
 extern PyTypeObject store_type;
 extern PyTypeObject cache_state_type;
 
-// False with a Python exception set.
+// Returns false with a Python exception set.
 bool add_store_types(PyObject* module);
 
 }  // namespace ampatch

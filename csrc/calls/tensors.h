@@ -1,6 +1,7 @@
-// References to Python objects, the tensors behind them, and the types of numbers that casts know. Changes nothing.
+// References to Python objects, access to their tensors, and the dtypes that casts support. Must not change tensors.
 //
-// calls.cpp defines what needs torch's header of Python tensors: that alone takes most of the time to compile a file.
+// calls.cpp defines the functions that need torch's header of Python tensors, python_variable.h: including it takes
+// most of the time to compile a file.
 
 #pragma once
 
@@ -17,7 +18,7 @@ namespace ampatch {
 using at::ScalarType;
 using at::Tensor;
 
-// A strong reference to a Python object, or none.
+// A strong reference to a Python object, or empty.
 class Ref {
  public:
   Ref() = default;
@@ -54,27 +55,27 @@ class Ref {
   PyObject* object_ = nullptr;
 };
 
-// For tables of functions, which have one type for all ways to call them.
+// Casts a METH_FASTCALL function to the type that method tables require for all functions.
 inline PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
-// Whether an object is a tensor or a parameter, and of no subclass, which could mean anything.
+// True if an object is exactly a Tensor or Parameter. Subclasses may override anything.
 bool is_tensor(PyObject* object);
 
 // True if an object is a tensor, subclasses included.
 bool is_any_tensor(PyObject* object);
 
-// The tensor of an object for which is_any_tensor is true.
+// Returns the tensor of an object for which is_any_tensor is true.
 const Tensor& tensor_of(PyObject* object);
 
-// A new reference to the object in Python; null with a Python exception set.
+// Returns a new reference to the Python object of a tensor; null with a Python exception set.
 PyObject* wrapped(const Tensor& tensor);
 
-// To be called where a C++ exception is handled: sets the Python exception that torch has for it, and returns null.
+// Must be called in a catch block: sets the Python exception that torch has for the C++ exception, and returns null.
 PyObject* raised();
 
-// Runs a function that returns an object or null; a C++ exception out of it becomes a Python exception.
+// Runs a function that returns an object or null; converts its C++ exceptions to Python exceptions.
 template <class Function>
 PyObject* guarded(const Function& function) {
   try {
@@ -88,7 +89,7 @@ inline uint32_t version_of(const Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
-// Types that are cast to have an index; float64 is nothing to cast from, but what promotion can lead to.
+// Types that can be cast to have an index. float64 is never cast, but promotion may end in it.
 constexpr int kTypes = 4;
 
 inline int index_of(ScalarType type) {
@@ -114,7 +115,7 @@ inline bool is_castable(ScalarType type) {
   return type == ScalarType::Float || is_half(type);
 }
 
-// Whether the operators take a tensor as it is.
+// True if the operators accept a tensor as it is.
 inline bool is_ordinary(const Tensor& tensor) {
   return is_castable(tensor.scalar_type()) && tensor.layout() == at::kStrided && !tensor.is_neg() &&
          !tensor._is_zerotensor();
