@@ -230,11 +230,12 @@ def after_state_dict(module: nn.Module, saved: dict[str, Any], prefix: str, _: o
     session = runtime.live
     if session is None:
         return
-    for name, tensor in conversion_plan.own_tensors(module):
-        full = session.conversion.float32_of(module, name, tensor)
-        if full is not None:
-            for key in _keys_of(tensor, prefix + name, prefix, saved):
-                saved[key] = full if saved[key] is tensor else full.detach()  # itself with keep_vars=True
+    with session.casts_off():
+        for name, tensor in conversion_plan.own_tensors(module):
+            full = session.conversion.float32_of(module, name, tensor)
+            if full is not None:
+                for key in _keys_of(tensor, prefix + name, prefix, saved):
+                    saved[key] = full if saved[key] is tensor else full.detach()  # itself with keep_vars=True
 
 
 def _keys_of(tensor: Tensor, expected: str, prefix: str, saved: dict[str, Any]) -> list[str]:
@@ -276,10 +277,11 @@ def after_load_state_dict(module: nn.Module, _: object) -> None:
     if session is None:
         return
     saved, prefix = session.loading.pop(module, ({}, ""))
-    for name, tensor in conversion_plan.own_tensors(module):
-        value = saved.get(prefix + name)
-        if isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta":
-            session.conversion.load(tensor, value)
+    with session.casts_off():
+        for name, tensor in conversion_plan.own_tensors(module):
+            value = saved.get(prefix + name)
+            if isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta":
+                session.conversion.load(tensor, value)
 
 
 _HOOKS = Hooks(

@@ -72,7 +72,9 @@ def test_an_import_that_runs_upwards_would_be_seen() -> None:
     assert order.index("ampatch.amp") < order.index("ampatch.session") < order.index("ampatch.errors")
     assert order.index("ampatch.scaling.optimizer_step") < order.index("ampatch.weights.copies")
     assert "ampatch.errors" in set(imports("ampatch.cast_lists.paths"))
-    assert order.index("ampatch.scaling") < order.index("ampatch.scaling.optimizer_step") < order.index("ampatch.weights")
+    assert (
+        order.index("ampatch.scaling") < order.index("ampatch.scaling.optimizer_step") < order.index("ampatch.weights")
+    )
     assert set(imports("ampatch.errors")) == set()
     assert room_of("ampatch.demo.training", order) == "ampatch.demo"
     assert room_of("ampatch", order) == "ampatch"

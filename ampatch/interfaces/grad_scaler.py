@@ -30,6 +30,7 @@ from ampatch.runtime import runtime
 from ampatch.scaling import scale_use
 from ampatch.scaling.loss_scaler import LossScaler, ScaleState, make_policy
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
+from ampatch.switch import WithoutCasts
 from ampatch.weights import optimizer_state
 from ampatch.weights.optimizer_state import Snapshot
 
@@ -209,6 +210,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         return self._loss_scaler
 
+    @WithoutCasts()
     def scale(self, outputs: Any) -> Any:
         """Multiplies losses by the scale.
 
@@ -244,6 +246,7 @@ class GradScaler(torch.amp.GradScaler):
 
     # Gradients
 
+    @WithoutCasts()
     def unscale_(self, optimizer: OptimizerLike) -> None:
         """Divides an optimizer's gradients by the scale in place, and looks for overflow; does not wait for the device.
 
@@ -313,6 +316,7 @@ class GradScaler(torch.amp.GradScaler):
         LossScaler.uses_by_hand += 1
         return found
 
+    @WithoutCasts()
     def _check_inf_per_device(self, optimizer: OptimizerLike) -> dict[Any, Tensor]:
         """Looks for overflow in gradients, which stay scaled."""
         one = torch.ones_like(self._begun("_check_inf_per_device()").no_overflow())
@@ -500,6 +504,7 @@ class GradScaler(torch.amp.GradScaler):
             f"{culprits}. {advice} Give min_loss_scale= to have this raise."
         )
 
+    @WithoutCasts()
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Ends an iteration: the scale backs off if an optimizer met overflow; else it grows or stays.
 
@@ -731,10 +736,12 @@ def _check_found(optimizer: OptimizerLike, state: dict[str, Any]) -> None:
         )
 
 
+@WithoutCasts()
 def _overflowed(state: dict[str, Any]) -> bool:
     return any(bool(flag) for flag in state["found_inf_per_device"].values())
 
 
+@WithoutCasts()
 def _combined(state: dict[str, Any], none: Tensor) -> Tensor:
     return _maximum(list(state["found_inf_per_device"].values()), none)
 

@@ -25,6 +25,7 @@ from ampatch.native import kernels
 from ampatch.opt_levels import HALVES, dtype_of
 from ampatch.runtime import runtime
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
+from ampatch.switch import WithoutCasts
 from ampatch.weights import optimizer_state
 
 # What makes an optimizer when it is called; an object that is callable may be anything.
@@ -224,6 +225,7 @@ class MixedPrecision(torch.optim.Optimizer):
             parameter.copy_(master)
 
     @torch.no_grad()
+    @WithoutCasts()
     def _follow(self) -> list[tuple[Tensor, Tensor]]:
         """Has masters take over what was written to their parameters since these were rounded; returns all pairs."""
         if self._in_place:
@@ -357,6 +359,7 @@ class MixedPrecision(torch.optim.Optimizer):
         return result
 
     @torch.no_grad()
+    @WithoutCasts()
     def _take_gradients(self, grad_scale: Tensor | None) -> None:
         """Gives masters the gradients of their parameters, divided by the scale."""
         taken = {id(master) for _, master in self._in_place}
@@ -392,6 +395,7 @@ class MixedPrecision(torch.optim.Optimizer):
                 self.optimizer.state.setdefault(parameter, {})[MASTER] = master
 
     @torch.no_grad()
+    @WithoutCasts()
     def _round(self) -> None:
         parameters, masters = _columns(self._in_place)
         if self._dtype is torch.float32:

@@ -21,6 +21,7 @@ from ampatch.distributed import Ranks
 from ampatch.errors import AmpError, OptionError
 from ampatch.native import kernels
 from ampatch.opt_levels import LossScale, check_loss_scale
+from ampatch.switch import WithoutCasts
 from ampatch.tracing import is_capturing
 
 _L = TypeVar("_L")
@@ -243,6 +244,7 @@ class LossScaler:
             self._found_inf = torch.empty_like(self._scale)
         self.go_on_from(first_state(policy))
 
+    @WithoutCasts()
     def scale(self, loss: _L) -> _L:
         """``loss`` in float32 times the scale.
 
@@ -259,6 +261,7 @@ class LossScaler:
         # By a copy, since an update before backward would change what autograd keeps.
         return scaled(loss, None if self.is_one else self.snapshot())
 
+    @WithoutCasts()
     def unscale_(self, grads: Iterable[Tensor | None]) -> Tensor:
         """Divides gradients by the scale in place, and looks for overflow if the scale is dynamic.
 
@@ -303,6 +306,7 @@ class LossScaler:
         self._found_inf.zero_()
         self._has_noted = False
 
+    @WithoutCasts()
     def update(self) -> None:
         """Ends a pass: the scale backs off if an `unscale_` since the last update met overflow; else grows or stays."""
         if self.dynamic:

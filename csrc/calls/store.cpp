@@ -176,12 +176,12 @@ void cache_state_dealloc(PyObject* self) {
   Py_TYPE(self)->tp_free(self);
 }
 
-PyObject* book_get_forward(PyObject* self, void*) {
+PyObject* cache_state_get_forward(PyObject* self, void*) {
   auto* store = reinterpret_cast<PyObject*>(reinterpret_cast<CacheState*>(self)->for_forward());
   return Py_NewRef(store == nullptr ? Py_None : store);
 }
 
-int book_set_forward(PyObject* self, PyObject* value, void*) {
+int cache_state_set_forward(PyObject* self, PyObject* value, void*) {
   if (value != Py_None && as_store(value) == nullptr) {
     PyErr_SetString(PyExc_TypeError, "expected forward to be a Store or None");
     return -1;
@@ -197,7 +197,7 @@ PyMemberDef cache_state_members[] = {{"casts", T_LONGLONG, offsetof(CacheState, 
                                      {"sweep_at", T_PYSSIZET, offsetof(CacheState, sweep_at), 0, nullptr},
                                      {nullptr, 0, 0, 0, nullptr}};
 
-PyGetSetDef cache_state_properties[] = {{"forward", book_get_forward, book_set_forward, nullptr, nullptr},
+PyGetSetDef cache_state_properties[] = {{"forward", cache_state_get_forward, cache_state_set_forward, nullptr, nullptr},
                                         {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 }  // namespace
