@@ -10,7 +10,6 @@ import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 import torch
@@ -36,7 +35,6 @@ from ampatch.errors import (
     ScalerUsageError,
     UsageError,
     did_you_mean,
-    warn,
 )
 from ampatch.interfaces.inference_copy import check_no_copy, convert
 from ampatch.interfaces.mixed_precision import precise_within
@@ -56,7 +54,7 @@ from ampatch.runtime import (
     runtime,
 )
 from ampatch.scaling.clipping import clip_unscaled
-from ampatch.scaling.loss_scaler import LossScaler, ScaleState, is_of_grad_scaler, make_policy, settings_unlike
+from ampatch.scaling.loss_scaler import LossScaler, load_states, make_policy
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
 from ampatch.session import Session
 from ampatch.settings import LiveSettings, Settings
@@ -692,51 +690,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     if runtime.disabled:
         return
     live = _require_session("amp.load_state_dict")
-    if not isinstance(state_dict, Mapping):
-        raise OptionError(
-            f"found {type(state_dict).__name__}; expected the dict that amp.state_dict() returned, or that of a "
-            "torch.amp.GradScaler."
-        )
-    if is_of_grad_scaler(state_dict):
-        state_dict = {"loss_scaler0": state_dict}
-    unexpected = [key for key in state_dict if not (str(key).startswith("loss_scaler") and str(key)[11:].isdigit())]
-    if unexpected:
-        raise OptionError(
-            f"the state dict has unexpected keys {unexpected}; expected loss_scaler0, loss_scaler1, ..., or what a "
-            "torch.amp.GradScaler saved and nothing else. Of a whole checkpoint, give the part that amp.state_dict() "
-            "returned."
-        )
-    known = {f"loss_scaler{index}": scaler for index, scaler in enumerate(live.scalers)}
-    common = [name for name in known if name in state_dict]
-    states = {name: known[name].read_state_dict(state_dict[name]) for name in common}  # all, before any is changed
-    if state_dict.keys() != known.keys():
-        warn(
-            f"the state dict holds {', '.join(state_dict) or 'no loss scaler'}, and there "
-            f"{'is' if len(known) == 1 else 'are'} {', '.join(known)}; loaded: {', '.join(common) or 'none'}. Others "
-            "stay as they are."
-        )
-    other = settings_unlike(live.settings.scale_policy, *(state_dict[name] for name in common))
-    if other:
-        warn(
-            f"the GradScaler had {other}, which is not loaded. To have it here, give growth_factor, backoff_factor and "
-            "scale_window to amp.initialize."
-        )
-    for name, state in states.items():
-        _take_over(name, known[name], state, was_static=state_dict[name].get("dynamic") is False, tell=live.verbose)
-
-
-def _take_over(name: str, scaler: LossScaler, state: ScaleState, was_static: bool, tell: bool) -> None:
-    """Loads a checked state, as far as it is of use where a scale is static on one side only."""
-    policy = scaler.policy
-    if policy.dynamic and was_static:
-        if tell:
-            logger.info("%s was saved with a static scale, and is dynamic here: it stays as it is.", name)
-        return
-    if not policy.dynamic and state.loss_scale != policy.init_scale:
-        if tell:
-            logger.info("%s was saved at %g, and is static here: %g", name, state.loss_scale, policy.init_scale)
-        state = replace(state, loss_scale=policy.init_scale)
-    scaler.go_on_from(state)
+    load_states(live.scalers, state_dict, logs=live.verbose)
 
 
 def get_loss_scale(loss_id: int = 0) -> float:

@@ -38,7 +38,6 @@ from ampatch.scaling import clipping, unscaled_losses
 from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.optimizer_step import (
-    OWN_HOOK,
     AdoptedOptimizer,
     OptimizerLike,
     check_not_stepping,
@@ -127,6 +126,7 @@ class Session:
         is_scaled = not all(scaler.is_one for scaler in self.scalers)
         self._unadopted = UnadoptedOptimizers(
             self._optimizers,
+            self.switch,
             self.cache,
             lambda: None if settings.adopts_on_use else self.parameter_ids(),
             is_scaled=is_scaled,
@@ -179,9 +179,7 @@ class Session:
             # What a region casts when it is recomputed is needed for its backward, which comes next.
             self.switch.follow_checkpoints(self.ledger, self.cache.end_iteration)
             self.switch.follow_replicas(self.ledger)
-            forget = self._while_active(lambda session, *step: session._unadopted.after_step(*step))
-            setattr(forget, OWN_HOOK, True)
-            self.ledger.on_undo(register_optimizer_step_post_hook(forget).remove)
+            self.ledger.on_undo(register_optimizer_step_post_hook(self._unadopted.after_step).remove)
             compilers.forget_compiled()
         if self.has_masters:
             copies.widen(self.ledger, self._while_active(lambda session, tensor: session.conversion.full_of(tensor)))
@@ -192,9 +190,7 @@ class Session:
             clipping.watch(self.ledger, self._while_active(Session._check_clipped))
             unscaled_losses.watch(self.ledger, self._while_active(lambda session: session._blocks.watched))
         if self._hears_steps:
-            hear = self._while_active(lambda session, *step: session._unadopted.before_step(*step))
-            setattr(hear, OWN_HOOK, True)
-            self.ledger.on_undo(register_optimizer_step_pre_hook(hear).remove)
+            self.ledger.on_undo(register_optimizer_step_pre_hook(self._unadopted.before_step).remove)
         if self.has_masters or self.patches_functions:
             untracked_writes.announce(self.ledger, self._while_active(Session.hear))
         self.switch.active = True

@@ -8,8 +8,9 @@ Knows gradients as tensors only, never as parameters or optimizers.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -18,11 +19,13 @@ from torch import Tensor
 
 from ampatch.casting.nested import cast_tensors
 from ampatch.distributed import Ranks
-from ampatch.errors import AmpError, OptionError
+from ampatch.errors import AmpError, OptionError, warn
 from ampatch.native import kernels
 from ampatch.opt_levels import LossScale, check_loss_scale
 from ampatch.switch import WithoutCasts
 from ampatch.tracing import is_capturing
+
+logger = logging.getLogger("ampatch")
 
 _L = TypeVar("_L")
 
@@ -513,6 +516,67 @@ def settings_unlike(policy: ScalePolicy, *state_dicts: Mapping[Any, object]) -> 
         if state_dict.get(name, value) != value
     }
     return ", ".join(unlike)
+
+
+def load_states(scalers: Sequence[LossScaler], state_dict: Mapping[str, Any], *, logs: bool) -> None:
+    """Loads the states of several scalers, after a check of all of them.
+
+    Args:
+        scalers: all of one policy.
+        state_dict: states under "loss_scaler0" and on; or the state of a ``GradScaler``, for the first scaler.
+        logs: whether to log states that are not loaded because one of both scales is static.
+
+    Raises:
+        OptionError: unexpected keys, or values that no scaler can have; nothing was changed.
+
+    Warns:
+        AmpWarning: the numbers of scalers differ, or a ``GradScaler`` had other settings.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise OptionError(
+            f"found {type(state_dict).__name__}; expected the dict that amp.state_dict() returned, or that of a "
+            "torch.amp.GradScaler."
+        )
+    if is_of_grad_scaler(state_dict):
+        state_dict = {"loss_scaler0": state_dict}
+    unexpected = [key for key in state_dict if not (str(key).startswith("loss_scaler") and str(key)[11:].isdigit())]
+    if unexpected:
+        raise OptionError(
+            f"the state dict has unexpected keys {unexpected}; expected loss_scaler0, loss_scaler1, ..., or what a "
+            "torch.amp.GradScaler saved and nothing else. Of a whole checkpoint, give the part that amp.state_dict() "
+            "returned."
+        )
+    known = {f"loss_scaler{index}": scaler for index, scaler in enumerate(scalers)}
+    common = [name for name in known if name in state_dict]
+    states = {name: known[name].read_state_dict(state_dict[name]) for name in common}  # all, before any is changed
+    if state_dict.keys() != known.keys():
+        warn(
+            f"the state dict holds {', '.join(state_dict) or 'no loss scaler'}, and there "
+            f"{'is' if len(known) == 1 else 'are'} {', '.join(known)}; loaded: {', '.join(common) or 'none'}. Others "
+            "stay as they are."
+        )
+    other = settings_unlike(scalers[0].policy, *(state_dict[name] for name in common))
+    if other:
+        warn(
+            f"the GradScaler had {other}, which is not loaded. To have it here, give growth_factor, backoff_factor and "
+            "scale_window to amp.initialize."
+        )
+    for name, state in states.items():
+        _load(name, known[name], state, was_static=state_dict[name].get("dynamic") is False, logs=logs)
+
+
+def _load(name: str, scaler: LossScaler, state: ScaleState, *, was_static: bool, logs: bool) -> None:
+    """Loads a checked state; of a static scale and a dynamic one, only what both have."""
+    policy = scaler.policy
+    if policy.dynamic and was_static:
+        if logs:
+            logger.info("%s was saved with a static scale, and is dynamic here: it stays as it is.", name)
+        return
+    if not policy.dynamic and state.loss_scale != policy.init_scale:
+        if logs:
+            logger.info("%s was saved at %g, and is static here: %g", name, state.loss_scale, policy.init_scale)
+        state = replace(state, loss_scale=policy.init_scale)
+    scaler.go_on_from(state)
 
 
 def _checked_gradients(grads: object) -> list[Tensor]:

@@ -59,6 +59,7 @@ class OptimizerGradients:
         ranks: as given.
         pending: verdicts of the blocks since the last step under a dynamic scale, oldest first.
         scaled_by: the use of a scale that the gradients are multiplied by now; None if they are unscaled.
+        deferred: the unscaling that is left to the optimizer's own kernel; None if there is none.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class OptimizerGradients:
         self.scaled_by: ScaleUse | None = None
         self._optimizer = weakref.ref(optimizer)
         self._adopted = adopted
-        self._deferred: DeferredUnscaling | None = None
+        self.deferred: DeferredUnscaling | None = None
         self._widened: list[tuple[Tensor, torch.dtype, torch.dtype | None, torch.dtype]] = []
         self._left_scaled: list[TensorWeakRef] = []
         self._warned_of_clipping: ScaleUse | None = None
@@ -174,7 +175,7 @@ class OptimizerGradients:
 
     def note_unscaled(self) -> None:
         """Notes that the gradients are unscaled or gone, and makes those half again that `widen` made float32."""
-        self.scaled_by = self._deferred = None
+        self.scaled_by = self.deferred = None
         self._left_scaled.clear()
         for parameter, own, allowed, dtype in self._widened:
             if parameter.dtype is not own:  # amp.deinitialize was called inside the block, and restored its type
@@ -217,13 +218,13 @@ class OptimizerGradients:
         for other in self.others():
             if other.scaled_by is None or other is self or other in also:
                 continue
-            if other.scaled_by.is_one and not other.are_deferred:
+            if other.scaled_by.is_one and other.deferred is None:
                 continue
             if not other.scaled_by.is_open and not other.exist():
                 other.note_unscaled()
                 continue
             shared = self._shared_gradient(other)
-            if shared is not None and other.are_deferred:
+            if shared is not None and other.deferred is not None:
                 other.unscale_deferred()
             elif shared is not None:
                 raise UsageError(
@@ -252,7 +253,7 @@ class OptimizerGradients:
         clipped, shows = set(map(id, grads)), self.masters.gradients.shows
         scaled = [each for each in self.model_parameters() if each.grad is not None and not shows(each)]
         if any(id(each.grad) in clipped for each in scaled):
-            if self.are_deferred:
+            if self.deferred is not None:
                 self.unscale_deferred()
                 return
             what = "so that the norm is too large by the loss scale"
@@ -268,16 +269,6 @@ class OptimizerGradients:
 
     # Deferred unscaling
 
-    @property
-    def deferred(self) -> DeferredUnscaling | None:
-        """The unscaling that is left to the optimizer's own kernel; None if there is none."""
-        return self._deferred
-
-    @property
-    def are_deferred(self) -> bool:
-        """True if the gradients stay scaled until the optimizer's own kernel unscales and clips them."""
-        return self._deferred is not None
-
     def may_be_deferred(self) -> bool:
         """Returns True if one factor unscales all gradients, and no earlier block overflowed."""
         # After an earlier overflow the optimizer's kernel would leave the gradients as they are.
@@ -290,15 +281,15 @@ class OptimizerGradients:
             scale_use: the use of a scale that the gradients are multiplied by until the step.
             divisor: 0-dimensional float32: that scale over the factor that clips.
         """
-        self.scaled_by, self._deferred = scale_use, DeferredUnscaling(self.tensors(), divisor)
+        self.scaled_by, self.deferred = scale_use, DeferredUnscaling(self.tensors(), divisor)
         self.note_scaled()
 
     def unscale_deferred(self) -> None:
         """Unscales and clips the gradients now, if that was left to the optimizer's own kernel."""
-        if self._deferred is None:
+        if self.deferred is None:
             return
         try:
-            self._deferred.divide(self.tensors())
+            self.deferred.divide(self.tensors())
         except BaseException:
             self.drop()
             raise

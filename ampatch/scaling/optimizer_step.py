@@ -11,6 +11,7 @@ import functools
 import operator
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -121,6 +122,7 @@ class AdoptedOptimizer:
     ) -> None:
         self.gradients = gradients
         self.masters = gradients.masters
+        self._optimizer = weakref.ref(gradients.optimizer)
         self.is_at_work = False
         self._switch = switch
         self._cache = cache
@@ -155,7 +157,7 @@ class AdoptedOptimizer:
         # wraps() copies the mark that an LR scheduler left on the step it wrapped, and looks for later.
         @functools.wraps(original)
         def step(me: OptimizerLike, *args: Any, **kwargs: Any) -> Any:
-            if me is not self.optimizer:  # a deep copy that took this attribute along
+            if me is not self._optimizer():  # a deep copy that took this attribute along
                 return type(me).step(me, *args, **kwargs)
             if not switch.active:
                 return original(*args, **kwargs)
@@ -188,7 +190,7 @@ class AdoptedOptimizer:
     @property
     def optimizer(self) -> OptimizerLike | None:
         """The user's optimizer; None once it is deleted."""
-        return self.gradients.optimizer  # type: ignore[no-any-return]
+        return self._optimizer()
 
     def release(self) -> bool:
         """Logs the skipped steps that were not logged yet, then calls `OptimizerGradients.release`."""
@@ -241,7 +243,7 @@ class AdoptedOptimizer:
         try:
             # An optimizer's kernel that skips by itself is slower: it serves only where reading the verdict would sync.
             would_wait = not all(map(_IS_AT_HAND, pending))
-            if (would_wait or self.gradients.are_deferred) and self._skips_by_itself(args, kwargs):
+            if (would_wait or self.gradients.deferred is not None) and self._skips_by_itself(args, kwargs):
                 return self._step_or_skip(original, pending)
             if would_wait and is_capturing():
                 raise UsageError(
@@ -421,11 +423,11 @@ class AdoptedOptimizer:
         try:
             with self._writing():
                 result = original()
-            if self.gradients.are_deferred:
+            if self.gradients.deferred is not None:
                 self.gradients.note_unscaled()
             return result
         except BaseException:
-            if self.gradients.are_deferred:
+            if self.gradients.deferred is not None:
                 self.gradients.drop()  # unknown whether the kernel has divided them
             raise
         finally:

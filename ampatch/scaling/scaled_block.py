@@ -131,13 +131,14 @@ class ScaledBlock(Generic[_L]):
                 blocks.ranks.begin_block()
             self.scale_use = scale_use = ScaleUse(self._scaler, self._loss_id)
             self._unscaling = Unscaling(scale_use, self._gradients, blocks.ranks)
+            is_begun = self.begin_if_clear()
+            if not is_begun:
+                self._join_postponed()
             scaled = scale_use.apply(loss)
-            if not self.begin_if_clear():
-                if self._joins_postponed():
-                    scaled = scale_use.apply(loss)
-                self._begin(_hookable(scaled))
+            losses = list(tensors_in(scaled))
+            if not is_begun:
+                self._begin(losses)
             if not scale_use.is_one:
-                losses = list(tensors_in(scaled))
                 scale_use.note_losses(losses)
                 self._watch(losses)
         blocks.cache.end_iteration()
@@ -183,19 +184,14 @@ class ScaledBlock(Generic[_L]):
         self.scale_use.is_open = True
         return True
 
-    def _joins_postponed(self) -> bool:
-        """Keeps the scale of an earlier block if DDP is going to reduce its gradients together with these.
-
-        Returns:
-            True if there is such a block.
-        """
+    def _join_postponed(self) -> None:
+        """Keeps the scale of an earlier block if DDP is going to reduce its gradients together with these."""
         for each in self._gradients:
             earlier = each.scaled_by
             postponed = earlier is not None and earlier.is_postponed and earlier.scaler is self._scaler
             if earlier is not None and postponed and each.exist():
                 self.scale_use.go_on_from(earlier)
-                return True
-        return False
+                return
 
     def _begin(self, losses: Sequence[Tensor]) -> None:
         """Scales existing gradients, so that the backward pass adds scaled gradients to scaled ones.
@@ -204,7 +200,7 @@ class ScaledBlock(Generic[_L]):
         may change or clear them.
 
         Args:
-            losses: the scaled losses that take hooks.
+            losses: the scaled losses.
 
         Raises:
             UsageError: existing gradients are scaled by another scale, or by a block around this one.
@@ -276,7 +272,7 @@ class ScaledBlock(Generic[_L]):
     def _wait_for_backward(self, gradients: Sequence[OptimizerGradients], losses: Sequence[Tensor]) -> None:
         self._waiting = [each.masters.gradients for each in gradients if not each.masters.gradients.are_at_rest()]
         if self._waiting:
-            self._hooks = [each.register_hook(self._clear_for_backward) for each in losses]
+            self._hooks = [each.register_hook(self._clear_for_backward) for each in _hookable(losses)]
         if not self._hooks:
             self._clear_for_backward()
 
@@ -387,6 +383,6 @@ class ScaledBlock(Generic[_L]):
         self._unscaling.abandon()
 
 
-def _hookable(losses: object) -> list[Tensor]:
+def _hookable(losses: Sequence[Tensor]) -> list[Tensor]:
     """Returns the losses that take a hook, which runs when their backward pass begins."""
-    return [each for each in tensors_in(losses) if each.requires_grad and not is_functorch_wrapped_tensor(each)]
+    return [each for each in losses if each.requires_grad and not is_functorch_wrapped_tensor(each)]

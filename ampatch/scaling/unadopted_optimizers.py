@@ -15,7 +15,8 @@ from ampatch.errors import UsageError, warn
 from ampatch.opt_levels import HALVES
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling.loss_scaler import LossScaler
-from ampatch.scaling.optimizer_step import NO_SCALE, AdoptedOptimizer
+from ampatch.scaling.optimizer_step import NO_SCALE, OWN_HOOK, AdoptedOptimizer
+from ampatch.switch import Switch
 from ampatch.weights.optimizer_state import parameters_of
 
 
@@ -24,6 +25,7 @@ class UnadoptedOptimizers:
 
     Args:
         adopted: the adopted optimizers, by id.
+        switch: whether casts are on.
         cache: the casts of weights.
         ids_of_models: returns the ids of the models' parameters and of masters; None: those of all models count.
         is_scaled: whether losses are scaled.
@@ -33,6 +35,7 @@ class UnadoptedOptimizers:
     def __init__(
         self,
         adopted: Mapping[int, AdoptedOptimizer],
+        switch: Switch,
         cache: WeightCache,
         ids_of_models: Callable[[], Collection[int] | None],
         *,
@@ -40,7 +43,7 @@ class UnadoptedOptimizers:
         has_masters: bool,
     ) -> None:
         self._adopted = adopted
-        self._cache = cache
+        self._switch, self._cache = switch, cache
         self._ids_of_models = ids_of_models
         self._is_scaled, self._has_masters = is_scaled, has_masters
         self._uses_by_hand = LossScaler.uses_by_hand
@@ -52,7 +55,7 @@ class UnadoptedOptimizers:
 
     def after_step(self, optimizer: Any, *_: object) -> None:
         """Drops the casts of weights after a step; an adopted optimizer does so itself."""
-        if id(optimizer) not in self._adopted:
+        if self._switch.active and id(optimizer) not in self._adopted:
             self._cache.end_iteration_of(functools.partial(parameters_of, optimizer))
 
     def before_step(self, optimizer: Any, *_: object) -> None:
@@ -64,8 +67,8 @@ class UnadoptedOptimizers:
         Warns:
             AmpWarning: it updates weights of an adopted model, and was never passed to ``amp.initialize``.
         """
-        if any(each.is_at_work for each in list(self._adopted.values())):
-            return  # a part of an adopted optimizer's step
+        if not self._switch.active or any(each.is_at_work for each in list(self._adopted.values())):
+            return  # amp is off, or this is a part of an adopted optimizer's step
         if id(optimizer) in self._adopted:
             raise UsageError(
                 f"this step of the {type(optimizer).__name__} was bound, or compiled, before amp.initialize, and goes "
@@ -94,3 +97,7 @@ class UnadoptedOptimizers:
         is_judged = getattr(optimizer, "found_inf", None) is not None or LossScaler.uses_by_hand > self._uses_by_hand
         if self._is_scaled and not is_judged:
             warn(NO_SCALE.format(f"this {name} was never handed to amp.initialize, and steps with gradients"))
+
+
+for _hook in (UnadoptedOptimizers.before_step, UnadoptedOptimizers.after_step):
+    setattr(_hook, OWN_HOOK, True)
