@@ -1,9 +1,9 @@
 """The ledger of what ampatch installs on objects of torch, of users and of other libraries, and how to undo it.
 
 Must know neither torch's types nor precision. Every patch that stays until it is undone must go through a
-`PatchLedger`. These writes need no undo, so they are not recorded: values that one call writes and removes
-(``optimizer.found_inf``), values that torch itself would write (``optimizer._opt_called``), and marks that only tell
-torch.compile about objects of ampatch.
+`PatchLedger`. Writes that need no undo are not recorded: values that one call writes and removes again
+(``optimizer.found_inf``), and values that torch itself would write (``optimizer._opt_called``). Nor are marks that only
+tell torch.compile about objects of ampatch.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ class PatchLedger:
         return tuple(step for step in list(self._steps.values()) if isinstance(step, Patch))
 
     def set(self, owner: object, name: str, value: object) -> None:
-        """Replaces an attribute of ``owner``, and records the previous value in the owner's own ``__dict__``.
+        """Replaces an attribute of ``owner``, and records the value that the owner's own ``__dict__`` held.
 
         Raises:
-            RefusedError: The owner does not store the attribute itself. If it forwarded the new value to another
+            RefusedError: the owner does not store the attribute itself. If it forwarded the new value to another
                 object, the previous value is restored.
         """
         number = next(self._numbers)

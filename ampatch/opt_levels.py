@@ -111,7 +111,7 @@ def resolve(opt_level: str, half_dtype: torch.dtype, overrides: Overrides) -> Pr
         overrides: the caller's values in place of the level's.
 
     Raises:
-        OptionError: The level is unknown, a value is of the wrong kind, or an override contradicts the level.
+        OptionError: the level is unknown, a value is of the wrong kind, or an override contradicts the level.
     """
     level = LEVELS[check_opt_level(opt_level)]
     half = level.half_dtype or half_dtype
@@ -144,7 +144,7 @@ def check_opt_level(opt_level: object) -> str:
     """Returns ``opt_level`` unchanged if it is an opt level.
 
     Raises:
-        OptionError: It is not an opt level.
+        OptionError: it is not an opt level.
     """
     if isinstance(opt_level, str) and opt_level in LEVELS:
         return opt_level
@@ -160,7 +160,7 @@ def check_half_dtype(half_dtype: object, name: str = "half_dtype") -> torch.dtyp
     """Returns the half dtype, given as a dtype or by name ("float16", "torch.float16", "half", "fp16").
 
     Raises:
-        OptionError: The value is not a half dtype.
+        OptionError: the value is not a half dtype.
     """
     found = dtype_of(half_dtype)
     if isinstance(found, torch.dtype) and found in HALVES:
@@ -173,7 +173,7 @@ def check_model_type(dtype: object) -> torch.dtype | None:
     """Returns the dtype for a model's weights, given as a dtype or by its name; None stays None.
 
     Raises:
-        OptionError: The value is not None, float32 or a half dtype.
+        OptionError: the value is not None, float32 or a half dtype.
     """
     found, allowed = dtype_of(dtype), {torch.float32, *HALVES}
     if found is None or (isinstance(found, torch.dtype) and found in allowed):
@@ -188,7 +188,7 @@ def check_output_type(dtype: object) -> torch.dtype | None:
     """Returns the dtype for a model's outputs, given as a dtype or by its name; None stays None.
 
     Raises:
-        OptionError: The value is not None or a floating dtype of at least 16 bits.
+        OptionError: the value is not None or a floating dtype of at least 16 bits.
     """
     found = dtype_of(dtype)
     if found is None or (isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1):
@@ -216,7 +216,7 @@ def check_flag(name: str, value: object) -> bool | None:
     """Returns a flag as True, False or None; scripts also pass the strings "True" and "False".
 
     Raises:
-        OptionError: The value is none of these.
+        OptionError: the value is none of these.
     """
     flags = {True: True, False: False, None: None, "True": True, "False": False}
     if (value is None or isinstance(value, (bool, str))) and value in flags:
@@ -228,7 +228,7 @@ def check_loss_scale(loss_scale: object) -> LossScale:
     """Returns the loss scale as a positive finite float, or "dynamic".
 
     Raises:
-        OptionError: The value is neither.
+        OptionError: the value is neither.
     """
     if isinstance(loss_scale, str) and loss_scale == "dynamic":
         return "dynamic"

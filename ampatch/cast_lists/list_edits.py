@@ -112,7 +112,7 @@ def undone_in_brief(lists: CastLists, half_dtype: torch.dtype, registered: Seque
 
 
 def left_out(lists: CastLists) -> list[str]:
-    """Returns a sentence for each edit of a torch function that leaves other spellings of it unchanged.
+    """Returns a sentence for each edit that leaves other spellings of a torch function unchanged.
 
     Args:
         lists: rules in force, edits included. Edits that `undone` reports are skipped.

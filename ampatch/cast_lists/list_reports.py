@@ -49,7 +49,7 @@ def policy(lists: CastLists, half_dtypes: Sequence[torch.dtype] = BOTH, names: S
         After them a line for each given function that is on no list.
 
     Raises:
-        OptionError: No function has one of the names; the message suggests close names.
+        OptionError: no function has one of the names; the message suggests close names.
     """
     listed = sorted({path for path, _ in lists.rules})
     wanted, notes = _selected(names, listed) if names else (set(listed), [])
@@ -83,7 +83,7 @@ def _goes_by(path: Path, name: str) -> bool:
 
 
 def _same_function(name: str, listed: Sequence[Path]) -> set[Path]:
-    """Returns the listed paths of a function that ``name`` gives by another path."""
+    """Returns the listed paths of the function at ``name``, which is another path of it."""
     namespace, _, attribute = name.rpartition(".")
     if not namespace or not attribute:
         return set()
@@ -95,7 +95,7 @@ def _unlisted(name: str, listed: Sequence[Path]) -> str:
     """Returns a sentence about a function without a rule.
 
     Raises:
-        OptionError: There is no such function.
+        OptionError: there is no such function.
     """
     namespace, _, attribute = name.rpartition(".")
     for each in [namespace] if "." in name else NAMESPACES:
@@ -159,8 +159,8 @@ def difference(theirs: CastLists, ours: CastLists, name: str, half_dtypes: Seque
     Functions are compared, not spellings. A function that a system lists under one name (``torch.conv2d``) counts as
     listed under all (``torch.nn.functional.conv2d`` is the same object). A user's file also moves it under all. A
     function and the method of the same name are two functions. A composition and its parts are separate functions
-    too: if one side lists ``cross_entropy`` and the other the operators below it, they are reported as different,
-    although a model may see no difference.
+    too. If one side lists ``cross_entropy`` and the other the operators below it, each path is a difference, although a
+    model may see none.
 
     Args:
         theirs: the other system's lists.

@@ -59,8 +59,8 @@ class CastLists:
                 Later parts of a sequence are laid over earlier ones.
 
         Raises:
-            CastListError: The overlay has faults.
-            OptionError: The overlay is neither a path, nor a mapping, nor a sequence of these.
+            CastListError: the overlay has faults.
+            OptionError: the overlay is neither a path, nor a mapping, nor a sequence of these.
         """
         several = isinstance(overlay, Sequence) and not isinstance(overlay, (str, bytes, PathLike))
         lists = self

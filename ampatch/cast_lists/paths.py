@@ -36,7 +36,7 @@ def find_owner(namespace: str) -> object | None:
         The object, or None if the namespace lies in an installed module that is not imported yet.
 
     Raises:
-        PathError: There is no such module or class, as far as can be checked without importing.
+        PathError: there is no such module or class, as far as can be checked without importing.
     """
     parts = namespace.split(".")
     if sys.modules.get(parts[0]) is None:
@@ -61,7 +61,7 @@ def find(path: Path) -> object | None:
     """Returns the function at a path as it is without amp; None if its namespace is not imported yet.
 
     Raises:
-        PathError: The namespace or the name does not exist.
+        PathError: the namespace or the name does not exist.
     """
     owner = find_owner(path.namespace)
     if owner is None:

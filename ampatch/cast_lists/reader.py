@@ -88,7 +88,7 @@ class Reading:
         """Returns the changes found.
 
         Raises:
-            CastListError: There are faults; they are sorted by line.
+            CastListError: there are faults; they are sorted by line.
         """
         if self._faults:
             raise CastListError(fault for _, fault in sorted(self._faults, key=lambda found: found[0]))
@@ -105,7 +105,7 @@ class Reading:
                 self.fault(name, f"unknown list {name.value!r}; {expected}")
 
     def add_list(self, node: yaml.Node | None, treatment: Treatment | None) -> None:
-        """Reads a list: a mapping from namespaces to names. ``treatment=None`` takes these out of their lists."""
+        """Reads a list: a mapping from namespaces to names. ``treatment=None`` unlists the functions."""
         for namespace, names in self._pairs(node, "namespaces with lists of names, such as `torch: [mm, bmm]`"):
             for entry in self._flat(names, []):
                 self._add_entry(entry, namespace, treatment)
@@ -114,7 +114,7 @@ class Reading:
         return f"{self.source}:{line}" if line else self.source
 
     def _pairs(self, node: yaml.Node | None, expected: str) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
-        """Yields the pairs of a mapping with text as keys, each key once. No node counts as an empty mapping."""
+        """Yields the pairs of a mapping with text as keys, each key once. None and null count as an empty mapping."""
         if node is None or kind_of(node) == "null":
             return
         if kind_of(node) != "map":

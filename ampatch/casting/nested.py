@@ -74,7 +74,7 @@ def cast_tensors(value: object, cast: TensorCast) -> object:
 
     Args:
         value: any object. Containers keep their class.
-        cast: function of a tensor; returns the tensor itself if there is nothing to cast.
+        cast: function that casts a tensor; returns the tensor itself if no cast is needed.
 
     Returns:
         The same object if no tensor changed; otherwise new containers with the new tensors.

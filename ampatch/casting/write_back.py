@@ -75,7 +75,8 @@ class _Forward:
 
     Attributes:
         module: module that it belongs to.
-        frame: frame of the module's call, with which it ends in every case; None if torch.compile traces it.
+        frame: frame of the module's call; once it has left the stack, the forward pass has ended. None if torch.compile
+            traces it.
         handed: containers among its arguments, and containers in these.
         known: the caller's object for each tensor and container that the forward pass got.
         copies: copies of the caller's tensors that it got, if torch counts the writes to them.
@@ -220,7 +221,7 @@ def _by_key(value: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _write_tensor(copy: _Copy) -> bool:
-    """Copies in-place writes from a copy to the caller's tensor, with the graph that the copy has got by them.
+    """Copies in-place writes from a copy to the caller's tensor, together with their graph.
 
     In a strided tensor, elements that the forward pass has not changed keep all their digits.
 
