@@ -1,7 +1,6 @@
-"""The errors and warnings of ampatch, and how they word a near miss.
+"""The errors and warnings of ampatch, and the wording of "Did you mean ...?" hints.
 
-Every error says what was found, what was expected and what to type. Nothing here may import another module of the
-package.
+Every error says what was found, what was expected and what to type. Must not import another module of the package.
 """
 
 from __future__ import annotations
@@ -14,48 +13,51 @@ from dataclasses import dataclass
 
 
 class AmpError(Exception):
-    """Base of every error that ampatch raises on purpose."""
+    """Base class of every error that ampatch raises on purpose."""
 
 
 class OptionError(AmpError, ValueError):
-    """An argument has a value that is not allowed, or that contradicts another."""
+    """Raised if the value of an argument is not allowed, or contradicts another argument."""
 
 
 class UsageError(AmpError, RuntimeError):
-    """A call came out of order: too early, twice, or on something that was never handed to ``amp.initialize``."""
+    """Raised if a call is out of order: too early, twice, or on an object that was not passed to ``amp.initialize``."""
 
 
 class BannedFunctionError(AmpError, NotImplementedError):
-    """A banned function, or the in-place form of a blacklisted one, was given a half tensor."""
+    """Raised if a banned function, or the in-place form of a blacklisted one, gets a half tensor."""
 
 
 class LossScaleError(AmpError, RuntimeError):
-    """Gradients still overflow although the loss scale has reached its floor."""
+    """Raised if gradients still overflow although the loss scale has reached its floor."""
 
 
 class ScalerOptionError(OptionError, AssertionError):
-    """An argument of a `GradScaler` is not allowed; an AssertionError too, as of torch's class."""
+    """Raised if an argument of a `GradScaler` is not allowed; an AssertionError too, as torch's class raises that."""
 
 
 class ScalerUsageError(UsageError, AssertionError):
-    """A call of a `GradScaler` came out of order: a RuntimeError and an AssertionError, as of torch's class."""
+    """Raised if a call of a `GradScaler` is out of order.
+
+    Both a RuntimeError and an AssertionError, as torch's class raises these.
+    """
 
 
 class KernelError(AmpError, RuntimeError):
-    """The compiled extension was asked for, and cannot be built or loaded."""
+    """Raised if the user asks for the compiled extension, and it cannot be built or loaded."""
 
 
 class IntegrationError(AmpError, ImportError):
-    """A library that ampatch integrates with is not installed, or is too old."""
+    """Raised if a library that ampatch integrates with is not installed, or is too old."""
 
 
 class AmpWarning(UserWarning):
-    """Something that is left as it is, and that the user should know of."""
+    """Warning about something that ampatch does not change and that the user should know."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing wrong with a cast list: where it stands and what it is."""
+    """One fault in a cast list: its file and line, and a message."""
 
     source: str
     message: str
@@ -65,7 +67,7 @@ class Fault:
 
 
 class CastListError(AmpError, ValueError):
-    """Cast lists with faults in them. Nothing was patched.
+    """Raised if cast lists have faults; nothing was patched.
 
     Attributes:
         faults: every fault found, in the order of the lines.
@@ -73,14 +75,14 @@ class CastListError(AmpError, ValueError):
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self.faults = tuple(faults)
-        super().__init__(self.faults)  # what a pickle makes it of again, on its way out of a worker process
+        super().__init__(self.faults)  # unpickling calls the class with these, on the way out of a worker process
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.faults))
 
 
 def did_you_mean(name: object, candidates: Iterable[str]) -> str:
-    """Returns a sentence naming the candidates closest to ``name``, with a space in front; empty if none is close."""
+    """Returns a hint with the candidates closest to ``name``, with a space in front; empty if none is close."""
     near = difflib.get_close_matches(str(name), list(candidates), n=3, cutoff=0.6)
     return f" Did you mean {' or '.join(repr(candidate) for candidate in near)}?" if near else ""
 
@@ -89,7 +91,7 @@ _NOT_THE_USERS = ("ampatch", "contextlib", "functools", "torch")
 
 
 def warn(message: str) -> None:
-    """Warns, of the line outside of ampatch and torch that led here."""
+    """Warns with an `AmpWarning` that points at the nearest caller outside ampatch and torch."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back

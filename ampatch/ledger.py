@@ -1,9 +1,9 @@
-"""The ledger of what was installed on other people's objects, and how each piece is taken out again.
+"""The ledger of what ampatch installs on objects of torch, of users and of other libraries, and how to undo it.
 
-Knows neither torch's types nor precision. Whatever ampatch puts in another's place, to stay there until it is undone,
-goes through a `PatchLedger`. What need not be undone does not: what is written for the length of one call and taken
-back in it (``optimizer.found_inf``), what torch itself would have written there (``optimizer._opt_called``), and what
-only tells torch.compile about objects of this package.
+Must know neither torch's types nor precision. Every patch that stays until it is undone must go through a
+`PatchLedger`. Writes that need no undo are not recorded: values that one call writes and removes again
+(``optimizer.found_inf``), and values that torch itself would write (``optimizer._opt_called``). Nor are marks that only
+tell torch.compile about objects of ampatch.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ class _Missing:
         return "MISSING"
 
 
-#: What the ledger records where the owner itself had no such attribute: undoing then deletes, it does not assign.
+#: Recorded if the owner itself had no such attribute: undo then deletes the attribute instead of assigning it.
 MISSING = _Missing()
 
 
 class RefusedError(TypeError):
-    """An owner does not keep its attributes itself, so that undoing could not find them."""
+    """Raised if an owner does not store an attribute itself, so that undo could not find it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One attribute that was replaced.
+    """One replaced attribute.
 
     Attributes:
-        owner: a weak reference, so that the ledger does not keep a dropped object alive.
-        name: the attribute.
-        before: what the owner's own ``__dict__`` held, or `MISSING`.
-        installed: gives what was put there. A weak reference where there can be one: a bound method holds its owner.
+        owner: weak reference to the patched object, so that the ledger does not keep it alive.
+        name: name of the attribute.
+        before: previous value in the owner's own ``__dict__``, or `MISSING`.
+        installed: returns the installed value. A weak reference if possible, as a bound method keeps its owner alive.
     """
 
     owner: weakref.ref[object]
@@ -48,7 +48,7 @@ class Patch:
     installed: Callable[[], object]
 
     def take_out(self) -> bool:
-        """Puts back what was there; False if somebody else replaced it by something new, which was left alone."""
+        """Restores the previous value; returns False if other code has installed a new one, which stays."""
         owner = self.owner()
         if owner is None:
             return True
@@ -64,7 +64,7 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class _Callback:
-    """What takes out something that is no attribute."""
+    """A function that undoes something other than an attribute."""
 
     owner: weakref.ref[object] | None
     undo: Callable[[], object]
@@ -75,7 +75,7 @@ class _Callback:
 
 
 class PatchLedger:
-    """Installs attributes and callbacks, and undoes them in reverse order. Forgets what belongs to a dead owner."""
+    """Installs attributes and registers callbacks, and undoes them in reverse order. Forgets those of dead owners."""
 
     def __init__(self) -> None:
         self._steps: dict[int, Patch | _Callback] = {}
@@ -83,19 +83,20 @@ class PatchLedger:
 
     @property
     def patches(self) -> tuple[Patch, ...]:
-        """The attributes in place, oldest first."""
+        """Replaced attributes, oldest first."""
         return tuple(step for step in list(self._steps.values()) if isinstance(step, Patch))
 
     def set(self, owner: object, name: str, value: object) -> None:
-        """Replaces an attribute of ``owner``, recording what its own ``__dict__`` held.
+        """Replaces an attribute of ``owner``, and records the value that the owner's own ``__dict__`` held.
 
         Raises:
-            RefusedError: the owner does not keep its attributes itself; what it handed on was put back.
+            RefusedError: the owner does not store the attribute itself. If it forwarded the new value to another
+                object, the previous value is restored.
         """
         number = next(self._numbers)
         reference = self._reference(owner, number)
         before, reached = vars(owner).get(name, MISSING), getattr(owner, name, MISSING)
-        # Noted before it is done, so that Ctrl-C leaves nothing behind that `undo` does not know of.
+        # Recorded before the assignment, so that after Ctrl-C `undo` knows of every assignment.
         self._steps[number] = Patch(reference, name, before, _weakly(value))
         try:
             setattr(owner, name, value)
@@ -107,42 +108,42 @@ class PatchLedger:
             raise
 
     def on_undo(self, callback: Callable[[], object], owner: object = None) -> None:
-        """Registers what takes out something that is no attribute, such as a hook.
+        """Registers a function that undoes something other than an attribute, such as a hook.
 
         Args:
-            callback: is called once.
-            owner: the object without which the callback is for nothing, if there is one.
+            callback: function without arguments; `undo` calls it once.
+            owner: object after whose death the callback need not run, if there is one.
         """
         number = next(self._numbers)
         self._steps[number] = _Callback(None if owner is None else self._reference(owner, number), callback)
 
     def mark(self) -> int:
-        """Returns a point in time for `undo`."""
+        """Returns a point in time to pass to `undo`."""
         return next(self._numbers)
 
     def undo(self, since: int = 0) -> list[tuple[object, str]]:
-        """Takes everything out, newest first; all of it, also where something raises.
+        """Undoes everything, newest first; if one undo raises, the others still run.
 
         Args:
-            since: a `mark`; what was installed before it stays.
+            since: result of `mark`; everything installed before it stays.
 
         Returns:
-            Owner and name of the attributes that somebody else replaced meanwhile, which were left as they are.
+            Owner and name of each attribute that other code has replaced since; these attributes are left unchanged.
         """
         foreign: list[tuple[object, str]] = []
         numbers = [number for number in list(self._steps) if number >= since]
         try:
             while numbers:
                 self._take_out(numbers[-1], foreign)
-                numbers.pop()  # not before, so that Ctrl-C between the two leaves none out
+                numbers.pop()  # after the undo, so that Ctrl-C between the two skips none
         finally:
-            with contextlib.ExitStack() as newest_first:  # where one raised: the rest, before the error goes on
+            with contextlib.ExitStack() as newest_first:  # if one raised: the rest, before the error propagates
                 for number in numbers:
                     newest_first.callback(self._take_out, number, foreign)
         return foreign
 
     def _take_out(self, number: int, foreign: list[tuple[object, str]]) -> None:
-        step = self._steps.pop(number, None)  # None: its owner died while this was going on
+        step = self._steps.pop(number, None)  # None: its owner died meanwhile
         if step is not None and not step.take_out() and isinstance(step, Patch):
             foreign.append((step.owner(), step.name))
 
@@ -153,7 +154,7 @@ class PatchLedger:
 
 
 class _OwnerReference(weakref.ref[object]):
-    """A weak reference that knows a step of its owner: one object, where a callback with a closure would be five."""
+    """A weak reference that carries its ledger and step: one object instead of five for a callback with a closure."""
 
     __slots__ = ("number", "steps")
 
@@ -162,18 +163,18 @@ class _OwnerReference(weakref.ref[object]):
 
 
 def _forget(reference: _OwnerReference) -> None:
-    """Takes the step of an owner that has died out of its ledger."""
+    """Removes the step of a dead owner from its ledger."""
     reference.steps.pop(reference.number, None)
 
 
 def bindings(owners: Iterable[object], wanted: Mapping[int, object]) -> list[tuple[object, str, object]]:
-    """Returns where ``owners`` hold one of the ``wanted`` objects, under any name.
+    """Returns the places where ``owners`` hold one of the ``wanted`` objects, under any name.
 
-    Reads ``__dict__`` only, and past ``__getattribute__``, so that no lazy module is made to load and no property runs.
+    Reads only ``__dict__``, and bypasses ``__getattribute__``: no lazy module loads, and no property runs.
 
     Args:
         owners: modules, or objects with a ``__dict__``.
-        wanted: the objects to look for, by their ``id``.
+        wanted: objects to look for, by their ``id``.
 
     Returns:
         Triples of owner, attribute name and the object found.
@@ -182,8 +183,8 @@ def bindings(owners: Iterable[object], wanted: Mapping[int, object]) -> list[tup
     ids = frozenset(wanted)
     for owner in owners:
         attributes = object.__getattribute__(owner, "__dict__")
-        # Most owners hold none of them, which one call tells without a step of Python for each value. The values are
-        # copied: another thread may add some.
+        # Most owners hold none of them: one call finds that out without a Python step per value. The values are
+        # copied, as another thread may add some.
         if ids.isdisjoint(map(id, list(attributes.values()))):
             continue
         for name, value in attributes.copy().items():
@@ -193,17 +194,17 @@ def bindings(owners: Iterable[object], wanted: Mapping[int, object]) -> list[tup
 
 
 def rebind(owners: Iterable[object], wanted: Mapping[int, object], replacements: Mapping[int, object]) -> None:
-    """Replaces the ``wanted`` objects wherever ``owners`` hold them, for good; ``replacements`` has the same keys."""
+    """Replaces the ``wanted`` objects in all ``owners``, without undo; ``replacements`` has the same keys."""
     for owner, name, value in bindings(owners, wanted):
         setattr(owner, name, replacements[id(value)])
 
 
 def loaded_modules(*internal: str) -> list[types.ModuleType]:
-    """Returns the modules loaded by now, without those of the packages named."""
+    """Returns the loaded modules, except those of the packages ``internal``."""
     return [
         module
         for name, module in list(sys.modules.items())
-        # Not isinstance(), which asks a lazy proxy for its class and so makes it import.
+        # Not isinstance(): it reads the class of a lazy proxy, and the proxy imports its module to answer.
         if issubclass(type(module), types.ModuleType) and name.partition(".")[0] not in internal
     ]
 
@@ -211,7 +212,7 @@ def loaded_modules(*internal: str) -> list[types.ModuleType]:
 def _weakly(value: object) -> Callable[[], object]:
     try:
         return weakref.ref(value)
-    except TypeError:  # None, numbers, builtins' wrappers: nothing that holds an owner
+    except TypeError:  # None, numbers, builtins' wrappers: none of them holds an owner
         return functools.partial(_same, value)
 
 

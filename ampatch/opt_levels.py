@@ -1,6 +1,6 @@
-"""O0-O5 as a table, and the overrides laid over a row of it.
+"""O0-O5 as a table, and the overrides of its values.
 
-Only values and checks: nothing here touches a model, an optimizer or torch's functions.
+Owns only values and checks. Must not touch a model, an optimizer or torch's functions.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ampatch.errors import OptionError, did_you_mean
 HALF_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 HALVES = frozenset(HALF_DTYPES.values())
 
-# What a type may be called where an argument takes one: torch's own names first, then those that other libraries use.
-# "half" is float16, as torch.half is, whatever the half type of the session.
+# The names that an argument accepts for a dtype: torch's own names first, then those of other libraries.
+# "half" is float16, like torch.half, even if the session's half dtype is bfloat16.
 _DTYPE_NAMES = {
     **HALF_DTYPES,
     "float32": torch.float32,
@@ -40,16 +40,16 @@ LossScale = float | Literal["dynamic"]
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """What an opt level, its half dtype and the overrides come to.
+    """The values of an opt level, with its half dtype and the overrides applied.
 
     Attributes:
         opt_level: "O0" to "O5".
-        half_dtype: the half type of casts and weights.
-        cast_model_type: the type that the model's weights are converted to; None leaves them.
-        patch_torch_functions: whether torch's functions cast by the lists.
-        keep_batchnorm_fp32: whether batch norm stays in float32; None where the level does not convert weights.
-        master_weights: whether the optimizer updates float32 copies; None where the level does not convert weights.
-        loss_scale: a fixed scale, or "dynamic".
+        half_dtype: half dtype of casts and weights.
+        cast_model_type: dtype that the model's weights are converted to; None leaves them unchanged.
+        patch_torch_functions: True if torch's functions cast by the lists.
+        keep_batchnorm_fp32: True if batch norm stays in float32; None if the level does not convert weights to half.
+        master_weights: True if the optimizer updates float32 masters; None if the level leaves weights unchanged.
+        loss_scale: a fixed loss scale, or "dynamic".
     """
 
     opt_level: str
@@ -63,7 +63,7 @@ class Properties:
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """A row of the table. ``weights`` is "half", "float32", "bfloat16" or None for unchanged."""
+    """A row of the table. ``weights`` is "half", "float32", "bfloat16", or None to leave weights unchanged."""
 
     weights: str | None
     patched: bool
@@ -73,7 +73,7 @@ class _Level:
     half_dtype: torch.dtype | None = None  # None: the caller's choice
 
 
-# The names and values of Apex's table. O4 and O5 are O1 and O2 in bfloat16, under the names that ROCm's Apex gave them.
+# Names and values are Apex's. O4 and O5 are O1 and O2 in bfloat16, named as in ROCm's Apex.
 LEVELS = {
     "O0": _Level("float32", False, None, False, 1.0),
     "O1": _Level(None, True, None, None, "dynamic"),
@@ -83,7 +83,7 @@ LEVELS = {
     "O5": _Level("bfloat16", False, True, True, 1.0, torch.bfloat16),
 }
 
-# What may be overridden where the level leaves the weights alone. Anything else contradicts the level.
+# The overrides allowed if the level leaves the weights unchanged. Any other value contradicts the level.
 _UNCHANGED_WEIGHTS_ALLOW = {
     "cast_model_type": (None, torch.float32),
     "master_weights": (None, False),
@@ -93,7 +93,7 @@ _UNCHANGED_WEIGHTS_ALLOW = {
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What a caller asked for beyond the level; None leaves the level's own value."""
+    """The caller's values in place of the level's; None keeps the level's value."""
 
     cast_model_type: torch.dtype | str | None = None
     patch_torch_functions: bool | None = None
@@ -103,20 +103,20 @@ class Overrides:
 
 
 def resolve(opt_level: str, half_dtype: torch.dtype, overrides: Overrides) -> Properties:
-    """Returns the properties of a level with overrides laid over it.
+    """Returns the properties of a level with the overrides applied.
 
     Args:
         opt_level: "O0" to "O5", with the letter O.
-        half_dtype: ``torch.float16`` or ``torch.bfloat16``; O4 and O5 take bfloat16 whatever is given.
-        overrides: what the caller asked for beyond the level.
+        half_dtype: ``torch.float16`` or ``torch.bfloat16``; O4 and O5 ignore it and use bfloat16.
+        overrides: the caller's values in place of the level's.
 
     Raises:
-        OptionError: an unknown level, a value of the wrong kind, or an override that contradicts the level.
+        OptionError: the level is unknown, a value is of the wrong kind, or an override contradicts the level.
     """
     level = LEVELS[check_opt_level(opt_level)]
     half = level.half_dtype or half_dtype
     weights = {None: None, "half": half, "float32": torch.float32, "bfloat16": torch.bfloat16}[level.weights]
-    # bfloat16 has float32's range: its gradients neither overflow nor vanish for want of a scale.
+    # bfloat16 has float32's range: without a loss scale, its gradients neither overflow nor underflow.
     default_scale: LossScale = 1.0 if half is torch.bfloat16 else level.loss_scale
     properties = Properties(
         opt_level, half, weights, level.patched, level.keep_batchnorm_fp32, level.master_weights, default_scale
@@ -141,14 +141,14 @@ def resolve(opt_level: str, half_dtype: torch.dtype, overrides: Overrides) -> Pr
 
 
 def check_opt_level(opt_level: object) -> str:
-    """``opt_level`` itself if it is one.
+    """Returns ``opt_level`` unchanged if it is an opt level.
 
     Raises:
-        OptionError: it is not.
+        OptionError: it is not an opt level.
     """
     if isinstance(opt_level, str) and opt_level in LEVELS:
         return opt_level
-    digit = re.fullmatch(r"[0o]?([0-5])", str(opt_level))  # 1, "1", "01" with a zero, "o1"
+    digit = re.fullmatch(r"[0o]?([0-5])", str(opt_level))  # 1, "1", "01" (with a zero) or "o1"
     if digit:
         hint = f" It starts with the capital letter O: type opt_level='O{digit[1]}'."
     else:
@@ -157,10 +157,10 @@ def check_opt_level(opt_level: object) -> str:
 
 
 def check_half_dtype(half_dtype: object, name: str = "half_dtype") -> torch.dtype:
-    """Returns the half type that is given: a dtype, or its name ("float16", "torch.float16", "half", "fp16").
+    """Returns the half dtype, given as a dtype or by name ("float16", "torch.float16", "half", "fp16").
 
     Raises:
-        OptionError: it is none.
+        OptionError: the value is not a half dtype.
     """
     found = dtype_of(half_dtype)
     if isinstance(found, torch.dtype) and found in HALVES:
@@ -170,10 +170,10 @@ def check_half_dtype(half_dtype: object, name: str = "half_dtype") -> torch.dtyp
 
 
 def check_model_type(dtype: object) -> torch.dtype | None:
-    """Returns the type that a model can be cast to: a dtype, its name, or None.
+    """Returns the dtype for a model's weights, given as a dtype or by its name; None stays None.
 
     Raises:
-        OptionError: it is none of these.
+        OptionError: the value is not None, float32 or a half dtype.
     """
     found, allowed = dtype_of(dtype), {torch.float32, *HALVES}
     if found is None or (isinstance(found, torch.dtype) and found in allowed):
@@ -185,10 +185,10 @@ def check_model_type(dtype: object) -> torch.dtype | None:
 
 
 def check_output_type(dtype: object) -> torch.dtype | None:
-    """Returns the type that a model's outputs can be cast to: a dtype, its name, or None.
+    """Returns the dtype for a model's outputs, given as a dtype or by its name; None stays None.
 
     Raises:
-        OptionError: it is none of these.
+        OptionError: the value is not None or a floating dtype of at least 16 bits.
     """
     found = dtype_of(dtype)
     if found is None or (isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1):
@@ -200,12 +200,12 @@ def check_output_type(dtype: object) -> torch.dtype | None:
 
 
 def dtype_of(value: object) -> object:
-    """Returns the dtype that a text names, with or without "torch." in front; anything else as it is."""
+    """Returns the dtype that a string names, with or without "torch." in front; any other value unchanged."""
     return _DTYPE_NAMES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
 
 
 def _near_dtypes(given: object, allowed: Collection[torch.dtype]) -> str:
-    """Returns the allowed names near a misspelt one; nothing is near to what is no text, or names a type rightly."""
+    """Returns a hint with the allowed names close to a misspelled one; empty for a non-string or a valid name."""
     if not isinstance(given, str) or dtype_of(given) is not given:
         return ""
     names = [name for name, dtype in _DTYPE_NAMES.items() if dtype in allowed]
@@ -213,10 +213,10 @@ def _near_dtypes(given: object, allowed: Collection[torch.dtype]) -> str:
 
 
 def check_flag(name: str, value: object) -> bool | None:
-    """True, False or None from a flag, which scripts also give as the strings "True" and "False".
+    """Returns a flag as True, False or None; scripts also pass the strings "True" and "False".
 
     Raises:
-        OptionError: anything else.
+        OptionError: the value is none of these.
     """
     flags = {True: True, False: False, None: None, "True": True, "False": False}
     if (value is None or isinstance(value, (bool, str))) and value in flags:
@@ -225,10 +225,10 @@ def check_flag(name: str, value: object) -> bool | None:
 
 
 def check_loss_scale(loss_scale: object) -> LossScale:
-    """Returns a positive finite float, or "dynamic".
+    """Returns the loss scale as a positive finite float, or "dynamic".
 
     Raises:
-        OptionError: anything else.
+        OptionError: the value is neither.
     """
     if isinstance(loss_scale, str) and loss_scale == "dynamic":
         return "dynamic"
@@ -242,14 +242,16 @@ def check_loss_scale(loss_scale: object) -> LossScale:
 
 
 def difference(live: Properties, asked: Properties) -> dict[str, tuple[object, object]]:
-    """Returns the arguments that tell two sets of properties apart, without those that only follow from others.
+    """Returns the arguments in which two sets of properties differ.
+
+    Leaves out an argument whose values are both the defaults of their levels: then the level or half dtype differs.
 
     Args:
-        live: one.
-        asked: the other.
+        live: properties of the live session.
+        asked: properties that another call asks for.
 
     Returns:
-        The values in ``live`` and in ``asked`` by the name of the argument; empty if nothing differs.
+        The values in ``live`` and in ``asked``, by the name of the argument; empty if nothing differs.
     """
     names = [field.name for field in fields(Properties)]
     differing = {name: (getattr(live, name), getattr(asked, name)) for name in names}

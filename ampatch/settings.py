@@ -1,6 +1,6 @@
-"""What a session is to do, as a value: compared with another, told in words, and given to users as plain data.
+"""The settings of a session as a value: compared with other settings, described in words, exported as plain data.
 
-Only values. It must never read a device, nor know whether a session is live.
+Owns only values. Must never read a device, nor know whether a session is live.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ampatch.opt_levels import Properties
 from ampatch.scaling.loss_scaler import ScalePolicy
 from ampatch.weights.conversion_plan import KeepFloat32
 
-# The arguments of ``amp.initialize`` that a scale's policy comes from, by its fields.
+# The arguments of ``amp.initialize`` that set a `ScalePolicy`, by its fields.
 _SCALE_ARGUMENTS = {
     "init_scale": "init_scale",
     "growth_factor": "growth_factor",
@@ -34,20 +34,20 @@ _SCALE_ARGUMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All that decides what a session does. Two calls of ``initialize`` may share a session if these are equal.
+    """All settings of a session. Two calls of ``initialize`` may share a session if their settings are equal.
 
     Attributes:
-        properties: the opt level's, with overrides.
-        lists: the cast lists.
-        scale_policy: how the loss scales behave.
-        num_losses: how many of them there are.
-        allow_banned: whether banned functions run in float32 instead of raising.
-        enable_caching: whether cast weights are kept.
-        adopts_on_use: whether an optimizer is adopted by the first loss that is scaled for it.
-        keep_fp32: submodules that stay in float32 where weights are converted.
-        cast_model_outputs: the type of the models' outputs; None: float32 where weights are converted, else as it is.
-        exact_hooks: whether a skipped step fires no hooks, at the price of waiting for the device.
-        profile_casts: whether casts have labels in ``torch.profiler``.
+        properties: properties of the opt level, with overrides applied.
+        lists: cast lists.
+        scale_policy: policy of the loss scales.
+        num_losses: number of loss scales.
+        allow_banned: True if banned functions run in float32 instead of raising.
+        enable_caching: True if casts of weights are kept for reuse.
+        adopts_on_use: True if an optimizer is adopted when the first loss is scaled for it.
+        keep_fp32: submodules that stay in float32 if weights are converted.
+        cast_model_outputs: dtype of the models' outputs; None: float32 if weights are converted, else unchanged.
+        exact_hooks: True if a skipped step fires no hooks, at the cost of a sync with the device.
+        profile_casts: True if casts have labels in ``torch.profiler``.
     """
 
     properties: Properties
@@ -63,26 +63,26 @@ class Settings:
     profile_casts: bool = False
 
     def difference(self, asked: Settings) -> str:
-        """Names each argument in which a call asks for other settings, with both values; empty if there is none."""
+        """Returns text that names each argument in which ``asked`` differs, with both values; empty if none does."""
         told: list[str] = []
         if self.adopts_on_use != asked.adopts_on_use:
             told.append(f"it was set up by {_set_up_by(self)} (this call: {_set_up_by(asked)})")
         both = opt_levels.difference(self.properties, asked.properties)
         for field, argument in _SCALE_ARGUMENTS.items():
             if field == "init_scale" and not (self.scale_policy.dynamic and asked.scale_policy.dynamic):
-                continue  # a static scale starts at loss_scale
+                continue  # a static scale starts at loss_scale, compared above
             both[argument] = getattr(self.scale_policy, field), getattr(asked.scale_policy, field)
         for name in _PLAIN_FIELDS:
             both[name] = getattr(self, name), getattr(asked, name)
         both["keep_fp32"] = _kept(self.keep_fp32), _kept(asked.keep_fp32)
         told += [f"{name} is {live!r} (this call: {other!r})" for name, (live, other) in both.items() if live != other]
-        if self.properties.patch_torch_functions and asked.properties.patch_torch_functions:  # else none can be given
+        if self.properties.patch_torch_functions and asked.properties.patch_torch_functions:  # else none are allowed
             entries = list_edits.difference(self.lists, asked.lists)
             told += [f"cast_lists: {', '.join(entries)}"] if entries else []
         return "; ".join(told)
 
     def as_plain_data(self) -> dict[str, Any]:
-        """Returns the arguments that come to these settings, as text, numbers, True, False, None and lists of them."""
+        """Returns the arguments that lead to these settings, as strings, numbers, booleans, None and lists of these."""
         properties = self.properties
         return {
             "set_up_by": _set_up_by(self),
@@ -108,9 +108,9 @@ _PLAIN_FIELDS = ("num_losses", "cast_model_outputs", "exact_hooks", "allow_banne
 
 
 class LiveSettings(dict[str, Any]):
-    """What ``amp.settings`` returns: a dict that prints as lines, and in a notebook as a table.
+    """The dict that ``amp.settings`` returns: it prints as lines, and in a notebook as a table.
 
-    Pickles and YAML files of it hold no class of ampatch's.
+    Pickles and YAML files of it contain no class of ampatch.
     """
 
     def __repr__(self) -> str:
@@ -123,7 +123,7 @@ class LiveSettings(dict[str, Any]):
         return f"<table>{rows}</table>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Of the classes of dicts, the one that torch.load(weights_only=True) calls.
+        # An OrderedDict: of the dict classes, torch.load(weights_only=True) calls only this one.
         return collections.OrderedDict, (), None, None, iter(self.items())
 
 
@@ -136,7 +136,7 @@ def _set_up_by(settings: Settings) -> str:
 
 
 def _kept(keep_fp32: KeepFloat32) -> list[str] | None:
-    """Names, patterns and the names of classes, as ``keep_fp32`` takes them; None if there are none."""
+    """Returns names, patterns and class names in the form that ``keep_fp32`` takes; None if there are none."""
     return [one if isinstance(one, str) else one.__name__ for one in keep_fp32] or None
 
 

@@ -346,18 +346,18 @@ blacklist:
 """,
         [
             (
-                ":3: `when` names the argument 'betta', which cannot be told from a call of "
+                ":3: `when` names the argument 'betta', which cannot be read from a call of "
                 "torch.nn.functional.softplus; expected input, beta, threshold. Did you mean 'beta'?"
             ),
             (
-                ":4: `when` names the argument 'trainig', which cannot be told from a call of "
+                ":4: `when` names the argument 'trainig', which cannot be read from a call of "
                 "torch.nn.functional.rrelu; expected input, lower, upper, training, inplace. Did you mean 'training'?"
             ),
             (
-                ":6: `when` names the argument 'dim', which cannot be told from a call of torch.max; expected "
+                ":6: `when` names the argument 'dim', which cannot be read from a call of torch.max; expected "
                 "input, keepdim. Did you mean 'keepdim'?"
             ),
-            ":7: `when` names the argument 'equation', which cannot be told from a call of torch.einsum; none can.",
+            ":7: `when` names the argument 'equation', which cannot be read from a call of torch.einsum; none can.",
         ],
     ),
     "since and until": (

@@ -504,7 +504,7 @@ class TestModulesImportedLater:
     def test_that_lack_the_argument_of_a_condition_are_warned_of(self, package):
         package("late_g", ops=LATE)
         rule = {"name": "attend", "when": {"mode": ["fast"]}}
-        told = pytest.warns(AmpWarning, match=r"the argument 'mode', which cannot be told from a call of late_g\.ops")
+        told = pytest.warns(AmpWarning, match=r"the argument 'mode', which cannot be read from a call of late_g\.ops")
         with casts_on(cast_lists={"whitelist": {"late_g.ops": [rule]}}), told:
             importlib.import_module("late_g.ops")
 

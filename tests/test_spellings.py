@@ -152,7 +152,7 @@ class TestEverySpelling:
             ),
             pytest.param(
                 'whitelist: {"*": ["l?_loss"]}',
-                "1: found the pattern 'l?_loss'; expected a function's name: patterns are not taken; type each name "
+                "1: found the pattern 'l?_loss'; expected a function's name: patterns are not accepted; type each name "
                 "out. It would fit l1_loss.",
                 id="a pattern",
             ),
@@ -212,7 +212,7 @@ class TestEverySpelling:
             ),
             pytest.param(
                 'blacklist: {"*": [{name: softmax, when: {dmi: [0]}}]}',
-                "`when` names the argument 'dmi', which cannot be told from a call of torch.softmax; expected",
+                "`when` names the argument 'dmi', which cannot be read from a call of torch.softmax; expected",
                 id="a condition",
             ),
         ],
@@ -244,8 +244,8 @@ class TestAnUndoneEdit:
         (warning,) = caught
         source = "cast_lists: " if listed == "whitelist" else ""
         assert str(warning.message) == (
-            f"{source}torch.nn.functional.softmax is {place} now, but calls what undoes that: torch.Tensor.softmax (in "
-            f'the blacklist). Type `{listed}: {{"*": [softmax]}}` for every spelling.'
+            f"{source}torch.nn.functional.softmax is {place} now, but it calls functions that undo this: "
+            f'torch.Tensor.softmax (in the blacklist). Type `{listed}: {{"*": [softmax]}}` for every spelling.'
         )
 
     def test_is_warned_of_where_a_function_was_registered(self) -> None:
@@ -264,7 +264,7 @@ class TestAnUndoneEdit:
     def test_is_one_where_what_it_calls_was_registered_otherwise(self) -> None:
         amp.register_float_function(Tensor, "softmax")
 
-        with pytest.warns(AmpWarning, match=r"functional.softmax is in the whitelist now, but calls what undoes that"):
+        with pytest.warns(AmpWarning, match=r"functional.softmax is in the whitelist now, but it calls functions that"):
             amp.init(half_dtype=HALF, cast_lists={"whitelist": {"*": ["softmax"]}})
 
     @pytest.mark.parametrize("half_dtype", list(HALF_DTYPES.values()), ids=str)
@@ -287,7 +287,7 @@ class TestAnUndoneEdit:
 
         (warning,) = caught
         assert str(warning.message).endswith(
-            " Undone in this way too: torch.nn.functional.log_softmax, torch.nn.functional.normalize, "
+            " Also undone in this way: torch.nn.functional.log_softmax, torch.nn.functional.normalize, "
             "torch.nn.functional.softmin, and 1 more."
         )
 
@@ -301,7 +301,9 @@ class TestAnUndoneEdit:
         told = list_edits.undone_in_brief(shipped().overlaid(file), HALF, [])
 
         assert told is not None
-        assert told.endswith(f" {count - 1} more {verb} undone so: `ampatch lists check '{file}'` tells of each.")
+        assert told.endswith(
+            f" {count - 1} more {verb} undone in the same way: `ampatch lists check '{file}'` lists them all."
+        )
 
     @pytest.mark.parametrize("form", ["mapping", "two files", "registered too"])
     def test_is_told_of_with_a_command_only_where_that_finds_it(self, form: str, tmp_path: FilePath) -> None:
@@ -315,7 +317,7 @@ class TestAnUndoneEdit:
         told = list_edits.undone_in_brief(lists, HALF, registered if form == "registered too" else [])
 
         assert told is not None
-        assert "Undone in this way too: torch.nn.functional.softmin" in told
+        assert "Also undone in this way: torch.nn.functional.softmin" in told
         assert "lists check" not in told
 
     @pytest.mark.parametrize(
@@ -341,7 +343,7 @@ class TestAnUndoneEdit:
         ((_, told),) = undone(overlay).items()
 
         assert f"{calls} (" in told
-        assert "for whoever calls them, or call " in told or '{"*": [norm]}' in told
+        assert "for all their callers, or call " in told or '{"*": [norm]}' in told
 
     @pytest.mark.parametrize(
         "overlay",

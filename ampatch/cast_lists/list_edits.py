@@ -1,6 +1,6 @@
-"""What edits of cast lists come to: in what two lists differ, which edits another function undoes, what they leave out.
+"""Effects of edits of cast lists: differences of two lists, edits that another function undoes, spellings left out.
 
-Owns the sentences that tell a user so. Only computes: it must never change a list or torch, nor call a listed function.
+Owns the sentences that report them to the user. Must never change a list or torch, nor call a listed function.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _MOST_TOLD = 3
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """What a user decided for one function, in a list or by registering it.
+    """A user's decision about one function, in a list or by registering it.
 
     Attributes:
-        path: the function's place.
+        path: path of the function.
         function: the function itself, without amp; None while its module is not imported.
-        rule: what counts for it now; None: it is to be on no list.
+        rule: rule that applies to it now; None: the function is on no list.
     """
 
     path: Path
@@ -37,7 +37,7 @@ class Edit:
 
 
 def difference(live: CastLists, asked: CastLists) -> list[str]:
-    """Says, for a message, what two lists have otherwise: a few functions, then how many more there are."""
+    """Returns, for a message, how two lists differ: a few functions, then the number of the others."""
     told: dict[str, None] = {}
     for path in sorted({path for path, _ in {**live.rules, **asked.rules}}):
         pairs = {
@@ -53,26 +53,27 @@ def difference(live: CastLists, asked: CastLists) -> list[str]:
 def undone(
     lists: CastLists, half_dtypes: Iterable[torch.dtype] = HALF_DTYPES.values(), registered: Iterable[Edit] = ()
 ) -> dict[Path, str]:
-    """Names the functions of torch's whose edit is undone by what they call, which is treated otherwise.
+    """Returns a sentence for each function of torch whose edit is undone by a function that it calls.
 
-    ``torch.nn.functional.softmax`` calls the method: whitelisted alone, it hands the method half tensors, which are
-    cast to float32 there, and float32 input has only lost digits. Functions of others are passed over: a method that
-    they call need not be a tensor's. So is what they call where a rule has conditions, which may hold for no such call.
+    ``torch.nn.functional.softmax`` calls the method. If the user whitelists the function alone, it passes half tensors
+    to the method, which casts them to float32: float32 input has only lost digits. Functions of other libraries are
+    skipped, as a method that they call need not be a tensor's. Called functions whose rule has conditions are skipped,
+    as these conditions need not hold in such a call.
 
     Args:
-        lists: the rules in force, edits included.
-        half_dtypes: the half types to look at.
-        registered: functions that count more than the lists.
+        lists: rules in force, edits included.
+        half_dtypes: half dtypes to check.
+        registered: registered functions; they take precedence over the lists.
 
     Returns:
-        A sentence for each, with what to type.
+        The sentences by path, each with the text to type.
     """
     told: dict[Path, str] = {}
     called = functools.cache(called_by)
     for half_dtype in half_dtypes:
         edits = [edit for edit in (*_edits(lists, half_dtype), *registered) if _is_of_torch(edit)]
         if not edits:
-            continue  # nearly always, and to look up every function takes milliseconds
+            continue  # the usual case; to look up every function takes milliseconds
         before = _by_function(shipped().for_half(half_dtype))
         now = _by_function(lists.for_half(half_dtype))
         now |= {id(edit.function): edit.rule for edit in registered if edit.rule is not None}
@@ -89,12 +90,12 @@ def undone(
 
 
 def undone_in_brief(lists: CastLists, half_dtype: torch.dtype, registered: Sequence[Edit]) -> str | None:
-    """Says for a warning which edits are undone: of the first one all, of the others where to read on; None: of none.
+    """Returns a warning about undone edits: the first one in full, the others in brief; None if none is undone.
 
     Args:
-        lists: the rules in force, edits included.
-        half_dtype: the half type to look at.
-        registered: functions that count more than the lists.
+        lists: rules in force, edits included.
+        half_dtype: half dtype to check.
+        registered: registered functions; they take precedence over the lists.
     """
     told = undone(lists, [half_dtype], registered)
     if not told:
@@ -102,19 +103,19 @@ def undone_in_brief(lists: CastLists, half_dtype: torch.dtype, registered: Seque
     (_, first), *others = told.items()
     if not others:
         return first
-    # The command reads each file alone, and knows nothing of mappings and of functions that were registered.
+    # The command reads each file alone, and does not see mappings and registered functions.
     if len(lists.files) == 1 and lists.files[0] != MAPPING and not registered:
         verb = "is" if len(others) == 1 else "are"
         command = f"ampatch lists check {shlex.quote(lists.files[0])}"
-        return f"{first} {len(others)} more {verb} undone so: `{command}` tells of each."
-    return f"{first} Undone in this way too: {_enumerated([str(path) for path, _ in others])}."
+        return f"{first} {len(others)} more {verb} undone in the same way: `{command}` lists them all."
+    return f"{first} Also undone in this way: {_enumerated([str(path) for path, _ in others])}."
 
 
 def left_out(lists: CastLists) -> list[str]:
-    """Names the spellings that edits of torch's functions leave as they are, in a sentence for each edit.
+    """Returns a sentence for each edit that leaves other spellings of a torch function unchanged.
 
     Args:
-        lists: the rules in force, edits included. Those of them that are `undone` are left to that.
+        lists: rules in force, edits included. Edits that `undone` reports are skipped.
     """
     told: dict[Path, str] = dict.fromkeys(undone(lists), "")
     spelled = functools.cache(spellings)
@@ -138,7 +139,7 @@ def left_out(lists: CastLists) -> list[str]:
 
 
 def _edits(lists: CastLists, half_dtype: torch.dtype) -> list[Edit]:
-    """In what the lists differ from the shipped ones."""
+    """Returns the rules in which the lists differ from the shipped ones, as edits."""
     if lists is shipped():
         return []
     before, now = shipped().for_half(half_dtype), lists.for_half(half_dtype)
@@ -162,12 +163,12 @@ def _is_of_torch(edit: Edit) -> bool:
 
 
 def _undoes(callee: Rule | None, caller: Rule | None) -> bool:
-    """Tells whether arguments that were cast for a caller are cast otherwise for a function that it calls."""
+    """Returns True if the callee's rule changes arguments that the caller's rule has cast or left unchanged."""
     if callee is None or callee.when:
         return False
     if caller is not None and caller.treatment in (callee.treatment, Treatment.BANNED):
         return False
-    # To the widest of types that are equal by then.
+    # After the caller's cast the dtypes are equal, and promotion casts to the widest of them: nothing is undone.
     return caller is None or callee.treatment is not Treatment.PROMOTE
 
 
@@ -181,10 +182,10 @@ def _told_undone(edit: Edit, undoing: Sequence[Rule]) -> str:
             names.setdefault(rule.path.namespace, []).append(rule.path.name)
         entries = ", ".join(f"{namespace}: [{', '.join(each)}]" for namespace, each in names.items())
         remedy = (
-            f"Type `{_list(edit.rule)}: {{{entries}}}` to move these too, for whoever calls them, or call "
+            f"Type `{_list(edit.rule)}: {{{entries}}}` to move these too, for all their callers, or call "
             f"{edit.path.name} in a block of amp.disable_casts()."
         )
-    return f"{_opening(edit)}, but calls what undoes that: {called}. {remedy}"
+    return f"{_opening(edit)}, but it calls functions that undo this: {called}. {remedy}"
 
 
 def _every_spelling(edit: Edit) -> str:
@@ -228,7 +229,7 @@ def _told(live: Rule | None, asked: Rule | None) -> str:
 
 
 def _place_by(rule: Rule | None) -> str:
-    """Says where a rule puts its function, and by which file and line."""
+    """Returns the list that a rule puts its function in, with the rule's options, file and line."""
     if rule is None:
         return _place(rule)
     options = [

@@ -1,6 +1,6 @@
-"""Cast lists as lines of text: the rules in force, what a user's file changes, what another system does otherwise.
+"""Cast lists as lines of text: the rules in force, the changes in a user's file, the differences to another system.
 
-Owns the wording behind `ampatch lists`. Only computes: it must never print, read a file, or change a list or torch.
+Owns the wording of `ampatch lists`. Must never print, read a file, or change a list or torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BOTH = tuple(HALF_DTYPES.values())
 
 _NAMES = {dtype: name for name, dtype in HALF_DTYPES.items()}
 _NO_LIST = "-"
-# What is found where torch, or another installed package, has no such name.
+# Result of a lookup if torch, or another installed package, has no such name.
 _ABSENT = object()
 
 _T = TypeVar("_T")
@@ -36,26 +36,27 @@ def policy(lists: CastLists, half_dtypes: Sequence[torch.dtype] = BOTH, names: S
     """Returns the rules in force, one line each, sorted by namespace and name.
 
     Args:
-        lists: the rules.
-        half_dtypes: the half types asked about. Of both, a rule that is the same for each is one line; any other says
-            which it is for.
-        names: shows the rules of these alone: of a function by its name (``softmax``, in all namespaces), by its path
-            or the end of one (``functional.softmax``), of a namespace (``torch.fft``), or by a pattern (``*_loss``). A
-            function that is listed under another of its paths is shown under those. Empty: all.
+        lists: rules to show.
+        half_dtypes: half dtypes to show. A rule that is the same for all of them is one line; any other line names its
+            half dtype.
+        names: functions and namespaces to show; empty: all. A function is given by its name (``softmax``, in all
+            namespaces), or by its path or the end of one (``functional.softmax``). A namespace is given by its path
+            (``torch.fft``). Patterns work too (``*_loss``). If a function is listed under other paths than the given
+            one, these are shown.
 
     Returns:
         Lines of four aligned columns: path, list, the file and line of the rule, and its conditions if it has any.
-        After them a line for each name of a function of torch's that is on no list.
+        After them a line for each given function that is on no list.
 
     Raises:
-        OptionError: a name that no function has; the nearest are named.
+        OptionError: no function has one of the names; the message suggests close names.
     """
     listed = sorted({path for path, _ in lists.rules})
     wanted, notes = _selected(names, listed) if names else (set(listed), [])
     rows = []
     for path in sorted(wanted):
         rules = [lists.rules.get((path, dtype)) for dtype in half_dtypes]
-        # Equal rules from two lines stay two: whoever looks for the one should not miss the other.
+        # Equal rules from two lines of a file stay two, so that the user finds both lines.
         for (rule, source), dtypes in _grouped([(rule, rule.source) if rule else None for rule in rules], half_dtypes):
             conditions = [*_conditions(rule.when, dtypes, half_dtypes), *(["via_dtype"] if rule.via_dtype else [])]
             rows.append([str(path), rule.treatment.value, source, "; ".join(conditions)])
@@ -63,11 +64,11 @@ def policy(lists: CastLists, half_dtypes: Sequence[torch.dtype] = BOTH, names: S
 
 
 def _selected(names: Sequence[str], listed: Sequence[Path]) -> tuple[set[Path], list[str]]:
-    """Returns the listed paths that the names stand for, and a sentence for each function without a rule."""
+    """Returns the listed paths that the names select, and a sentence for each function without a rule."""
     selected: set[Path] = set()
     notes: list[str] = []
     for given in names:
-        name = f"torch.nn.functional.{given[2:]}" if given.startswith("F.") else given  # as nearly every script has it
+        name = f"torch.nn.functional.{given[2:]}" if given.startswith("F.") else given  # as most scripts import it
         matching = {path for path in listed if _goes_by(path, name)} or _same_function(name, listed)
         selected |= matching
         if not matching:
@@ -82,7 +83,7 @@ def _goes_by(path: Path, name: str) -> bool:
 
 
 def _same_function(name: str, listed: Sequence[Path]) -> set[Path]:
-    """Returns the listed paths of a function that is named by another one."""
+    """Returns the listed paths of the function at ``name``, which is another path of it."""
     namespace, _, attribute = name.rpartition(".")
     if not namespace or not attribute:
         return set()
@@ -91,7 +92,7 @@ def _same_function(name: str, listed: Sequence[Path]) -> set[Path]:
 
 
 def _unlisted(name: str, listed: Sequence[Path]) -> str:
-    """Returns a sentence on a function without a rule.
+    """Returns a sentence about a function without a rule.
 
     Raises:
         OptionError: there is no such function.
@@ -109,19 +110,19 @@ def _unlisted(name: str, listed: Sequence[Path]) -> str:
 
 
 def faults(error: AmpError) -> list[str]:
-    """Returns what an error says, one line a fault, whatever it quotes."""
+    """Returns the text of an error, one line per fault, even if the fault quotes several lines."""
     parts: Iterable[object] = error.faults if isinstance(error, CastListError) else [error]
     return [_one_line(str(part)) for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What there is to say of a file without faults.
+    """The report on a file without faults.
 
     Attributes:
-        lines: one for each change that is undone, and for each that leaves out other spellings of its function. The
-            last one says how much the file changes, and what of that could not be checked.
-        warns: whether a change is undone. To leave out a spelling may be meant.
+        lines: one line for each undone change, and for each change that leaves out other spellings of its function.
+            The last line counts the paths that the file changes, and those of them that could not be checked.
+        warns: True if a change is undone. A spelling that is left out does not count, as the user may intend that.
     """
 
     lines: list[str]
@@ -129,18 +130,18 @@ class Checked:
 
 
 def checked(file: str, before: CastLists, after: CastLists) -> Checked:
-    """Looks through a file without faults.
+    """Returns the report on a file without faults.
 
     Args:
-        file: the file's name.
-        before: the lists without it.
-        after: the lists with it.
+        file: name of the file.
+        before: lists without the file.
+        after: lists with the file.
     """
     undone = list_edits.undone(after)
     changed = {key[0] for key in {**before.rules, **after.rules} if before.rules.get(key) != after.rules.get(key)}
     unseen = sum(_found(path) is None for path in changed)
     note = f" ({unseen} not looked up, being in modules that are not imported yet)" if unseen else ""
-    how = "is undone by what the function calls" if len(undone) == 1 else "are undone by what the functions call"
+    how = "is undone by calls inside the function" if len(undone) == 1 else "are undone by calls inside the functions"
     sound = f"can be read, but {len(undone)} of its changes {how}" if undone else "is sound"
     are = "is" if len(changed) == 1 else "are"
     verdict = f"{file} {sound}: it changes how {_paths(len(changed))} {are} treated{note}."
@@ -149,27 +150,27 @@ def checked(file: str, before: CastLists, after: CastLists) -> Checked:
 
 
 def difference(theirs: CastLists, ours: CastLists, name: str, half_dtypes: Sequence[torch.dtype] = BOTH) -> list[str]:
-    """Returns what another system treats otherwise, one line a path, sorted by namespace and name.
+    """Returns the differences to another system's lists, one line per path, sorted by namespace and name.
 
-    A difference is another list, another condition, or a list on one side only, in any of the half types asked about.
-    How a rule is carried out (``via_dtype``) and what its error says make none, nor does a name of theirs that the
-    installed torch lacks.
+    A difference is another list, another condition, or a list on one side only, in any of ``half_dtypes``. The
+    mechanism of a rule (``via_dtype``) and the text of its error do not count, nor does a name that the installed torch
+    lacks.
 
-    Functions are compared, and not spellings: one that a system lists under one of its names (``torch.conv2d``) counts
-    as listed under all of them (``torch.nn.functional.conv2d`` is the same object), just as a user's file moves it
-    under all. A function and the method of the same name are two. So are a composition and its parts: where one side
-    lists ``cross_entropy`` and the other the operators below it, there is a line, although a model may see no
-    difference.
+    Functions are compared, not spellings. A function that a system lists under one name (``torch.conv2d``) counts as
+    listed under all (``torch.nn.functional.conv2d`` is the same object). A user's file also moves it under all. A
+    function and the method of the same name are two functions. A composition and its parts are separate functions
+    too. If one side lists ``cross_entropy`` and the other the operators below it, each path is a difference, although a
+    model may see none.
 
     Args:
         theirs: the other system's lists.
-        ours: the lists to compare them with.
-        name: what to call the other system.
-        half_dtypes: the half types to compare in.
+        ours: lists to compare them with.
+        name: name of the other system in the text.
+        half_dtypes: half dtypes to compare in.
 
     Returns:
         A legend; lines of three aligned columns: path, their list, our list (``-`` for none), with the conditions of
-        each in parentheses; and a line that says how many there are. Without a difference that line alone.
+        each in parentheses. Then a line that counts them. Without a difference, that line alone.
     """
     sides = [[_by_any_name(lists.for_half(dtype)) for dtype in half_dtypes] for lists in (theirs, ours)]
 
@@ -187,19 +188,19 @@ def difference(theirs: CastLists, ours: CastLists, name: str, half_dtypes: Seque
 
 
 def changes(before: CastLists, after: CastLists, file: str, half_dtypes: Sequence[torch.dtype] = BOTH) -> list[str]:
-    """Returns what a file changes, one line a path, sorted by namespace and name.
+    """Returns the changes in a file, one line per path, sorted by namespace and name.
 
-    Other than in `difference`, every option of an entry counts, and a function has a line for each of its paths.
+    Unlike in `difference`, every option of an entry counts, and a function has a line for each of its paths.
 
     Args:
-        before: the lists without it.
-        after: the lists with it.
-        file: its name.
-        half_dtypes: the half types to compare in.
+        before: lists without the file.
+        after: lists with the file.
+        file: name of the file.
+        half_dtypes: half dtypes to compare in.
 
     Returns:
         A legend; lines of three aligned columns: path, list before, list after (``-`` for none), with the conditions
-        of each in parentheses; and a line that says how many there are. Without a change that line alone.
+        of each in parentheses. Then a line that counts them. Without a change, that line alone.
     """
     paths = sorted({path for path, _ in {**before.rules, **after.rules}})
     found = {
@@ -218,7 +219,7 @@ def changes(before: CastLists, after: CastLists, file: str, half_dtypes: Sequenc
 def _compared(
     decisions: Mapping[Path, Sequence[Sequence[_Decision | None]]], half_dtypes: Sequence[torch.dtype]
 ) -> tuple[list[list[str]], Counter[str]]:
-    """Returns a row for each path whose two sides differ, and how many of them are on both sides, or on one only."""
+    """Returns a row for each path whose two sides differ, and the numbers of rows listed by both sides, or by one."""
     rows, kinds = [], Counter[str]()
     for path, (left, right) in decisions.items():
         if left != right:
@@ -236,12 +237,12 @@ def _counted(rows: Sequence[object], half_dtypes: Sequence[torch.dtype]) -> str:
 
 
 def _decision(rule: Rule | None) -> _Decision | None:
-    """Returns what of a rule other systems have as well."""
+    """Returns the parts of a rule that other systems have too."""
     return None if rule is None else (rule.treatment, rule.when, ())
 
 
 def _full_decision(rule: Rule | None) -> _Decision | None:
-    """Returns all of a rule that counts for ampatch."""
+    """Returns all parts of a rule that matter to ampatch."""
     if rule is None:
         return None
     options = [*(["via_dtype"] if rule.via_dtype else []), *([f"instead: {rule.instead}"] if rule.instead else [])]
@@ -249,7 +250,7 @@ def _full_decision(rule: Rule | None) -> _Decision | None:
 
 
 def _by_any_name(rules: dict[Path, Rule]) -> dict[object, Rule]:
-    """Returns the rules by path, and by what all names of a function have in common."""
+    """Returns the rules by path, and by the `identity` that all paths of a function share."""
     found: dict[object, Rule] = {}
     for path, rule in rules.items():
         found[path] = rule
@@ -258,7 +259,7 @@ def _by_any_name(rules: dict[Path, Rule]) -> dict[object, Rule]:
 
 
 def _found(path: Path) -> object | None:
-    """Returns the function; `_ABSENT`, or None where that cannot be told yet, as its module is not imported."""
+    """Returns the function; `_ABSENT` if there is none; None if its module is not imported yet."""
     try:
         return find(path)
     except PathError:
@@ -266,7 +267,7 @@ def _found(path: Path) -> object | None:
 
 
 def _cell(decisions: Sequence[_Decision | None], half_dtypes: Sequence[torch.dtype]) -> str:
-    """Returns the lists of a function, each with its conditions; two if they differ by half type."""
+    """Returns the lists of a function, each with its conditions; two if they differ by half dtype."""
     cells = []
     for (treatment, when, options), dtypes in _grouped(decisions, half_dtypes):
         conditions = "; ".join([*_conditions(when, dtypes, half_dtypes), *options])
@@ -275,7 +276,7 @@ def _cell(decisions: Sequence[_Decision | None], half_dtypes: Sequence[torch.dty
 
 
 def _grouped(values: Iterable[_T | None], half_dtypes: Sequence[torch.dtype]) -> Iterable[tuple[_T, list[torch.dtype]]]:
-    """Returns each value that is there, with the half types it is for."""
+    """Returns each value that is not None, with the half dtypes that it is for."""
     groups: dict[_T, list[torch.dtype]] = {}
     for value, dtype in zip(values, half_dtypes, strict=True):
         if value is not None:
@@ -284,7 +285,7 @@ def _grouped(values: Iterable[_T | None], half_dtypes: Sequence[torch.dtype]) ->
 
 
 def _conditions(when: When, dtypes: Sequence[torch.dtype], asked: Sequence[torch.dtype]) -> list[str]:
-    """Returns the half types, where these are not all that were asked about, and the arguments."""
+    """Returns the half dtypes, unless they are all that were asked about, and the conditions on arguments."""
     only = [] if len(dtypes) == len(asked) else [f"{_NAMES[dtype]} only" for dtype in dtypes]
     return [*only, *([f"when {typed_conditions(when)}"] if when else [])]
 
@@ -294,7 +295,7 @@ def _paths(count: int) -> str:
 
 
 def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Rows as lines, every column but the last padded to its widest cell."""
+    """Returns rows as lines, every column except the last padded to its widest cell."""
     cells = [[_one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -1,7 +1,7 @@
-"""The cast lists in force, as a frozen value: the shipped ones, and users' changes laid over them.
+"""The cast lists in force, as a frozen value: the shipped lists with users' changes laid over them.
 
-The format is described in ``docs/design/architecture.md``. Must not patch anything, nor import a module on a list's
-behalf.
+The format is described in ``docs/design/architecture.md``. Must not patch anything, nor import a module because a list
+names it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ampatch.cast_lists.rules import Changes, Rule, Treatment
 from ampatch.cast_lists.yaml_tree import UnreadableError, compose, compose_own, node_of, text_of
 from ampatch.errors import OptionError
 
-#: What an overlay that is no file is called, among the names of files.
+#: Stands among the names of files for an overlay that is a mapping.
 MAPPING = "a mapping"
 
-#: What `cast_lists=` takes: a file, several laid one over the other, or the same as a mapping. "~" is the user's home.
+#: Values of `cast_lists=`: a file ("~" is the user's home), a mapping of the same form, or a sequence of these.
 Overlay = str | PathLike[str] | Mapping[str, object] | Sequence["str | PathLike[str] | Mapping[str, object]"]
 
 
 @dataclass(frozen=True, slots=True)
 class CastLists:
-    """The rules in force, for each half dtype apart. Immutable; changes give a new one.
+    """The rules in force for each half dtype. Immutable; a change returns a new value.
 
     Attributes:
-        rules: (path, half dtype) to rule.
+        rules: rules by path and half dtype.
         named: every path that was ever listed, so that a function that was unlisted comes back under all its names.
-        files: the overlays, in their order: paths of files, and `MAPPING` for each that is none.
+        files: overlays in their order: paths of files, and `MAPPING` for each mapping.
     """
 
     rules: Mapping[tuple[Path, torch.dtype], Rule]
@@ -44,23 +44,23 @@ class CastLists:
     files: tuple[str, ...] = field(default=(), compare=False)
 
     def __repr__(self) -> str:
-        rules = f"{len(self.rules)} rules"  # all of which nobody could read
+        rules = f"{len(self.rules)} rules"  # a number only: all rules would be unreadable
         return f"CastLists({', '.join(['shipped lists', *self.files])}: {rules})"
 
     def for_half(self, half_dtype: torch.dtype) -> dict[Path, Rule]:
-        """Returns the rules that apply under one half dtype, by path."""
+        """Returns the rules for one half dtype, by path."""
         return {path: rule for (path, dtype), rule in self.rules.items() if dtype is half_dtype}
 
     def overlaid(self, overlay: Overlay) -> CastLists:
         """Returns these lists with a user's changes laid over them.
 
         Args:
-            overlay: the path of a YAML file, in which "~" is the user's home, a mapping of the same form, or a sequence
-                of these, laid in their order.
+            overlay: path of a YAML file ("~" is the user's home), a mapping of the same form, or a sequence of these.
+                Later parts of a sequence are laid over earlier ones.
 
         Raises:
-            CastListError: anything is wrong with the overlay.
-            OptionError: the overlay is of no kind that can be read.
+            CastListError: the overlay has faults.
+            OptionError: the overlay is neither a path, nor a mapping, nor a sequence of these.
         """
         several = isinstance(overlay, Sequence) and not isinstance(overlay, (str, bytes, PathLike))
         lists = self
@@ -70,7 +70,7 @@ class CastLists:
         return lists
 
     def _with(self, changes: Changes) -> CastLists:
-        """Naming a function moves it, under whichever of its names it is listed (``F.conv2d`` is ``torch.conv2d``)."""
+        """Applies changes. An entry moves its function under all its listed names (``F.conv2d``, ``torch.conv2d``)."""
         rules = dict(self.rules)
         changed = {key for key, _ in changes}
         named = tuple(dict.fromkeys([*self.named, *(path for path, _ in rules), *(path for (path, _), _ in changes)]))
@@ -102,14 +102,14 @@ PEERS = ("apex", "torch_autocast_cuda", "torch_autocast_cpu")
 
 @functools.cache
 def peer(name: str) -> CastLists:
-    """Returns what another system casts: one of `PEERS`. Its names are not looked up: today's torch may lack some."""
+    """Returns the lists of another system, one of `PEERS`. Looks up no names, as the installed torch may lack some."""
     parsed = Reading(f"{name}.yaml", resolve=False)
     parsed.add_overlay(compose_own(files("ampatch.lists") / "peers" / parsed.source))
     return CastLists(types.MappingProxyType({key: rule for key, rule in parsed.changes() if rule is not None}))
 
 
 def _read_overlay(overlay: object) -> tuple[str, Changes]:
-    """Returns the name of an overlay for people, and what it says."""
+    """Returns the name of an overlay for messages, and its changes."""
     if isinstance(overlay, Mapping):
         parsed = Reading("cast_lists")
     elif isinstance(overlay, (str, PathLike)) and fspath(overlay):

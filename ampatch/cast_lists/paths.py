@@ -1,7 +1,7 @@
-"""Dotted paths: from ``torch.nn.functional`` to the object, without importing anything.
+"""Dotted paths: finds the object that ``torch.nn.functional`` names, without importing anything.
 
-Owns the rules of how a namespace is found. Must never import a module on a user's behalf: what is not imported yet is
-reported as such, and patched when it is.
+Owns the rules for finding a namespace. Must never import a module for the user: a module that is not imported yet is
+reported as such, and patched once the user's code imports it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ampatch.errors import AmpError, did_you_mean
 
 
 class PathError(AmpError, LookupError):
-    """A namespace or a name that does not exist; the message says which, and what is near."""
+    """Raised if a namespace or a name does not exist; the message says which, and suggests close names."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Path:
-    """A function's place: the dotted path of the module or class that owns it, and its name there."""
+    """The path of a function: the dotted path of the module or class that owns it, and its name there."""
 
     namespace: str
     name: str
@@ -30,13 +30,13 @@ class Path:
 
 
 def find_owner(namespace: str) -> object | None:
-    """Returns the module or class that a namespace stands for.
+    """Returns the module or class that a namespace names.
 
     Returns:
-        The object, or None where the namespace lies in a module that is there but not imported yet.
+        The object, or None if the namespace lies in an installed module that is not imported yet.
 
     Raises:
-        PathError: no such module or class, as far as can be told without importing.
+        PathError: there is no such module or class, as far as can be checked without importing.
     """
     parts = namespace.split(".")
     if sys.modules.get(parts[0]) is None:
@@ -49,7 +49,7 @@ def find_owner(namespace: str) -> object | None:
         above, path = ".".join(parts[:index]), ".".join(parts[: index + 1])
         if sys.modules.get(path) is not None:
             owner = sys.modules[path]
-        # Asked before getattr, at which a package that imports its modules on demand would do so.
+        # Checked before getattr, which makes a package with lazy imports import the module.
         elif above in sys.modules and parts[index] not in vars(owner) and _importable(path):
             return None
         else:
@@ -58,7 +58,7 @@ def find_owner(namespace: str) -> object | None:
 
 
 def find(path: Path) -> object | None:
-    """Returns the function at a path as it is without amp; None where its namespace is not imported yet.
+    """Returns the function at a path as it is without amp; None if its namespace is not imported yet.
 
     Raises:
         PathError: the namespace or the name does not exist.
@@ -66,30 +66,33 @@ def find(path: Path) -> object | None:
     owner = find_owner(path.namespace)
     if owner is None:
         return None
-    # While amp is on, two names of one function hold two wrappers.
+    # While amp is on, two names of one function hold two different wrappers.
     return beneath(_attribute(owner, path.name, path.namespace))
 
 
 def is_wrapper(value: object) -> bool:
-    """Returns whether it is a function patched by amp, and not a proxy around one, which would answer for it.
+    """Returns True if ``value`` is one of amp's wrappers, and not a proxy around one.
 
-    Only a function's own globals tell whose it is: what functools.wraps copies would name wrappers that others put
-    around amp's as well.
+    Only a function's own globals identify it. The attributes that functools.wraps copies would also match a wrapper
+    that another library puts around amp's.
     """
-    # Not isinstance(), to which proxies answer as well. One called in C++ is of a class derived from functions.
+    # Not isinstance(), which accepts proxies too. The class of a wrapper that is called in C++ derives from functions.
     is_function = issubclass(type(value), types.FunctionType)
     return is_function and value.__globals__.get("__name__") == "ampatch.patching.wrappers"  # type: ignore[attr-defined]
 
 
 def beneath(value: object) -> object:
-    """Returns what a function patched by amp calls; anything else as it is."""
+    """Returns the function under amp's wrappers; any other value unchanged."""
     while is_wrapper(value):
         value = vars(value)["__wrapped__"]
     return value
 
 
 def identity(path: Path) -> object:
-    """Returns what all paths of one function share: the function; or the path, if its module is not imported."""
+    """Returns the object that all paths of a function share: the function, or the path if it cannot be looked up.
+
+    A function that is not imported, does not exist or is not hashable is identified by its path.
+    """
     try:
         function = find(path)
     except PathError:

@@ -1,6 +1,6 @@
-"""Reads lists from YAML's tree into changes of rules, and names every fault with file and line.
+"""Reads lists from a YAML tree into changes of rules, and reports every fault with its file and line.
 
-Resolves names, to tell a misspelt one. Must not import a module on a list's behalf.
+Looks up names, to find misspelled ones. Must not import a module because a list names it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ampatch.opt_levels import HALF_DTYPES
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """That a path stands in a list, and with which rule.
+    """A path in a list, with its rule.
 
     Attributes:
-        path: the path.
-        entry: what the user wrote, which stands for several paths where the namespace is `EVERY`.
-        name: the list's.
-        line: of the file; 0 in a mapping, which has none.
-        rule: what the entry says; None: the path is to be on no list.
+        path: path of the function.
+        entry: path as the user wrote it; it stands for several paths if its namespace is `EVERY`.
+        name: name of the list.
+        line: line in the file; 0 in a mapping, which has no lines.
+        rule: rule of the entry; None: the function is to be on no list.
     """
 
     path: Path
@@ -46,11 +46,11 @@ class _Listing:
 
     @property
     def is_derived(self) -> bool:
-        """Whether the path's name is another one than the user wrote, such as ``__mul__`` for ``mul``."""
+        """True if the path's name differs from the name that the user wrote, such as ``__mul__`` for ``mul``."""
         return self.path.name != self.entry.name
 
     def repeats(self, other: _Listing) -> bool:
-        """Returns whether two names that each stand for several paths decide the same for one that they share."""
+        """Returns True if two entries for every spelling, of different names, agree on a path that they share."""
         return (
             self.entry.namespace == other.entry.namespace == EVERY
             and self.entry != other.entry
@@ -58,15 +58,15 @@ class _Listing:
         )
 
     def disagrees(self, other: _Listing) -> bool:
-        """Returns whether the two, of one function, put it in different lists, or in one with different options."""
+        """Returns True if two listings of one function differ in their list, or in their options."""
         rules = [None if each.rule is None else replace(each.rule, path=self.path) for each in (self, other)]
         return self.name != other.name or rules[0] != rules[1]
 
 
 class Reading:
-    """What was read so far: the changes found, and the faults met on the way.
+    """The changes and the faults found so far in one reading.
 
-    Lives for one reading only. A fault is noted and reading goes on, so that a user sees all of them at once.
+    Serves one reading only. A fault is recorded and reading goes on, so that the user sees all faults at once.
     """
 
     def __init__(self, source: str = "", resolve: bool = True) -> None:
@@ -74,28 +74,28 @@ class Reading:
         self._resolve = resolve
         self._changes: list[tuple[tuple[Path, torch.dtype], Rule | None]] = []
         self._faults: list[tuple[int, Fault]] = []
-        # What a function (under any of its names) was first listed as, to tell a second listing that disagrees.
+        # The first listing of each function (under any of its names), to find a later listing that disagrees.
         self._first: dict[tuple[object, torch.dtype], _Listing] = {}
         self._listed: dict[tuple[Path, torch.dtype], _Listing] = {}
-        self._missing: set[yaml.Node] = set()  # namespaces: each is one fault, and not one for each of its names
+        self._missing: set[yaml.Node] = set()  # namespaces: one fault for each, not one for each of its names
 
     def fault(self, where: yaml.Node | int, message: str) -> None:
-        """Notes a fault at a node, or at a line; 0 is the file as a whole."""
+        """Records a fault at a node, or at a line; line 0 is the whole file."""
         line = where if isinstance(where, int) else line_of(where)
         self._faults.append((line, Fault(self._at(line), message)))
 
     def changes(self) -> Changes:
-        """Returns what was found.
+        """Returns the changes found.
 
         Raises:
-            CastListError: there are faults; they are in the order of their lines.
+            CastListError: there are faults; they are sorted by line.
         """
         if self._faults:
             raise CastListError(fault for _, fault in sorted(self._faults, key=lambda found: found[0]))
         return self._changes
 
     def add_overlay(self, node: yaml.Node | None) -> None:
-        """Reads a user's file: names of lists to what they hold."""
+        """Reads a user's file: a mapping from names of lists to their contents."""
         known = [treatment.value for treatment in Treatment] + [UNLISTED]
         for name, value in self._pairs(node, "names of lists on top, such as `whitelist: {torch: [mm, bmm]}`"):
             if name.value in known:
@@ -105,7 +105,7 @@ class Reading:
                 self.fault(name, f"unknown list {name.value!r}; {expected}")
 
     def add_list(self, node: yaml.Node | None, treatment: Treatment | None) -> None:
-        """Reads a list: namespaces to names. Without a treatment, the functions are taken out of their lists."""
+        """Reads a list: a mapping from namespaces to names. ``treatment=None`` unlists the functions."""
         for namespace, names in self._pairs(node, "namespaces with lists of names, such as `torch: [mm, bmm]`"):
             for entry in self._flat(names, []):
                 self._add_entry(entry, namespace, treatment)
@@ -114,7 +114,7 @@ class Reading:
         return f"{self.source}:{line}" if line else self.source
 
     def _pairs(self, node: yaml.Node | None, expected: str) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
-        """Yields the pairs of a mapping whose keys are text, each key once. Nothing at all is an empty mapping."""
+        """Yields the pairs of a mapping with text as keys, each key once. None and null count as an empty mapping."""
         if node is None or kind_of(node) == "null":
             return
         if kind_of(node) != "map":
@@ -131,7 +131,7 @@ class Reading:
                 yield key, value
 
     def _flat(self, node: yaml.Node, seen: list[yaml.Node]) -> Iterator[yaml.Node]:
-        """Yields the entries of a list and of lists in it; ``seen`` are those met before under the same namespace."""
+        """Yields the entries of a list and of lists in it; ``seen`` are the lists read before under the namespace."""
         if node in seen:
             self.fault(node, "aliases put this list into itself, or under one namespace twice; take them out.")
         elif kind_of(node) == "seq":
@@ -156,15 +156,15 @@ class Reading:
             if not self._resolve or self._exists(path, fitting, node, namespace):
                 self._add_path(path, entry, treatment, dtypes, fitting, node)
             if len(self._faults) > faults:
-                return  # of all spellings one is enough to be told of
+                return  # one fault for all spellings
 
     def _paths(self, namespace: yaml.ScalarNode, name: str, node: yaml.Node, optional: bool) -> list[Path]:
-        """Returns the paths that an entry names; none, and notes a fault, for a name without spellings."""
+        """Returns the paths that an entry names; records a fault for a pattern, or for a required name without any."""
         if namespace.value != EVERY:
             return [Path(namespace.value, name)]
         found = spellings(name)
         if any(sign in name for sign in "*?["):
-            self.fault(node, _no_pattern(name))  # even where it is optional: no torch has such a name
+            self.fault(node, _no_pattern(name))  # even if it is optional: no torch has such a name
         elif not found and not optional:
             namespaces = ", ".join(NAMESPACES)
             near = did_you_mean(name, _public_names())
@@ -187,7 +187,7 @@ class Reading:
             first = self._first.setdefault((function, dtype), listing)
             again = self._listed.setdefault((path, dtype), listing)
             if listing.repeats(again):
-                continue  # as of mul and multiply, both of which the operator belongs to
+                continue  # such as mul and multiply: the operator * is a spelling of both
             earlier = first if again is listing else again
             clash = again is not listing or listing.disagrees(earlier)
             if clash and (listing.is_derived or earlier.is_derived):
@@ -214,7 +214,7 @@ class Reading:
             self._changes.append(((path, dtype), rule))
 
     def _options(self, node: yaml.Node, treatment: Treatment | None) -> dict[str, Any] | None:
-        """Returns the keys of an entry, checked and turned into values; None where there was a fault."""
+        """Returns the keys of an entry with their checked values; None if there was a fault."""
         if kind_of(node) not in ("str", "map"):
             expected = "a function's name, or a mapping such as {name: exp, dtypes: [float16]}"
             self.fault(node, f"found {described(node)}; expected {expected}.")
@@ -241,7 +241,10 @@ class Reading:
         return options if len(self._faults) == faults else None
 
     def _exists(self, path: Path, options: Mapping[str, Any], node: yaml.Node, namespace: yaml.ScalarNode) -> bool:
-        """Returns whether there is such a function, or may be once its module is imported; notes a fault if not."""
+        """Returns True if a function exists and can be listed so, or if its module is not imported yet.
+
+        Otherwise records a fault, unless the function is missing and the entry optional.
+        """
         optional = options.get("optional", False)
         if EVERY in path.namespace:
             if namespace not in self._missing:
@@ -268,7 +271,7 @@ class Reading:
         return not unfit
 
 
-# Of the names that a pattern fits, for whoever has to type them out: those of the losses all stand in one message.
+# The most names that a message gives for a pattern. The user types them out, and the losses fit into one message.
 _MOST_NAMED = 24
 
 
@@ -277,19 +280,19 @@ def _public_names() -> list[str]:
 
 
 def _no_pattern(pattern: str) -> str:
-    """Says that a pattern is no name, and which names to type for it: those that it fits, or the nearest."""
+    """Returns the fault for a pattern, with the names to type instead: those that it matches, or the closest."""
     fitting = [name for name in _public_names() if fnmatchcase(name, pattern)]
     if fitting:
         more = f", and {len(fitting) - _MOST_NAMED} more" if len(fitting) > _MOST_NAMED else ""
         near = f" It would fit {', '.join(fitting[:_MOST_NAMED])}{more}."
     else:
         near = did_you_mean(re.sub(r"[*?\[\]]", "", pattern), _public_names())
-    expected = "a function's name: patterns are not taken; type each name out."
+    expected = "a function's name: patterns are not accepted; type each name out."
     return f"found the pattern {pattern!r}; expected {expected}{near}"
 
 
 def _shared(listing: _Listing, earlier: _Listing) -> str:
-    """Says that two entries stand for one path, which at least one of them does not name."""
+    """Returns the fault for two entries that stand for one path, which at least one of them does not name."""
     where = f" in line {earlier.line}" if earlier.line else ""
     options = ", which has other options," if listing.name == earlier.name and listing.disagrees(earlier) else ""
     return (
@@ -304,19 +307,19 @@ def _typed(listing: _Listing) -> str:
 
 
 def _fitting(options: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """Returns the options of an entry for all spellings, as one of them can have them: the way to float32 differs."""
+    """Returns an entry's options for one of its spellings: no ``via_dtype`` if that has no argument ``dtype``."""
     if not options.get("via_dtype") or "dtype" in signatures.parameter_names(find(path)):  # type: ignore[arg-type]
         return options
     return {**options, "via_dtype": False}
 
 
 def _in_force(since: TorchVersion | None, until: TorchVersion | None) -> bool:
-    """Returns whether the running torch is one that an entry is for."""
+    """Returns True if an entry is for the installed version of torch."""
     return (since is None or torch.__version__ >= since) and (until is None or torch.__version__ < until)
 
 
 def _elsewhere(path: Path) -> str | None:
-    """Returns what to type for a name that is right, under a namespace that is not; None if there is nothing to say."""
+    """Returns the fault for a name in a wrong namespace, with the right one; None if no namespace has the name."""
     prefix, _, name = path.name.rpartition(".")
     for namespace in [prefix, f"{path.namespace}.{prefix}", *NAMESPACES]:
         with contextlib.suppress(PathError):
@@ -325,7 +328,8 @@ def _elsewhere(path: Path) -> str | None:
     return None
 
 
-# The options of an entry. Each reads a node, or raises an `AmpError` with what was found and what was expected.
+# The readers of an entry's options. Each returns the value of a node, or raises an `AmpError` that says what was found
+# and what was expected.
 
 
 def _read_text(node: yaml.Node) -> str:
@@ -373,7 +377,7 @@ def _read_version(node: yaml.Node) -> TorchVersion:
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """A key that an entry may have: how it is read, and in which lists it means anything (None is `UNLISTED`)."""
+    """A key that an entry can have: its reader, and the lists in which it has a meaning (None is `UNLISTED`)."""
 
     read: Callable[[yaml.Node], object]
     lists: tuple[Treatment | None, ...] = (*Treatment, None)

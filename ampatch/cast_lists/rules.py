@@ -1,4 +1,4 @@
-"""Rules as values: what a list says of one function, and which functions can be listed at all.
+"""Rules as values: a list's entry for one function, and the check whether a function can be listed.
 
 Must not read a file, nor patch a function.
 """
@@ -20,7 +20,7 @@ from ampatch.errors import did_you_mean
 
 
 class Treatment(enum.Enum):
-    """What happens to the arguments of a function; the value is the name of its list."""
+    """The way that amp treats the arguments of a function; the value is the name of the list."""
 
     WHITELIST = "whitelist"
     BLACKLIST = "blacklist"
@@ -37,16 +37,16 @@ When = tuple[tuple[str, tuple[object, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a list says of one function.
+    """A list's entry for one function.
 
     Attributes:
-        path: the function's place.
-        treatment: the list it stands in.
-        source: file and line, for people. What a rule does, and so whether two are equal, does not depend on it.
-        when: all of these have to hold; empty: it always applies.
-        via_dtype: whether a blacklisted function computes in float32 by being passed ``dtype=torch.float32``.
-        instead: what the error of a banned function tells the user to do.
-        optional: whether a path that does not exist is passed over.
+        path: path of the function.
+        treatment: treatment of the list that the function is in.
+        source: file and line, for messages. It changes nothing in the effect of a rule, so equality ignores it.
+        when: conditions, all of which must hold; empty: the rule always applies.
+        via_dtype: True if a blacklisted function computes in float32 by way of ``dtype=torch.float32``.
+        instead: advice to the user in the error of a banned function.
+        optional: True if a path that does not exist is skipped.
     """
 
     path: Path
@@ -58,12 +58,12 @@ class Rule:
     optional: bool = field(default=False, compare=False)
 
 
-#: What a file says: the rule that a path gets for a half dtype, or None where it is to have none.
+#: The changes in a file: the rule that a path gets for a half dtype, or None if it is to have no rule.
 Changes = Sequence[tuple[tuple[Path, torch.dtype], Rule | None]]
 
 
 def typed_conditions(when: When) -> str:
-    """Conditions on arguments, with the values as they stand in the YAML file, so that True is told from the string."""
+    """Returns conditions as text, with values written as in YAML, so that True differs from the string "True"."""
     return ", ".join(f"{name}={'|'.join(map(_as_typed, values))}" for name, values in when)
 
 
@@ -72,7 +72,7 @@ def _as_typed(value: object) -> str:
 
 
 def why_unfit(path: Path, owner: object, function: Any, when: When = (), via_dtype: bool = False) -> str | None:
-    """Returns why what stands at a path cannot be listed so, in a sentence; None if it can."""
+    """Returns a sentence on why the object at a path cannot be listed with these options; None if it can."""
     if not isinstance(owner, (types.ModuleType, type)):
         return f"{path.namespace!r} is {type(owner).__name__!r}; expected a module or a class."
     if isinstance(owner, type) and owner.__flags__ & _IMMUTABLE:
@@ -89,7 +89,7 @@ def why_unfit(path: Path, owner: object, function: Any, when: When = (), via_dty
     for argument, _ in when:
         if argument not in readable:
             known = f"expected {', '.join(readable)}.{did_you_mean(argument, readable)}" if readable else "none can."
-            return f"`when` names the argument {argument!r}, which cannot be told from a call of {path}; {known}"
+            return f"`when` names the argument {argument!r}, which cannot be read from a call of {path}; {known}"
     if via_dtype and "dtype" not in readable:
         return f"{path} has no argument `dtype`; leave `via_dtype` out, and its arguments are cast instead."
     return None

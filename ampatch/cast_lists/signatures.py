@@ -1,8 +1,8 @@
-"""Where an argument of a function stands, by name, torch's builtins included.
+"""Positions of a function's arguments by name, also for torch's builtins.
 
 ``inspect.signature`` fails for most of torch's functions, which are builtins. Their parameters are read from the
-operators' schemas, and not from ``torch.overrides.get_testing_overrides``, which in dozens of cases has other names or
-other places than the function (``topk``, ``polygamma``, ``convolution``). Pure: reads, never changes.
+operators' schemas. ``torch.overrides.get_testing_overrides`` is not used: in dozens of cases its names or positions
+differ from the function's (``topk``, ``polygamma``, ``convolution``). Must only read, never change anything.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ArgumentReader:
-    """Reads one argument of a call: by keyword, else by position, else its default (None where it has none).
+    """Reads one argument of a call: by keyword, else by position, else its default (None if it has none).
 
     Attributes:
-        name: the argument's.
-        position: None where it is passed by keyword only.
-        default: what it is where it is not passed.
-        aliases: further keywords for it.
+        name: name of the argument.
+        position: position of the argument; None if it is keyword-only.
+        default: value if the call does not pass the argument.
+        aliases: other keywords for the argument.
     """
 
     name: str
@@ -43,27 +43,30 @@ class ArgumentReader:
 
 
 def parameter_names(function: Callable[..., object]) -> tuple[str, ...]:
-    """Returns the arguments that can be read from any call of a function: by position, then the keyword-only ones.
+    """Returns the names of the arguments that can be read from any call: by position, then the keyword-only ones.
 
-    Empty where nothing tells them.
+    Empty if the function has no signature and no operator's schema.
     """
     return tuple(_readers(function))
 
 
 def may_have(function: Callable[..., object], name: str) -> bool:
-    """Returns whether a function may have an argument of a name that no operator's schema has, without reading all."""
+    """Returns True if a function might have an argument ``name``, without reading its signature.
+
+    ``name`` must not be in any operator's schema: the result is False for all builtins.
+    """
     if type(function) is types.FunctionType and not hasattr(function, "__wrapped__"):
         return name in function.__code__.co_varnames
     return type(function) not in _BUILTINS
 
 
 def argument_reader(function: Callable[..., object], name: str) -> ArgumentReader | None:
-    """Returns how to read the argument ``name`` of a call of ``function``; None where that cannot be told."""
+    """Returns the reader of the argument ``name`` in calls of ``function``; None if its position is not known."""
     return _readers(function).get(name)
 
 
 def first_argument_reader(function: Callable[..., object]) -> ArgumentReader | None:
-    """Returns what reads the first argument of a call of ``function``; None if nothing tells where it stands."""
+    """Returns the reader of the first argument in calls of ``function``; None if its position is not known."""
     return next(iter(_readers(function).values()), None)
 
 
@@ -75,12 +78,12 @@ class _Parameter:
     aliases: tuple[str, ...] = ()
 
 
-# The keywords of NumPy that torch's builtins take as well (numpy_compatibility_arg_names in its python_arg_parser.cpp).
+# NumPy's keywords that torch's builtins also accept (numpy_compatibility_arg_names in its python_arg_parser.cpp).
 _NUMPY_NAMES = {"input": ("x", "a", "x1"), "other": ("x2",), "dim": ("axis",), "keepdim": ("keepdims",)}
 
 
 def _readers(function: Callable[..., object]) -> Mapping[str, ArgumentReader]:
-    # Of these inspect.signature could tell nothing, and takes its time to raise.
+    # inspect.signature fails for these, and is slow to raise.
     if type(function) in _BUILTINS and not getattr(function, "__text_signature__", None):
         return _readers_of_operator(function.__name__)
     try:
@@ -98,7 +101,7 @@ def _readers_of_operator(name: str) -> Mapping[str, ArgumentReader]:
     return _cached_readers(name, tuple(map(str, schemas)))
 
 
-@functools.cache  # by the schemas too: a library may add overloads, and define one anew
+@functools.cache  # the schemas are in the key, as a library can add overloads, and define one anew
 def _cached_readers(name: str, _: tuple[str, ...]) -> Mapping[str, ArgumentReader]:
     return types.MappingProxyType(_readers_of(_overloads_of_operator(name)))
 
@@ -109,13 +112,13 @@ def _readers_of(overloads: list[list[_Parameter]]) -> dict[str, ArgumentReader]:
     for parameter in (parameter for overload in overloads for parameter in overload):
         name = parameter.name
         position = next((names.index(name) for names in places if name in names), None)
-        # The second argument of torch.max is a dimension or another tensor: which, no position tells.
+        # The second argument of torch.max is a dimension or another tensor: its position does not say which.
         if position is not None and any(len(names) > position and names[position] != name for names in places):
             continue
         known = readers.get(name)
         default = parameter.default if known is None or known.default is None else known.default
         readers[name] = ArgumentReader(name, position, default, parameter.aliases)
-    # Two overloads put the keyword-only arguments of the one before what the other adds.
+    # Without sorting, the keyword-only arguments of one overload would precede the arguments that the next one adds.
     last = max(map(len, places), default=0)
     return dict(sorted(readers.items(), key=lambda item: last if item[1].position is None else item[1].position))
 
@@ -137,7 +140,7 @@ def _overloads_of_operator(name: str) -> list[list[_Parameter]]:
         if any("Tensor" in str(argument.type) for argument in schema.arguments):
             overload = []
             for argument in schema.arguments:
-                # What a schema calls self is called input in Python; in a method it is the tensor itself.
+                # A schema's self is called input in Python; in a method it is the tensor itself.
                 known = "input" if argument.name == "self" else argument.name
                 default = argument.default_value if argument.has_default_value() else None
                 if not argument.is_out:

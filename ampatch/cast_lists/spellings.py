@@ -1,8 +1,8 @@
-"""The spellings of a function: all the paths that torch has for one name, and which functions another one calls.
+"""The spellings of a function: all paths that torch has for one name, and the functions that a function calls.
 
-Owns which namespaces hold torch's operators, and which names are one function to a user: ``softmax`` is a function, a
-method and a function of ``torch.nn.functional``, ``mul`` is ``*`` as well. Knows nothing of lists, and must never call
-what it looks at.
+Owns which namespaces hold torch's operators, and which names are one function to a user. ``softmax`` is a function, a
+method and a function of ``torch.nn.functional``; ``mul`` is also ``*``. Must not know of lists, and must never call the
+functions that it looks up.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 
 from ampatch.cast_lists.paths import Path, beneath
 
-#: Instead of a namespace: each of those below.
+#: Written instead of a namespace: stands for each of `NAMESPACES`.
 EVERY = "*"
 
-#: Where torch's operators stand. In torch._VF are those of ``torch`` once more, as the same objects.
+#: The namespaces of torch's operators. torch._VF is not needed: it holds those of ``torch`` again, as the same objects.
 NAMESPACES = (
     "torch",
     "torch.nn.functional",
@@ -30,7 +30,7 @@ NAMESPACES = (
     "torch.sparse",
 )
 
-# The operators of Python that call a method of this name, by what they have between the underscores.
+# Python's operator for each function name: the name of its special method, without underscores.
 _OPERATORS = {
     **{name: name for name in ("abs", "add", "eq", "ge", "gt", "le", "lt", "matmul", "mul", "ne", "neg", "pow", "sub")},
     "absolute": "abs",
@@ -46,13 +46,13 @@ _OPERATORS = {
 
 
 def spellings(name: str) -> list[Path]:
-    """Finds every path of torch's for a function's name, with in-place forms and operators.
+    """Returns every path that torch has for a function's name, with in-place forms and operators.
 
     Args:
-        name: without a namespace, such as "softmax". "exp" stands for "exp_" too, but not the other way around.
+        name: name without a namespace, such as "softmax". "exp" includes "exp_", but "exp_" does not include "exp".
 
     Returns:
-        The paths; none where torch has no function of the name.
+        The paths; empty if torch has no function of this name.
     """
     found = [path for namespace in NAMESPACES if _is_function(path := Path(namespace, name))]
     if not found or name.endswith("_"):
@@ -64,7 +64,7 @@ def spellings(name: str) -> list[Path]:
 
 
 def known_names() -> set[str]:
-    """Finds all names that have a spelling."""
+    """Returns all names that have a spelling."""
     return {name for namespace in NAMESPACES for name in dir(_owner(namespace)) if _is_function(Path(namespace, name))}
 
 
@@ -74,17 +74,17 @@ def _owner(namespace: str) -> object:
 
 def _is_function(path: Path) -> bool:
     if path.name.startswith("__") and path.namespace != "torch.Tensor":
-        return False  # a method of the module's own, such as torch.__eq__
-    found = beneath(getattr(_owner(path.namespace), path.name, None))  # find() would look for near misses, and slowly
+        return False  # a method of the module object, such as torch.__eq__
+    found = beneath(getattr(_owner(path.namespace), path.name, None))  # not find(): its search for close names is slow
     return callable(found) and not isinstance(found, (type, types.ModuleType))
 
 
 def called_by(function: object) -> dict[int, object]:
-    """Reads from the code of a function of torch's in Python what it calls, by id.
+    """Returns the functions that a function of torch in Python calls, by id, as read from its code.
 
-    A name that is looked up on anything but a module or a class counts as a method of a tensor's, as nearly all are
-    there. Functions in Python of the same module that it calls are followed. Of operators between tensors, and of
-    functions in C++, nothing is known.
+    A name that is looked up on any object except a module or a class counts as a tensor's method: in torch nearly all
+    are. Called functions in Python of the same module are read too. Operators between tensors, and calls inside
+    functions in C++, are not found.
     """
     called: dict[int, object] = {}
     followed: set[int] = {id(function)}
@@ -98,12 +98,12 @@ def called_by(function: object) -> dict[int, object]:
             if getattr(value, "__module__", None) == home.__module__ and id(value) not in followed:
                 followed.add(id(value))
                 waiting.append(value)
-    called.pop(id(function), None)  # torch hands a function itself to the overrides of tensors' classes
+    called.pop(id(function), None)  # torch passes a function itself to the overrides of tensor classes
     return called
 
 
 def _named_in(function: types.FunctionType) -> Iterator[object]:
-    """Finds the functions that a function names in its code: by global names, attributes and closures."""
+    """Yields the functions that a function names in its code: by global names, attributes and closures."""
     closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     for code in codes(function.__code__):
         value: object = None
@@ -125,7 +125,7 @@ def _named_in(function: types.FunctionType) -> Iterator[object]:
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yields the code of a function, and of those that are defined in it."""
+    """Yields the code of a function, and the code of the functions defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,6 +1,7 @@
-"""Files and mappings as YAML's own tree, in which every piece knows its line and its tag.
+"""Files and mappings as YAML's own tree, in which every node has its line and its tag.
 
-Must not build what a tag stands for: only scalars of plain kinds become values. Knows nothing of lists or functions.
+Must not build the object that a tag names: only scalars of plain kinds become values. Must not know of lists or
+functions.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _KINDS: dict[type[yaml.Node], tuple[str, ...]] = {
 
 
 class UnreadableError(Exception):
-    """There is no tree to read: no file, bytes that are no text, text that is no YAML, values that YAML lacks."""
+    """Raised if there is no tree to read: no file, bytes that are not text, invalid YAML, or values that YAML lacks."""
 
     def __init__(self, message: str, line: int = 0) -> None:
         super().__init__(message)
@@ -33,7 +34,7 @@ class UnreadableError(Exception):
 
 
 def unexpanded(file: str) -> str:
-    """Says what to type for a path that is not there, with a space in front, if it has variables of the shell's."""
+    """Returns what to type for a missing path if it contains a shell variable, with a space in front; else empty."""
     if "$" not in file:
         return ""
     return (
@@ -43,7 +44,7 @@ def unexpanded(file: str) -> str:
 
 
 def text_of(file: str) -> str:
-    """Reads a user's file; raises `UnreadableError` if there is none, or if it is not UTF-8."""
+    """Returns the text of a user's file; raises `UnreadableError` if it cannot be read, or is not UTF-8."""
     try:
         content = FilePath(file).read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
@@ -57,16 +58,16 @@ def text_of(file: str) -> str:
 
 
 def compose_own(file: Traversable) -> yaml.Node | None:
-    """Reads a file of the package into YAML's tree, by libyaml where PyYAML has it, which is nine times as fast."""
+    """Returns the tree of a file of the package; uses libyaml if PyYAML has it, which is nine times as fast."""
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     node: yaml.Node | None = yaml.compose(file.read_text("utf-8"), Loader=loader)
     return node
 
 
 def compose(text: str) -> yaml.Node | None:
-    """Returns the tree of a user's document; None if it is empty."""
+    """Returns the tree of a user's document, None if it is empty; raises `UnreadableError` if it is not valid YAML."""
     try:
-        # In Python, not libyaml: its errors say more, and deep nesting raises where that one crashes the process.
+        # The loader in Python: its errors say more, and deep nesting raises, while libyaml crashes the process.
         node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.reader.ReaderError as error:
         character = chr(error.character)
@@ -83,7 +84,7 @@ def compose(text: str) -> yaml.Node | None:
 
 
 def node_of(value: object) -> yaml.Node:
-    """Returns the tree that YAML would give for a value, without lines."""
+    """Returns the tree that YAML would build for a value, without lines."""
     if isinstance(value, Mapping):
         return yaml.MappingNode(f"{_TAG}map", [(node_of(key), node_of(child)) for key, child in value.items()])
     if isinstance(value, (list, tuple)):
@@ -98,33 +99,33 @@ def node_of(value: object) -> yaml.Node:
 
 
 def kind_of(node: yaml.Node) -> str:
-    """Returns what plain data a node is, such as "str" or "seq"; its tag if it is none."""
+    """Returns the kind of plain data that a node is, such as "str" or "seq"; its tag if it is not plain data."""
     kind: str = node.tag.removeprefix(_TAG)
     return kind if kind in _KINDS[type(node)] else node.tag
 
 
 def line_of(node: yaml.Node) -> int:
-    """Returns the line that a node begins in; 0 in a mapping, which has none."""
+    """Returns the line in which a node begins; 0 for a node of a mapping in Python, which has no lines."""
     return node.start_mark.line + 1 if node.start_mark else 0
 
 
 def items_of(node: yaml.Node, expected: str) -> list[yaml.Node]:
-    """Returns what a list holds; raises `AmpError` if a node is none, or is empty."""
+    """Returns the items of a list; raises `AmpError` if the node is not a list, or is empty."""
     if kind_of(node) == "seq" and node.value:
         return list(node.value)
     raise AmpError(f"found {described(node)}; expected {expected}.")
 
 
 def scalar_of(node: yaml.Node) -> object:
-    """Returns the value of a scalar; raises `AmpError` if a node is none, or of no plain kind."""
-    with contextlib.suppress(ValueError, LookupError):  # text under a tag that it is not of, such as !!int abc
+    """Returns the value of a scalar; raises `AmpError` if the node is not a scalar of a plain kind."""
+    with contextlib.suppress(ValueError, LookupError):  # text that does not fit its tag, such as !!int abc
         if kind_of(node) in _KINDS[yaml.ScalarNode]:
             return yaml.constructor.SafeConstructor().construct_object(node)
     raise AmpError(f"found {described(node)}; expected text, a number, true, false or null.")
 
 
 def described(node: yaml.Node) -> str:
-    """Says what a node is, for errors."""
+    """Returns a description of a node, for errors."""
     kind = kind_of(node)
     if kind in ("seq", "map"):
         return f"{'a' if node.value else 'an empty'} {'list' if kind == 'seq' else 'mapping'}"

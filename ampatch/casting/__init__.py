@@ -1,5 +1,5 @@
-"""Casts of values: tensors in nested arguments, and the casts of weights that are kept.
+"""Casts of values: tensors in nested arguments, and the store of weights' casts.
 
-Owns no rule and no patch, and must import from neither: what is cast, and when, is said by the callers. Begin with
-`nested`.
+Owns no rule and no patch, and must not import the modules that do: the callers decide what to cast, and when. Begin
+with `nested`.
 """

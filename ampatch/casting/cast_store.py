@@ -1,7 +1,7 @@
-"""Casts of weights in a store, and the state of what was cast: the plain Python of what csrc/calls/ has in C++.
+"""Stores of weights' casts, and the state of the cache: the Python implementation beside the one in csrc/calls/.
 
-Owns when a kept cast still counts. Which store serves whom is the cache's affair. Either implementation must do what
-the other does: the tests run with both.
+Owns when a stored cast is still valid. The cache decides which store serves which code. The implementation in C++ must
+do the same: the tests run with both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Entry:
 
     @classmethod
     def of(cls, parameter: Tensor, cast: Tensor) -> _Entry:
-        """Returns an entry for a cast just made."""
+        """Returns an entry for a new cast."""
         return cls(
             weakref.ref(parameter),
             parameter.data_ptr(),
@@ -41,7 +41,7 @@ class _Entry:
         )
 
     def counts(self, parameter: Tensor) -> bool:
-        """Returns whether it still is the cast of this parameter."""
+        """Returns True if the entry is still valid for this parameter."""
         return (
             self.parameter() is parameter
             and self.address == parameter.data_ptr()
@@ -54,44 +54,44 @@ class _Entry:
 
 
 class Store:
-    """Casts of parameters, by parameter and type.
+    """Casts of parameters, by parameter and dtype.
 
-    An entry counts only while the parameter's version counter, its address and layout and its ``requires_grad`` are
-    what they were, and the storage at that address still lives, since another one may take its place; and while the
-    cast itself was not written to. A parameter is told by its id: should it die and another take that, they are told
-    apart by a weak reference.
+    An entry is valid only while the parameter's version counter, address, layout and ``requires_grad`` are unchanged.
+    The storage at that address must still live, as a new storage could take its place. The cast itself must not have
+    been written to. A parameter is found by its id. If it dies and another one gets that id, a weak reference tells the
+    two apart.
     """
 
     def __init__(self) -> None:
         self._entries: dict[torch.dtype, dict[int, _Entry]] = {}
 
     def find(self, parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Returns the cast of a parameter to a type, if there is one that counts."""
+        """Returns the cast of a parameter to a dtype; None if there is no valid one."""
         entries = self._entries.get(dtype)
         entry = None if entries is None else entries.get(id(parameter))
         return entry.cast if entry is not None and entry.counts(parameter) else None
 
     def keep(self, parameter: Tensor, cast: Tensor) -> None:
-        """Keeps a cast just made, in the place of an older one to that type.
+        """Stores a new cast, and drops an older one of the parameter to that dtype.
 
         Args:
-            parameter: strided, and no inference tensor.
-            cast: neither an inference tensor nor one that a transform of `torch.func` has wrapped.
+            parameter: strided tensor; not an inference tensor.
+            cast: cast of it; neither an inference tensor nor one that a transform of `torch.func` has wrapped.
         """
         self._entries.setdefault(cast.dtype, {})[id(parameter)] = _Entry.of(parameter, cast)
 
     def forget(self, ids: Iterable[int]) -> None:
-        """Drops what there is of these parameters."""
+        """Drops all casts of the parameters with these ids."""
         for key in ids:
             for entries in list(self._entries.values()):
                 entries.pop(key, None)
 
     def clear(self) -> None:
-        """Drops everything."""
+        """Drops all casts."""
         self._entries.clear()
 
     def entries(self) -> list[tuple[int, weakref.ref[Tensor], Tensor]]:
-        """Returns the id of each parameter, a weak reference to it, and a cast."""
+        """Returns, for each cast, the parameter's id, a weak reference to the parameter, and the cast."""
         by_id = [item for entries in list(self._entries.values()) for item in list(entries.items())]
         return [(key, entry.parameter, entry.cast) for key, entry in by_id]
 
@@ -104,14 +104,14 @@ class _Thread(threading.local):
 
 
 class CacheState:
-    """What is asked and noted on every cast.
+    """State that each cast reads and updates.
 
     Attributes:
-        casts: tensors cast so far.
-        hits: casts saved so far.
-        iteration: the store for code that records gradients; None where the cache has to be asked.
-        has_frozen: whether some weights are kept in a store of their own for code that does not.
-        sweep_at: from this many entries on a store is swept before the next one.
+        casts: number of tensors cast so far.
+        hits: number of casts saved so far.
+        iteration: store for code that records gradients; None if the cache must choose one for each weight.
+        has_frozen: True if there are frozen stores, for code that records no gradients.
+        sweep_at: number of entries from which a store is swept before the next one is added.
     """
 
     def __init__(self) -> None:
@@ -124,9 +124,9 @@ class CacheState:
 
     @property
     def forward(self) -> Store | None:
-        """The store of this thread for code that records no gradients; None outside of forwards.
+        """Store of this thread for code that records no gradients; None outside forward passes.
 
-        Whoever sets it keeps it alive until it sets another one, or the thread has ended.
+        The caller that sets it must keep it alive until that caller sets another one, or the thread has ended.
         """
         return self._thread.forward
 

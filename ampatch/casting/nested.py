@@ -1,9 +1,10 @@
-"""Pure casts of nested arguments: containers are walked, and tensors handed to a function.
+"""Pure casts of nested arguments: opens containers, and calls a function on each tensor in them.
 
-Decides nothing about types; what comes back is the very same object wherever nothing was cast.
+Must not decide on dtypes. If nothing was cast, the result must be the very same object.
 
-There are two walks. `cast_tensors` is on the way of every patched function: it opens what torch's functions take, and
-does nothing that it could do without. `cast_floating` is called once a forward: it opens what users hand to a model.
+There are two traversals. `cast_tensors` runs in each call of a patched function: it opens only the containers that
+torch's functions accept, and does only what it must. `cast_floating` runs once per forward pass: it opens the
+containers that users pass to a model.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-#: The types that a cast may come from. float64, complex, quantized, 8-bit and integer tensors are never touched.
+#: The dtypes that a cast may start from. float64, complex, quantized, 8-bit and integer tensors are never cast.
 CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
-#: Most arguments are of these, and hold no tensor: they are passed over before anything dearer is asked.
+#: The classes of most arguments. They hold no tensor, so they are skipped before any slower check.
 PLAIN = frozenset({int, float, bool, str, type(None)})
 
-# Those that `_copied` opens: a class of somebody's own may keep more than its items.
+# The containers that `_copied` opens. A user's subclass may keep more than its items.
 _CONTAINERS = frozenset({list, dict, collections.OrderedDict, collections.defaultdict})
 
 
 class Known:
-    """What is to stand for things, told apart by identity. It keeps both, so that an id stays its thing's."""
+    """Replacements of objects, found by identity. It keeps both alive, so that no id is reused."""
 
     __slots__ = ("_by_id", "_pairs")
 
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[object, object]] = {}
-        # Under torch.compile, to which each new id is something to compile for.
+        # A list under torch.compile, which would compile again for each new id.
         self._pairs: list[tuple[object, object]] | None = [] if is_compiling() else None
 
     def find(self, value: object) -> Any:
-        """Returns what stands for a value; None if it is not known."""
+        """Returns the replacement of a value; None if there is none."""
         if self._pairs is not None:
             for known, other in reversed(self._pairs):
                 if known is value:
@@ -51,14 +52,14 @@ class Known:
         return None if found is None else found[1]
 
     def add(self, value: object, other: object) -> None:
-        """Has ``other`` stand for ``value``, whatever did before."""
+        """Makes ``other`` the replacement of ``value``, instead of an earlier one."""
         if self._pairs is None:
             self._by_id[id(value)] = value, other
         else:
             self._pairs.append((value, other))
 
     def forget(self, value: object) -> None:
-        """Has nothing stand for a value any more."""
+        """Removes the replacement of a value."""
         if self._pairs is None:
             self._by_id.pop(id(value), None)
         else:
@@ -69,14 +70,14 @@ TensorCast = Callable[[Tensor], Tensor]
 
 
 def cast_tensors(value: object, cast: TensorCast) -> object:
-    """``value`` with ``cast`` applied to every tensor in it, through lists, tuples, named tuples and dicts.
+    """Returns ``value`` with ``cast`` applied to every tensor in it, in lists, tuples, named tuples and dicts.
 
     Args:
         value: any object. Containers keep their class.
-        cast: what is done to a tensor; returns the tensor itself where nothing is to be done.
+        cast: function that casts a tensor; returns the tensor itself if no cast is needed.
 
     Returns:
-        The same object if no tensor changed; otherwise new containers around the new tensors.
+        The same object if no tensor changed; otherwise new containers with the new tensors.
     """
     if isinstance(value, Tensor):
         return cast(value)
@@ -90,20 +91,20 @@ def cast_tensors(value: object, cast: TensorCast) -> object:
 
 
 def cast_floating(value: object, dtype: torch.dtype, known: Known | None = None) -> object:
-    """``value`` with every float32, float16 and bfloat16 tensor in it cast to ``dtype``.
+    """Returns ``value`` with every float32, float16 and bfloat16 tensor in it cast to ``dtype``.
 
-    Opened are lists, tuples, named tuples, dicts and other mappings, and the fields of dataclasses; any other object
-    whose class has a method ``to`` is cast by that. Modules, classes, sets and iterators are handed on as they are.
+    Opens lists, tuples, named tuples, dicts, other mappings, and the fields of dataclasses. Casts any other object by
+    its method ``to`` if its class has one. Returns modules, classes, sets and iterators unchanged.
 
     Args:
         value: any object. It is never written to.
-        dtype: a floating type.
-        known: what is to stand for things in it; is added to.
+        dtype: a floating dtype.
+        known: replacements of objects in ``value``; new ones are added.
 
     Returns:
-        The same object if nothing changed; otherwise one of the same class, with the attributes of the old one. What
-        stands in several places is one object in all of them. A container that holds itself is opened once: what
-        refers back to it goes on referring to the old one.
+        The same object if nothing changed; otherwise one of the same class, with the attributes of the old one. An
+        object in several places has one replacement in all of them. A container that holds itself is opened once: the
+        references to itself stay references to the old one.
     """
     return _cast_floating(value, dtype, Known() if known is None else known)
 
@@ -129,25 +130,25 @@ def _cast_floating(value: Any, dtype: torch.dtype, known: Known) -> Any:
     value = value if cast is None else cast
     if isinstance(value, Tensor):
         cast = value.to(dtype) if value.dtype in CASTABLE and value.dtype != dtype else value
-    elif isinstance(value, tuple):  # can hold itself only by way of something that is no tuple
+    elif isinstance(value, tuple):  # can hold itself only through a container of another class
         return _cast_sequence(value, dtype, known)
     else:
         cast_opened = _floating_cast_of(value)
         if cast_opened is None:
             return value
-        known.add(value, value)  # to those who meet it inside of itself
+        known.add(value, value)  # found if it holds itself
         cast = cast_opened(value, dtype, known)
     known.add(value, cast)
     return cast
 
 
 def is_opened(value: object) -> bool:
-    """Tells whether `cast_floating` looks for tensors in an object that is none."""
+    """Returns True if `cast_floating` looks for tensors in an object that is not a tensor."""
     return isinstance(value, tuple) or _floating_cast_of(value) is not None
 
 
 def _floating_cast_of(value: object) -> Callable[[Any, torch.dtype, Known], object] | None:
-    """Returns what casts an object that is neither tensor nor tuple; None if it is handed on."""
+    """Returns the function that casts an object that is neither a tensor nor a tuple; None if it stays unchanged."""
     kind = type(value)
     if isinstance(value, list):
         return _cast_sequence
@@ -159,7 +160,7 @@ def _floating_cast_of(value: object) -> Callable[[Any, torch.dtype, Known], obje
         return _cast_dict
     if isinstance(value, Mapping):
         return _cast_mapping
-    # Asked of the class: an object that hands its attributes on would be replaced by what it stands for.
+    # Looked up on the class: a proxy that forwards attributes would be replaced by the object behind it.
     return _cast_by_to if callable(getattr(kind, "to", None)) else None
 
 
@@ -174,11 +175,11 @@ def _cast_dict(value: dict[Any, object], dtype: torch.dtype, known: Known) -> ob
 
 
 def _cast_dataclass(value: Any, dtype: torch.dtype, known: Known) -> object:
-    """Casts the fields; in one that is a dict as well, such as Hugging Face's ModelOutput, the items too."""
+    """Casts the fields; if the dataclass is also a dict, such as Hugging Face's ModelOutput, the items too."""
     items = dict(value.items()) if isinstance(value, dict) else {}
     held = {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}
-    # What is an item as well is cast as one. A field can differ from the item of its name: ModelOutput keeps the item
-    # when its attribute is set to None.
+    # A field that is also an item is cast as an item. A field can differ from the item of its name: ModelOutput keeps
+    # the item when its attribute is set to None.
     held = {name: field for name, field in held.items() if name not in items or not _same(items[name], field)}
     new_items = {key: _cast_floating(item, dtype, known) for key, item in items.items()}
     new_held = {name: _cast_floating(field, dtype, known) for name, field in held.items()}
@@ -193,8 +194,8 @@ def _cast_dataclass(value: Any, dtype: torch.dtype, known: Known) -> object:
 
 
 def _cast_mapping(value: Mapping[Any, object], dtype: torch.dtype, known: Known) -> object:
-    # Where a user's class keeps its items is its own affair. They are not set in a copy, which may share with the old
-    # one whatever they are kept in: that is cast instead, found by what is in it.
+    # A user's class keeps its items where it likes. They are not set in a copy, which may share its stores with the
+    # original. Instead, the attributes that store the items are cast; they are found by their contents.
     items = dict(value.items())
     ids = {id(item) for item in items.values() if type(item) not in PLAIN}
     attributes = attributes_of(value)
@@ -206,7 +207,7 @@ def _cast_mapping(value: Mapping[Any, object], dtype: torch.dtype, known: Known)
     values = {key: _cast_floating(item, dtype, known) for key, item in items.items()}
     if all(map(_same, values.values(), items.values())):
         return value
-    try:  # a class in C, or one that keeps its items deeper
+    try:  # a class in C, or a class that nests its items deeper
         like: Any = type(value)(values)  # type: ignore[call-arg]
     except TypeError:
         return value
@@ -219,7 +220,7 @@ def _holds_any(store: object, ids: Set[int]) -> bool:
 
 
 def _cast_by_to(value: Any, dtype: torch.dtype, _: Known) -> object:
-    # A copy is cast, because many a class writes to itself in ``to`` and returns itself; some to their containers.
+    # A copy is cast, with copied containers: many classes write to themselves, or to their containers, in ``to``.
     try:
         like = copy.copy(value)
         for name, held in attributes_of(like).items():
@@ -229,13 +230,13 @@ def _cast_by_to(value: Any, dtype: torch.dtype, _: Known) -> object:
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, AttributeError, RuntimeError):
-        # One that takes a device and no type, or units, or a time zone: each says so in its own way, torch with a
-        # RuntimeError. It is no cast, so that there is nothing to be done; the half-cast copy is dropped.
+        # This ``to`` takes a device and no dtype, or units, or a time zone. Each class reports that with an error of
+        # its own, torch with a RuntimeError. Such a ``to`` is not a cast: the value stays, the copy is dropped.
         return value
     if found is value or type(found) is not type(value):
         return value
     before, after = attributes_of(value), attributes_of(found)
-    # A plain ``to`` casts integers too, and nothing can be looked up by half ones: they are put back.
+    # A plain ``to`` casts integers too, but half tensors cannot be indices: the original integers are put back.
     originals = {
         id(new): old
         for name in before.keys() & after.keys()
@@ -252,7 +253,7 @@ def _cast_by_to(value: Any, dtype: torch.dtype, _: Known) -> object:
 
 
 def _copied(container: object) -> object:
-    """Returns a copy of nested lists and dicts, of what else is in them none."""
+    """Returns a copy of nested lists and dicts; other objects in them are not copied."""
     if type(container) is list:
         return [_copied(item) for item in container]
     if type(container) in _CONTAINERS:
@@ -263,7 +264,7 @@ def _copied(container: object) -> object:
 
 
 def _is_copy(new: object, old: object) -> bool:
-    """Returns whether two are one object, or nested lists and dicts of the same objects."""
+    """Returns True if both are one object, or nested lists and dicts of the same objects."""
     if type(new) is list and type(old) is list:
         return len(new) == len(old) and all(map(_is_copy, new, old))
     if isinstance(new, dict) and isinstance(old, dict) and type(new) is type(old) and type(old) in _CONTAINERS:
@@ -272,14 +273,14 @@ def _is_copy(new: object, old: object) -> bool:
 
 
 def _same(new: object, old: object) -> bool:
-    """Returns whether two are one object, or tuples of the same objects, which torch.compile cannot tell apart."""
+    """Returns True if both are one object, or tuples of the same objects, which torch.compile cannot tell apart."""
     if isinstance(new, tuple) and isinstance(old, tuple):
         return len(new) == len(old) and all(map(_same, new, old))
     return new is old
 
 
-# What is rebuilt below is made by ``__new__`` alone, as copy and pickle make it: a user's class may be made from
-# anything, and its ``__init__`` may do anything.
+# The functions below rebuild objects by ``__new__`` alone, as copy and pickle do: the ``__init__`` of a user's class
+# can take any arguments, and can do anything.
 
 
 def _like_sequence(value: list[object] | tuple[object, ...], items: list[object]) -> object:
@@ -294,7 +295,7 @@ def _like_sequence(value: list[object] | tuple[object, ...], items: list[object]
         return copied
     try:
         like: Any = tuple.__new__(kind, items)  # type: ignore[type-var]  # mypy does not narrow type(value)
-    except TypeError:  # made in C, as those in torch.return_types
+    except TypeError:  # a class in C, such as those of torch.return_types
         return kind(items)
     if hasattr(value, "__dict__"):
         like.__dict__.update(value.__dict__)
@@ -305,10 +306,10 @@ def _like_dict(value: dict[Any, object], values: dict[Any, object]) -> object:
     if type(value) is dict:
         return values
     if type(value) is collections.OrderedDict and torch.compiler.is_compiling():
-        return collections.OrderedDict(values)  # from torch 2.14 on no compiler can say what attributes it has
+        return collections.OrderedDict(values)  # from torch 2.14 on, compilers cannot read its attributes
     attributes = attributes_of(value)
     for name, held in attributes.items():
-        if name in values and _same(value[name], held):  # many a class has its items as attributes too
+        if name in values and _same(value[name], held):  # many classes have their items as attributes too
             attributes[name] = values[name]
     like = _made(value, attributes)
     if isinstance(value, collections.defaultdict):
@@ -321,7 +322,7 @@ def _like_dict(value: dict[Any, object], values: dict[Any, object]) -> object:
 
 
 def _made(value: object, attributes: Mapping[str, object]) -> Any:
-    """Returns an object of the class of ``value`` with these attributes, be it frozen or not, and without items."""
+    """Returns an object of the class of ``value`` with these attributes and no items, even if the class is frozen."""
     kind = type(value)
     like: Any = kind.__new__(kind)
     own = getattr(value, "__dict__", {})
@@ -334,7 +335,7 @@ def _made(value: object, attributes: Mapping[str, object]) -> Any:
 
 
 def attributes_of(value: object) -> dict[str, Any]:
-    """Reads what an object holds itself, in slots and in its ``__dict__``."""
+    """Returns the attributes that an object holds itself, in slots and in its ``__dict__``."""
     slots = [
         name
         for kind in type(value).__mro__

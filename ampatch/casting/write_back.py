@@ -1,9 +1,9 @@
-"""What a forward writes into the containers that it was called with, carried back to the caller's.
+"""Copies the writes of a forward pass to its arguments back to the caller's objects.
 
-Where tensors are cast the forward gets containers of its own. Results that it leaves in them (a key in a batch, an item
-at the end of a list, an attribute) would be lost with those; so would what it writes to a tensor in place. Owns
-which forwards are under way, and what they were handed. Decides nothing about types; must never write to what the
-forward has not written to.
+If amp casts the arguments, the forward pass gets its own containers and tensors. Results in these containers (a key in
+a batch, an item at the end of a list, an attribute) would be lost, like in-place writes to tensors. Owns which forward
+passes are running, and which arguments they got. Must not decide on dtypes, and must never write to an object that the
+forward pass has not written to.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.compiler import is_compiling, is_exporting
 
 from ampatch.casting.nested import PLAIN, Known, attributes_of, cast_floating, is_opened
 
-#: Positional arguments and those by keyword.
+#: Positional arguments and keyword arguments.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-#: What is in a container: by place, or by key or attribute.
+#: Contents of a container: by position, or by key or attribute.
 Items = list[Any] | dict[Any, Any]
 
 _WITHOUT_ATTRIBUTES = (list, dict, collections.OrderedDict, collections.defaultdict)
@@ -36,14 +36,14 @@ _OF_MODULES = vars(torch.nn.modules.module)
 
 @dataclass(frozen=True, slots=True)
 class _Handed:
-    """A container that a forward was handed.
+    """A container that was passed to a forward pass.
 
     Attributes:
-        theirs: the caller's.
-        given: what the forward got; the same one where nothing in it was cast.
-        read: reads what is in a container.
-        items: what that read when the forward began.
-        outer: what it read in the caller's.
+        theirs: the caller's container.
+        given: container that the forward pass got; the caller's own if nothing in it was cast.
+        read: function that returns the contents of a container.
+        items: contents of ``given`` when the forward pass began.
+        outer: contents of ``theirs`` when the forward pass began.
     """
 
     theirs: Any
@@ -55,13 +55,13 @@ class _Handed:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A tensor that a forward was given a copy of.
+    """A tensor whose copy was passed to a forward pass.
 
     Attributes:
-        theirs: the caller's.
+        theirs: the caller's tensor.
         given: the copy.
-        version: how often this had been written to when the forward began.
-        node: where it came from in the graph then.
+        version: version counter of the copy when the forward pass began.
+        node: ``grad_fn`` of the copy when the forward pass began.
     """
 
     theirs: Tensor
@@ -71,14 +71,15 @@ class _Copy:
 
 
 class _Forward:
-    """A forward under way.
+    """A running forward pass.
 
     Attributes:
-        module: whose it is.
-        frame: the call that runs it, in which it ends however it ends; None where torch.compile traces it.
-        handed: the containers among its arguments, and those in them.
-        known: what the caller has for each tensor and container that the forward was given.
-        copies: of the caller's tensors that the forward was given, and that torch counts writes to.
+        module: module that it belongs to.
+        frame: frame of the module's call; once it has left the stack, the forward pass has ended. None if torch.compile
+            traces it.
+        handed: containers among its arguments, and containers in these.
+        known: the caller's object for each tensor and container that the forward pass got.
+        copies: copies of the caller's tensors that it got, if torch counts the writes to them.
     """
 
     __slots__ = ("copies", "frame", "handed", "known", "module")
@@ -97,19 +98,19 @@ class _Stack(threading.local):
 
 
 _stack = _Stack()
-# torch.compile cannot look into what is local to a thread. It traces in one alone.
+# torch.compile cannot read thread-local objects. It traces in one thread only.
 _traced: list[_Forward] = []
 
 
 def begin(module: nn.Module, theirs: Arguments, given: Arguments) -> None:
-    """Takes note of what a forward is called with. To be called by the hook itself.
+    """Records the arguments of a forward pass. Must be called by the hook itself, as `_call` counts stack frames.
 
     Args:
-        module: whose forward begins.
-        theirs: the arguments as the caller has them.
-        given: the same ones as the forward gets them.
+        module: module whose forward pass begins.
+        theirs: arguments as the caller passed them.
+        given: arguments as the forward pass gets them.
     """
-    if is_exporting():  # the program that comes of it cannot write to its arguments, and torch warns of what is kept
+    if is_exporting():  # an exported program cannot write to its arguments, and torch warns about objects kept here
         return
     if is_compiling():
         forwards, forward = _traced, _Forward(module, None)
@@ -122,21 +123,21 @@ def begin(module: nn.Module, theirs: Arguments, given: Arguments) -> None:
 
 
 def end(module: nn.Module, dtype: torch.dtype | None, result: object) -> object:
-    """Carries back what a forward has written, also where it has raised.
+    """Copies the writes of a forward pass back to the caller's objects, also if it raised.
 
     Args:
-        module: whose forward ends.
-        dtype: the type that the caller is to have what the forward has made in; None: in that in which it was made.
-        result: what the forward returns; None where it has raised.
+        module: module whose forward pass ends.
+        dtype: dtype to cast new tensors to, in the result and in the writes; None leaves both unchanged.
+        result: result of the forward pass; None if it raised.
 
     Returns:
-        The result for the caller, in which arguments are the caller's own.
+        The result for the caller. If ``dtype`` is given, arguments in it are replaced by the caller's own.
     """
     known = Known()
     if not is_compiling():
         drop_interrupted()
     forwards = _traced if is_compiling() else _stack.forwards
-    # A hook before amp's may have raised, so that the forward never began.
+    # If a hook before amp's raised, this forward pass never began.
     if forwards and forwards[-1].module is module:
         forward = forwards.pop()
         known = forward.known
@@ -149,14 +150,14 @@ def end(module: nn.Module, dtype: torch.dtype | None, result: object) -> object:
 
 
 def drop_interrupted() -> None:
-    """Lets go of forwards of this thread that ended without a word, as by Ctrl-C."""
+    """Drops the forward passes of this thread that ended without a call of `end`, for example by Ctrl-C."""
     forwards = _stack.forwards
     while forwards and not _is_running(forwards[-1].frame):
         forwards.pop()
 
 
 def _call() -> FrameType:
-    """Returns the call of a module whose hook has called `begin`: the outermost of torch's frames for it."""
+    """Returns the frame of a module's call whose hook has called `begin`: the outermost of torch's frames for it."""
     frame = sys._getframe(3)
     while frame.f_back is not None and frame.f_back.f_globals is _OF_MODULES:
         frame = frame.f_back
@@ -177,14 +178,14 @@ def _open_all(forward: _Forward, theirs: Sequence[Any], given: Sequence[Any]) ->
 
 
 def _open(forward: _Forward, theirs: Any, given: Any) -> None:
-    """Takes note of a value and of what is in it."""
+    """Records a value and its contents."""
     if isinstance(given, Tensor):
         _open_tensor(forward, theirs, given)
         return
     if type(given) is not type(theirs) or not is_opened(given) or forward.known.find(given) is not None:
         return
     if isinstance(given, tuple):
-        if len(given) == len(theirs):  # which a class's own ``to`` may have made longer
+        if len(given) == len(theirs):  # the ``to`` of its class may have made it longer
             _open_all(forward, theirs, given)
         return
     forward.known.add(given, theirs)
@@ -202,7 +203,7 @@ def _open_tensor(forward: _Forward, theirs: Any, given: Tensor) -> None:
     if given is theirs or not isinstance(theirs, Tensor) or is_compiling() or given.is_inference():
         return
     if forward.known.find(given) is None:
-        # The copy stands for the caller's, which is told what is written to it.
+        # `end` replaces the copy by the caller's tensor, after it has copied in-place writes to that.
         forward.known.add(given, theirs)
         forward.copies.append(_Copy(theirs, given, given._version, given.grad_fn))
 
@@ -220,12 +221,12 @@ def _by_key(value: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _write_tensor(copy: _Copy) -> bool:
-    """Writes to the caller's tensor what the forward has written to its copy, with the graph that this has.
+    """Copies in-place writes from a copy to the caller's tensor, together with their graph.
 
-    What the forward has not written to keeps its digits.
+    In a strided tensor, elements that the forward pass has not changed keep all their digits.
 
     Returns:
-        Whether it could: not where the copy has another shape by now.
+        True if it could; False if the copy has another shape or layout than the caller's tensor.
     """
     theirs, given = copy.theirs, copy.given
     if given.shape != theirs.shape or given.layout is not theirs.layout:
@@ -247,7 +248,7 @@ def _carry_back(handed: _Handed, as_theirs: Callable[[Any], Any]) -> None:
             theirs[:] = _items_of_list(now, before, list(handed.outer), as_theirs)
         return
     written = {key: as_theirs(item) for key, item in now.items() if key not in before or item is not before[key]}
-    # What is an item may be an attribute too, and be gone already.
+    # An item may be an attribute too, and be gone already.
     gone = [key for key in before if key not in now and key in handed.read(theirs)]
     if handed.read is _by_key:
         _write_items(theirs, written, gone)
@@ -258,7 +259,7 @@ def _carry_back(handed: _Handed, as_theirs: Callable[[Any], Any]) -> None:
 
 
 def _items_of_list(now: Items, before: Items, outer: list[Any], as_theirs: Callable[[Any], Any]) -> Iterator[Any]:
-    """Gives the items for the caller's list: his own for those that were there when the forward began."""
+    """Yields the items for the caller's list: the caller's own for items that it held when the forward pass began."""
     moved = Known()
     for place, item in enumerate(before):
         if place >= len(now) or now[place] is not item:
@@ -268,12 +269,12 @@ def _items_of_list(now: Items, before: Items, outer: list[Any], as_theirs: Calla
             yield outer[place]
             continue
         own = moved.find(item)
-        # One that stands there twice may have been written to where nothing counts that.
+        # Used once only: an item that occurs twice may have been written to in a way that torch does not count.
         moved.forget(item)
         yield as_theirs(item) if own is None else own
 
 
-# Statements, since no compiler knows the functions of ``operator`` for them.
+# These use statements, as compilers do not know the functions of ``operator`` that do the same.
 
 
 def _write_items(theirs: dict[Any, Any], written: dict[Any, Any], gone: list[Any]) -> None:
@@ -291,7 +292,7 @@ def _put_in_order(theirs: dict[Any, Any], keys: list[Any]) -> None:
 
 
 def _write_attributes(theirs: object, written: dict[Any, Any], gone: list[Any]) -> None:
-    # Frozen dataclasses refuse to have them set, and a property may stand before one, but a forward can.
+    # Not setattr(): frozen dataclasses refuse it, and a property may hide an attribute. A forward pass can write both.
     own = getattr(theirs, "__dict__", {})
     for name in gone:
         if name in own:
@@ -306,5 +307,5 @@ def _write_attributes(theirs: object, written: dict[Any, Any], gone: list[Any]) 
 
 
 def _stands_before(value: object, name: str) -> bool:
-    """Returns whether an attribute can stand in an object's ``__dict__`` only, behind one of its class."""
+    """Returns True if a property of the class hides the attribute, so that only ``__dict__`` can hold it."""
     return isinstance(getattr(type(value), name, None), property)
