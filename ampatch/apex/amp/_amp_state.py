@@ -72,7 +72,7 @@ class AmpState:
             return OptProperties(enabled=True, **asdict(runtime.live.settings.properties))
         if runtime.disabled:
             return OptProperties()
-        raise AttributeError("apex.amp._amp_state has opt_properties once amp.initialize was called.")
+        raise AttributeError("apex.amp._amp_state has opt_properties only after a call of amp.initialize.")
 
     @property
     def loss_scalers(self) -> list[LossScaler]:
@@ -98,7 +98,7 @@ class AmpState:
         """
         if runtime.live is not None or runtime.disabled:
             return AmpHandle(runtime.live)
-        raise AttributeError("apex.amp._amp_state has a handle once amp.initialize or amp.init was called.")
+        raise AttributeError("apex.amp._amp_state has a handle only after a call of amp.initialize or amp.init.")
 
     master_params = staticmethod(master_params)
 

@@ -125,7 +125,7 @@ def _take_false_for_none(given: dict[str, Any], level_converts: bool) -> None:
     if level_converts:
         level = given.get("opt_level")
         warn(
-            f"cast_model_type=False is taken for None: opt_level={level!r} makes the weights half. Leave it out; for "
+            f"cast_model_type=False is treated as None: opt_level={level!r} makes the weights half. Leave it out; for "
             "weights that stay float32, type opt_level='O1'."
         )
 
