@@ -1,7 +1,7 @@
 """`apex.amp`: all of `ampatch.amp`, and the submodules of Apex's that scripts use.
 
-The modules here hold the differences from `ampatch.amp`: the default half dtype, the effect of a second `initialize`,
-cast lists that scripts edit in place, and state that scripts read and write.
+The modules here own the differences from `ampatch.amp`: the default half dtype, and the effect of a second
+`initialize`. They also own the cast lists that scripts edit in place, and the state that scripts read and write.
 """
 
 from __future__ import annotations

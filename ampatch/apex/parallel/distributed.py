@@ -40,8 +40,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     The module stays on its device. All ranks start from the weights of rank 0. Each rank keeps its own buffers, such as
     running statistics, as in Apex. Wrap the model after ``amp.initialize``.
 
-    Parameters without a gradient are allowed; Apex allowed them if they were the same in every backward pass. torch
-    searches the graph of ``forward``'s outputs for them, and reports once on the console if there are none.
+    Parameters without a gradient are allowed; Apex allowed them if they were the same in every backward pass. To find
+    them, torch searches the graph of ``forward``'s outputs. It reports once on the console if there are none.
 
     Because of this search, torch raises "mark a variable ready only once" in two cases that Apex never noticed. One is
     ``torch.utils.checkpoint`` with ``use_reentrant=True``; the other is parameters used outside the graph of
@@ -132,7 +132,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self.register_comm_hook(hook_state, hook)  # torch has made a new reducer without the hooks
 
     def enable_allreduce(self) -> None:
-        """Makes backward passes reduce gradients again after the next forward pass, including those accumulated."""
+        """Makes backward passes reduce again after the next forward pass, with gradients accumulated meanwhile."""
         self.require_backward_grad_sync = True
 
     def disable_allreduce(self) -> None:
