@@ -70,5 +70,5 @@ def message(name: str) -> str:
         name: full dotted name, such as "apex.contrib.xentropy".
     """
     known = [prefix for prefix in _INSTEAD if f"{name}.".startswith(f"{prefix}.")]
-    instead = _INSTEAD[max(known, key=len)] if known else "torch itself; ampatch's guide lists the replaced parts of Apex"
+    instead = _INSTEAD[max(known, key=len)] if known else "torch itself; ampatch's guide lists what it replaces"
     return f"ampatch stands in for Apex, and does not replace {name}. Use instead: {instead}."

@@ -15,7 +15,7 @@ Limits:
     - ``x.device.type == "cuda"`` and ``x.device == torch.device("cuda")`` are false.
     - Only operators with CPU kernels run. Kernels of CUDA extensions and Triton do not, and halves are slow.
     - There are no measurements: GPU memory use is always 0 bytes, and times are the CPU's.
-    - All streams are one: everything runs at once, in program order. CUDA graphs raise an error.
+    - All streams are one: everything runs immediately, in program order. CUDA graphs raise an error.
     - Both devices share the CPU's random number generator. Saved states of GPU generators cannot be restored.
     - Code in C++ and compiled code is not patched: ``torch.device(0)`` with a bare number, ``torch.jit.load`` onto a
       GPU, and devices inside functions compiled by TorchScript.
