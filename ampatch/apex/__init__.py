@@ -1,4 +1,4 @@
-"""What stands in for the `apex` package, so that scripts written for it run: its names, on torch and ampatch.
+"""Stands in for the `apex` package, so that scripts for Apex run: its names on top of torch and ampatch.
 
 ::
 
@@ -8,8 +8,8 @@
 
     from apex import amp
 
-Importing this changes nothing; `install` does. The modules have the names of Apex's own, because projects import those.
-Nothing outside of this folder may know of them.
+Importing this package changes nothing; `install` does. The modules have Apex's names, because projects import them.
+Code outside this folder must not know these modules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The one line that says that ampatch stands in for Apex, for scripts that have configured no logging.
+"""Reports in one line that ampatch stands in for Apex, for scripts that have not configured logging.
 
-Owns whether it was said. Must not say it to who imports from `ampatch.apex` by that name, and so knows.
+Owns whether the line was printed. Must not print it for scripts that import `ampatch.apex` by that name: their users
+know.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ logger = logging.getLogger("ampatch")
 
 
 class _Process:
-    """What belongs to the process, as its standard error does."""
+    """State of this process, which has one standard error."""
 
     has_said = False
 
 
 def announce(properties: Properties) -> None:
-    """Says it on standard error, the first time; in the first of several processes only, as Apex did.
+    """Prints the line to standard error, once per process and on rank 0 only, as Apex did.
+
+    Does nothing if logging is configured, or if the script did not import ``apex``.
 
     Args:
-        properties: what the opt level and the overrides have come to.
+        properties: result of the opt level and the overrides.
     """
     if _Process.has_said or not _stands_in() or logger.hasHandlers() or not _is_first() or sys.stderr is None:
         return
@@ -40,7 +43,7 @@ def announce(properties: Properties) -> None:
 
 
 def _stands_in() -> bool:
-    """Returns whether `import apex` has led here."""
+    """Returns True if ``import apex`` gave this package."""
     return sys.modules.get("apex") is sys.modules[__name__.rpartition(".")[0]]
 
 

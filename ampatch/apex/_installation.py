@@ -1,6 +1,6 @@
-"""How the modules of this package come to be what `import apex` gives, and how that is undone.
+"""Makes ``import apex`` give the modules of this package, and undoes it.
 
-Owns what it puts into ``sys.modules`` and ``sys.meta_path``. Must not know what any of the modules does.
+Owns the entries that it puts into ``sys.modules`` and ``sys.meta_path``. Must not know what the modules do.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ logger = logging.getLogger("ampatch")
 
 _PACKAGE = "ampatch.apex"
 
-# Not imported but run, as `python -m` does, which wants a file.
+# Users run this module by `python -m`, which needs a file, and do not import it.
 _LAUNCHER = "apex.parallel.multiproc"
 
-# Extensions of Apex's, which are modules of their own.
+# Apex's extensions that are top-level modules.
 _EXTENSIONS = ("amp_C", "apex_C")
 
 
 def install(force: bool = False) -> bool:
-    """Has ``import apex`` give what ampatch has in its place; a second call does nothing.
+    """Makes ``import apex`` give ampatch's modules; a second call does nothing.
 
-    Processes that this one starts with ``multiprocessing`` and "spawn" run the script's top once more, and this with
-    it. Others hear of it through ``ampatch run`` alone.
+    Processes started with ``multiprocessing`` and "spawn" run the top of the script again, and so call this function
+    too. In other child processes, only ``ampatch run`` installs the modules.
 
     Args:
-        force: also where there is an Apex that has amp.
+        force: True to replace an Apex with amp too.
 
     Returns:
-        Whether ampatch stands in. False: there is an Apex with amp, and it was left alone.
+        True if ampatch stands in. False if there is an Apex with amp, which stays in place; a warning is logged.
     """
     if _Process.standing_in is not None:
         return True
     real = _real_apex_with_amp()
     if real is not None and not force:
         logger.warning(
-            "There is an Apex with amp in %s, which is left alone. To have ampatch in its place, type ampatch run "
-            "--force, or ampatch.apex.install(force=True).",
+            "There is an Apex with amp in %s, which stays in place. To use ampatch instead, type ampatch run --force, "
+            "or ampatch.apex.install(force=True).",
             real,
         )
         return False
@@ -59,35 +59,35 @@ def install(force: bool = False) -> bool:
 
 
 def uninstall() -> None:
-    """Undoes `install`: ``import apex`` gives what it gave before. What was imported stays with who imported it."""
+    """Undoes `install`: ``import apex`` gives what it gave before. Modules that scripts hold already stay usable."""
     if _Process.standing_in is not None:
         _Process.standing_in.end()
         _Process.standing_in = None
 
 
 def _real_apex_with_amp() -> str | None:
-    """Returns the folder of an Apex that can be imported and has amp; nothing is imported to find out."""
+    """Returns the folder of an importable Apex with amp, or None; imports nothing to find out."""
     for finder in sys.meta_path:
         found = finder.find_spec("apex", None) if hasattr(finder, "find_spec") else None
-        if found is not None and found.origin is not None:  # which what waits for it under `ampatch run` has not
+        if found is not None and found.origin is not None:  # the finder of `ampatch run` gives no origin
             has_amp = PathFinder.find_spec("apex.amp", found.submodule_search_locations) is not None
             return str(Path(found.origin).parent) if has_amp else None
     return None
 
 
 class _StandingIn:
-    """The modules in their places, and what says of all others of Apex's that they are not replaced."""
+    """The installed modules, and the finder that raises for all other modules of Apex."""
 
     def __init__(self) -> None:
         modules = dict(_modules())
-        # A module that has one says more than this does.
+        # Modules with a __getattr__ of their own keep it: its message says more.
         self._refusing = [module for module in modules.values() if "__getattr__" not in vars(module)]
         for name, module in modules.items():
             vars(module).setdefault("__getattr__", functools.partial(_refuse_attribute, name))
         self._displaced = {name: module for name, module in sys.modules.items() if _is_apex(name)}
         for name in self._displaced:
             del sys.modules[name]
-        # First of all, since a finder of files would look into this package's own folder.
+        # First in the list, since Python's path finder would search this package's own folder.
         self._finder = _Finder(modules)
         sys.meta_path.insert(0, self._finder)
 
@@ -101,13 +101,13 @@ class _StandingIn:
 
 
 class _Process:
-    """What belongs to the process, as ``sys.modules`` does."""
+    """State of this process, which has one ``sys.modules``."""
 
     standing_in: _StandingIn | None = None
 
 
 def _modules() -> Iterator[tuple[str, ModuleType]]:
-    """Yields every public module here that scripts import, with the name that Apex gave it."""
+    """Yields Apex's name and the module, for every public module of this package that scripts import."""
     package = importlib.import_module(_PACKAGE)
     yield "apex", package
     for found in pkgutil.walk_packages(package.__path__, f"{_PACKAGE}."):
@@ -130,7 +130,7 @@ _ALL = DistributionFinder.Context()
 
 
 class _Finder(DistributionFinder, Loader):
-    """Finds the modules, says of others of Apex's that they are not replaced, and answers who asks for its version."""
+    """Finds the modules, raises for other modules of Apex, and provides the metadata with Apex's version."""
 
     def __init__(self, modules: dict[str, ModuleType]) -> None:
         self._modules = modules
@@ -138,37 +138,38 @@ class _Finder(DistributionFinder, Loader):
     def find_spec(
         self,
         fullname: str,
-        path: Sequence[str] | None = None,  # noqa: ARG002 - what a finder is called with
+        path: Sequence[str] | None = None,  # noqa: ARG002 - part of a finder's signature
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
         if fullname == _LAUNCHER:
             return spec_from_file_location(fullname, Path(__file__).parent / "parallel" / "multiproc.py")
         if fullname in self._modules:
             return ModuleSpec(fullname, self, is_package=hasattr(self._modules[fullname], "__path__"))
-        if fullname in sys.modules:  # and somebody reloads it
+        if fullname in sys.modules:  # importlib.reload() asks for it again
             return None
-        # `from apex.amp import x` looks for x below the name that the module itself has.
+        # `from apex.amp import x` asks for "ampatch.apex.amp.x", since Python takes the module's own name.
         name = fullname.removeprefix("ampatch.")
         if name in _not_replaced.EXTENSIONS or (name.startswith("apex.") and not name.startswith("apex._")):
-            # Without its name: where that is the one asked for, `from ... import` would say something else.
+            # Without `name=`: `from ... import` would replace an error with the requested name by one of its own.
             raise ModuleNotFoundError(_not_replaced.message(name))
         return None
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Leaves that to Python, which wants a new one."""
+        """Returns None, so that Python creates the module."""
 
     def exec_module(self, module: ModuleType) -> None:  # noqa: ARG002
-        """Puts the modules that there are into the place of the new one and of all below it."""
-        # All at once: what is imported later Python sets as an attribute, where a package has an object of that name.
+        """Puts the existing modules into ``sys.modules``, in place of the new module and of all below it."""
+        # All at once: a submodule that Python imports later becomes an attribute of its package. There it could replace
+        # an object of the same name.
         sys.modules.update(self._modules)
 
     def find_distributions(self, context: DistributionFinder.Context = _ALL) -> Iterable[Distribution]:
-        """Some ask for the version of the package to learn whether it is there."""
+        """Returns a distribution for "apex": some scripts ask for its version to check whether it is installed."""
         return [_ApexDistribution()] if context.name == "apex" else []
 
 
 class _ApexDistribution(Distribution):
-    """As much of an installed package as can be asked for its version."""
+    """An installed package with just enough metadata to give its version."""
 
     def read_text(self, filename: str) -> str | None:
         metadata = EmailMessage()

@@ -1,4 +1,4 @@
-"""What Apex had that ampatch does not replace, and what does its work instead: the text of one error."""
+"""Names of Apex that ampatch does not replace, and what to use instead: the text of one error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _SHARDED = "torch.distributed.fsdp, or torch.distributed.optim.ZeroRedundancyOpt
 
 _FP16 = "FP16_Optimizer of apex.fp16_utils"
 
-#: Extensions of Apex's that stand beside the package, and what does their work.
+#: Apex's top-level extension modules, and what to use instead.
 EXTENSIONS = {
     "bnp": "torch.nn.SyncBatchNorm",
     "fast_multihead_attn": "torch.nn.functional.scaled_dot_product_attention",
@@ -20,8 +20,8 @@ EXTENSIONS = {
     "xentropy_cuda": "torch.nn.CrossEntropyLoss, which has label_smoothing",
 }
 
-# The longest name that a missing one starts with counts. Python asks for a package before it asks for what is in it, so
-# that each name here is to stand right below a package that is there.
+# The longest key that a missing name starts with counts. Python imports a package before its contents, so the parent of
+# each key must be a package that exists here.
 _INSTEAD = {
     **EXTENSIONS,
     "apex.RNN": "torch.nn.LSTM, torch.nn.GRU and torch.nn.RNN",
@@ -64,11 +64,11 @@ _INSTEAD = {
 
 
 def message(name: str) -> str:
-    """Returns what to say of a name of Apex's.
+    """Returns the error message for a name of Apex.
 
     Args:
-        name: in full, such as "apex.contrib.xentropy".
+        name: full dotted name, such as "apex.contrib.xentropy".
     """
     known = [prefix for prefix in _INSTEAD if f"{name}.".startswith(f"{prefix}.")]
-    instead = _INSTEAD[max(known, key=len)] if known else "torch itself; ampatch's guide says what of Apex is there"
+    instead = _INSTEAD[max(known, key=len)] if known else "torch itself; ampatch's guide lists what it replaces"
     return f"ampatch stands in for Apex, and does not replace {name}. Use instead: {instead}."

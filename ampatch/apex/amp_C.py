@@ -1,7 +1,7 @@
-"""The kernels of Apex's amp that scripts call themselves, mostly to clip gradients: on `ampatch.native.kernels`.
+"""Kernels of Apex's amp that scripts call directly, mostly to clip gradients; on top of `ampatch.native.kernels`.
 
-Each takes lists of dense tensors of float16, bfloat16 and float32, which may be mixed, of any strides and on any
-devices, and computes in float32. Nothing is recorded for autograd. Everything is checked before anything is written.
+Each kernel takes lists of dense float16, bfloat16 and float32 tensors, also mixed, of any strides and on any devices.
+It computes in float32, and autograd records nothing. It checks all arguments before it writes anything.
 Must not choose an implementation: `ampatch.native.kernels` does.
 """
 
@@ -41,7 +41,7 @@ _INSTEAD = {
 def __getattr__(name: str) -> object:
     instead = _INSTEAD.get(name, "torch._foreach_* for work on lists of tensors, or the optimizers of torch.optim")
     raise AttributeError(
-        f"ampatch does not replace amp_C.{name}: of amp_C there are {', '.join(__all__)}. Use {instead}.",
+        f"ampatch does not replace amp_C.{name}; it replaces {', '.join(__all__)} of amp_C. Use {instead}.",
         name=name,
     )
 
@@ -49,17 +49,17 @@ def __getattr__(name: str) -> object:
 def multi_tensor_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]], scale: float | Tensor
 ) -> None:
-    """``outs = ins * scale``, with every product rounded once.
+    """Writes ``outs = ins * scale``; every product is rounded once.
 
     Args:
-        chunk_size: without effect.
-        noop_flag: int32, of one element; becomes 1 if an element of ``ins`` is not finite, and is never reset. It
-            changes nothing in what is written.
-        tensor_lists: ``ins`` and ``outs``, which may be the same; of equal length, shapes and devices.
-        scale: a number.
+        chunk_size: ignored.
+        noop_flag: int32 tensor of one element; set to 1 if an element of ``ins`` is not finite, and never reset. Its
+            value does not affect ``outs``.
+        tensor_lists: lists ``ins`` and ``outs`` of equal length, shapes and devices; they may be the same.
+        scale: factor, as a number or a tensor of one element.
 
     Raises:
-        OptionError: the arguments are not so.
+        OptionError: an argument is not as described.
     """
     del chunk_size
     ins, outs = _checked("multi_tensor_scale", noop_flag, tensor_lists, ("ins", "outs"))
@@ -74,18 +74,19 @@ def multi_tensor_axpby(
     b: float | Tensor,
     arg_to_check: int = -1,
 ) -> None:
-    """``outs = a * xs + b * ys``.
+    """Writes ``outs = a * xs + b * ys``.
 
     Args:
-        chunk_size: without effect.
-        noop_flag: as of `multi_tensor_scale`, for the elements of what is checked.
-        tensor_lists: ``xs``, ``ys`` and ``outs``, which may be one of these; of equal length, shapes and devices.
-        a: a number.
-        b: a number.
-        arg_to_check: 0 checks ``xs``, 1 ``ys``, and -1 both.
+        chunk_size: ignored.
+        noop_flag: flag as in `multi_tensor_scale`, for the elements of the checked lists.
+        tensor_lists: lists ``xs``, ``ys`` and ``outs`` of equal length, shapes and devices; ``outs`` may be one of the
+            others.
+        a: factor of ``xs``, as a number or a tensor of one element.
+        b: factor of ``ys``, likewise.
+        arg_to_check: list to check: 0 for ``xs``, 1 for ``ys``, -1 for both.
 
     Raises:
-        OptionError: the arguments are not so.
+        OptionError: an argument is not as described.
     """
     del chunk_size
     xs, ys, outs = _checked("multi_tensor_axpby", noop_flag, tensor_lists, ("xs", "ys", "outs"))
@@ -103,20 +104,20 @@ def multi_tensor_axpby(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]], per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns the Euclidean norm of all elements of all tensors, and of each tensor.
+    """Returns the Euclidean norm of all tensors together, and the norm of each tensor.
 
     Args:
-        chunk_size: without effect.
-        noop_flag: as of `multi_tensor_scale`.
-        tensor_lists: one list.
-        per_tensor: whether the norm of each tensor is wanted too.
+        chunk_size: ignored.
+        noop_flag: flag as in `multi_tensor_scale`.
+        tensor_lists: one list of tensors.
+        per_tensor: True to compute the norm of each tensor too.
 
     Returns:
-        The norm, of shape (1,); and the norms of the tensors in their order, of shape (tensors,), or (0,) where they
-        are not wanted. Both float32, on the device of the first tensor.
+        The common norm, of shape (1,), and the norms of the tensors in order, of shape (tensors,). Without
+        ``per_tensor`` the second has shape (0,). Both are float32, on the device of the first tensor.
 
     Raises:
-        OptionError: the arguments are not so.
+        OptionError: an argument is not as described.
     """
     del chunk_size
     (tensors,) = _checked("multi_tensor_l2norm", noop_flag, tensor_lists, ("tensors",))
@@ -130,20 +131,20 @@ def multi_tensor_l2norm_scale(
     scale: float | Tensor,
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
-    """`multi_tensor_scale`, and `multi_tensor_l2norm` of what it has written.
+    """Calls `multi_tensor_scale`, and returns the `multi_tensor_l2norm` of ``outs``.
 
     Args:
-        chunk_size: without effect.
-        noop_flag: as of `multi_tensor_scale`.
-        tensor_lists: ``ins`` and ``outs``, as of `multi_tensor_scale`.
-        scale: a number.
-        per_tensor: whether the norm of each tensor is wanted too.
+        chunk_size: ignored.
+        noop_flag: flag as in `multi_tensor_scale`.
+        tensor_lists: lists ``ins`` and ``outs``, as in `multi_tensor_scale`.
+        scale: factor, as a number or a tensor of one element.
+        per_tensor: True to compute the norm of each tensor too.
 
     Returns:
-        As `multi_tensor_l2norm`.
+        Norms as from `multi_tensor_l2norm`.
 
     Raises:
-        OptionError: the arguments are not so.
+        OptionError: an argument is not as described.
     """
     del chunk_size
     ins, outs = _checked("multi_tensor_l2norm_scale", noop_flag, tensor_lists, ("ins", "outs"))
@@ -163,12 +164,12 @@ def _scale(noop_flag: Tensor, ins: list[Tensor], outs: list[Tensor], scale: floa
 
 
 def _are_one(tensor: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors of one shape are one, or views of all of it as ``.data`` gives them."""
+    """Returns True if two tensors of one shape are the same tensor, or views of all of it, such as ``.data``."""
     return tensor.data_ptr() == other.data_ptr() and tensor.dtype is other.dtype
 
 
 def _scaled(tensors: list[Tensor], scale: float | Tensor, found_inf: Tensor) -> list[Tensor]:
-    """New tensors of float32; ``found_inf`` becomes 1 where an element of the old ones is not finite."""
+    """Returns new float32 tensors; sets ``found_inf`` to 1 if an element of ``tensors`` is not finite."""
     scaled = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
     kernels.unscale_copy(tensors, scaled, _scalar(scale, found_inf.device), found_inf, False)
     return scaled
@@ -201,10 +202,11 @@ def _raise_flag(noop_flag: Tensor, found_inf: Tensor) -> None:
 def _checked(
     function: str, noop_flag: object, tensor_lists: Sequence[Sequence[Tensor]], names: tuple[str, ...]
 ) -> list[list[Tensor]]:
-    """Returns the lists, of tensors that autograd records nothing for.
+    """Returns the lists with detached tensors.
 
     Raises:
-        OptionError: there are more of them or fewer, or their tensors are of other kinds, or do not fit together.
+        OptionError: ``noop_flag`` is no int32 tensor of one element, or the number or lengths of the lists are wrong.
+            Also if a tensor is of an unsupported kind, or differs from the others at its place in shape or device.
     """
     if not isinstance(noop_flag, Tensor) or noop_flag.dtype is not torch.int32 or noop_flag.numel() != 1:
         raise OptionError(

@@ -1,4 +1,4 @@
-"""Apex's flattening of tensors into one, which is torch's own."""
+"""Apex's functions that flatten tensors into one tensor; torch does the work."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ __all__ = ["flatten", "unflatten"]
 
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns the elements of dense tensors of one dtype, one tensor after the other.
+    """Returns the elements of all tensors in one tensor, one after the other.
 
     Args:
-        tensors: of any shapes.
+        tensors: dense tensors of one dtype and any shapes.
 
     Returns:
-        A 1-dimensional copy; of a single tensor a view, where its memory is contiguous.
+        A 1-dimensional copy; for a single contiguous tensor, a view.
     """
     return _flatten_dense_tensors(tuple(tensors))  # type: ignore[no-any-return]
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns the tensors that `flatten` made one of.
+    """Splits a flat tensor into tensors; the inverse of `flatten`.
 
     Args:
-        flat: 1-dimensional, with as many elements as all tensors together.
-        tensors: whose shapes they are to have.
+        flat: 1-dimensional tensor with as many elements as ``tensors`` together.
+        tensors: tensors whose shapes the result gets.
 
     Returns:
         Views of ``flat``.

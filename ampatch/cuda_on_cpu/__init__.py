@@ -1,23 +1,23 @@
-"""A CPU standing in for a GPU, so that a script written for CUDA runs where there is none: ``ampatch run --cpu``.
+"""Makes the CPU stand in for a GPU, so that a script written for CUDA runs without one: ``ampatch run --cpu``.
 
-Owns when torch is changed for that and when it is put back; the modules below know what is changed. It is for finding
-out whether a project runs at all, and for a debugger. It must never be on unless somebody asked for it, and prints
-nothing.
+Owns when torch is patched for this and when the patches are undone; the submodules define the patches. It is for
+debugging, and to find out whether a project runs at all. It must never be on unless the user asked for it, and must
+never print.
 
-What the script calls a GPU is the CPU: a tensor "moved to CUDA" stays in main memory. Where a script asks a tensor as
-old scripts do (``x.is_cuda``, ``x.type()``, ``x.get_device()``), every tensor in main memory says that it is on a GPU,
-since ``assert x.is_cuda`` is what these are mostly used for. ``x.device`` tells the truth, ``cpu``: torch decides by
-it.
+Whatever the script calls a GPU is the CPU: a tensor "moved to CUDA" stays in main memory. Old scripts ask a tensor for
+its device by ``x.is_cuda``, ``x.type()`` or ``x.get_device()``. To these, every tensor in main memory answers that it
+is on a GPU, since most scripts only check ``assert x.is_cuda``. ``x.device`` truthfully is ``cpu``, because torch
+itself relies on it.
 
 Limits:
-    - A move copies nothing. ``x.cuda()`` and ``x.cpu()`` give ``x`` itself where a GPU gives a copy, so that what is
-      written to one of them later is seen in the other: a snapshot of weights needs ``.clone()``.
-    - ``x.device.type == "cuda"`` is false, and so is ``x.device == torch.device("cuda")``.
-    - Only what the CPU has kernels for runs: kernels of CUDA extensions and Triton do not, and halves are slow.
-    - There are no figures: memory is always 0 bytes, and time is the CPU's.
-    - Streams are one: everything runs in order, at once. CUDA graphs are refused.
-    - Random numbers are the CPU's generator's, for "both" devices; states of GPU generators cannot be restored.
-    - What runs in C++ or was compiled is not changed: ``torch.device(0)`` with a bare number, ``torch.jit.load`` onto a
+    - A move copies nothing. ``x.cuda()`` and ``x.cpu()`` return ``x`` itself, where a real GPU gives a copy. Later
+      in-place writes to one therefore change the other: a snapshot of weights needs ``.clone()``.
+    - ``x.device.type == "cuda"`` and ``x.device == torch.device("cuda")`` are false.
+    - Only operators with CPU kernels run. Kernels of CUDA extensions and Triton do not, and halves are slow.
+    - There are no measurements: GPU memory use is always 0 bytes, and times are the CPU's.
+    - All streams are one: everything runs immediately, in program order. CUDA graphs raise an error.
+    - Both devices share the CPU's random number generator. Saved states of GPU generators cannot be restored.
+    - Code in C++ and compiled code is not patched: ``torch.device(0)`` with a bare number, ``torch.jit.load`` onto a
       GPU, and devices inside functions compiled by TorchScript.
     - Several GPUs are one: ``DataParallel`` runs the model once, with the whole batch.
 """
@@ -38,7 +38,7 @@ logger = logging.getLogger("ampatch")
 
 
 class _Process:
-    """What this process has in place, for it has one torch."""
+    """Patches of this process, which has one torch."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -49,14 +49,14 @@ _process = _Process()
 
 
 def stand_in() -> PatchLedger:
-    """Has everything that asks torch for a GPU get the CPU, on machines with a GPU too; the limits stand above.
+    """Redirects every request to torch for a GPU to the CPU, on machines with a GPU too; see the limits above.
 
-    Best called right after the first ``import torch``. Calling it again changes nothing. Every process has to call it
-    for itself, those started with ``spawn`` included.
+    Call it right after the first ``import torch``, if possible. A second call changes nothing. Every process must call
+    it for itself, including processes started with ``spawn``.
 
     Returns:
-        What was installed; its ``undo()`` gives torch back as it was. An ampatch session that was started meanwhile has
-        to be deinitialized before that.
+        Ledger of the installed patches; its ``undo()`` restores torch. Deinitialize any ampatch session that was
+        started meanwhile before calling ``undo()``.
     """
     with _process.lock:
         if _process.ledger is None:
@@ -65,7 +65,7 @@ def stand_in() -> PatchLedger:
 
 
 def _install() -> PatchLedger:
-    # torch.compile and TorchScript keep tables of torch's functions, which are read before anything takes their place.
+    # torch.compile and TorchScript build tables of torch's functions once; build them before any patch is in place.
     compilers.read_tables()
     ledger = PatchLedger()
     replacements = Replacements(ledger)

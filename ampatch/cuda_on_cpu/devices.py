@@ -1,7 +1,7 @@
-"""Devices by any name: whatever takes a device and is given a GPU gets the CPU.
+"""Functions that take a device: given a GPU, by any name, they use the CPU.
 
-Owns what a script does with tensors, modules, storages, generators and checkpoints; not ``torch.cuda`` itself. Each
-table below names functions that take devices in one way.
+Owns the patches of tensors, modules, storages, generators and checkpoints. Must not patch ``torch.cuda``, except for
+its tensor types. Each table below lists functions that take the device in one way.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ampatch.cuda_on_cpu.replacements import Function, Replacements
 from ampatch.cuda_on_cpu.streams import current_device
 from ampatch.ledger import bindings
 
-#: Take the device as the keyword ``device`` only, as do those that torch itself lists, for its default device.
+#: Functions that take the device only as the keyword ``device``. torch lists further ones, for its default device.
 _FACTORIES = (
     *("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"),
     *("from_file", "normal"),
 )
 _FACTORY_METHODS = (*("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"),)
 
-#: Have a method ``to`` that takes it as the first argument or as a keyword, among others that are no devices.
+#: Classes whose method ``to`` takes a device as its first argument or as a keyword, or other arguments in its place.
 _MOVED = (Tensor, nn.Module, UntypedStorage, TypedStorage)
 
 
 def on_cpu(device: Any) -> Any:
-    """Returns the CPU for a GPU (``"cuda"``, ``"cuda:1"``, ``torch.device("cuda")``, ``0``), anything else as it is."""
+    """Returns the CPU for a GPU (``"cuda"``, ``"cuda:1"``, ``torch.device("cuda")``, ``0``), other values unchanged."""
     if isinstance(device, str):
         return "cpu" if device.partition(":")[0] == "cuda" else device
     if isinstance(device, torch.device):
@@ -41,27 +41,27 @@ def on_cpu(device: Any) -> Any:
 
 
 def in_main_memory(tensor_type: Any) -> Any:
-    """Returns the CPU's name for a type of tensors on GPUs (``"torch.FloatTensor"``), anything else as it is."""
+    """Drops ``cuda`` from the name of a tensor type (``"torch.cuda.FloatTensor"``); returns other values unchanged."""
     return tensor_type.replace("torch.cuda.", "torch.") if isinstance(tensor_type, str) else tensor_type
 
 
 def install(replacements: Replacements) -> None:
-    """Replaces what takes devices."""
+    """Replaces the functions that take devices."""
     _create(replacements)
     _move(replacements)
     _answer(replacements)
     _name_types(replacements)
-    # Lists the originals of what a parameter of a lazy module may be asked for.
+    # torch lists here the original methods that a lazy module's parameter allows; the replacements must be allowed too.
     allowed = [*UninitializedTensorMixin._allowed_methods, Tensor.to, Tensor.cuda, Tensor.get_device]
     replacements.ledger.set(UninitializedTensorMixin, "_allowed_methods", allowed)
     _load(replacements)
 
 
-# Making tensors
+# Creating tensors
 
 
 def _create(replacements: Replacements) -> None:
-    # Called before anything is replaced: torch keeps the answer, and looks up the originals in it.
+    # Call this before replacing anything: torch caches the result, and later looks up the originals in it.
     constructors = {id(each): each for each in torch.utils._device._device_constructors()}
     for home, name, _ in bindings((torch, torch.fft, torch.nested), constructors):
         replacements.function(home, name, _with_device_keyword)
@@ -70,7 +70,7 @@ def _create(replacements: Replacements) -> None:
     replacements.function(torch.nested, "as_nested_tensor", _with_device_keyword)
     for name in _FACTORY_METHODS:
         replacements.method(Tensor, name, _with_device_keyword)
-    # Of `with torch.device("cuda")` and of torch.set_default_device: both come to this.
+    # `with torch.device("cuda")` and torch.set_default_device both create a DeviceContext.
     replacements.method(torch.utils._device.DeviceContext, "__init__", _with_device_first)
     replacements.everywhere(torch.Generator, _generator_class(torch.Generator))
 
@@ -79,7 +79,7 @@ def _with_device_keyword(original: Function) -> Function:
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = on_cpu(kwargs["device"])
-        kwargs.pop("pin_memory", None)  # there is no GPU to copy from there
+        kwargs.pop("pin_memory", None)  # no GPU would copy from pinned memory
         return original(*args, **kwargs)
 
     return replacement
@@ -97,7 +97,7 @@ def _with_device_first(original: Function) -> Function:
 
 
 def _generator_class(original: type[torch.Generator]) -> type:
-    """Returns a class that makes generators of the original one, which is in C and written to by nobody."""
+    """Returns a stand-in for torch's generator class, a C type that cannot be patched; it makes original generators."""
 
     class _Asked(type):
         def __call__(cls, device: Any = "cpu") -> torch.Generator:
@@ -109,7 +109,7 @@ def _generator_class(original: type[torch.Generator]) -> type:
     return _Asked("Generator", (), {"__module__": "torch", "__doc__": original.__doc__})
 
 
-# Moving them
+# Moving tensors and modules
 
 
 def _move(replacements: Replacements) -> None:
@@ -140,7 +140,7 @@ def _nothing(_original: Function) -> Function:
     return lambda *args, **kwargs: None  # noqa: ARG005
 
 
-# Asking where they are
+# Asking for the device
 
 
 def _answer(replacements: Replacements) -> None:
@@ -151,7 +151,7 @@ def _answer(replacements: Replacements) -> None:
 
     replacements.method(Tensor, "get_device", lambda _: get_device)
     replacements.ledger.set(Tensor, "is_cuda", property(_is_cuda))
-    # Otherwise libraries for GPUs would be given an address in main memory, and crash.
+    # Otherwise GPU libraries would get an address in main memory, and crash.
     replacements.ledger.set(Tensor, "__cuda_array_interface__", property(_no_array_interface))
 
 
@@ -163,11 +163,11 @@ def _no_array_interface(_tensor: Tensor) -> None:
     raise AttributeError("a tensor on the CPU has no __cuda_array_interface__; use .numpy()")
 
 
-# Types of tensors by name, as before torch 0.4
+# Tensor types by name, as before torch 0.4
 
 
 def _name_types(replacements: Replacements) -> None:
-    # torch looks most of them up by their names, and finds these.
+    # torch looks up most of these types by name, and so finds the replacements.
     for kind in ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"):
         for suffix in ("Tensor", "Storage"):
             replacements.ledger.set(torch.cuda, f"{kind}{suffix}", getattr(torch, f"{kind}{suffix}"))
@@ -188,17 +188,17 @@ def _type(original: Function) -> Function:
 
 
 def _load(replacements: Replacements) -> None:
-    """Has `torch.load` leave what was saved from a GPU, or is to go to one, in main memory, where it reads it to."""
+    """Makes `torch.load` leave storages that were saved from a GPU, or are mapped to one, in main memory."""
     registry = torch.serialization._package_registry
     before = list(registry)
-    # Asked before torch's own for CUDA, which has 20.
+    # torch tries entries in order of priority; its own entry for CUDA has priority 20.
     torch.serialization.register_package(0, _untagged, _left_in_main_memory)
     (entry,) = (each for each in registry if each not in before)
     replacements.ledger.on_undo(lambda: registry.remove(entry))
 
 
 def _untagged(_storage: object) -> None:
-    """Does not say where a storage is when it is saved; torch's own entry for the CPU does."""
+    """Returns None, no location for a storage that is saved: torch's own entry for the CPU gives it."""
 
 
 def _left_in_main_memory(storage: Any, location: str) -> Any:

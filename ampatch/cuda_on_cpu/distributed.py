@@ -1,6 +1,6 @@
-"""Several GPUs and several processes: models in parallel on the one CPU, and gloo where NCCL was asked for.
+"""Several GPUs and several ranks: parallel models on the one CPU, and gloo in place of NCCL.
 
-Owns how a model is spread and how processes talk to each other while the CPU stands in. Knows nothing of device names.
+Owns how a model is distributed and how ranks communicate while the CPU stands in. Must not know device names.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ampatch.sync_batch_norm import synchronised
 
 
 def install(replacements: Replacements) -> None:
-    """Replaces what spreads work over GPUs."""
-    data_parallel = sys.modules["torch.nn.parallel.data_parallel"]  # torch.nn.parallel has a function by that name
-    # Asked for a GPU, and told that there is none: then the model is called as it is, with the whole batch.
+    """Replaces the functions that distribute work over GPUs and ranks."""
+    data_parallel = sys.modules["torch.nn.parallel.data_parallel"]  # torch.nn.parallel.data_parallel is a function
+    # DataParallel then finds no device, and calls the model itself, with the whole batch.
     replacements.ledger.set(data_parallel, "_get_available_device_type", _none)
     replacements.function(data_parallel, "data_parallel", _called_once)
     if dist.is_available():
         replacements.method(nn.parallel.DistributedDataParallel, "__init__", _without_gpus)
-        # Looks through the model for layers that are not on GPUs, and tells them nothing.
+        # The original only raises if a SyncBatchNorm layer is not on a GPU.
         replacements.method(nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", _no_check)
         replacements.method(nn.SyncBatchNorm, "forward", _synchronised)
         replacements.function(dist, "init_process_group", _first_backend_gloo)
@@ -68,7 +68,7 @@ def _no_check(_original: Function) -> Function:
     return lambda *args: None  # noqa: ARG005
 
 
-# Groups of processes
+# Process groups
 
 
 def _first_backend_gloo(original: Function) -> Function:
@@ -86,7 +86,7 @@ def _third_backend_gloo(original: Function) -> Function:
 
 
 def _gloo(backend: str | None, others: dict[str, Any]) -> str | None:
-    """Returns the backend for one that may be NCCL, as ``"cpu:gloo,cuda:nccl"``; drops what only NCCL takes."""
+    """Returns gloo for a backend with NCCL, such as ``"cpu:gloo,cuda:nccl"``; drops options that only NCCL takes."""
     others.pop("device_id", None)
     if backend is None or "nccl" not in backend.lower():
         return backend

@@ -1,6 +1,6 @@
-"""The current device, streams and events where the only GPU is the CPU: what is asked for has happened already.
+"""The current device, streams and events while the CPU stands in: work is done as soon as a script requests it.
 
-Owns which number the current device of each thread has. Knows nothing of torch's own classes.
+Owns each thread's current device number and stream. Must not know torch's own classes of streams and events.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ampatch.errors import UsageError
 
 
 class _Thread(threading.local):
-    """What a thread has selected, as it does on a GPU."""
+    """Current device and stream of a thread; on a GPU they are per thread too."""
 
     def __init__(self) -> None:
         self.device = 0
@@ -27,17 +27,17 @@ _thread = _Thread()
 
 
 def device_count() -> int:
-    """One; under torchrun as many as there are processes on this machine, so that each of them finds its own."""
+    """Returns 1, or under torchrun the number of ranks on this machine, so that each rank finds its own device."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def current_device() -> int:
-    """Returns the number that this thread has set, which is 0 at first."""
+    """Returns the device number that this thread has set; 0 by default."""
     return _thread.device
 
 
 def index_of(device: Any = None) -> int:
-    """Returns the number of a device; the current one for what has none, tensors' own ``cpu`` included."""
+    """Returns the number of a device; the current number if the device has none, as tensors' own ``cpu``."""
     if isinstance(device, str):
         device = torch.device(device)
     index = device.index if isinstance(device, torch.device) else device
@@ -45,15 +45,15 @@ def index_of(device: Any = None) -> int:
 
 
 def set_device(device: Any) -> None:
-    """Any number will do: they all are the CPU."""
+    """Sets this thread's current device; any number is valid, since all devices are the CPU."""
     _thread.device = index_of(device)
 
 
 class DeviceGuard:
-    """``with torch.cuda.device(1)``: another current device in a block.
+    """``with torch.cuda.device(1)``: changes the current device for a ``with`` block.
 
     Args:
-        device: a number, a device, its name, or None for the current one.
+        device: number, ``torch.device``, name, or None for the current device.
     """
 
     def __init__(self, device: Any = None) -> None:
@@ -68,7 +68,7 @@ class DeviceGuard:
 
 
 class DeviceOf(DeviceGuard):
-    """``with torch.cuda.device_of(tensor)``: the current device, since every tensor is there."""
+    """``with torch.cuda.device_of(tensor)``: keeps the current device, since every tensor is on it."""
 
     def __init__(self, obj: object) -> None:
         del obj
@@ -79,8 +79,8 @@ class Stream:
     """A queue that is always empty.
 
     Args:
-        device: whose stream it is; kept, as `device`.
-        priority: kept, as `priority`.
+        device: device of the stream; kept as the attribute ``device``.
+        priority: number without effect; kept as the attribute ``priority``.
     """
 
     cuda_stream = 0
@@ -91,20 +91,20 @@ class Stream:
         self._before: list[Stream | None] = []
 
     def query(self) -> bool:
-        """Returns whether all work is done: it is."""
+        """Returns True: all work is done."""
         return True
 
     def synchronize(self) -> None:
-        """Does nothing: there is nothing to wait for."""
+        """Does nothing: no work is pending."""
 
     def wait_stream(self, stream: object) -> None:
-        """Does nothing: there is nothing to wait for."""
+        """Does nothing: no work is pending."""
 
     def wait_event(self, event: object) -> None:
-        """Does nothing: there is nothing to wait for."""
+        """Does nothing: no work is pending."""
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Records an event, a new one if none is given."""
+        """Records and returns the event, or a new event if none is given."""
         event = Event() if event is None else event
         event.record(self)
         return event
@@ -122,28 +122,28 @@ _default = Stream(0)
 
 
 def default_stream(device: Any = None) -> Stream:
-    """Returns the stream that is current where no other was set."""
+    """Returns the stream that is current if the thread has set no other."""
     del device
     return _default
 
 
 def current_stream(device: Any = None) -> Stream:
-    """Returns the stream that this thread has set."""
+    """Returns the stream that this thread has set, else the default stream."""
     del device
     return _thread.stream or _default
 
 
 def set_stream(stream: Stream | None) -> None:
-    """Makes a stream the current one; None changes nothing."""
+    """Makes a stream this thread's current stream; None changes nothing."""
     if stream is not None:
         _thread.stream = stream
 
 
 class StreamContext:
-    """``with torch.cuda.stream(stream)``: another current stream in a block; None changes nothing.
+    """``with torch.cuda.stream(stream)``: changes the current stream for a ``with`` block; None changes nothing.
 
     Args:
-        stream: the stream.
+        stream: new current stream, or None.
     """
 
     def __init__(self, stream: Stream | None) -> None:
@@ -159,12 +159,12 @@ class StreamContext:
 
 
 class Event:
-    """A moment of the CPU's clock.
+    """A point in time on the CPU's clock.
 
     Args:
-        enable_timing: taken and not needed, as are the others.
-        blocking: likewise.
-        interprocess: likewise.
+        enable_timing: ignored; every event records the time.
+        blocking: ignored.
+        interprocess: ignored.
     """
 
     def __init__(
@@ -174,25 +174,25 @@ class Event:
         self._recorded: float | None = None
 
     def record(self, stream: object = None) -> None:
-        """Notes the time: whatever the stream was given before is done."""
+        """Records the current time; all earlier work on the stream is done by then."""
         del stream
         self._recorded = time.perf_counter()
 
     def query(self) -> bool:
-        """Returns whether it has happened, or was never recorded: so it is with torch's."""
+        """Returns True: the event has completed, or was never recorded, for which torch's events return True too."""
         return True
 
     def wait(self, stream: object = None) -> None:
-        """Does nothing: there is nothing to wait for."""
+        """Does nothing: no work is pending."""
 
     def synchronize(self) -> None:
-        """Does nothing: there is nothing to wait for."""
+        """Does nothing: no work is pending."""
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds from this one to another.
+        """Returns the time from this event to another, in milliseconds.
 
         Raises:
-            UsageError: one of them was not recorded.
+            UsageError: one of the two events was not recorded.
         """
         if self._recorded is None or end_event._recorded is None:
             raise UsageError("elapsed_time needs two events that were recorded: call event.record() on both first.")

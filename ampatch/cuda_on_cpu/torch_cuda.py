@@ -1,7 +1,7 @@
-"""``torch.cuda`` as a table: what each of its names stands for while there is only the CPU.
+"""``torch.cuda`` as a table: the replacement of each of its names while the CPU stands in.
 
-Owns the answers of functions that ask about a GPU or tell it something. What ``torch.cuda`` has beyond the table is
-refused by its name, because it would otherwise fail somewhere within torch with a message about how torch was built.
+Owns the replacements of functions that query or control a GPU. Callables of ``torch.cuda`` that this module does not
+list raise an error with their name. Otherwise the call would fail inside torch, with a message about torch's build.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from ampatch.errors import UsageError
 
 NAME = "CPU (in place of a GPU: ampatch run --cpu)"
 
-#: Has Tensor Cores for halves, and is too old for the kernels that scripts choose for newer GPUs and the CPU has not.
+#: GPUs of this capability have Tensor Cores for halves. Newer ones make scripts choose kernels that the CPU lacks.
 CAPABILITY = (7, 0)
 
 
 def always(answer: object) -> Callable[..., Any]:
-    """Returns a function that gives the same answer whatever it is asked."""
+    """Returns a function that returns ``answer`` for any arguments."""
     return lambda *args, **kwargs: answer  # noqa: ARG005
 
 
 def fresh(kind: Callable[[], object]) -> Callable[..., Any]:
-    """Returns a function that gives a new, empty ``kind`` whatever it is asked."""
+    """Returns a function that returns a new, empty ``kind`` for any arguments."""
     return lambda *args, **kwargs: kind()  # noqa: ARG005
 
 
 def _main_memory() -> tuple[int, int]:
-    """Bytes of main memory, as a GPU is asked for its own: free, and all."""
+    """Returns free and total main memory in bytes, in place of a GPU's memory."""
     page = os.sysconf("SC_PAGE_SIZE")
     return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
 
 
 def _properties(device: Any = None) -> types.SimpleNamespace:
-    del device  # they all are this one
+    del device  # all devices are the CPU
     major, minor = CAPABILITY
     return types.SimpleNamespace(
         name=NAME,
@@ -67,8 +67,8 @@ def _set_rng_state(new_state: Tensor, device: Any = None) -> None:
     expected = torch.default_generator.get_state().numel()
     if new_state.numel() != expected:
         raise UsageError(
-            f"found a generator's state of {new_state.numel()} bytes, which is a GPU's, where there is only the CPU's "
-            f"of {expected} bytes. Leave out the generator's state when resuming with `ampatch run --cpu`."
+            f"found a GPU generator's state of {new_state.numel()} bytes; expected the CPU generator's of {expected} "
+            "bytes. Leave out the generator's state when resuming with `ampatch run --cpu`."
         )
     torch.default_generator.set_state(new_state)
 
@@ -110,7 +110,7 @@ _ZERO = (
     *("clock_rate", "memory_usage", "power_draw", "temperature", "utilization"),
 )
 
-#: What takes the place of each name of ``torch.cuda``.
+#: Replacement of each name of ``torch.cuda``.
 STAND_INS: dict[str, object] = {
     **{name: always(None) for name in _SILENT},
     **{name: always(0) for name in _ZERO},
@@ -137,7 +137,7 @@ STAND_INS: dict[str, object] = {
     "get_arch_list": fresh(list),
     "get_per_process_memory_fraction": always(1.0),
     "get_allocator_backend": always("native"),
-    # Unlike a dict, gives 0 for figures that it has not.
+    # Unlike a dict, a Counter gives 0 for missing statistics.
     "memory_stats": fresh(Counter),
     "memory_stats_as_nested_dict": fresh(dict),
     "host_memory_stats": fresh(Counter),
@@ -154,18 +154,18 @@ STAND_INS: dict[str, object] = {
     "get_rng_state_all": lambda: [_get_rng_state() for _ in range(streams.device_count())],
     "set_rng_state": _set_rng_state,
     "set_rng_state_all": _set_rng_state_all,
-    # Its profiler is told to start and stop by scripts that are run below nsys.
+    # Scripts that run under nsys start and stop its profiler.
     "cudart": always(types.SimpleNamespace(cudaProfilerStart=always(0), cudaProfilerStop=always(0))),
 }
 
-#: What needs no GPU, or says itself that there is none.
+#: Names that are not replaced: they need no GPU, or report themselves that there is none.
 _LEFT = {"CudaError", "DeferredCudaCallError", "cudaStatus", "get_gencode_flags", "is_initialized"}
 
 _NVTX = {name: always(0) for name in ("range_push", "range_pop", "range_start")} | {
     name: always(None) for name in ("range_end", "mark")
 }
 
-#: What is refused in modules below.
+#: Functions of submodules that raise if a script calls them.
 _REFUSED: dict[types.ModuleType, tuple[str, ...]] = {
     torch.cuda.comm: ("broadcast", "broadcast_coalesced", "gather", "reduce_add", "reduce_add_coalesced", "scatter"),
     torch.cuda.nccl: ("all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter", "unique_id"),
@@ -173,7 +173,7 @@ _REFUSED: dict[types.ModuleType, tuple[str, ...]] = {
 
 
 def install(replacements: Replacements) -> None:
-    """Puts the table in place of what ``torch.cuda`` has."""
+    """Replaces the names of ``torch.cuda`` by those of the table, and unlisted callables by ones that raise."""
     for name, stand_in in STAND_INS.items():
         _put(replacements, torch.cuda, name, stand_in)
     for name, stand_in in _NVTX.items():
@@ -190,20 +190,20 @@ def install(replacements: Replacements) -> None:
     generators = (torch.default_generator,) * streams.device_count()
     replacements.ledger.set(torch.cuda, "default_generators", generators)
     _put(replacements, torch.cuda, "_lazy_init", _refuse_to_start)
-    # torch.accelerator asks is_available too, and a build for CUDA would then go on in C++, to a GPU that is not there.
+    # torch.accelerator calls is_available too. A CUDA build would then go on in C++, to a GPU that does not exist.
     for name, answer in (("_accelerator_getAccelerator", None), ("_get_accelerator", torch.device("cpu"))):
         if hasattr(torch._C, name):
             replacements.ledger.set(torch._C, name, always(answer))
 
 
 def _put(replacements: Replacements, owner: Any, name: str, stand_in: object) -> None:
-    # Functions of torch.cuda are defined in modules below it, and these use them too.
+    # Submodules of torch.cuda define its functions and use them too, so replace them everywhere.
     if hasattr(owner, name):
         replacements.everywhere(getattr(owner, name), stand_in)
 
 
 def _unknown() -> list[str]:
-    """Returns names that the table has not: some of them torch has got since it was written."""
+    """Returns callable names of ``torch.cuda`` that the table lacks, such as those of newer versions of torch."""
     mine = STAND_INS.keys() | _LEFT
     return [
         name
@@ -213,10 +213,12 @@ def _unknown() -> list[str]:
 
 
 def refusal(name: str) -> type:
-    """Returns a replacement for something that the CPU cannot stand in for; a class, since it may be asked for as one.
+    """Returns a replacement that raises when called, for a name that the CPU cannot stand in for.
+
+    The replacement is a class, since scripts may use the name as a class.
 
     Raises:
-        UsageError: when called.
+        UsageError: the replacement was called.
     """
 
     class Refused:
@@ -230,7 +232,7 @@ def refusal(name: str) -> type:
 
 
 def _refuse_to_start() -> None:
-    """In place of what starts CUDA, which C++ calls where a tensor is to be made on a GPU after all."""
+    """Raises in place of the function that starts CUDA; C++ calls it to create a tensor on a GPU after all."""
     raise UsageError(
         "something asked torch for a GPU in a way that the CPU cannot stand in for (`ampatch run --cpu`); the line is "
         "in the traceback. Ask for device='cpu' there, or run on a machine with a GPU."

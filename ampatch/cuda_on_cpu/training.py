@@ -1,6 +1,6 @@
-"""What training loops use around a model and torch decides by the device: autocast, pinned batches, profilers.
+"""Parts of a training loop that torch handles by device: autocast, pinned batches and profilers.
 
-Knows nothing of tensors' devices and of processes: those have modules of their own.
+Must not know tensors' devices or process groups: `devices` and `distributed` own these.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ampatch.cuda_on_cpu.replacements import Function, Replacements
 
 
 def install(replacements: Replacements) -> None:
-    """Has each of them do its work on the CPU."""
+    """Makes autocast, ``DataLoader`` and profilers work on the CPU."""
     replacements.method(torch.amp.autocast_mode.autocast, "__init__", _autocast)
     replacements.function(torch, "is_autocast_enabled", _is_autocast_enabled)
     replacements.function(torch, "get_autocast_dtype", _get_autocast_dtype)
@@ -30,7 +30,7 @@ def _autocast(original: Function) -> Function:
 
     def init(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
         if device_type == "cuda":
-            # What is the default for a GPU, which is not what it is for a CPU.
+            # A GPU's default dtype, which differs from the CPU's.
             device_type, dtype = "cpu", default_dtype("cuda") if dtype is None else dtype
         original(self, device_type, dtype, *args, **kwargs)
 
@@ -58,7 +58,7 @@ def _get_autocast_gpu_dtype(_original: Function) -> Function:
 
 
 def _cast(original: Function) -> Function:
-    """Returns what custom_fwd casts its inputs with: those of a device."""
+    """Returns a replacement of the cast in ``custom_fwd``, which casts only inputs on one type of device."""
 
     def cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
         return original(value, "cpu" if device_type == "cuda" else device_type, dtype)
@@ -69,14 +69,14 @@ def _cast(original: Function) -> Function:
 def _without_pinned_memory(original: Function) -> Function:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        # After it was taken, by position or by name. torch would warn that there is no GPU to copy to.
+        # Set afterwards, since callers pass pin_memory by position or by name. torch would warn that there is no GPU.
         self.pin_memory, self.pin_memory_device = False, ""
 
     return init
 
 
 def _without_kernels(original: Function) -> Function:
-    """Returns a profiler of the CPU alone; asked for a GPU's kernels as well, torch's complains at each operator."""
+    """Returns an ``__init__`` that profiles the CPU only: for CUDA kernels, torch would complain at each operator."""
 
     def init(self: Any, enabled: bool = True, *, use_cuda: bool = False, use_device: Any = None, **kwargs: Any) -> None:  # noqa: ARG001
         original(self, enabled, use_device=None if use_device == "cuda" else use_device, **kwargs)

@@ -1,13 +1,13 @@
-"""`apex.amp`: all of `ampatch.amp`, and what scripts reach for below it.
+"""`apex.amp`: all of `ampatch.amp`, and the submodules of Apex's that scripts use.
 
-What is different from `ampatch.amp` stands in the modules here: the half type that is meant where none is named, what a
-second `initialize` does, lists that are edited in place, and state that is read and written.
+The modules here own the differences from `ampatch.amp`: the default half dtype, and the effect of a second
+`initialize`. They also own the cast lists that scripts edit in place, and the state that scripts read and write.
 """
 
 from __future__ import annotations
 
 from ampatch import amp
-from ampatch.amp import *  # noqa: F403 - whatever is public there, and will be
+from ampatch.amp import *  # noqa: F403 - every public name, including future ones
 from ampatch.apex.amp import lists
 from ampatch.apex.amp._amp_state import _amp_state
 from ampatch.apex.amp.frontend import (

@@ -1,6 +1,6 @@
-"""`apex.amp._amp_state`: what scripts read of the live session, and the little that they write.
+"""`apex.amp._amp_state`: state of the live session that scripts read, and the few attributes that they write.
 
-Everything is taken from the session when it is asked for; only what Apex kept and ampatch has no use for is kept here.
+Each access reads the session. This module must store only attributes of Apex's that ampatch itself does not use.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ logger = logging.getLogger("ampatch")
 
 @dataclass(frozen=True, slots=True)
 class OptProperties:
-    """What an opt level and the overrides have come to; as here, with ``enabled=False``.
+    """Result of the opt level and the overrides; the defaults are those of ``enabled=False``.
 
     Attributes:
-        enabled: whether amp is on.
+        enabled: True if amp is on.
         opt_level: "O0" to "O5".
-        half_dtype: the half type of casts and weights.
-        cast_model_type: the type that the weights were converted to; None: they were not.
-        patch_torch_functions: whether torch's functions cast.
-        keep_batchnorm_fp32: whether batch norm stays in float32; None where weights are not converted.
-        master_weights: whether optimizers update float32 masters; None where weights are not converted.
-        loss_scale: a number, or "dynamic".
+        half_dtype: half dtype of casts and weights.
+        cast_model_type: dtype that the weights were converted to; None if they were not converted.
+        patch_torch_functions: True if torch's functions cast.
+        keep_batchnorm_fp32: True if batch norm stays in float32; None if weights are not converted.
+        master_weights: True if optimizers update float32 masters; None if weights are not converted.
+        loss_scale: number, or "dynamic".
     """
 
     enabled: bool = False
@@ -48,12 +48,12 @@ class OptProperties:
 
 
 class AmpState:
-    """The one object of this module.
+    """State of the live session under Apex's names; `_amp_state` is the only instance.
 
     Attributes:
-        verbosity: as given to ``initialize``.
-        allow_incoming_model_not_fp32: without effect: models may be half.
-        hard_override: without effect.
+        verbosity: number given to ``initialize``; 0 silences `maybe_print`.
+        allow_incoming_model_not_fp32: flag without effect: half models are always allowed.
+        hard_override: True makes `warn_or_err` log instead of raise; no other effect.
     """
 
     def __init__(self) -> None:
@@ -63,57 +63,57 @@ class AmpState:
 
     @property
     def opt_properties(self) -> OptProperties:
-        """What the opt level and the overrides have come to.
+        """Result of the opt level and the overrides.
 
         Raises:
-            AttributeError: before ``initialize``, so that ``hasattr`` tells.
+            AttributeError: ``initialize`` was not called, so that ``hasattr`` returns False.
         """
         if runtime.live is not None:
             return OptProperties(enabled=True, **asdict(runtime.live.settings.properties))
         if runtime.disabled:
             return OptProperties()
-        raise AttributeError("apex.amp._amp_state has opt_properties once amp.initialize was called.")
+        raise AttributeError("apex.amp._amp_state has opt_properties only after a call of amp.initialize.")
 
     @property
     def loss_scalers(self) -> list[LossScaler]:
-        """The scale of each loss."""
+        """Loss scaler of each loss; empty without a session."""
         return [] if runtime.live is None else [LossScaler.of(scaler) for scaler in runtime.live.scalers]
 
     @property
     def min_loss_scale(self) -> float | None:
-        """The floor of dynamic scales."""
+        """Lower limit of dynamic loss scales; None without a session."""
         return None if runtime.live is None else runtime.live.settings.scale_policy.floor
 
     @property
     def max_loss_scale(self) -> float:
-        """Their ceiling."""
+        """Upper limit of dynamic loss scales; 2**24 without a session."""
         return 2.0**24 if runtime.live is None else runtime.live.settings.scale_policy.ceiling
 
     @property
     def handle(self) -> AmpHandle:
-        """What undoes it.
+        """Handle that undoes ``initialize`` or ``init``.
 
         Raises:
-            AttributeError: before ``initialize``.
+            AttributeError: neither of them was called.
         """
         if runtime.live is not None or runtime.disabled:
             return AmpHandle(runtime.live)
-        raise AttributeError("apex.amp._amp_state has a handle once amp.initialize or amp.init was called.")
+        raise AttributeError("apex.amp._amp_state has a handle only after a call of amp.initialize or amp.init.")
 
     master_params = staticmethod(master_params)
 
     def maybe_print(self, msg: str, rank0: bool = False) -> None:
-        """Prints, unless ``verbosity`` is 0.
+        """Prints a message, unless ``verbosity`` is 0.
 
         Args:
-            msg: what to print.
-            rank0: only in the first of several processes.
+            msg: text to print.
+            rank0: True to print on rank 0 only.
         """
         if self.verbosity > 0 and not (rank0 and dist.is_initialized() and dist.get_rank() != 0):
             print(msg)  # noqa: T201 - scripts call this to see it
 
     def warn_or_err(self, msg: str) -> None:
-        """Raises `RuntimeError`, or with ``hard_override`` only logs what it would have said."""
+        """Raises `RuntimeError` with a message; if ``hard_override`` is set, only logs it."""
         if not self.hard_override:
             raise RuntimeError(msg)
         logger.warning(msg)

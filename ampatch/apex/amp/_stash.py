@@ -1,4 +1,4 @@
-"""`optimizer._amp_stash`, and the methods beside it: what scripts read of an optimizer that amp has adopted."""
+"""`optimizer._amp_stash` and the methods beside it: parameter lists that scripts read from an adopted optimizer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ampatch.session import Session
 
 
 class AmpStash:
-    """The parameters of one optimizer, by kind; lists are made anew each time they are asked for.
+    """Parameters of one optimizer, by kind; each access makes new lists.
 
     Args:
-        optimizer: the user's; referred to weakly.
-        session: that adopted it; referred to weakly.
+        optimizer: the user's optimizer; held by a weak reference.
+        session: session that adopted the optimizer; held by a weak reference.
 
     Attributes:
-        lazy_init_called: may be set, without effect: nothing is lazy here.
+        lazy_init_called: flag without effect, which scripts set: amp initializes nothing lazily.
     """
 
     def __init__(self, optimizer: Any, session: Session) -> None:
@@ -32,17 +32,17 @@ class AmpStash:
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
-        """By group, the model's half parameters that are trained."""
+        """Trained half parameters of the model, one list per group."""
         return [[model for model, _ in group if model.dtype in HALVES] for group in self._groups()]
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """By group, their float32 masters in the same order, where the level has masters."""
+        """Float32 masters of `fp16_groups`, in the same order; empty lists if the opt level has no masters."""
         return [[own for model, own in group if own is not model] for group in self._groups()]
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """By group, those that are trained and float32 in the model as well."""
+        """Trained parameters that are not half in the model, one list per group."""
         return [[model for model, _ in group if model.dtype not in HALVES] for group in self._groups()]
 
     @property
@@ -62,11 +62,11 @@ class AmpStash:
 
     @property
     def all_fp32_params(self) -> list[Tensor]:
-        """The same, under the name that they had where there were no masters."""
+        """`all_fp32_from_fp32_params`, under Apex's name for opt levels without masters."""
         return self.all_fp32_from_fp32_params
 
     def _groups(self) -> list[list[tuple[Tensor, Tensor]]]:
-        """By group, the model's parameters that are trained, each with the tensor that the optimizer updates for it."""
+        """Returns, by group, pairs of a trained parameter of the model and the tensor that the optimizer updates."""
         optimizer, session = self._optimizer(), self._session()
         if optimizer is None or session is None or not session.has_adopted(optimizer):
             return []
@@ -79,18 +79,18 @@ class AmpStash:
 
 
 def attach(optimizer: Any, session: Session) -> None:
-    """Puts a stash on an adopted optimizer, until the session ends."""
+    """Adds a stash and the lazy methods to an adopted optimizer, until the session ends."""
     session.ledger.set(optimizer, "_amp_stash", AmpStash(optimizer, session))
     for name in ("_amp_lazy_init", "_lazy_init_maybe_master_weights"):
         session.ledger.set(optimizer, name, types.MethodType(_LAZY[name], optimizer))
 
 
 def _amp_lazy_init(optimizer: Any) -> None:
-    """Without effect: nothing is lazy."""
+    """Does nothing: amp initializes nothing lazily."""
 
 
 def _lazy_init_maybe_master_weights(optimizer: Any) -> None:
-    """Without effect: masters are there from `initialize` on."""
+    """Does nothing: `initialize` has already made the masters."""
 
 
 _LAZY: dict[str, Callable[[Any], None]] = {

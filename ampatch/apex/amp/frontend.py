@@ -1,8 +1,8 @@
-"""`initialize` and `init` as scripts for Apex call them: `ampatch.amp`'s, in the half type that Apex had.
+"""`initialize` and `init` as scripts for Apex call them: those of `ampatch.amp`, with Apex's half dtype.
 
-Other settings replace those of an earlier call, as they did in Apex: each fold of a cross-validation makes one.
+A call with other settings replaces an earlier call, as in Apex: each fold of a cross-validation makes one call.
 
-Must hold no state: what is to be read of it later is in `_amp_state`, and taken from the session.
+Must hold no state: scripts read it in `_amp_state`, which takes it from the session.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def _initialize(*args: Any, **kwargs: Any) -> Any:
     return result
 
 
-if TYPE_CHECKING:  # which keeps the classes of models and optimizers
+if TYPE_CHECKING:  # this signature keeps the classes of models and optimizers
     from ampatch.amp import initialize
 else:
     initialize = _initialize
 
 
 @functools.wraps(amp.init)
-def init(*args: Any, **kwargs: Any) -> AmpHandle:  # noqa: D103 - it has that of the one it wraps
+def init(*args: Any, **kwargs: Any) -> AmpHandle:  # noqa: D103 - functools.wraps copies the docstring
     given = _INIT.bind(*args, **kwargs).arguments
     _mean_float16(given, "patch_type")
     _lay_over(given)
@@ -91,7 +91,7 @@ def init(*args: Any, **kwargs: Any) -> AmpHandle:  # noqa: D103 - it has that of
 
 
 def _for_the_next(register: _R) -> _R:
-    """Returns a function that registers others, also while amp is on: they count from the next `initialize` on."""
+    """Returns a register function that also works while amp is on; it takes effect at the next `initialize`."""
 
     @functools.wraps(register)
     def register_function(module: Any, name: str) -> None:
@@ -108,28 +108,30 @@ register_promote_function = _for_the_next(amp.register_promote_function)
 
 
 def _mean_float16(given: dict[str, Any], alias: str) -> None:
-    """Half is float16 unless another type was named, on the CPU too: Apex knew no other."""
+    """Sets the half dtype to float16 unless the caller named one, on the CPU too: Apex knew no other."""
     if given.get("half_dtype") is None and given.get(alias) is None:
         given["half_dtype"] = torch.float16
 
 
 def _take_false_for_none(given: dict[str, Any], level_converts: bool) -> None:
-    """``cast_model_type=False`` leaves it to the level, as None does; at O1 scripts give it, where it is just that.
+    """Replaces ``cast_model_type=False`` by None, which leaves the choice to the opt level.
+
+    Scripts pass False at O1, where both mean the same.
 
     Warns:
-        AmpWarning: the level makes weights half, which Apex did not do then.
+        AmpWarning: the level makes weights half; with False, Apex did not.
     """
     given["cast_model_type"] = None
     if level_converts:
         level = given.get("opt_level")
         warn(
-            f"cast_model_type=False is taken for None: opt_level={level!r} makes the weights half. Leave it out; for "
+            f"cast_model_type=False is treated as None: opt_level={level!r} makes the weights half. Leave it out; for "
             "weights that stay float32, type opt_level='O1'."
         )
 
 
 def _lay_over(given: dict[str, Any]) -> None:
-    """Has the lists be what the script has made of them."""
+    """Adds the script's edits of the cast lists to ``cast_lists``, before the caller's own lists."""
     changes = lists.changes()
     if changes:
         own = given.get("cast_lists")

@@ -1,4 +1,4 @@
-"""`apex.amp.handle`: what `init` returns, and the forms of before 2019 that hung on it."""
+"""`apex.amp.handle`: the handle that `init` returns, and its methods from before 2019, which raise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ampatch.session import Session
 
 __all__ = ["AmpHandle", "disable_casts", "scale_loss"]
 
-#: What to write instead of the forms that Apex dropped itself in 2019.
+#: What to type instead of the API that Apex itself dropped in 2019.
 NEW_FORM = (
     "Type: model, optimizer = amp.initialize(model, optimizer, opt_level='O1'), and in each iteration: with "
     "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward(), then optimizer.step()."
@@ -21,40 +21,40 @@ NEW_FORM = (
 
 
 class AmpHandle(amp.Handle):
-    """Undoes what `init` did: by `deactivate`, or at the end of a ``with`` block."""
+    """Undoes `init`: by `deactivate`, or at the end of a ``with`` block."""
 
     def __init__(self, session: Session | None) -> None:
         super().__init__(session)
         self._is_enabled = session is not None
 
     def is_active(self) -> bool:
-        """Returns whether amp is on."""
+        """Returns True if amp is on."""
         return self._is_enabled and runtime.live is not None
 
     def _deactivate(self) -> None:
-        """Does what `deactivate` does: the name that Apex gave it, and scripts call."""
+        """Calls `deactivate`; scripts use Apex's name."""
         self.deactivate()
 
     def _disable_casts(self) -> AbstractContextManager[None]:
-        """`ampatch.amp.disable_casts`."""
+        """Calls `ampatch.amp.disable_casts`."""
         return amp.disable_casts()
 
     def _clear_cache(self) -> None:
-        """`ampatch.amp.clear_cache`."""
+        """Calls `ampatch.amp.clear_cache`."""
         amp.clear_cache()
 
     def scale_loss(self, *_: object, **__: object) -> NoReturn:
-        """Says what to write instead.
+        """Raises an error that says what to type instead.
 
         Raises:
             UsageError: always.
         """
-        raise UsageError(f"handle.scale_loss is the form of 2018, which scales for no optimizer's masters. {NEW_FORM}")
+        raise UsageError(f"handle.scale_loss is the API of 2018, which handles no master weights. {NEW_FORM}")
 
     def wrap_optimizer(self, *_: object, **__: object) -> NoReturn:
-        """Says what to write instead.
+        """Raises an error that says what to type instead.
 
         Raises:
             UsageError: always.
         """
-        raise UsageError(f"handle.wrap_optimizer is the form of 2018; optimizers stay what they are now. {NEW_FORM}")
+        raise UsageError(f"handle.wrap_optimizer is the API of 2018; optimizers need no wrapper now. {NEW_FORM}")

@@ -1,4 +1,4 @@
-"""`apex.amp.opt`: the wrapper around optimizers of before 2019, which says what to write instead."""
+"""`apex.amp.opt`: Apex's wrapper around optimizers from before 2019, which raises and says what to type instead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["OptimWrapper"]
 
 
 class OptimWrapper:
-    """Cannot be made any more.
+    """Raises an error that says what to type instead.
 
     Raises:
         UsageError: always.
@@ -17,4 +17,4 @@ class OptimWrapper:
 
     def __init__(self, *_: object, **__: object) -> None:
 
-        raise UsageError(f"OptimWrapper is the form of 2018; optimizers stay what they are now. {NEW_FORM}")
+        raise UsageError(f"OptimWrapper is the API of 2018; optimizers need no wrapper now. {NEW_FORM}")

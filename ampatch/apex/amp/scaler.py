@@ -1,4 +1,4 @@
-"""`apex.amp.scaler`: a session's loss scaler, as scripts read and write it."""
+"""`apex.amp.scaler`: a session's loss scaler under Apex's names, which scripts read and write."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import ampatch.scaling.loss_scaler
 from ampatch.errors import OptionError, UsageError
 from ampatch.runtime import runtime
 
-# By the session's, so that a script finds what it has set on one.
+# By the session's scaler: a script gets the same object again, with the attributes that it has set.
 _known: weakref.WeakKeyDictionary[ampatch.scaling.loss_scaler.LossScaler, LossScaler] = weakref.WeakKeyDictionary()
 
 
 class LossScaler:
-    """What a script sees of the scale of one loss.
+    """The loss scale of one loss, under Apex's names.
 
-    Checkpoints of Apex's FP16_Optimizer hold one of theirs, whole: pickles of it are read, with its own attributes.
+    Checkpoints of Apex's FP16_Optimizer contain a pickled LossScaler of Apex. Unpickling gives an object of this class
+    with Apex's attributes.
 
     Args:
-        scaler: the session's.
+        scaler: loss scaler of a session.
 
     Raises:
-        OptionError: it is something else.
+        OptionError: ``scaler`` is something else.
     """
 
     def __init__(self, scaler: ampatch.scaling.loss_scaler.LossScaler) -> None:
@@ -37,36 +38,36 @@ class LossScaler:
 
     @classmethod
     def of(cls, scaler: ampatch.scaling.loss_scaler.LossScaler) -> LossScaler:
-        """Returns the one of a scaler: what a script has set on it stays."""
+        """Returns the object of a session's scaler, always the same one, so that it keeps what a script sets."""
         return _known.setdefault(scaler, cls(scaler))
 
     def loss_scale(self) -> float:
-        """Returns the scale; waits for the device."""
+        """Returns the loss scale; syncs with the device."""
         return self._there.state.loss_scale
 
     @property
     def dynamic(self) -> bool:
-        """Whether it moves."""
+        """True if the loss scale is dynamic."""
         return self._there.dynamic
 
     @property
     def _scale_seq_len(self) -> int:
-        """After how many clean steps it grows."""
+        """Number of steps without overflow after which the scale grows."""
         return self._there.policy.window
 
     @property
     def _min_loss_scale(self) -> float:
-        """Its floor."""
+        """Lower limit of the scale."""
         return self._there.policy.floor
 
     @property
     def _max_loss_scale(self) -> float:
-        """Its ceiling."""
+        """Upper limit of the scale."""
         return self._there.policy.ceiling
 
     @property
     def _loss_scale(self) -> float:
-        """The scale, to be read and written; a dynamic one stays between its floor and its ceiling."""
+        """Loss scale, which scripts read and write; a dynamic scale stays within its limits."""
         return self.loss_scale()
 
     @_loss_scale.setter
@@ -75,7 +76,7 @@ class LossScaler:
 
     @property
     def _unskipped(self) -> int:
-        """The steps since it last moved."""
+        """Number of steps since the scale last changed."""
         return self._there.state.unskipped
 
     @_unskipped.setter
@@ -83,10 +84,10 @@ class LossScaler:
         self._there.load_state_dict({"loss_scale": self._loss_scale, "unskipped": value})
 
     def update_scale(self) -> bool:
-        """Ends a pass of a script that has unscaled the gradients itself, with ``amp_C.multi_tensor_scale``.
+        """Updates the scale for a script that has unscaled the gradients itself, with ``amp_C.multi_tensor_scale``.
 
         Returns:
-            Whether they overflowed, as ``_overflow_buf`` says; waits for the device.
+            True if the gradients overflowed, according to ``_overflow_buf``; syncs with the device.
         """
         scaler, overflowed = self._there, self._overflow_buf.ne(0).any()
         if runtime.live is not None and scaler in runtime.live.scalers:

@@ -1,4 +1,4 @@
-"""Empty: none of Apex's contributed modules is replaced.
+"""Empty: ampatch replaces none of Apex's contributed modules.
 
-Python imports this package before it asks for a module in it. So errors name the module that was meant.
+Python imports this package before a module in it, so that errors name the module that the script needs.
 """

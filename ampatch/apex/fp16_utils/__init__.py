@@ -1,4 +1,4 @@
-"""What stands in for ``apex.fp16_utils``: mixed precision by hand, from the time before amp."""
+"""Stands in for ``apex.fp16_utils``: mixed precision by hand, from the time before amp."""
 
 from ampatch.apex.fp16_utils.fp16_optimizer import FP16_Optimizer
 from ampatch.apex.fp16_utils.fp16util import (

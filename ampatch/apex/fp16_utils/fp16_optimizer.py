@@ -1,7 +1,7 @@
-"""An optimizer of float32 masters for a model in half, as ``apex.fp16_utils.FP16_Optimizer``: for loops without amp.
+"""An optimizer of float32 masters for a half model, as ``apex.fp16_utils.FP16_Optimizer``: for loops without amp.
 
-Owns the masters, the loss scale, and at which scale gradients are. Must not touch torch or the model beyond its
-parameters and their gradients; gradient work is that of `ampatch.native.kernels`.
+Owns the masters, the loss scale, and the scale of existing gradients. Must not change torch, nor anything of the model
+but its parameters and gradients. Must leave gradient arithmetic to `ampatch.native.kernels`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ampatch.weights import optimizer_state
 
 logger = logging.getLogger("ampatch")
 
-# What a dynamic scale may be told.
+# Settings of a dynamic scale.
 _LOSS_ARGS = ("init_scale", "scale_factor", "scale_window", "min_loss_scale", "max_loss_scale")
 
 _KEYS = (
@@ -39,7 +39,7 @@ _KEYS = (
 
 
 class FP16_Optimizer:  # noqa: N801 - Apex's name
-    """Wraps an optimizer, and has it update float32 masters of the half parameters that it was made with.
+    """Wraps an optimizer, which then updates float32 masters of its half parameters.
 
     ::
 
@@ -50,35 +50,35 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         optimizer.clip_master_grads(1.0)
         optimizer.step()
 
-    Gradients of half parameters stay at the loss scale; those of their masters, and of parameters that are not half,
-    are unscaled by ``backward``, or by ``update_master_grads`` where it was told to leave that. Several backward passes
-    before a step add up in either case. From construction on the masters are what is trained: weights that are loaded
-    into the model afterwards are overwritten by the next step.
+    Gradients of half parameters stay scaled. ``backward`` unscales the gradients of masters and of parameters that are
+    not half; with ``update_master_grads=False``, a later call of ``update_master_grads`` does. Gradients of several
+    backward passes before a step accumulate in both cases. From construction on, training updates the masters: the next
+    step overwrites weights that are loaded into the model later.
 
-    Whether gradients overflowed is read from the device once for every ``update_master_grads``, as ``overflow`` is a
-    bool.
+    Every ``update_master_grads`` with a dynamic scale syncs with the device once, since ``overflow`` is a bool.
 
     Args:
-        init_optimizer: the optimizer, made from the model's parameters; float16 and bfloat16 ones get masters, which
-            take their places in its ``param_groups``.
-        static_loss_scale: what losses are multiplied by; overflows are not looked for.
-        dynamic_loss_scale: whether the scale reacts to overflows instead, which then skip steps.
-        dynamic_loss_args: ``init_scale=2**16``, ``scale_factor=2``, ``scale_window=2000``, ``min_loss_scale=2**-24``,
-            ``max_loss_scale=2**24``: of the dynamic one.
-        verbose: whether a skipped step is logged.
+        init_optimizer: optimizer of the model's parameters. Masters replace its float16 and bfloat16 parameters in its
+            ``param_groups``.
+        static_loss_scale: factor of losses, without a check for overflow.
+        dynamic_loss_scale: True for a scale that reacts to overflows; an overflow then skips the step.
+        dynamic_loss_args: settings of the dynamic scale; the defaults are ``init_scale=2**16``, ``scale_factor=2``,
+            ``scale_window=2000``, ``min_loss_scale=2**-24`` and ``max_loss_scale=2**24``.
+        verbose: True to log skipped steps.
 
     Attributes:
-        optimizer: the wrapped one.
-        loss_scaler: the scale; its ``cur_scale`` is what ``loss_scale`` reads and writes.
-        dynamic_loss_scale: whether it reacts to overflows.
-        overflow: whether the gradients overflowed when they were last unscaled, so that the next step is skipped.
-        fp16_groups: the half parameters, by group.
-        fp32_from_fp16_groups: their masters.
-        fp32_from_fp32_groups: the other parameters.
-        first_closure_call_this_step: whether the next evaluation of a closure is the first of its step.
+        optimizer: wrapped optimizer.
+        loss_scaler: loss scaler; ``loss_scale`` reads and writes its ``cur_scale``.
+        dynamic_loss_scale: True if the scale reacts to overflows.
+        overflow: True if the gradients overflowed when they were last unscaled; the next step is then skipped.
+        fp16_groups: half parameters, by group.
+        fp32_from_fp16_groups: masters of the half parameters, by group.
+        fp32_from_fp32_groups: other parameters, by group.
+        first_closure_call_this_step: True if the next evaluation of a closure is the first one of its step.
 
     Raises:
-        OptionError: the optimizer is none, or its groups cannot be written to; or a scale out of range.
+        OptionError: ``init_optimizer`` is no optimizer, its groups cannot be written to, or a loss scale argument is
+            invalid.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         self.overflow = False
         self.first_closure_call_this_step = True
         self._overflowed_at_floor = False
-        # At which scale gradients are that nobody has cleared; None: as yet there is nothing, or it is at today's.
+        # Scale of the gradients that were not cleared yet; None if there are none, or if they have the current scale.
         self._half_scale: float | None = None
         self._full_scale: float | None = None
         self._make_masters()
@@ -124,11 +124,11 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
             lambda parameter: (masters[id(parameter)], torch.float32) if id(parameter) in masters else None,
         )
 
-    # What is the inner optimizer's
+    # Attributes of the inner optimizer
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """The inner optimizer's, by master."""
+        """State of the inner optimizer, by master."""
         state: MutableMapping[Any, Any] = self.optimizer.state
         return state
 
@@ -138,7 +138,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's, with the masters."""
+        """Groups of the inner optimizer, with masters in place of half parameters."""
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         return groups
 
@@ -148,7 +148,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by."""
+        """Factor of losses."""
         return self.loss_scaler.cur_scale
 
     @loss_scale.setter
@@ -161,7 +161,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         """Clears the gradients of the masters and of the model's parameters.
 
         Args:
-            set_grads_to_None: whether there are none afterwards, instead of zeros.
+            set_grads_to_None: True to set gradients to None; False to set them to 0.
         """
         for parameter in itertools.chain(optimizer_state.parameters_of(self.optimizer), *self.fp16_groups):
             if set_grads_to_None:
@@ -171,13 +171,13 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         self._half_scale = self._full_scale = None
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Runs backward from the loss times the scale.
+        """Runs the backward pass of the loss, multiplied by the scale.
 
         Args:
-            loss: floating, of one element.
-            update_master_grads: whether to call `update_master_grads` afterwards; with False, call it yourself after
-                the last pass.
-            retain_graph: as for ``loss.backward``.
+            loss: floating-point tensor of one element.
+            update_master_grads: True to call `update_master_grads` afterwards; with False, the caller must call it
+                after the last backward pass.
+            retain_graph: True to keep the graph, as for ``loss.backward``.
         """
         scale = self.loss_scale
         self._bring_to(scale)
@@ -187,7 +187,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
 
     @torch.no_grad()
     def _bring_to(self, scale: float) -> None:
-        """Has the gradients that are there at a scale, so that backward may add to them."""
+        """Rescales existing gradients to a scale, so that the backward pass adds gradients of the same scale."""
         half_grads = optimizer_state.gradients_of(itertools.chain(*self.fp16_groups))
         full_grads = optimizer_state.gradients_of(itertools.chain(*self.fp32_from_fp32_groups))
         for grads, at in ((half_grads, self._half_scale), (full_grads, self._full_scale)):
@@ -197,7 +197,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
 
     @torch.no_grad()
     def update_master_grads(self) -> None:
-        """Gives the masters the unscaled gradients of the model, and looks for overflow if the scale is dynamic."""
+        """Copies the model's gradients, unscaled, to the masters; if the scale is dynamic, checks for overflow."""
         half_scale = self.loss_scale if self._half_scale is None else self._half_scale
         full_scale = self.loss_scale if self._full_scale is None else self._full_scale
         half_grads: list[Tensor] = []
@@ -227,14 +227,14 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         self.loss_scaler.update_scale(self.overflow)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor | float:
-        """Clips the gradients of all parameters that the optimizer updates by their norm.
+        """Clips the gradients of all parameters that the optimizer updates, by their common norm.
 
         Args:
-            max_norm: the most that it may be.
-            norm_type: which norm.
+            max_norm: upper bound of the norm.
+            norm_type: order of the norm.
 
         Returns:
-            The norm before; -1 if the gradients overflowed, and nothing was clipped.
+            Norm before clipping; -1 if the gradients overflowed, and nothing was clipped.
         """
         if self.overflow:
             return -1
@@ -253,17 +253,17 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
     # Steps
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps and writes the masters to the model's parameters, or skips after an overflow.
+        """Steps and copies the masters to the model's parameters, or skips the step after an overflow.
 
         Args:
-            closure: clears the gradients, calls ``backward`` of this object, and returns the loss. It sees the model as
-                the masters are at the time; while its gradients overflow it is evaluated again.
+            closure: function that clears the gradients, calls this object's ``backward``, and returns the loss. At each
+                call the model has the current values of the masters. It is called again while its gradients overflow.
 
         Returns:
-            What the inner step returns; None if it was skipped.
+            Result of the inner step; None if it was skipped.
 
         Raises:
-            LossScaleError: the gradients overflowed although the scale is at its floor.
+            LossScaleError: the gradients overflowed with the loss scale at its lower limit.
         """
         if self.overflow:
             self._react_to_overflow("Skipping step")
@@ -304,7 +304,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         return self.loss_scaler.min_scale if isinstance(self.loss_scaler, DynamicLossScaler) else 0.0
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Half parameters and their masters."""
+        """Returns pairs of a half parameter and its master."""
         return zip(itertools.chain(*self.fp16_groups), itertools.chain(*self.fp32_from_fp16_groups), strict=True)
 
     @torch.no_grad()
@@ -314,9 +314,9 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state under Apex's keys, readable with ``torch.load(weights_only=True)``.
+        """Returns the state under Apex's keys; ``torch.load(weights_only=True)`` can read it.
 
-        The masters are among it, so that training goes on with the same bits. The model's own state is not.
+        It includes the masters, so that training continues bit for bit. It does not include the model's own state.
         """
         return {
             "loss_scaler": dict(vars(self.loss_scaler)),
@@ -328,14 +328,15 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over a saved state, with the behaviour of its loss scale, and writes the masters to the model.
+        """Loads a saved state, including the kind and settings of its loss scale, and copies the masters to the model.
 
         Args:
-            state_dict: one of `state_dict` or of Apex, whose loss scaler is an object.
+            state_dict: result of `state_dict`, or of Apex's method, which saves the loss scaler as an object.
 
         Raises:
-            OptionError: a key is missing, or the masters are not those of such a model; nothing was changed.
-            ValueError: the inner optimizer refuses its part; nothing was changed.
+            OptionError: a key is missing, the loss scaler is invalid, or the masters have other shapes than this
+                optimizer's; nothing was changed.
+            ValueError: the inner optimizer rejects its part; nothing was changed.
         """
         if not isinstance(state_dict, Mapping):
             raise OptionError(
@@ -351,8 +352,8 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         found, expected = _shapes(saved_groups), _shapes(self.fp32_from_fp16_groups)
         if found != expected:
             raise OptionError(
-                f"the saved masters have the shapes {found}, by group; expected {expected}. Make the optimizer of "
-                "parameters like those that it was saved with, in the same groups."
+                f"the saved masters have the shapes {found}, by group; expected {expected}. Make the optimizer from "
+                "parameters of the saved shapes, in the same groups."
             )
         dynamic = bool(state_dict["dynamic_loss_scale"])
         loss_scaler = _loss_scaler_from(state_dict["loss_scaler"], dynamic)
@@ -380,7 +381,7 @@ def _checked_loss_args(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _dynamic_loss_scaler(**settings: Any) -> DynamicLossScaler:
-    """Returns one whose settings, of the names in `_LOSS_ARGS`, were checked; those of amp where they are left out."""
+    """Returns a dynamic loss scaler with checked settings, named in `_LOSS_ARGS`; amp's defaults fill missing ones."""
     policy = make_policy("dynamic", **settings)
     return DynamicLossScaler(
         policy.init_scale, policy.growth_factor, policy.window, min_scale=policy.floor, max_scale=policy.ceiling
@@ -388,10 +389,10 @@ def _dynamic_loss_scaler(**settings: Any) -> DynamicLossScaler:
 
 
 def _loss_scaler_from(saved: Any, dynamic: bool) -> LossScaler:
-    """Returns a loss scaler made of a saved one: its attributes or the object, of either kind that Apex had.
+    """Returns a loss scaler made from a saved one: its attributes, or an object of either kind that Apex had.
 
     Raises:
-        OptionError: it is none of these.
+        OptionError: ``saved`` is none of these, or a setting is out of range.
     """
     found: Mapping[str, Any] = saved if isinstance(saved, Mapping) else getattr(saved, "__dict__", {})
     scale = found.get("cur_scale", found.get("_loss_scale"))
@@ -402,7 +403,7 @@ def _loss_scaler_from(saved: Any, dynamic: bool) -> LossScaler:
         )
     if not dynamic:
         return LossScaler(_checked_scale(scale))
-    # The kind that came later is that of amp: it counts clean steps, and has names of its own.
+    # Apex's later kind is amp's: it counts steps without overflow, and has other names.
     loss_scaler = _dynamic_loss_scaler(
         init_scale=scale,
         scale_factor=found.get("scale_factor", 2.0),
@@ -420,7 +421,7 @@ def _checked_scale(scale: float) -> float:
 
 
 def _number(value: float, like: Tensor) -> Tensor:
-    """0-dimensional float32, on the device of a tensor."""
+    """Returns a number as a 0-dimensional float32 tensor, on the device of another tensor."""
     return torch.tensor(value, dtype=torch.float32, device=like.device)
 
 

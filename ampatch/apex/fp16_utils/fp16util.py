@@ -1,6 +1,7 @@
-"""Networks in half and float32 masters of their parameters, as ``apex.fp16_utils.fp16util`` had them.
+"""Half networks and float32 masters of their parameters, as in ``apex.fp16_utils.fp16util``.
 
-Functions for loops that look after everything themselves: they keep nothing, and know neither scales nor optimizers.
+The functions are for training loops that handle mixed precision themselves. They must not keep state, and must not know
+loss scales or optimizers.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ clip_grad_norm = clip_grad_norm_
 
 
 class tofp16(nn.Module):  # noqa: N801 - Apex's name, which pickled models have
-    """Makes its input half."""
+    """Casts its input to float16."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """``input`` in float16."""
+        """Returns ``input`` in float16."""
         return input.half()
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 - Apex's name
-    """Makes every batch norm with weights in a module float32, in place; gives the module back."""
+    """Casts every batch norm with weights in a module to float32, in place; returns the module."""
     for each in module.modules():
         if isinstance(each, _BatchNorm) and each.affine:
             each.float()
@@ -39,17 +40,20 @@ def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 - Apex's nam
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """Returns a float16 network with float32 batch norms behind a `tofp16`; keys of its state begin with ``1.``."""
+    """Casts a network to float16 in place, except batch norms with weights, and returns it behind a `tofp16`.
+
+    The keys of the result's state dict begin with ``1.``.
+    """
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Gives the floating parameters, gradients and buffers of a module, but not of those in it, another type."""
+    """Casts the floating-point parameters, gradients and buffers of a module, but not of its submodules."""
     with torch.no_grad():
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point():
                 grad = parameter.grad
-                parameter.grad = None  # torch refuses to change the type while there is one of the old
+                parameter.grad = None  # torch rejects a new dtype while a gradient has the old one
                 parameter.data = parameter.data.to(dtype)
                 parameter.grad = grad if grad is None else grad.to(dtype)
         for buffer in module.buffers(recurse=False):
@@ -58,7 +62,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Gives a network another type in place, all but its batch norms that have weights; gives the network back."""
+    """Casts a network in place, except batch norms with weights, and returns it."""
     for module in network.modules():
         if isinstance(module, _BatchNorm) and module.affine:
             continue
@@ -69,10 +73,10 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class FP16Model(nn.Module):
-    """A network in float16, its batch norms in float32, which makes its inputs half.
+    """A network in float16, with batch norms in float32, that casts its inputs to float16.
 
     Args:
-        network: changed in place.
+        network: network to cast in place.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -80,7 +84,7 @@ class FP16Model(nn.Module):
         self.network = convert_network(network, torch.float16)
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Returns what the network makes of ``inputs`` in float16."""
+        """Returns the network's output for ``inputs`` in float16."""
         return self.network(*(input.half() for input in inputs))
 
 
@@ -88,17 +92,17 @@ class FP16Model(nn.Module):
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Returns the parameters of a model that are trained, and float32 masters of them for the optimizer.
+    """Returns the trained parameters of a model, and their float32 masters for the optimizer.
 
     Args:
-        model: with parameters of any floating types.
-        flat_master: whether there is one master, which holds all parameters, instead of one for each.
+        model: model with parameters of any floating-point dtypes.
+        flat_master: True for one master that holds all parameters; False for one master each.
 
     Returns:
-        Both lists.
+        List of parameters, and list of masters.
 
     Raises:
-        OptionError: ``flat_master`` is asked for, and the parameters have several types.
+        OptionError: ``flat_master`` is True, and there are no trained parameters, or they have several dtypes.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.no_grad():
@@ -120,13 +124,13 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copies gradients of a model's parameters to those of their masters.
+    """Copies the gradients of a model's parameters to their masters.
 
     Args:
-        model_params: as from `prep_param_lists`. With ``flat_master`` one without a gradient counts as zeros; otherwise
-            its master has none.
-        master_params: the masters, whose gradients are made where there are none.
-        flat_master: whether there is one master for all.
+        model_params: parameters from `prep_param_lists`. If one has no gradient, ``flat_master`` uses zeros; otherwise
+            its master gets no gradient.
+        master_params: masters from `prep_param_lists`; missing gradients are created.
+        flat_master: True if there is one master for all parameters.
     """
     if flat_master:
         grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in model_params]
@@ -147,12 +151,12 @@ def model_grads_to_master_grads(
 def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copies masters to the parameters of a model, rounded to their types.
+    """Copies masters to the parameters of a model, rounded to their dtypes.
 
     Args:
-        model_params: as from `prep_param_lists`.
-        master_params: their masters.
-        flat_master: whether there is one master for all.
+        model_params: parameters from `prep_param_lists`.
+        master_params: masters from `prep_param_lists`.
+        flat_master: True if there is one master for all parameters.
     """
     masters: Sequence[Tensor] = master_params
     if flat_master:
@@ -162,6 +166,6 @@ def master_params_to_model_params(
 
 
 def to_python_float(t: Any) -> float:
-    """Returns a tensor of one element, or a sequence of one number, as a number."""
+    """Returns the number in a tensor of one element, or in a sequence of one number."""
     number: float = t.item() if hasattr(t, "item") else t[0]
     return number

@@ -1,6 +1,6 @@
-"""Loss scales as plain numbers on the host, as ``apex.fp16_utils.loss_scaler`` had them.
+"""Loss scalers that keep the scale as a number on the host, as in ``apex.fp16_utils.loss_scaler``.
 
-Their attributes are Apex's, which projects read and checkpoints hold. Must not look at gradients unless asked to.
+Their attributes are Apex's, which projects read and checkpoints hold. Must not read gradients except in `has_overflow`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ampatch.native import kernels
 
 
 class LossScaler:
-    """A static loss scale, which never looks for overflow.
+    """A static loss scale, which never checks for overflow.
 
     Args:
-        scale: what losses are multiplied by.
+        scale: factor of losses.
 
     Attributes:
-        cur_scale: the same.
+        cur_scale: factor of losses.
     """
 
     def __init__(self, scale: float = 1) -> None:
@@ -30,11 +30,11 @@ class LossScaler:
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by."""
+        """Factor of losses."""
         return self.cur_scale
 
-    def has_overflow(self, params: Iterable[Tensor]) -> bool:  # noqa: ARG002 - asked of either kind of scaler
-        """False, without a look."""
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:  # noqa: ARG002 - signature of both scalers
+        """Returns False, without a check."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
@@ -45,29 +45,29 @@ class LossScaler:
         return tuple(self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Runs backward from the loss times the scale."""
+        """Runs the backward pass of the loss, multiplied by the scale."""
         (loss * self.loss_scale).backward(retain_graph=retain_graph)
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that backs off on overflow and grows after a run of clean steps.
+    """A loss scale that backs off after an overflow, and grows after a number of steps without overflow.
 
     The scheme is that of "Mixed Precision Training" (Micikevicius et al., 2018).
 
     Args:
-        init_scale: where it starts.
-        scale_factor: by which it grows and backs off.
-        scale_window: clean steps before it grows.
-        min_scale: the floor.
-        max_scale: the ceiling.
+        init_scale: initial scale.
+        scale_factor: factor by which the scale grows, and by which it is divided after an overflow.
+        scale_window: number of steps without overflow before the scale grows.
+        min_scale: lower limit of the scale.
+        max_scale: upper limit of the scale.
 
     Attributes:
-        cur_scale: what losses are multiplied by.
-        cur_iter: how often it was updated.
-        last_overflow_iter: at which update it met overflow last; -1: at none.
+        cur_scale: factor of losses.
+        cur_iter: number of updates so far.
+        last_overflow_iter: number of the last update with an overflow; -1 if there was none.
     """
 
-    # For pickled ones of Apex, which have none of their own.
+    # For objects pickled by Apex, which lack these attributes.
     min_scale: float = 1
     max_scale: float = math.inf
 
@@ -89,7 +89,7 @@ class DynamicLossScaler(LossScaler):
         self.max_scale = max_scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Returns whether a gradient of these parameters is not finite; waits for the device."""
+        """Returns True if a gradient of these parameters is not finite; syncs with the device."""
         grads = [parameter.grad for parameter in params if parameter.grad is not None]
         if not grads:
             return False
@@ -99,7 +99,7 @@ class DynamicLossScaler(LossScaler):
         return bool(found_inf)
 
     def update_scale(self, overflow: bool) -> None:
-        """Backs off after an overflow, and grows when the window is full."""
+        """Lowers the scale after an overflow, and raises it when the window is full."""
         if overflow:
             self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
             self.last_overflow_iter = self.cur_iter

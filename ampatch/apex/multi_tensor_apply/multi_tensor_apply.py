@@ -12,11 +12,11 @@ class MultiTensorApply:
     """Calls kernels on lists of tensors.
 
     Args:
-        chunk_size: handed on; ampatch's kernels cut tensors up as they see fit.
+        chunk_size: number passed to the kernels; ampatch's kernels ignore it.
 
     Attributes:
-        available: whether there are kernels to call. Always.
-        warned: whether it was said that there are none.
+        available: True if there are kernels to call; always True.
+        warned: True if a warning about missing kernels was given; always False.
     """
 
     available: ClassVar[bool] = True
@@ -26,7 +26,7 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
-        """Does nothing, as there are always kernels to call; Apex raises here where it was built without."""
+        """Does nothing: ampatch always has kernels. Apex raises here if it was built without them."""
 
     def __call__(
         self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *args: Any
@@ -34,9 +34,9 @@ class MultiTensorApply:
         """Returns what ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)`` returns.
 
         Args:
-            op: a function of `ampatch.apex.amp_C`, or one like these.
-            noop_flag_buffer: int32, of one element.
-            tensor_lists: what the function takes.
-            args: what it takes beside.
+            op: function of `ampatch.apex.amp_C`, or one with the same signature.
+            noop_flag_buffer: int32 tensor of one element.
+            tensor_lists: lists of tensors that the function takes.
+            args: further arguments of the function.
         """
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)

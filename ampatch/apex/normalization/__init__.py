@@ -1,4 +1,4 @@
-"""Apex's normalisation layers, on torch's own."""
+"""Apex's normalization layers, on top of torch's own."""
 
 from __future__ import annotations
 

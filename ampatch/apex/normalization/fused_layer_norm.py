@@ -1,6 +1,6 @@
-"""Apex's layer and RMS normalisation, on torch's own, which has had fused kernels for long.
+"""Apex's layer and RMS normalization, on top of torch's functions, which have fused kernels too.
 
-Must not cast where torch does not need it to: under O1 it is amp that casts, since torch's functions do the work.
+Must not cast unless torch's functions need it: under O1 amp casts, since these modules call torch's functions.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ Shape = int | Sequence[int]
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Layer normalisation (Ba, Kiros and Hinton, 2016) without parameters.
+    """Applies layer normalization (Ba, Kiros and Hinton, 2016) without parameters.
 
     Args:
-        input: of shape (*, *normalized_shape).
-        normalized_shape: the last dimensions, over which mean and variance are taken.
-        eps: added to the variance.
-        memory_efficient: without effect.
+        input: tensor of shape (*, *normalized_shape).
+        normalized_shape: last dimensions of ``input``, over which mean and variance are taken.
+        eps: term added to the variance.
+        memory_efficient: ignored.
 
     Returns:
-        A tensor like ``input``; under O1 of float32.
+        A tensor like ``input``; float32 under O1.
     """
     del memory_efficient
     return F.layer_norm(input, _as_list(normalized_shape), None, None, eps)
@@ -56,18 +56,18 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """`fused_layer_norm`, times ``weight``, plus ``bias``.
+    """Applies `fused_layer_norm`, multiplies by ``weight``, and adds ``bias``.
 
     Args:
-        input: of shape (*, *normalized_shape).
-        weight: of shape ``normalized_shape``.
-        bias: as ``weight``, or None.
-        normalized_shape: the last dimensions, over which mean and variance are taken.
-        eps: added to the variance.
-        memory_efficient: without effect.
+        input: tensor of shape (*, *normalized_shape).
+        weight: tensor of shape ``normalized_shape``.
+        bias: tensor like ``weight``, or None.
+        normalized_shape: last dimensions of ``input``, over which mean and variance are taken.
+        eps: term added to the variance.
+        memory_efficient: ignored.
 
     Returns:
-        A tensor like ``input``; under O1 of float32.
+        A tensor like ``input``; float32 under O1.
     """
     del memory_efficient
     return F.layer_norm(input, _as_list(normalized_shape), weight, bias, eps)
@@ -81,15 +81,15 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """`fused_layer_norm_affine` of any input, in the dtype of ``weight``.
+    """Applies `fused_layer_norm_affine` to an input of any floating-point dtype; the result has the weight's dtype.
 
     Args:
-        input: floating, of shape (*, *normalized_shape).
-        weight: of shape ``normalized_shape``.
-        bias: as ``weight``, or None.
-        normalized_shape: the last dimensions, over which mean and variance are taken.
-        eps: added to the variance.
-        memory_efficient: without effect.
+        input: floating-point tensor of shape (*, *normalized_shape).
+        weight: tensor of shape ``normalized_shape``.
+        bias: tensor like ``weight``, or None.
+        normalized_shape: last dimensions of ``input``, over which mean and variance are taken.
+        eps: term added to the variance.
+        memory_efficient: ignored.
 
     Returns:
         A tensor of the shape of ``input`` and the dtype of ``weight``, under O1 too.
@@ -102,16 +102,16 @@ def mixed_dtype_fused_layer_norm_affine(
 def fused_rms_norm(
     input: Tensor, normalized_shape: Shape, eps: float | None = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """RMS normalisation (Zhang and Sennrich, 2019) without parameters.
+    """Applies RMS normalization (Zhang and Sennrich, 2019) without parameters.
 
     Args:
-        input: of shape (*, *normalized_shape).
-        normalized_shape: the last dimensions, over which the mean of squares is taken.
-        eps: added to that mean; None: the least that makes a difference to 1.
-        memory_efficient: without effect.
+        input: tensor of shape (*, *normalized_shape).
+        normalized_shape: last dimensions of ``input``, over which the mean of squares is taken.
+        eps: term added to that mean; None for the machine epsilon.
+        memory_efficient: ignored.
 
     Returns:
-        A tensor like ``input``; under O1 of float32.
+        A tensor like ``input``; float32 under O1.
     """
     del memory_efficient
     return F.rms_norm(input, _as_list(normalized_shape), None, eps)
@@ -120,17 +120,17 @@ def fused_rms_norm(
 def fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float | None = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """`fused_rms_norm`, times ``weight``.
+    """Applies `fused_rms_norm`, and multiplies by ``weight``.
 
     Args:
-        input: of shape (*, *normalized_shape).
-        weight: of shape ``normalized_shape``.
-        normalized_shape: the last dimensions, over which the mean of squares is taken.
-        eps: added to that mean; None: the least that makes a difference to 1.
-        memory_efficient: without effect.
+        input: tensor of shape (*, *normalized_shape).
+        weight: tensor of shape ``normalized_shape``.
+        normalized_shape: last dimensions of ``input``, over which the mean of squares is taken.
+        eps: term added to that mean; None for the machine epsilon.
+        memory_efficient: ignored.
 
     Returns:
-        A tensor like ``input``; under O1 of float32.
+        A tensor like ``input``; float32 under O1.
     """
     del memory_efficient
     return F.rms_norm(input, _as_list(normalized_shape), weight, eps)
@@ -139,14 +139,14 @@ def fused_rms_norm_affine(
 def mixed_dtype_fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float | None = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """`fused_rms_norm_affine` of any input, in the dtype of ``weight``.
+    """Applies `fused_rms_norm_affine` to an input of any floating-point dtype; the result has the weight's dtype.
 
     Args:
-        input: floating, of shape (*, *normalized_shape).
-        weight: of shape ``normalized_shape``.
-        normalized_shape: the last dimensions, over which the mean of squares is taken.
-        eps: added to that mean; None: the least that makes a difference to 1.
-        memory_efficient: without effect.
+        input: floating-point tensor of shape (*, *normalized_shape).
+        weight: tensor of shape ``normalized_shape``.
+        normalized_shape: last dimensions of ``input``, over which the mean of squares is taken.
+        eps: term added to that mean; None for the machine epsilon.
+        memory_efficient: ignored.
 
     Returns:
         A tensor of the shape of ``input`` and the dtype of ``weight``, under O1 too.
@@ -160,10 +160,10 @@ class FusedLayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` with Apex's arguments.
 
     Args:
-        normalized_shape: the last dimensions of inputs, over which mean and variance are taken.
-        eps: added to the variance.
-        elementwise_affine: whether there are a weight and a bias, of that shape.
-        memory_efficient: without effect.
+        normalized_shape: last dimensions of inputs, over which mean and variance are taken.
+        eps: term added to the variance.
+        elementwise_affine: True to have a weight and a bias of shape ``normalized_shape``.
+        memory_efficient: ignored.
     """
 
     def __init__(
@@ -181,10 +181,10 @@ class FusedRMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` with Apex's arguments.
 
     Args:
-        normalized_shape: the last dimensions of inputs, over which the mean of squares is taken.
-        eps: added to that mean; None: the least that makes a difference to 1.
-        elementwise_affine: whether there is a weight, of that shape.
-        memory_efficient: without effect.
+        normalized_shape: last dimensions of inputs, over which the mean of squares is taken.
+        eps: term added to that mean; None for the machine epsilon.
+        elementwise_affine: True to have a weight of shape ``normalized_shape``.
+        memory_efficient: ignored.
     """
 
     def __init__(
@@ -199,12 +199,12 @@ class FusedRMSNorm(nn.RMSNorm):
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
-    """`FusedLayerNorm` of inputs in any dtype, with outputs in that of its parameters, which it always has.
+    """`FusedLayerNorm` for inputs of any dtype, with outputs in the dtype of its parameters; it always has parameters.
 
     Args:
-        normalized_shape: the last dimensions of inputs, over which mean and variance are taken.
-        eps: added to the variance.
-        options: ``memory_efficient``; ``elementwise_affine``, which has to be True.
+        normalized_shape: last dimensions of inputs, over which mean and variance are taken.
+        eps: term added to the variance.
+        options: ``memory_efficient``, and ``elementwise_affine``, which must be True.
 
     Raises:
         OptionError: ``elementwise_affine`` is False.
@@ -215,17 +215,17 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         super().__init__(normalized_shape, eps, **options)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns the normalised input, in the dtype of the parameters."""
+        """Returns the normalized input, in the dtype of the parameters."""
         return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
-    """`FusedRMSNorm` of inputs in any dtype, with outputs in that of its weight, which it always has.
+    """`FusedRMSNorm` for inputs of any dtype, with outputs in the dtype of its weight; it always has a weight.
 
     Args:
-        normalized_shape: the last dimensions of inputs, over which the mean of squares is taken.
-        eps: added to that mean; None: the least that makes a difference to 1.
-        options: ``memory_efficient``; ``elementwise_affine``, which has to be True.
+        normalized_shape: last dimensions of inputs, over which the mean of squares is taken.
+        eps: term added to that mean; None for the machine epsilon.
+        options: ``memory_efficient``, and ``elementwise_affine``, which must be True.
 
     Raises:
         OptionError: ``elementwise_affine`` is False.
@@ -236,7 +236,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         super().__init__(normalized_shape, eps, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the normalised input, in the dtype of the weight."""
+        """Returns the normalized input, in the dtype of the weight."""
         return mixed_dtype_fused_rms_norm_affine(x, self.weight, self.normalized_shape, self.eps)
 
 
@@ -249,7 +249,7 @@ def _check_affine(kind: type[nn.Module], elementwise_affine: bool = True, **_: A
 
 
 def _promoted(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns all in one dtype, which torch's kernels on GPUs want: their own, or at least float32 if they differ."""
+    """Returns all tensors in one dtype, as torch's GPU kernels need: their own, or at least float32 if they differ."""
     if input.dtype is weight.dtype:
         return input, weight, bias
     dtype = torch.promote_types(torch.promote_types(input.dtype, weight.dtype), torch.float32)

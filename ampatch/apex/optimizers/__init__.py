@@ -1,4 +1,4 @@
-"""Apex's optimizers: on torch's own updates where these are the same, and on its multi-tensor kernels otherwise."""
+"""Apex's optimizers: they use torch's own updates if these are the same, else torch's multi-tensor kernels."""
 
 from __future__ import annotations
 

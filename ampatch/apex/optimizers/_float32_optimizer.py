@@ -1,7 +1,7 @@
-"""What Apex's optimizers have in common: float32 arithmetic and state whatever the parameters are, and checkpoints.
+"""Base of Apex's optimizers: float32 arithmetic and state for parameters of any dtype, and checkpoints.
 
-Owns the way from parameters and gradients of any floating dtype and stride to what an update computes with, and from
-saved state, Apex's too, to an optimizer's. Must not know any one update.
+Owns the conversion of parameters and gradients, of any floating dtype and strides, to the tensors of an update. Also
+owns the conversion of saved state, Apex's too, to an optimizer's state. Must not know any particular update.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from ampatch.errors import OptionError, UsageError
 from ampatch.opt_levels import HALVES
 from ampatch.weights.optimizer_state import parameters_of
 
-#: What torch's multi-tensor kernels take and return.
+#: Type that torch's multi-tensor kernels take and return.
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 class UnsupportedOptionError(OptionError, RuntimeError):
-    """An argument that Apex's optimizers have and do not support either, where they raised a RuntimeError."""
+    """An argument that Apex's optimizers accept but do not support either; they raise a RuntimeError."""
 
 
 class Float32Optimizer(Optimizer):
-    """An optimizer of float16, bfloat16, float32 and float64 parameters, which may be mixed in one group.
+    """An optimizer of float16, bfloat16, float32 and float64 parameters, also mixed in one group.
 
-    Half parameters are updated in float32 and rounded once, and their state is float32; that of float64 ones is
-    float64. Every parameter counts its own steps, as its state's ``step``: one that joins late has its bias corrected
-    from its own first step on.
+    Half parameters are updated in float32 and rounded once; their state is float32. The state of float64 parameters is
+    float64. Every parameter counts its own steps, as ``step`` in its state. Bias correction of a parameter that is
+    added later therefore begins at its own first step.
 
     Args:
-        params: as of every optimizer of torch.
-        defaults: the options of a group, under Apex's names.
-        set_grad_none: whether ``zero_grad()`` sets gradients to None, rather than to 0.
-        settings: further attributes, of the names in ``_settings``.
+        params: parameters, or groups of them, as for every optimizer of torch.
+        defaults: options of a group, under Apex's names.
+        set_grad_none: True if ``zero_grad()`` sets gradients to None, False for 0.
+        settings: further attributes, with the names in ``_settings``.
     """
 
-    #: What the instance is told beside the options of its groups, and a pickle is to keep.
+    #: Names of the attributes that are not options of a group; pickles keep them.
     _settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)
 
     def __init__(
@@ -63,13 +63,13 @@ class Float32Optimizer(Optimizer):
         """Updates every parameter that has a gradient.
 
         Args:
-            closure: evaluates the model again and returns the loss.
+            closure: function that evaluates the model again and returns the loss.
 
         Returns:
-            What the closure returns; without one, None.
+            Result of the closure; None without one.
 
         Raises:
-            UsageError: a gradient is sparse, or a parameter is no floating-point tensor; nothing was written.
+            UsageError: a gradient is sparse, or a parameter is no floating-point tensor; no parameter was changed.
         """
         loss = None
         if closure is not None:
@@ -82,7 +82,8 @@ class Float32Optimizer(Optimizer):
         """Clears the gradients.
 
         Args:
-            set_to_none: whether they become None, rather than 0; None: what ``set_grad_none`` says.
+            set_to_none: True to set gradients to None, False to set them to 0; None for the value of
+                ``set_grad_none``.
         """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
@@ -90,7 +91,7 @@ class Float32Optimizer(Optimizer):
         """Updates parameters in place.
 
         Args:
-            batches: groups, each with parameters of its own that have gradients and lie on one device.
+            batches: pairs of a group and those of its parameters that have gradients and are on one device.
         """
         raise NotImplementedError
 
@@ -110,12 +111,12 @@ class Float32Optimizer(Optimizer):
         if grad.layout is not torch.strided:
             raise UsageError(
                 f"{name} found a sparse gradient of a parameter of shape {shape}; expected a dense one. Leave sparse="
-                "True out of the embedding it belongs to, or hand that to torch.optim.SparseAdam."
+                "True out of the embedding it belongs to, or pass the embedding to torch.optim.SparseAdam."
             )
         if not parameter.is_floating_point():
             raise UsageError(
                 f"{name} found a parameter of {parameter.dtype} and shape {shape}; expected one of float16, bfloat16, "
-                "float32 or float64. Hand it to an optimizer of torch.optim."
+                "float32 or float64. Pass it to an optimizer of torch.optim."
             )
 
     def _moments(
@@ -125,20 +126,20 @@ class Float32Optimizer(Optimizer):
         name: str,
         first: Callable[[Tensor], Tensor] = torch.zeros_like,
     ) -> list[Tensor]:
-        """Returns the state of parameters under one name, each in the dtype and with the strides of another tensor.
+        """Returns each parameter's state of one name, in the dtype and with the strides of its tensor in ``likes``.
 
-        Where there is none yet, ``first`` makes it from that tensor.
+        If a parameter has no such state yet, ``first`` makes it from that tensor.
         """
         moments = []
         for parameter, like in zip(parameters, likes, strict=True):
             state = self.state[parameter]
-            # It may have been kept for a half parameter, or for one in another memory format.
+            # The parameter may have been half, or in another memory format, when its state was made.
             state[name] = _like(state[name], like) if name in state else first(like)
             moments.append(state[name])
         return moments
 
     def _count_steps(self, parameters: list[Tensor]) -> list[int]:
-        """Returns how many steps every parameter has seen, this one included."""
+        """Counts this step, and returns each parameter's number of steps."""
         for parameter in parameters:
             state = self.state[parameter]
             state["step"] = int(state.get("step", 0)) + 1
@@ -147,16 +148,16 @@ class Float32Optimizer(Optimizer):
     # Checkpoints
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what an optimizer of this class saved, here or in Apex, to the bit.
+        """Loads a state dict of this class, from ampatch or Apex, bit for bit.
 
-        Apex counts the steps in the group, where they move from to the state of each parameter. Options that the saved
-        groups do not have stay those that this optimizer was made with.
+        Apex counts steps in the group; this method moves the count to the state of each parameter. Options that the
+        saved groups lack get the values that this optimizer was made with.
 
         Args:
-            state_dict: as ``state_dict()`` returns it; not changed, and nothing is shared with it afterwards.
+            state_dict: result of ``state_dict()``; it is not changed, and shares nothing with the optimizer afterwards.
 
         Raises:
-            ValueError: it has other groups, or a group has another number of parameters.
+            ValueError: the number of groups, or of parameters in a group, differs from this optimizer's.
         """
         final: dict[str, Any] = {}
 
@@ -168,12 +169,12 @@ class Float32Optimizer(Optimizer):
             saved = itertools.chain.from_iterable(group["params"] for group in final["param_groups"])
             for index, parameter in zip(saved, parameters_of(self), strict=True):
                 if index in final["state"]:
-                    # torch has given all of it the dtype of the parameter, which may be half.
+                    # torch has cast all state to the parameter's dtype, which may be half.
                     self.state[parameter] = {
                         name: self._loaded(name, value, parameter) for name, value in final["state"][index].items()
                     }
 
-        # The user's own hooks may hand on another state dict, or look at what was loaded.
+        # As hooks, since the user's own hooks may return another state dict, or read the loaded state.
         hooks = [
             self.register_load_state_dict_pre_hook(translate),
             self.register_load_state_dict_post_hook(load_again, prepend=True),
@@ -185,7 +186,7 @@ class Float32Optimizer(Optimizer):
                 hook.remove()
 
     def _translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Returns a state dict that Apex may have saved in the form of this optimizer's own; a shallow copy."""
+        """Returns a shallow copy, in this optimizer's own form, of a state dict that Apex may have saved."""
         options = {name: value for name, value in self.defaults.items() if name in self.param_groups[0]}
         groups = [options | group for group in state_dict["param_groups"]]
         state = {index: dict(kept) for index, kept in state_dict["state"].items()}
@@ -194,7 +195,7 @@ class Float32Optimizer(Optimizer):
         return state_dict | {"param_groups": groups, "state": state}
 
     def _translate_group(self, group: dict[str, Any], states: list[dict[str, Any]]) -> None:
-        """Moves what Apex kept in a group to the state of its parameters, in place."""
+        """Moves state that Apex kept in a group to the state of its parameters, in place."""
         step = group.pop("step", None)
         if step is not None:
             for state in states:
@@ -212,15 +213,15 @@ class Float32Optimizer(Optimizer):
 
 @contextlib.contextmanager
 def in_float32(parameters: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Gives an update what it computes with; writes to parameters that it got copies of when the block ends.
+    """Converts parameters and gradients for an update; copies new values back when the ``with`` block ends.
 
     Args:
-        parameters: floating, with gradients.
+        parameters: floating-point parameters with gradients.
 
     Yields:
-        Their values, to be updated in place, and their gradients, which must not be written to. Of float32 at least,
-        and each gradient with the strides of its value, which leave no gaps: torch's fused kernels go through memory
-        and not through indices (torch 2.13, on the CPU).
+        Values to update in place, and gradients that must not be written to. Both are at least float32. Each gradient
+        has the strides of its value, without gaps: torch's fused kernels go through memory and ignore indices (torch
+        2.13, on the CPU).
     """
     values = [_dense(parameter) for parameter in parameters]
     grads = [_like(parameter.grad, value) for parameter, value in zip(parameters, values, strict=True)]  # type: ignore[arg-type]
@@ -232,7 +233,7 @@ def in_float32(parameters: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Te
 
 
 def _dense(parameter: Tensor) -> Tensor:
-    """Returns a parameter itself, or a copy in the dtype of its state and without gaps between its elements."""
+    """Returns a parameter in the dtype of its state and without gaps between elements: itself, or else a copy."""
     dtype = _dtype_of_state(parameter)
     is_dense = parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() == parameter.stride()
     return (
@@ -243,7 +244,7 @@ def _dense(parameter: Tensor) -> Tensor:
 
 
 def _like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Returns a tensor in the dtype and with the strides of another; itself if it has them."""
+    """Returns a tensor in the dtype and with the strides of another: itself, or else a copy."""
     if tensor.dtype is other.dtype and tensor.stride() == other.stride():
         return tensor
     return torch.empty_like(other).copy_(tensor)
@@ -254,16 +255,16 @@ def _dtype_of_state(parameter: Tensor) -> torch.dtype:
 
 
 def check_no_amsgrad(optimizer: type[Optimizer], amsgrad: bool) -> None:
-    """Raises an `UnsupportedOptionError` for AMSGrad, which Apex's optimizers take as an argument and do not have."""
+    """Raises an `UnsupportedOptionError` for AMSGrad, an argument that Apex's optimizers have but do not support."""
     if amsgrad:
         raise UnsupportedOptionError(
-            f"found amsgrad=True; {optimizer.__name__} has no AMSGrad variant, in Apex neither. Leave it out, or use "
+            f"found amsgrad=True; {optimizer.__name__} has no AMSGrad variant, nor has Apex's. Leave it out, or use "
             "torch.optim.AdamW(params, amsgrad=True)."
         )
 
 
 def check_learning_rate(optimizer: Optimizer, group: Any) -> None:
-    """Raises an `OptionError` for a group that has no learning rate, neither its own nor the optimizer's."""
+    """Raises an `OptionError` if neither the group nor the optimizer has a learning rate."""
     if isinstance(group, dict) and group.get("lr") is None and "lr" not in optimizer.defaults:
         name, number = type(optimizer).__name__, len(optimizer.param_groups)
         raise OptionError(
@@ -273,10 +274,10 @@ def check_learning_rate(optimizer: Optimizer, group: Any) -> None:
 
 
 def _check_options(optimizer: str, betas: tuple[float, float] = (0.0, 0.0), **options: Any) -> None:
-    """Raises an `OptionError` for options of a group that no optimizer can have."""
+    """Raises an `OptionError` if an option of a group is out of the range of every optimizer."""
     for name in ("lr", "eps", "momentum", "weight_decay"):
         value = options.get(name, 0.0)
         if not value >= 0:
             raise OptionError(f"{optimizer} found {name}={value}; expected a number of 0 or more.")
     if not all(0 <= beta < 1 for beta in betas):
-        raise OptionError(f"{optimizer} found betas={betas}; expected two numbers from 0 up to, but not, 1.")
+        raise OptionError(f"{optimizer} found betas={betas}; expected two numbers of at least 0 and below 1.")

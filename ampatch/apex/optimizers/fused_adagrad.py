@@ -18,10 +18,10 @@ class FusedAdagrad(Float32Optimizer):
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        eps: added to the root of the sum of squares.
-        weight_decay: its factor.
-        set_grad_none: whether ``zero_grad()`` sets gradients to None.
-        adagrad_w_mode: weight decay is decoupled, as in AdamW, rather than added to the gradient.
+        eps: term added to the root of the sum of squares.
+        weight_decay: factor of the weight decay.
+        set_grad_none: True if ``zero_grad()`` sets gradients to None.
+        adagrad_w_mode: True to decouple weight decay, as in AdamW; False to add it to the gradient.
 
     Raises:
         OptionError: an argument is out of its range.
@@ -54,7 +54,7 @@ class FusedAdagrad(Float32Optimizer):
                     values,
                     grads,
                     self._moments(parameters, values, "sum"),
-                    [torch.zeros(()) for _ in values],  # steps, which count only where the learning rate decays
+                    [torch.zeros(()) for _ in values],  # steps, which matter only if lr_decay is not 0
                     has_sparse_grad=False,
                     foreach=True,
                     has_complex=False,

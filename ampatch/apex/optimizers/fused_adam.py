@@ -21,26 +21,26 @@ from ampatch.apex.optimizers._float32_optimizer import (
 class FusedAdam(Float32Optimizer):
     """Adam (Kingma and Ba, 2015), or AdamW with its decoupled weight decay (Loshchilov and Hutter, 2019).
 
-    It skips a step by itself where ``found_inf`` says so, as torch's fused optimizers do: with ampatch, and with
-    ``torch.amp.GradScaler``, an overflow is not waited for.
+    After an overflow (``found_inf``) it skips the step by itself, as torch's fused optimizers do. Therefore neither
+    ampatch nor ``torch.amp.GradScaler`` syncs with the device to decide whether to skip.
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        bias_correction: whether the moments are divided by ``1 - beta ** step``. Steps are counted only if so.
+        bias_correction: True to divide the moments by ``1 - beta ** step``; False also stops the counting of steps.
         betas: decay of the first and the second moment.
-        eps: added to the root of the second moment.
-        adam_w_mode: weight decay is decoupled (AdamW), rather than added to the gradient (L2 regularisation).
-        weight_decay: its factor.
+        eps: term added to the root of the second moment.
+        adam_w_mode: True to decouple weight decay (AdamW); False to add it to the gradient (L2 regularization).
+        weight_decay: factor of the weight decay.
         amsgrad: not supported, as in Apex.
-        set_grad_none: whether ``zero_grad()`` sets gradients to None.
-        capturable: keeps the learning rate in a tensor on the device, where CUDA graphs read it at each replay.
+        set_grad_none: True if ``zero_grad()`` sets gradients to None.
+        capturable: True to keep the learning rate in a tensor on the device, where CUDA graphs read it at each replay.
         master_weights: not supported: ampatch keeps float32 masters at O2 and O5.
-        max_grad_norm: 0 or None. This and what follows are arguments of the FusedAdam of 2018 alone; it clipped by this
-            norm, which `ampatch.amp.clip_grad_norm_` does now. A group must not have one either.
-        eps_inside_sqrt: False: ``eps`` is added to the root.
-        use_mt: without effect: several tensors are always updated at once.
-        amp_scale_adjustment: 1: gradients are unscaled when `ampatch.amp.scale_loss` ends.
+        max_grad_norm: must be 0 or None, in groups too: `ampatch.amp.clip_grad_norm_` clips. Only the FusedAdam of 2018
+            had this argument and the following ones.
+        eps_inside_sqrt: must be False: ``eps`` is added to the root.
+        use_mt: ignored: several tensors are always updated at once.
+        amp_scale_adjustment: must be 1: gradients are unscaled when `ampatch.amp.scale_loss` ends.
 
     Raises:
         OptionError: an argument is out of its range, or not supported.
@@ -77,7 +77,7 @@ class FusedAdam(Float32Optimizer):
         if eps_inside_sqrt:
             raise UnsupportedOptionError(
                 "found eps_inside_sqrt=True; FusedAdam adds eps to the root, as torch.optim.Adam does. Leave it out; "
-                "to come near it, type eps=math.sqrt(eps)."
+                "for a similar effect, type eps=math.sqrt(eps)."
             )
         if amp_scale_adjustment != 1:
             raise UnsupportedOptionError(
@@ -86,7 +86,7 @@ class FusedAdam(Float32Optimizer):
             )
         if master_weights:
             raise UnsupportedOptionError(
-                "found master_weights=True; expected False: float32 masters of half parameters are amp's. Type "
+                "found master_weights=True; expected False: amp keeps the float32 masters of half parameters. Type "
                 'amp.initialize(model, optimizer, opt_level="O2"), or "O5" for bfloat16.'
             )
         defaults = {
@@ -109,10 +109,10 @@ class FusedAdam(Float32Optimizer):
         """Adds a group.
 
         Args:
-            param_group: its parameters, under "params", and its options; others are those that this was made with.
+            param_group: dict with parameters, under "params", and options; missing options are the optimizer's.
 
         Raises:
-            OptionError: gradients are to be clipped by a norm of the group's own.
+            OptionError: the group has a ``max_grad_norm`` other than 0 or None.
         """
         if isinstance(param_group, dict):
             _check_not_clipping(param_group.get("max_grad_norm"))
@@ -142,14 +142,14 @@ class FusedAdam(Float32Optimizer):
                 )
 
     def _steps(self, parameters: list[Tensor], bias_correction: bool) -> list[Tensor]:
-        """Returns the steps before this one, which the kernel counts."""
+        """Returns the number of earlier steps of each parameter, as a tensor that the kernel increments."""
         steps = []
         for parameter in parameters:
             state = self.state[parameter]
             if "step" not in state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             steps.append(state["step"])
-        # Where the steps go to infinity, both corrections go to 1; nothing else depends on them.
+        # With an infinite number of steps both corrections are 1; the kernel uses the steps for nothing else.
         return steps if bias_correction else [torch.full_like(step, math.inf) for step in steps]
 
     def _learning_rate(self, group: dict[str, Any], device: torch.device) -> float | Tensor:
@@ -164,10 +164,10 @@ class FusedAdam(Float32Optimizer):
 
 
 def _check_not_clipping(max_grad_norm: float | None) -> None:
-    """Raises an `UnsupportedOptionError` where the optimizer is to clip."""
+    """Raises an `UnsupportedOptionError` if the optimizer is told to clip."""
     if max_grad_norm:
         raise UnsupportedOptionError(
             f"found max_grad_norm={max_grad_norm}; FusedAdam clips no gradients. Leave it out, and type "
-            f"amp.clip_grad_norm_(optimizer, {max_grad_norm}) behind the block of amp.scale_loss, in front of "
+            f"amp.clip_grad_norm_(optimizer, {max_grad_norm}) after the block of amp.scale_loss and before "
             "optimizer.step()."
         )

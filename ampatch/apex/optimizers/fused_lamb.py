@@ -13,23 +13,24 @@ from ampatch.native import kernels
 
 
 class FusedLAMB(Float32Optimizer):
-    """LAMB (You et al., 2020): Adam's update of each tensor, brought to the norm of the tensor itself.
+    """LAMB (You et al., 2020): Adam's update of each tensor, rescaled to the norm of the tensor itself.
 
-    Before it, all gradients of the optimizer are clipped by their common norm, as where the paper's BERT was trained.
+    Before the update, all gradients of the optimizer are clipped by their common norm, as in the paper's training of
+    BERT.
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        bias_correction: whether the moments are divided by ``1 - beta ** step``.
+        bias_correction: True to divide the moments by ``1 - beta ** step``.
         betas: decay of the first and the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: its factor.
+        eps: term added to the root of the second moment.
+        weight_decay: factor of the weight decay.
         amsgrad: not supported, as in Apex.
-        adam_w_mode: weight decay is added to the update, as in the paper, rather than to the gradient.
-        grad_averaging: the gradient counts ``1 - beta1`` times in the first moment, rather than once.
-        set_grad_none: whether ``zero_grad()`` sets gradients to None.
-        max_grad_norm: the norm of all gradients together that is not exceeded; 0 or None: they are not clipped.
-        use_nvlamb: updates are brought to the norm of their tensors in groups without weight decay too.
+        adam_w_mode: True to add weight decay to the update, as in the paper; False to add it to the gradient.
+        grad_averaging: True to weight the gradient by ``1 - beta1`` in the first moment; False for weight 1.
+        set_grad_none: True if ``zero_grad()`` sets gradients to None.
+        max_grad_norm: upper bound of the norm of all gradients together; 0 or None for no clipping.
+        use_nvlamb: True to rescale updates to the norms of their tensors in groups without weight decay too.
 
     Raises:
         OptionError: an argument is out of its range, or not supported.
@@ -77,8 +78,8 @@ class FusedLAMB(Float32Optimizer):
                 self._update_batch(group, parameters, values, clipped)
 
     def _clipping_divisor(self, parameters: list[Tensor]) -> Tensor | None:
-        """Returns what to divide gradients by for the norm ``max_grad_norm``, in float64; None if by nothing."""
-        # One for the gradients of all groups, so that it is not a group's to say; as in Apex.
+        """Returns the float64 divisor that clips the gradients to ``max_grad_norm``; None if they are not clipped."""
+        # The norm is that of the gradients of all groups, so a group's own value is ignored, as in Apex.
         max_norm = self.defaults["max_grad_norm"]
         if not parameters or not max_norm:
             return None
@@ -119,7 +120,7 @@ class FusedLAMB(Float32Optimizer):
 
 
 def _trust_ratios(values: Tensors, updates: Tensors) -> Tensors:
-    """Returns what brings updates to the norms of their tensors; 1 where either norm is 0."""
+    """Returns the factors that rescale updates to the norms of their tensors; 1 if either norm is 0."""
     norms, norms_of_updates = (torch.stack(torch._foreach_norm(each)) for each in (values, updates))
     is_ratio = (norms != 0) & (norms_of_updates != 0)
     return torch.where(is_ratio, norms / norms_of_updates, 1.0).unbind()

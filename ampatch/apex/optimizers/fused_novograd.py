@@ -19,29 +19,29 @@ from ampatch.apex.optimizers._float32_optimizer import (
 
 
 class FusedNovoGrad(Float32Optimizer):
-    """NovoGrad (Ginsburg et al., 2019): gradients divided by a moving average of the norm of their whole tensor.
+    """NovoGrad (Ginsburg et al., 2019): divides each gradient by a moving average of its norm over the whole tensor.
 
-    The paper's own is ``betas=(0.95, 0.98)`` or so, ``bias_correction=False``, ``reg_inside_moment=True`` and
-    ``grad_averaging=False``. The defaults are Apex's, bias correction of an average that does not begin at zero
-    among them: it makes the first steps shorter, about thirty times at the very first.
+    The paper uses about ``betas=(0.95, 0.98)``, with ``bias_correction=False``, ``reg_inside_moment=True`` and
+    ``grad_averaging=False``. The defaults are Apex's. They include bias correction of an average that does not begin at
+    zero, which makes the first steps shorter: the very first about thirty times.
 
-    The state has the norms' moving average as ``exp_avg_norm``: the root of the paper's second moment.
+    The state keeps the moving average of norms as ``exp_avg_norm``: the root of the paper's second moment.
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        bias_correction: whether the first moment is divided by ``1 - beta1 ** step``, and the norm by the root of
+        bias_correction: True to divide the first moment by ``1 - beta1 ** step``, and the norm by the root of
             ``1 - beta2 ** step``.
         betas: decay of the first moment, and of the squared norm.
-        eps: added to the norm.
-        weight_decay: its factor.
+        eps: term added to the norm.
+        weight_decay: factor of the weight decay.
         amsgrad: not supported, as in Apex.
-        reg_inside_moment: gradients are divided, and weight decay is added, before they enter the first moment, as in
-            the paper; rather than after it.
-        grad_averaging: the gradient counts ``1 - beta1`` times in the first moment, rather than once.
-        norm_type: 2; or 0 for the greatest magnitude, which is averaged as it is and not in its square.
-        init_zero: the average of norms begins at zero, rather than at the first norm.
-        set_grad_none: whether ``zero_grad()`` sets gradients to None.
+        reg_inside_moment: True to divide gradients and add weight decay before the first moment, as in the paper; False
+            to do both after it.
+        grad_averaging: True to weight the gradient by ``1 - beta1`` in the first moment; False for weight 1.
+        norm_type: 2, or 0 for the maximum magnitude, which is averaged without squaring.
+        init_zero: True to begin the average of norms at zero; False to begin at the first norm.
+        set_grad_none: True if ``zero_grad()`` sets gradients to None.
 
     Raises:
         OptionError: an argument is out of its range, or not supported.
@@ -110,7 +110,7 @@ class FusedNovoGrad(Float32Optimizer):
         torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
 
     def _average_norms(self, group: dict[str, Any], parameters: list[Tensor], grads: Tensors) -> Tensors:
-        """Returns the moving average of the norm of each gradient, this one included."""
+        """Updates and returns the moving average of each gradient's norm."""
         beta2 = group["betas"][1]
         is_euclidean = group["norm_type"] == 2
         norms = torch._foreach_norm(grads, 2 if is_euclidean else math.inf)
@@ -127,7 +127,7 @@ class FusedNovoGrad(Float32Optimizer):
 
     def _translate_group(self, group: dict[str, Any], states: list[dict[str, Any]]) -> None:
         super()._translate_group(group, states)
-        # Apex keeps norms by group: those of its half parameters in one tensor, and of the others in a second.
+        # Apex keeps norms by group: one tensor for float16 parameters, and a second for the others.
         of_halves, of_others = group.pop("exp_avg_sq", ((), ()))
         left = {True: iter(of_halves), False: iter(of_others)}
         for state in states:
@@ -138,7 +138,7 @@ class FusedNovoGrad(Float32Optimizer):
 
 
 def _regularised(tensors: Tensors, norms: Tensors, values: list[Tensor], weight_decay: float) -> Tensors:
-    """Returns tensors divided by their norms, with weight decay added; new ones."""
+    """Returns new tensors: the old ones divided by their norms, plus weight decay."""
     divided = torch._foreach_div(tensors, norms)
     if weight_decay:
         torch._foreach_add_(divided, values, alpha=weight_decay)

@@ -14,24 +14,25 @@ from ampatch.errors import OptionError
 
 
 class FusedSGD(Float32Optimizer):
-    """SGD with momentum (Sutskever et al., 2013), as torch has it: ``buffer = momentum * buffer + grad``.
+    """SGD with momentum (Sutskever et al., 2013), in torch's form: ``buffer = momentum * buffer + grad``.
 
-    It skips a step by itself where ``found_inf`` says so, unless weight decay comes after momentum.
+    After an overflow (``found_inf``) it skips the step by itself, unless ``wd_after_momentum`` is set.
 
     Args:
         params: parameters, or groups of them.
-        lr: learning rate; may be left out where every group has its own.
-        momentum: decay of the buffer; 0: there is none.
-        dampening: the gradient counts ``1 - dampening`` times in the buffer, but for the first one.
-        weight_decay: its factor.
-        nesterov: Nesterov's momentum.
-        wd_after_momentum: the weight decay is not in the buffer: ``param -= lr * (buffer + weight_decay * param)``.
-        materialize_master_grads: without effect, since ampatch's masters always have their gradients.
-        set_grad_none: whether ``zero_grad()`` sets gradients to None.
+        lr: learning rate; can be left out if every group has its own.
+        momentum: decay of the buffer; 0 for no buffer.
+        dampening: reduction of the gradient's weight in the buffer to ``1 - dampening``, except for the first gradient.
+        weight_decay: factor of the weight decay.
+        nesterov: True for Nesterov's momentum.
+        wd_after_momentum: True to keep weight decay out of the buffer:
+            ``param -= lr * (buffer + weight_decay * param)``.
+        materialize_master_grads: ignored, since ampatch's masters always have their gradients.
+        set_grad_none: True if ``zero_grad()`` sets gradients to None.
 
     Raises:
-        OptionError: an argument is out of its range, a group has no learning rate, or Nesterov's momentum was asked for
-            with dampening or without momentum.
+        OptionError: an argument is out of its range, a group has no learning rate, or ``nesterov`` is combined with
+            dampening or with no momentum.
     """
 
     _settings = ("set_grad_none", "wd_after_momentum", "materialize_master_grads")
@@ -57,7 +58,7 @@ class FusedSGD(Float32Optimizer):
                 "and no dampening. Type FusedSGD(params, lr, momentum=0.9, nesterov=True)."
             )
         defaults = {
-            # Not None, which would be the learning rate of groups that have none.
+            # Leave out None: it would become the learning rate of groups that have none.
             **({} if lr is None else {"lr": lr}),
             "momentum": momentum,
             "dampening": dampening,
@@ -76,7 +77,7 @@ class FusedSGD(Float32Optimizer):
         """Adds a group.
 
         Args:
-            param_group: its parameters, under "params", and its options; others are those that this was made with.
+            param_group: dict with parameters, under "params", and options; missing options are the optimizer's.
 
         Raises:
             OptionError: neither the group nor the optimizer has a learning rate.
@@ -91,14 +92,14 @@ class FusedSGD(Float32Optimizer):
     def _update(self, batches: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
         for group, parameters in batches:
             has_buffer = [self.state[parameter].get("momentum_buffer") is not None for parameter in parameters]
-            # The kernel's first step of a buffer differs from the others.
+            # The kernel treats a buffer's first step differently.
             for is_first in (False, True):
                 some = [each for each, has in zip(parameters, has_buffer, strict=True) if has is not is_first]
                 if some and not (is_first and group["momentum"] and self._overflowed()):
                     self._update_batch(group, some, is_first)
 
     def _overflowed(self) -> bool:
-        """Returns whether to skip this step; the kernel would read momentum buffers that nothing has written."""
+        """Returns True to skip this step; otherwise the kernel would leave new momentum buffers uninitialized."""
         found_inf = getattr(self, "found_inf", None)
         return found_inf is not None and bool(found_inf)
 

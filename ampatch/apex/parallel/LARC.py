@@ -1,7 +1,7 @@
-"""Layer-wise adaptive rates around any optimizer, as ``apex.parallel.LARC``.
+"""Layer-wise adaptive learning rates around any optimizer, as ``apex.parallel.LARC``.
 
-Owns how gradients are adapted before the inner optimizer's step, and nothing else: parameters, state and options are
-the inner one's.
+Owns how gradients are adapted before the inner optimizer's step. Must not own anything else: parameters, state and
+options are those of the inner optimizer.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from ampatch.opt_levels import HALVES
 
 
 class LARC:
-    """Gives each parameter w with gradient g a rate of its own, in front of an optimizer's step.
+    """Gives each parameter w with gradient g its own learning rate, before an optimizer's step.
 
     You, Gitman & Ginsburg, "Large Batch Training of Convolutional Networks" (2017): with a group's learning rate lr and
     weight decay d, ::
 
         local = trust_coefficient * |w| / (|g| + d * |w| + eps)
-        g = (g + d * w) * min(local / lr, 1)     with clip, so that the step is that of the lesser of both rates
-        g = (g + d * w) * local                  without: the rates are multiplied
+        g = (g + d * w) * min(local / lr, 1)     with clip: the step uses the smaller of both rates
+        g = (g + d * w) * local                  without clip: the rates are multiplied
 
-    The inner optimizer decays no weights meanwhile. Where the norm of w or g is 0, g stays as it is, and
-    w is not decayed. Norms are taken in float32 at least. After a step the gradients are left as the inner optimizer
-    got them: clear them before the next backward, as ever.
+    The inner optimizer applies no weight decay during the step. If the norm of w or g is 0, g stays unchanged, and w is
+    not decayed. Norms are computed in at least float32. After a step the gradients keep their adapted values: clear
+    them before the next backward pass, as usual.
 
     ::
 
         optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.6), trust_coefficient=0.001, clip=False)
         model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
 
-    It may as well be put around an optimizer that ``amp.initialize`` has had, which is then the one to be handed to
-    ``amp.scale_loss``. LR schedulers take the inner one: it is no ``torch.optim.Optimizer``.
+    It also works around an optimizer that was passed to ``amp.initialize``. In this case, pass the inner optimizer to
+    ``amp.scale_loss``. LR schedulers need the inner optimizer too, since LARC is no ``torch.optim.Optimizer``.
 
     Args:
-        optimizer: the inner one; anything with ``param_groups``, ``step`` and ``zero_grad``.
-        trust_coefficient: how far a step may move a parameter, as a share of its norm.
-        clip: whether the local rate only bounds the optimizer's own.
-        eps: keeps the division sound.
+        optimizer: inner optimizer; any object with ``param_groups``, ``step`` and ``zero_grad``.
+        trust_coefficient: distance that a step may move a parameter, as a share of the parameter's norm.
+        clip: True to use the local rate only as an upper bound of the optimizer's own rate.
+        eps: term that keeps the divisor from being 0.
 
     Attributes:
         optim: the inner optimizer.
@@ -61,13 +61,13 @@ class LARC:
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """The inner optimizer's."""
+        """State of the inner optimizer."""
         state: MutableMapping[Any, Any] = self.optim.state
         return state
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's."""
+        """Parameter groups of the inner optimizer."""
         groups: list[dict[str, Any]] = self.optim.param_groups
         return groups
 
@@ -76,16 +76,16 @@ class LARC:
         self.optim.param_groups = groups
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the inner optimizer's."""
+        """Returns the state dict of the inner optimizer."""
         state_dict: dict[str, Any] = self.optim.state_dict()
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Has the inner optimizer take over a state."""
+        """Loads a state dict into the inner optimizer."""
         self.optim.load_state_dict(state_dict)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Has the inner optimizer clear the gradients."""
+        """Clears the gradients by the inner optimizer's ``zero_grad``."""
         self.optim.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -93,13 +93,13 @@ class LARC:
         self.optim.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Adapts the gradients and has the inner optimizer step.
+        """Adapts the gradients, then calls the inner optimizer's ``step``.
 
         Args:
-            closure: evaluates the model anew; what it leaves is adapted each time.
+            closure: function that evaluates the model again and returns the loss; its gradients are adapted each time.
 
         Returns:
-            What the inner step returns.
+            Result of the inner ``step``.
         """
 
         def adapting() -> Any:
@@ -117,7 +117,7 @@ class LARC:
 
     @contextlib.contextmanager
     def _without_weight_decay(self) -> Iterator[list[float]]:
-        """Takes it away from the groups, and gives it back whatever happens."""
+        """Yields the groups' weight decays and sets them to 0; restores them at the end, also after an exception."""
         groups = list(self.param_groups)
         decays = [group.get("weight_decay", 0.0) for group in groups]
         decaying = [(group, decay) for group, decay in zip(groups, decays, strict=True) if "weight_decay" in group]
@@ -131,7 +131,7 @@ class LARC:
 
     @torch.no_grad()
     def _adapt(self, decays: Sequence[float]) -> None:
-        # Where amp has masters, what became of the model's gradients is theirs only once somebody asks for them.
+        # If amp has masters, changes of the model's gradients reach the masters only when master_params is called.
         amp.master_params(self.optim)
         for group, decay in zip(self.param_groups, decays, strict=True):
             by_kind: dict[Any, list[Tensor]] = defaultdict(list)
@@ -142,7 +142,7 @@ class LARC:
                 self._adapt_gradients(parameters, group["lr"], decay)
 
     def _adapt_gradients(self, parameters: list[Tensor], lr: float | Tensor, decay: float) -> None:
-        """For parameters of one device and dtype; nothing is read back from the device."""
+        """Adapts the gradients of parameters of one device and dtype, without syncing with the device."""
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norms, grad_norms = _norms(parameters), _norms(grads)
         rates = self.trust_coefficient * norms / (grad_norms + decay * norms + self.eps)
@@ -155,6 +155,6 @@ class LARC:
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
-    """Returns the 2-norm of each."""
+    """Returns the 2-norms of tensors of one dtype, stacked, in at least float32."""
     dtype = torch.float32 if tensors[0].dtype in HALVES else tensors[0].dtype
     return torch.stack(list(torch._foreach_norm(tensors, 2, dtype=dtype)))

@@ -1,4 +1,4 @@
-"""What stands in for ``apex.parallel``: training in several processes, on torch's own.
+"""Stands in for ``apex.parallel``: training on several ranks, on top of torch's own modules.
 
 ``LARC`` and ``multiproc`` are modules, as in Apex: ``from apex.parallel.LARC import LARC``.
 """

@@ -1,10 +1,10 @@
-"""Gradients and parameters reduced over processes, as ``apex.parallel.distributed`` had it, on ``torch.distributed``.
+"""Reduces gradients and parameters over ranks, as ``apex.parallel.distributed``, on top of ``torch.distributed``.
 
-Owns what Apex's arguments mean to torch's DistributedDataParallel. Must not reduce where torch's wrapper can: the
-session knows that one, and has all processes skip a step together.
+Owns what Apex's arguments mean for torch's DistributedDataParallel (DDP). Must not reduce where DDP can: the session
+knows DDP, and makes all ranks skip a step together.
 """
 
-# Without `from __future__ import annotations`: torch compares the annotations of a communication hook with classes.
+# No `from __future__ import annotations`: torch compares the annotations of a communication hook with classes.
 
 import inspect
 from collections import OrderedDict
@@ -35,39 +35,41 @@ __all__ = [
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's wrapper, made with Apex's arguments.
+    """torch's DDP with Apex's arguments.
 
-    The module stays on the device that it is on. All processes start from the weights of the first; each keeps buffers
-    of its own, such as running statistics, as in Apex. Wrap the model after ``amp.initialize``.
+    The module stays on its device. All ranks start from the weights of rank 0. Each rank keeps its own buffers, such as
+    running statistics, as in Apex. Wrap the model after ``amp.initialize``.
 
-    Parameters without a gradient are allowed, as they are in Apex where they are the same in every pass: torch looks
-    for them in what ``forward`` returns, and says once on the console where there are none. Two things that Apex never
-    noticed are errors of torch's for that reason, and say "mark a variable ready only once": ``torch.utils.checkpoint``
-    with ``use_reentrant=True``, and parameters that are used where ``forward``'s outputs do not lead to. Where the
-    graph is always the same, ``model._set_static_graph()`` before the first forward allows both.
+    Parameters without a gradient are allowed; Apex allowed them if they were the same in every backward pass. To find
+    them, torch searches the graph of ``forward``'s outputs. It reports once on the console if there are none.
+
+    Because of this search, torch raises "mark a variable ready only once" in two cases that Apex never noticed. One is
+    ``torch.utils.checkpoint`` with ``use_reentrant=True``; the other is parameters used outside the graph of
+    ``forward``'s outputs. If the graph is always the same, ``model._set_static_graph()`` before the first forward pass
+    allows both.
 
     Args:
-        module: with parameters of any floating type, all on this process's device.
-        message_size: how many elements are reduced at once, as soon as their gradients are there.
-        delay_allreduce: has no meaning any more: parameters without a gradient are found in either case.
-        shared_param: refused, as in Apex.
-        allreduce_trigger_params: has no meaning any more: torch decides when to reduce.
-        retain_allreduce_buffers: refused: there are no such buffers to read; ``p.grad`` is reduced.
-        allreduce_always_fp32: whether half gradients are reduced in float32.
-        num_allreduce_streams: has no meaning any more.
-        allreduce_communicators: has no meaning any more.
-        gradient_average: whether the sum over processes is divided by their number.
-        gradient_predivide_factor: what gradients are divided by before they are summed up; it is multiplied back only
-            if they are averaged, as in Apex.
-        gradient_average_split_factor: an older name of ``gradient_predivide_factor``.
-        prof: has no meaning any more: ``torch.profiler`` shows the reductions as they are.
+        module: module with parameters of any floating-point dtype, all on this rank's device.
+        message_size: number of elements that torch reduces at once, as soon as their gradients are ready.
+        delay_allreduce: no effect any more: torch finds parameters without a gradient in either case.
+        shared_param: not supported, as in Apex.
+        allreduce_trigger_params: no effect any more: torch decides when to reduce.
+        retain_allreduce_buffers: not supported: there are no such buffers; read reduced gradients from ``p.grad``.
+        allreduce_always_fp32: True to reduce half gradients in float32.
+        num_allreduce_streams: no effect any more.
+        allreduce_communicators: no effect any more.
+        gradient_average: True to divide the sum over ranks by their number.
+        gradient_predivide_factor: divisor of gradients before the sum; as in Apex, it is multiplied back only if
+            gradients are averaged.
+        gradient_average_split_factor: older name of ``gradient_predivide_factor``.
+        prof: no effect any more: ``torch.profiler`` shows the reductions anyway.
 
     Raises:
-        OptionError: an argument that is refused, or two that contradict each other.
-        ValueError: no process group was set up; of torch.
+        OptionError: an argument is not supported or out of range, or two arguments contradict each other.
+        ValueError: no process group was set up; raised by torch.
 
     Warns:
-        AmpWarning: arguments were given that have no meaning any more.
+        AmpWarning: arguments were given that have no effect any more.
     """
 
     def __init__(
@@ -127,18 +129,18 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         hooks, self._comm_hooks = self._comm_hooks, []
         for hook_state, hook in ((hook_state, hook) for hook, hook_state in hooks):
-            self.register_comm_hook(hook_state, hook)  # torch has made a reducer without them
+            self.register_comm_hook(hook_state, hook)  # torch has made a new reducer without the hooks
 
     def enable_allreduce(self) -> None:
-        """Has backward passes reduce gradients again, from the next forward on, with what was left since."""
+        """Makes backward passes reduce again after the next forward pass, with gradients accumulated meanwhile."""
         self.require_backward_grad_sync = True
 
     def disable_allreduce(self) -> None:
-        """Has backward passes leave gradients unreduced from the next forward on: ``no_sync`` without a block."""
+        """Stops backward passes from reducing gradients after the next forward pass, as in a ``no_sync`` block."""
         self.require_backward_grad_sync = False
 
 
-# Each process keeps its own buffers, as in Apex. From torch 2.13 on there is an argument that means this and no more.
+# Each rank keeps its own buffers, as in Apex. From torch 2.13 on, an argument means exactly this.
 _OWN_BUFFERS: dict[str, Any] = (
     {"forward_sync_buffers": False}
     if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
@@ -148,12 +150,12 @@ _OWN_BUFFERS: dict[str, Any] = (
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """How gradients are reduced; as torch does it, if this is the default.
+    """Options of a reduction; the defaults are those of torch.
 
     Attributes:
-        in_float32: whether half ones are widened for it.
-        predivided_by: what they are divided by before they are summed up.
-        averages: whether the result is the mean.
+        in_float32: True if half gradients are cast to float32 for the reduction.
+        predivided_by: divisor of gradients before the sum.
+        averages: True if the result is the mean.
     """
 
     in_float32: bool = False
@@ -179,7 +181,7 @@ def _reduce(reduction: _Reduction, bucket: dist.GradBucket) -> torch.futures.Fut
 
 
 class Reducer:
-    """Averages gradients over processes when it is told to.
+    """Averages gradients over ranks when the script calls `reduce`.
 
     ::
 
@@ -189,12 +191,12 @@ class Reducer:
             reducer.reduce()
         optimizer.step()
 
-    Inside the block the gradients are reduced before anybody looks whether they overflowed, so that all processes skip
-    the same steps.
+    Call `reduce` inside the block: gradients are then reduced before amp checks them for overflow, so that all ranks
+    skip the same steps.
 
     Args:
-        module_or_grads_list: a module, whose parameters all processes take over from the first one here and now; or
-            gradients.
+        module_or_grads_list: gradients, or a module. The constructor overwrites a module's parameters with those of
+            rank 0.
     """
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
@@ -207,7 +209,7 @@ class Reducer:
             extract_tensors(module_or_grads_list, self.grads)
 
     def reduce(self) -> None:
-        """Averages the gradients: those given, or those that the module's parameters have now."""
+        """Averages the given gradients, or the current gradients of the module's parameters."""
         if self.module is None:
             flat_dist_call(self.grads, dist.all_reduce)
         else:
@@ -215,7 +217,7 @@ class Reducer:
 
 
 def _send_parameters(module: nn.Module) -> None:
-    """Overwrites parameters by what they are in the first process; of half ones the float32 values behind them, too."""
+    """Overwrites parameters with those of rank 0; for half parameters, also the float32 values behind them."""
     session, parameters = runtime.live, list(module.parameters())
     if session is None:
         flat_dist_call(parameters, dist.broadcast, (0,))
@@ -230,13 +232,13 @@ def _send_parameters(module: nn.Module) -> None:
 
 @torch.no_grad()
 def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
-    """Calls a collective once for several tensors, and writes the outcome back to them.
+    """Calls a collective once for several tensors, and copies the result back to them.
 
     Args:
         bucket: dense tensors of one dtype and device.
-        call: takes one flat tensor in place, such as ``torch.distributed.broadcast``. After
-            ``torch.distributed.all_reduce`` the tensors are divided by the number of processes.
-        extra_args: what else it takes by position.
+        call: collective that changes one flat tensor in place, such as ``torch.distributed.broadcast``. After
+            ``torch.distributed.all_reduce`` the tensors are divided by the number of ranks.
+        extra_args: further positional arguments of ``call``.
     """
     coalesced = flatten(bucket)
     call(coalesced, *(extra_args or ()))
@@ -247,17 +249,18 @@ def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], ext
 
 
 def flat_dist_call(tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
-    """`apply_flat_dist_call` for tensors of any dtypes and devices: once for each of these.
+    """Calls `apply_flat_dist_call` once for each dtype and device among the tensors.
 
-    Of a model that ``amp.initialize`` has made half this sends half weights, and not the float32 masters behind them:
-    in the first process these keep digits that the others lose. `Reducer` and `DistributedDataParallel` send both.
+    For a model that ``amp.initialize`` has made half, this sends the half weights without the float32 masters behind
+    them. The masters of rank 0 then keep digits that other ranks lose. `Reducer` and `DistributedDataParallel` send
+    both.
     """
     for bucket in split_by_type(tensors).values():
         apply_flat_dist_call(bucket, call, extra_args)
 
 
 def split_by_type(tensors: Iterable[Tensor]) -> OrderedDict[str, list[Tensor]]:
-    """Returns tensors by ``tensor.type()``, in the order in which the types come up."""
+    """Returns the tensors grouped by ``tensor.type()``, in the order in which the types first occur."""
     buckets: OrderedDict[str, list[Tensor]] = OrderedDict()
     for tensor in tensors:
         buckets.setdefault(tensor.type(), []).append(tensor)
@@ -273,7 +276,7 @@ def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
-    """Appends every tensor in nested iterables to a list; what is neither is passed over."""
+    """Appends every tensor in nested iterables to a list; skips all other objects."""
     if isinstance(maybe_tensor, Tensor):
         tensor_list.append(maybe_tensor)
     elif isinstance(maybe_tensor, Iterable) and not isinstance(maybe_tensor, str):

@@ -1,7 +1,7 @@
-"""What ``python -m apex.parallel.multiproc train.py`` meets: says that ``torchrun`` starts processes now.
+"""Runs as ``python -m apex.parallel.multiproc train.py``, and says what to type instead: ``torchrun``.
 
-Must start none: the processes of Apex's launcher had a rendezvous that torch does not know any more. To import this is
-no error, as to stand in for Apex imports all there is.
+Must not start processes: Apex's launcher used a rendezvous that torch no longer supports. Importing this module must
+not fail, only running it.
 """
 
 import shlex
@@ -11,10 +11,10 @@ import torch
 
 
 def instead(arguments: list[str]) -> str:
-    """Returns what to type, in a sentence.
+    """Returns a sentence that says what to type.
 
     Args:
-        arguments: those of the launcher: a script and its own.
+        arguments: arguments of the launcher: a script and the script's own arguments.
     """
     count = torch.cuda.device_count() or "N"
     script = shlex.join(arguments) or "train.py ..."

@@ -1,4 +1,4 @@
-"""The module that pickled models name: Apex had two batch norms, and this was the one that was mostly used."""
+"""Module that pickled models name: Apex had two batch norms, and models mostly used the one of this module."""
 
 from ampatch.apex.parallel.sync_batchnorm import SyncBatchNorm
 

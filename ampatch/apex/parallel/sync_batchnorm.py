@@ -1,7 +1,7 @@
-"""Batch norm over the batches of several processes, as ``apex.parallel.SyncBatchNorm``, on torch's own.
+"""Batch norm over the batches of all ranks, as ``apex.parallel.SyncBatchNorm``, on top of torch's own.
 
-Owns what Apex's module had beyond torch's: channels in the last place, an addend and a relu. Must not take statistics
-itself: torch's kernels do on a GPU, and `ampatch.sync_batch_norm` does on the CPU, which torch's refuse.
+Owns what Apex's module had beyond torch's: channels in the last dimension, an addend and a relu. Must not compute
+statistics itself: torch does this on a GPU, and `ampatch.sync_batch_norm` on the CPU, where torch raises.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from ampatch.sync_batch_norm import synchronised
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """Batch norm whose statistics in training are those of the batches of all processes, taken together.
+    """Batch norm that in training uses the statistics of the batches of all ranks together.
 
-    The batches may be of different sizes. Gradients of weight and bias are each process's own, to be reduced with those
-    of all other parameters. On the CPU the statistics are taken by differentiable collectives in float32.
+    The batches may differ in size. Gradients of weight and bias are each rank's own: reduce them with those of all
+    other parameters. On the CPU, differentiable collectives compute the statistics in float32.
 
     Args:
-        num_features: channels.
-        eps: added to the variance.
-        momentum: of the running statistics; None: they are the mean over all batches.
-        affine: whether there are weight and bias.
-        track_running_stats: whether there are running statistics.
-        process_group: whose processes; None: all.
-        channel_last: whether inputs have their channels in the last place: (N, ..., C). Of two dimensions they do in
-            either case.
-        fuse_relu: whether the output goes through a relu.
+        num_features: number of channels.
+        eps: term added to the variance.
+        momentum: momentum of the running statistics; None for the mean over all batches.
+        affine: True to have weight and bias.
+        track_running_stats: True to keep running statistics.
+        process_group: group of ranks that share statistics; None for all ranks.
+        channel_last: True if channels are the last dimension of inputs: (N, ..., C). For 2-dimensional inputs they
+            always are.
+        fuse_relu: True to apply a relu to the output.
     """
 
     def __init__(
@@ -51,18 +51,19 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self.fuse_relu = fuse_relu
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        """Normalises.
+        """Normalizes a batch.
 
         Args:
-            input: floating, (N, C, ...), or (N, ..., C) with ``channel_last``. A half one may meet float32 parameters.
-            z: of the same shape, added to what is normalised, ahead of the relu.
+            input: floating-point tensor of shape (N, C, ...), or (N, ..., C) with ``channel_last``. It may be half
+                while the parameters are float32.
+            z: tensor of the same shape, added to the normalized batch before the relu.
 
         Returns:
-            Of the shape and dtype of ``input``.
+            Tensor of the shape and dtype of ``input``.
 
         Raises:
-            ValueError: ``input`` has fewer than two dimensions or no channels; of torch.
-            UsageError: it is on the CPU, and all processes together have one value a channel.
+            ValueError: ``input`` has fewer than two dimensions or no channels; raised by torch.
+            UsageError: ``input`` is on the CPU, and all ranks together have only one value per channel.
         """
         moved = input.movedim(-1, 1) if self.channel_last else input
         is_over_group = self.training and dist.is_available() and dist.is_initialized()
@@ -75,21 +76,21 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
-    """Puts a `SyncBatchNorm` in the place of every batch norm in a module.
+    """Replaces every batch norm in a module by a `SyncBatchNorm`.
 
-    The new ones have the parameters and buffers of the old, the same objects, so that optimizers made before go on
-    with them. Hooks on the old ones do not come along.
+    The new layers have the parameters and buffers of the old ones, as the same objects, so that existing optimizers
+    keep updating them. Hooks of the old layers are lost.
 
     Args:
-        module: changed in place; a batch norm itself is replaced.
-        process_group: whose processes take statistics together; None: all.
-        channel_last: as for `SyncBatchNorm`.
+        module: module to change in place; if it is a batch norm itself, only the returned layer is new.
+        process_group: group of ranks that share statistics; None for all ranks.
+        channel_last: True if channels are the last dimension of inputs, as for `SyncBatchNorm`.
 
     Returns:
-        The module, or what replaces it.
+        The module, or its replacement.
 
     Warns:
-        AmpWarning: a batch norm has a forward of its own, which is lost.
+        AmpWarning: a batch norm has a ``forward`` of its own, which is lost.
     """
     return _converted(module, process_group, channel_last, {})
 
@@ -102,7 +103,7 @@ def _converted(
             done[module] = _synchronised(module, process_group, channel_last)
         else:
             done[module] = module
-            for name, child in module._modules.items():  # a module that has two names is there once only otherwise
+            for name, child in module._modules.items():  # named_children() skips second names
                 if child is not None:
                     setattr(module, name, _converted(child, process_group, channel_last, done))
     return done[module]
@@ -112,7 +113,7 @@ def _synchronised(norm: _BatchNorm, process_group: Any, channel_last: bool) -> S
     if type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
         warn(
             f"convert_syncbn_model replaces a {type(norm).__name__}, whose forward is not that of torch's batch norm: "
-            "SyncBatchNorm only normalises. Convert the model by the function of the package that it comes from, if "
+            "SyncBatchNorm only normalizes. Convert the model with a function of the package that it comes from, if "
             "there is one."
         )
     new = SyncBatchNorm(
@@ -130,16 +131,16 @@ def _synchronised(norm: _BatchNorm, process_group: Any, channel_last: bool) -> S
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
-    """Divides all processes into groups that take statistics together; every process has to call this.
+    """Divides all ranks into groups that share statistics; every rank must call this function.
 
     Args:
-        group_size: how many processes are in a group; 0: all.
+        group_size: number of ranks in a group; 0 for all ranks.
 
     Returns:
-        The group that this process is in; None, which means all processes, if there is one only.
+        Group of this rank; None, which means all ranks, if there is only one group.
 
     Raises:
-        OptionError: the number of processes is no multiple of it.
+        OptionError: the number of ranks is not a multiple of ``group_size``.
     """
     if group_size == 0:
         return None
@@ -152,7 +153,7 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
         )
     if group_size == count:
         return None
-    # torch wants every process to make all groups, those of others too.
+    # torch requires that every rank creates all groups, including those of other ranks.
     groups = [dist.new_group(list(range(first, first + group_size))) for first in range(0, count, group_size)]
     mine: dist.ProcessGroup = groups[dist.get_rank() // group_size]
     return mine

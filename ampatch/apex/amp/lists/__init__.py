@@ -1,6 +1,6 @@
 """`apex.amp.lists`: the cast lists as Python lists, which a script edits in place before ``initialize``.
 
-Each module names the namespace that its lists are of. What was done to them is laid over the shipped YAML.
+Each module holds the lists of one namespace, ``MODULE``. The edits are an overlay on the shipped YAML lists.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ __all__ = ["changes", "functional_overrides", "tensor_overrides", "torch_overrid
 
 
 def changes() -> dict[str, dict[str, list[str]]]:
-    """Returns what was done to the lists so far, as ``cast_lists=`` takes it; empty if nothing was.
+    """Returns the edits of the lists so far, in the form that ``cast_lists=`` takes; empty if there are none.
 
     Raises:
-        OptionError: a name was put into two lists, or something else than a name into one.
+        OptionError: a script added a name to two lists, or an entry that is no name.
     """
     return changes_of([functional_overrides, torch_overrides, tensor_overrides])

@@ -1,6 +1,6 @@
-"""What the lists start from, and what a script has done to them since, as an overlay of cast lists.
+"""Owns the initial cast lists of each namespace, and turns a script's edits of them into an overlay.
 
-Must not read a list before it is asked for the changes: scripts also put another list in its place.
+Must not read a list before `changes_of` is called: scripts also replace whole lists.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ _TREATMENTS = {
     "BANNED_FUNCS": Treatment.BANNED,
 }
 
-# Apex kept those of its promoted functions apart that take a sequence.
+# Apex kept promoted functions that take a sequence in a list of their own.
 _OF_SEQUENCES = ("cat", "stack")
 
-# A function in Python, such as F.softmax, calls the method; an edit of the one alone is undone by the other.
+# A Python function such as F.softmax calls the method of the same name. The method's rule would undo an edit of the
+# function alone, so the edit applies to both.
 _CALLED_BY = {"torch.nn.functional": ("torch", "torch.Tensor")}
 
 
 def starting_lists(module: Any) -> dict[str, list[Any]]:
-    """Returns the lists of a namespace by name: the functions that ampatch lists, and those that Apex did.
+    """Returns the lists of a namespace by name, with the functions that ampatch or Apex lists.
 
-    Apex's are there although torch now does by itself what they were listed for, so that a script can take them out.
+    Apex's functions are included although torch now does their casts by itself, so that a script can remove them.
     """
     namespace = _namespace(module)
     rules = shipped().for_half(torch.float16)
@@ -56,13 +57,13 @@ def starting_lists(module: Any) -> dict[str, list[Any]]:
 
 
 def changes_of(modules: Iterable[ModuleType]) -> dict[str, dict[str, list[Any]]]:
-    """Returns what was done to the lists of these modules, as an overlay; empty if nothing was.
+    """Returns the edits of these modules' lists as an overlay; empty if there are none.
 
     Raises:
-        OptionError: a function was put into two lists, or something else than a name into one.
+        OptionError: a script added a name to two lists, or an entry that is no name.
 
     Warns:
-        AmpWarning: torch has no function of a name.
+        AmpWarning: torch has no function of that name.
     """
     edits = {_namespace(module.MODULE): _edits(module) for module in modules}
     rules = shipped().for_half(torch.float16)
@@ -79,12 +80,12 @@ def changes_of(modules: Iterable[ModuleType]) -> dict[str, dict[str, list[Any]]]
     return overlay
 
 
-#: The name of a list of ours, and for banned functions what to use instead.
+#: Name of one of ampatch's lists; for a banned function, also what to use instead.
 _Entry = tuple[str, str | None]
 
 
 def _edits(module: Any) -> dict[str, _Entry]:
-    """Returns the functions whose list has changed, with the list that each stands in now."""
+    """Returns each function whose list has changed, with its current list."""
     edits: dict[str, _Entry] = {}
     started = {name: _functions(items) for name, items in starting_lists(module.MODULE).items()}
     for name, functions in started.items():
@@ -103,14 +104,14 @@ def _edits(module: Any) -> dict[str, _Entry]:
                     )
                 if hasattr(module.MODULE, function):
                     edits[function] = (_TREATMENTS[name].value, instead)
-                else:  # as in Apex: torch has had it, perhaps
+                else:  # no error, as in Apex: another torch may have it
                     hint = did_you_mean(function, dir(module.MODULE))
                     warn(f"{module.__name__}.{name} holds {function!r}, which this torch does not have.{hint}")
     return edits
 
 
 def _functions(items: Iterable[Any]) -> set[Any]:
-    """Returns the names in a list; of a banned function the message stands beside it."""
+    """Returns the names in a list; an entry of a banned function is a pair of name and message."""
     return {item[0] if isinstance(item, tuple) and item else str(item) for item in items}
 
 
@@ -119,5 +120,5 @@ def _names_of(rules: Mapping[Path, Rule], namespace: str) -> dict[str, Treatment
 
 
 def _namespace(module: Any) -> str:
-    """Returns the dotted path of a module, or of a class of torch's."""
+    """Returns the dotted path of a module, or of a class of torch."""
     return str(module.__name__) if isinstance(module, ModuleType) else f"torch.{module.__name__}"

@@ -1,4 +1,4 @@
-"""The functions of `torch.nn.functional` that amp casts, to be edited before ``initialize``."""
+"""Functions of `torch.nn.functional` that amp casts; scripts edit the lists before ``initialize``."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ FP16_FUNCS: list[str] = _LISTS["FP16_FUNCS"]
 FP32_FUNCS: list[str] = _LISTS["FP32_FUNCS"]
 CASTS: list[str] = _LISTS["CASTS"]
 SEQUENCE_CASTS: list[str] = _LISTS["SEQUENCE_CASTS"]
-#: Names, each with what to use instead.
+#: Pairs of a function's name and what to use instead.
 BANNED_FUNCS: list[tuple[str, str]] = _LISTS["BANNED_FUNCS"]

@@ -1,4 +1,4 @@
-"""Empty: what replaces these optimizers is elsewhere.
+"""Empty: the replacements of these optimizers are elsewhere.
 
-Python imports this package before it asks for an optimizer in it. So errors name the optimizer that was meant.
+Python imports this package before an optimizer in it, so that errors name the optimizer that the script needs.
 """
