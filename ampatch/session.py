@@ -139,7 +139,7 @@ class Session:
         self.conversion = Conversion(self._is_of_model)
         self._converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules in models of which weights are half
         self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those among them that compute in float32
-        self._blocks = Blocks(self.ranks, self.cache, self.switch)
+        self._blocks = Blocks(self.ranks, self.cache, self.switch, self._prepare_block)
         self.loading: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
         self._adapters = Adapters(
             settings.properties.half_dtype,
@@ -537,18 +537,13 @@ class Session:
     def scale_loss(
         self, loss: Any, optimizers: Sequence[OptimizerLike], loss_id: int, **delays: bool
     ) -> ScaledBlock[Any]:
-        """Returns the block of ``amp.scale_loss``.
+        """Returns the block of ``amp.scale_loss``; ``delays`` are ``delay_unscale`` and ``delay_overflow_check``."""
+        return ScaledBlock(self._blocks, loss, optimizers, loss_id, **delays)
 
-        Args:
-            loss: a loss, or nested lists, tuples and dicts of losses.
-            optimizers: whose parameters receive gradients in the block.
-            loss_id: the number of the scale.
-            delays: ``delay_unscale`` and ``delay_overflow_check``.
-
-        Raises:
-            OptionError: ``loss_id`` is out of range, or the loss is no floating tensor.
-            UsageError: an optimizer was never passed to ``amp.initialize``.
-        """
+    def _prepare_block(
+        self, loss: Any, optimizers: Sequence[OptimizerLike], loss_id: int
+    ) -> tuple[LossScaler, list[AdoptedOptimizer]]:
+        """Returns the scale of a loss, moved to its device, and what is known of optimizers."""
         scaler = self.scaler(loss_id)
         scaler.follow(loss)
         if self.settings.adopts_on_use:
@@ -557,7 +552,7 @@ class Session:
                 for each in new.values():
                     check_not_stepping(each)
                 self.adopt([], new.values())
-        return ScaledBlock(self._blocks, loss, list(map(self.adopted, optimizers)), scaler, loss_id, **delays)
+        return scaler, list(map(self.adopted, optimizers))
 
     @_with_casts_off
     def judge(self, scaler: LossScaler, found_inf: Tensor) -> None:

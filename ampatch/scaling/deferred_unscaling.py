@@ -1,6 +1,6 @@
-"""Gradients that are left scaled and unclipped until a step, for the optimizer's own kernel to divide them.
+"""Gradients that stay scaled and unclipped until the step, where the optimizer's own kernel divides them.
 
-Owns what they are to be divided by, and which tensors they were. Must not know the optimizer or the scale.
+Owns the divisor, and which tensors it applies to. Must not know the optimizer or the scale.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from ampatch.native import kernels
 
 
 class DeferredUnscaling:
-    """A division that is still to be done.
+    """A division of gradients that is still to be done.
 
     Args:
-        grads: what is to be divided; of any shape, dtype and device.
+        grads: gradients of any shape, dtype and device.
         divisor: 0-dimensional float32.
+
+    Attributes:
+        divisor: as given.
     """
 
     def __init__(self, grads: list[Tensor], divisor: Tensor) -> None:
@@ -24,19 +27,26 @@ class DeferredUnscaling:
         self._grads = [(grad, grad._version) for grad in grads]
 
     def divide(self, there: list[Tensor]) -> None:
-        """Divides those that are still there in place; others have come since, of a backward without a scale."""
+        """Divides in place those gradients that still exist.
+
+        Args:
+            there: the optimizer's present gradients; new ones, of a backward pass without scaling, are left alone.
+        """
         ids = set(map(id, there))
         kernels.multiply_([grad for grad, _ in self._grads if id(grad) in ids], self.divisor.reciprocal())
 
     def are(self, there: list[Tensor]) -> bool:
-        """Returns whether what is there now is nothing but these.
+        """Returns True if all present gradients are among these.
+
+        Args:
+            there: the optimizer's present gradients.
 
         Warns:
-            AmpWarning: somebody has written to one of them.
+            AmpWarning: user code has written to one of them.
         """
         versions = {id(grad): version for grad, version in self._grads}
         written = [grad for grad in there if versions.get(id(grad), grad._version) != grad._version]
-        # Asked of the device only where somebody has written to gradients. Zeros are cleared ones.
+        # Syncs with the device only if a version counter has changed. Zeros count as cleared.
         if any(bool(kernels.values_of(grad.detach()).any()) for grad in written):
             warn(
                 "gradients were changed after amp.clip_grad_norm_, which had left them scaled, for the optimizer's own "

@@ -1,7 +1,7 @@
-"""A scale that gradients were brought to once, and what came of it: whether they overflowed.
+"""One use of a loss scale, and its overflow verdict.
 
-The values stay on the device until somebody asks; `send` has them copied to the host without anybody waiting. Knows
-gradients by their verdict only.
+Values stay on the device until the host reads them; `send` copies them without a sync. Must never touch gradients: it
+knows only the verdict on them.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from ampatch.casting.nested import tensors_in
 from ampatch.native.host_copy import HostCopy
 from ampatch.scaling.loss_scaler import LossScaler, scaled
 
 logger = logging.getLogger("ampatch")
 
-#: The types of devices whose numbers are read without anybody waiting.
+#: Types of devices whose values the host reads without a sync.
 AT_HAND = frozenset({"cpu"})
 
 
@@ -29,19 +29,18 @@ class ScaleUse:
     """One use of a loss scale.
 
     Args:
-        scaler: the scale of a loss.
+        scaler: the scaler of a loss.
         scaler_id: its number, for messages.
 
     Attributes:
-        is_open: whether gradients may still be added at this scale in the block that began it.
-        is_postponed: whether the gradients that it left are reduced over processes with those of a later backward.
-        is_judged_later: whether it is left to a later one, or to somebody else, to say what to do about an overflow.
-        is_confirmed: whether an overflow counts for good, whatever becomes of the gradients.
-        is_of_others: whether it is remembered for an optimizer that had no gradients.
-        is_one: whether the scale is static and 1, so that the gradients are what they are without one.
-        scale: the scale as it was: 0-dimensional float32, on the device.
-        found_inf: 0-dimensional float32, not 0 if a gradient was not finite; None until that is known, and under a
-            static scale.
+        is_open: True inside its block.
+        is_postponed: True if DDP is going to reduce its gradients together with those of a later backward pass.
+        is_judged_later: True if a later block or other code lets the scale react to the overflow.
+        is_confirmed: True if an overflow counts even after the gradients were cleared.
+        is_of_others: True if an optimizer without gradients remembers it.
+        is_one: True if the scale is static and 1, so that scaling changes nothing.
+        scale: snapshot of the scale: 0-dimensional float32, on the device.
+        found_inf: 0-dimensional float32, not 0 after an overflow; None before unscaling, and under a static scale.
     """
 
     is_open = False
@@ -59,29 +58,32 @@ class ScaleUse:
         self.is_one = scaler.is_one
         self.scale = scaler.snapshot()
         self._age = scaler.age
-        self._announced: list[bool] = []  # one that its copies have too
+        self._announced: list[bool] = []  # shared with its copies
         self._losses: list[Tensor] = []
 
     def apply(self, loss: Any) -> Any:
-        """Returns losses in float32, multiplied by the scale of this use; see `scaled`."""
-        return scaled(loss, None if self.is_one else self.scale)
+        """Returns losses in float32, multiplied by the scale of this use; see `scaled`.
 
-    def note_losses(self, losses: Iterable[Tensor]) -> None:
-        """Remembers the values of the scaled losses, to report one that is not finite when a step is skipped."""
+        Remembers their values, to report one that is inf or NaN when a step is skipped.
+        """
+        if self.is_one:
+            return scaled(loss, None)
+        result = scaled(loss, self.scale)
         if self.scaler.dynamic:
-            # Copies without graph: a loss may be a view of a large tensor.
-            values = (each.detach() for each in losses if not is_functorch_wrapped_tensor(each))
+            # Sums without graph: a loss may be a view of a large tensor.
+            values = (each.detach() for each in tensors_in(result) if not is_functorch_wrapped_tensor(each))
             self._losses = [each.sum() if each.dim() else each for each in values]
+        return result
 
     def go_on_from(self, earlier: ScaleUse) -> None:
-        """Stays at the scale of an earlier use, although it may have moved since."""
+        """Takes the snapshot of an earlier use, although the scale may have changed since."""
         self.scale, self._age = earlier.scale, earlier._age
 
     def only_where(self, still: Tensor) -> ScaleUse:
-        """Returns this use, whose overflow counts only if what overflowed is still there.
+        """Returns a copy whose overflow counts only if the gradients still exist.
 
         Args:
-            still: 0-dimensional float32, 1 if it is, else 0.
+            still: 0-dimensional float32, 1 if they do, else 0.
         """
         assert self.found_inf is not None
         revised = self.confirmed()
@@ -90,23 +92,23 @@ class ScaleUse:
         return revised
 
     def confirmed(self, of_others: bool = False) -> ScaleUse:
-        """Returns this use, whose overflow counts for good.
+        """Returns a copy whose overflow counts even after the gradients were cleared.
 
         Args:
-            of_others: whether it was about other optimizers' gradients.
+            of_others: whether an optimizer without gradients remembers it.
         """
         copied = copy.copy(self)
         copied.is_confirmed, copied.is_of_others = True, of_others
         return copied
 
     def is_same_scale(self, other: ScaleUse) -> bool:
-        """Returns whether gradients of both may be added up; waits for the device only if the scale may have moved."""
+        """Returns True if gradients of both may be summed; syncs with the device only if the scale may have changed."""
         if self.scaler is not other.scaler:
             return False
         return self._age == other._age or bool(self.scale == other.scale)
 
     def send(self) -> None:
-        """Starts to copy what `overflowed` and `announce` need to the host."""
+        """Starts to copy to the host what `overflowed` and `announce` read."""
         assert self.found_inf is not None
         device = self.found_inf.device
         losses = (each if each.device == device else each.to(device) for each in self._losses)
@@ -115,18 +117,18 @@ class ScaleUse:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether what was sent can be read without waiting."""
+        """True if the values sent have reached the host."""
         return self._sent is not None and self._sent.has_arrived
 
     @property
     def is_at_hand(self) -> bool:
-        """Whether it is known whether a gradient was not finite, or nobody has to wait to read it."""
+        """True if the host can read the verdict without a sync."""
         found_inf = self.found_inf
         return self._overflowed is not None or found_inf is None or found_inf.device.type in AT_HAND
 
     @property
     def overflowed(self) -> bool:
-        """Whether a gradient was not finite; waits for the device."""
+        """True after an overflow; syncs with the device."""
         if self._overflowed is None:
             if self._sent is not None:
                 self._overflowed = self._values[0] != 0
@@ -136,24 +138,24 @@ class ScaleUse:
 
     @property
     def began_at_floor(self) -> bool:
-        """Whether the scale could not have backed off further; waits for the device."""
+        """True if the scale was at its floor in this use; syncs with the device."""
         return self._values[1] <= self.scaler.policy.floor
 
     @property
     def ended_at_floor(self) -> bool:
-        """Whether the scale was at its floor when it was sent; waits for the device."""
+        """True if the scale was at its floor when its value was sent; syncs with the device."""
         return self._values[2] <= self.scaler.policy.floor
 
     @property
     def loss_that_is_not_finite(self) -> float | None:
         """Returns a scaled loss, or the sum of its elements, that is inf or NaN; None if all are finite.
 
-        Waits for the device.
+        Syncs with the device.
         """
         return next((loss for loss in self._values[3:] if not math.isfinite(loss)), None)
 
     def announce(self) -> None:
-        """Logs the skipped step, once however many optimizers skip for it."""
+        """Logs the skipped step, once for all optimizers that skip."""
         if not self._announced:
             self._announced.append(True)
             _, before, now, *_ = self._values

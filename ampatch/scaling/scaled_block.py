@@ -6,7 +6,7 @@ while the block itself computes, so that no cast list reaches its arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -22,7 +22,7 @@ from ampatch.native import kernels
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
-from ampatch.scaling.optimizer_step import AdoptedOptimizer
+from ampatch.scaling.optimizer_step import AdoptedOptimizer, OptimizerLike
 from ampatch.scaling.scale_use import ScaleUse
 from ampatch.scaling.unscaling import Unscaling, without_masters
 from ampatch.switch import Switch
@@ -41,6 +41,8 @@ class Blocks:
         cache: the casts of weights; cleared on entry, when the graph holds the casts that the backward pass needs and
             releases each after its use; and on exit, for forward passes inside the block.
         switch: whether casts are on.
+        prepare: returns the scaler for a loss, optimizers and a loss's number, and the adopted optimizers; raises if
+            there are none.
         watched: open blocks that warn of backward passes from other losses.
         warned: numbers of the losses for which the user has been warned.
     """
@@ -48,6 +50,7 @@ class Blocks:
     ranks: Ranks
     cache: WeightCache
     switch: Switch
+    prepare: Callable[[Any, Sequence[OptimizerLike], int], tuple[LossScaler, list[AdoptedOptimizer]]]
     watched: list[ScaledBlock[Any]] = field(default_factory=list)
     warned: set[int] = field(default_factory=set)
 
@@ -60,9 +63,8 @@ class ScaledBlock(Generic[_L]):
     Args:
         blocks: what all blocks of the session share.
         loss: a loss, or nested lists, tuples and dicts of losses.
-        optimizers: whose parameters receive gradients in the block. A parameter of two of them is handled once.
-        scaler: the scale of the loss.
-        loss_id: its number, for messages.
+        optimizers: the user's, whose parameters receive gradients in the block. A parameter of two is handled once.
+        loss_id: the number of the scale.
         delay_unscale: leaves the gradients scaled on exit.
         delay_overflow_check: leaves the reaction of the scale to a later block.
 
@@ -73,6 +75,10 @@ class ScaledBlock(Generic[_L]):
     """
 
     scale_use: ScaleUse
+    _unscaling: Unscaling
+    _scaler: LossScaler
+    _optimizers: list[AdoptedOptimizer]
+    _gradients: list[OptimizerGradients]
     watched: tuple[Node, ...] = ()
     has_warned = False
     _is_open = False
@@ -82,18 +88,14 @@ class ScaledBlock(Generic[_L]):
         self,
         blocks: Blocks,
         loss: _L,
-        optimizers: Sequence[AdoptedOptimizer],
-        scaler: LossScaler,
+        optimizers: Sequence[OptimizerLike],
         loss_id: int,
         *,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> None:
         self._blocks = blocks
-        self._loss: tuple[_L] | None = (loss,)
-        self._optimizers = list(dict.fromkeys(optimizers))
-        self._gradients = [optimizer.gradients for optimizer in self._optimizers]
-        self._scaler = scaler
+        self._arguments: tuple[_L, Sequence[OptimizerLike]] | None = (loss, optimizers)
         self._loss_id = loss_id
         self._delays_unscaling = delay_unscale
         self._delays_check = delay_overflow_check
@@ -116,32 +118,36 @@ class ScaledBlock(Generic[_L]):
 
         Raises:
             UsageError: the block was entered before, stands inside another one for the same optimizer, or would add up
-                gradients of two scales.
+                gradients of two scales; or an optimizer was never passed to ``amp.initialize``.
+            OptionError: the number of the scale is out of range, or the loss is no floating tensor.
         """
-        if self._loss is None:
+        if self._arguments is None:
             raise UsageError(
                 f"this amp.scale_loss block {'is open already' if self._is_open else 'has ended'}, and a block can be "
                 "entered only once. Call amp.scale_loss(loss, optimizer) anew for each backward pass: with "
                 "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()."
             )
-        (loss,), self._loss = self._loss, None  # the user may delete the loss to free its graph
-        blocks = self._blocks
+        loss, blocks = self._arguments[0], self._blocks
         with blocks.switch.suspended():
+            self._scaler, optimizers = blocks.prepare(*self._arguments, self._loss_id)
+            self._optimizers = list(dict.fromkeys(optimizers))
+            self._gradients = [optimizer.gradients for optimizer in self._optimizers]
             if blocks.ranks.has_wrappers:
                 blocks.ranks.begin_block()
             self.scale_use = scale_use = ScaleUse(self._scaler, self._loss_id)
             self._unscaling = Unscaling(scale_use, self._gradients, blocks.ranks)
-            is_begun = self.begin_if_clear()
-            if not is_begun:
-                self._join_postponed()
+            # First what may run out of memory: nothing has begun then.
             scaled = scale_use.apply(loss)
             losses = list(tensors_in(scaled))
-            if not is_begun:
+            if not self.begin_if_clear():
+                if self._joins_postponed():
+                    scaled = scale_use.apply(loss)
+                    losses = list(tensors_in(scaled))
                 self._begin(losses)
             if not scale_use.is_one:
-                scale_use.note_losses(losses)
                 self._watch(losses)
         blocks.cache.end_iteration()
+        self._arguments = None  # the user may delete the loss to free its graph
         self._is_open = True
         return scaled  # type: ignore[no-any-return]
 
@@ -184,14 +190,19 @@ class ScaledBlock(Generic[_L]):
         self.scale_use.is_open = True
         return True
 
-    def _join_postponed(self) -> None:
-        """Keeps the scale of an earlier block if DDP is going to reduce its gradients together with these."""
+    def _joins_postponed(self) -> bool:
+        """Keeps the scale of an earlier block if DDP is going to reduce its gradients together with these.
+
+        Returns:
+            True if there is such a block.
+        """
         for each in self._gradients:
             earlier = each.scaled_by
             postponed = earlier is not None and earlier.is_postponed and earlier.scaler is self._scaler
             if earlier is not None and postponed and each.exist():
                 self.scale_use.go_on_from(earlier)
-                return
+                return True
+        return False
 
     def _begin(self, losses: Sequence[Tensor]) -> None:
         """Scales existing gradients, so that the backward pass adds scaled gradients to scaled ones.
