@@ -155,7 +155,7 @@ class Adapters:
         return self._told(self._unless_in_place(adapter, path, original, refuse_half=False), path)
 
     def _told(self, adapter: Adapter, path: Path) -> Adapter:
-        """Returns an adapter that names its function if casts are labelled; not `plainly`, since C++ names none."""
+        """Returns an adapter that names its function if casts are labelled; drops `plainly`, since C++ names none."""
         return Adapter(named(adapter.adapt, str(path))) if self._labelled else adapter
 
     def for_treatment(

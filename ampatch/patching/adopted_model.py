@@ -59,7 +59,7 @@ def check_model(model: object) -> nn.Module:
 
 
 def scripted_parts(model: nn.Module) -> list[str]:
-    """Returns the names of submodules that TorchScript compiled, and of such functions that modules hold or call."""
+    """Returns the names of submodules that TorchScript compiled, and of compiled functions that modules hold or call."""
     parts: dict[int, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -253,7 +253,7 @@ def hook_state_dict(
     before_load: Callable[..., None],
     after_load: Callable[[nn.Module, Any], None],
 ) -> None:
-    """Registers the three hooks on each module, because submodules may be saved and loaded on their own."""
+    """Registers the three hooks on each module, because submodules can be saved and loaded on their own."""
     for module in modules:
         ledger.on_undo(module.register_state_dict_post_hook(after_state_dict).remove, module)
         ledger.on_undo(module.register_load_state_dict_pre_hook(before_load).remove, module)

@@ -41,7 +41,7 @@ class Weights(Protocol):
         """Returns a tensor, possibly a weight, cast to another floating type."""
 
     def full(self, weight: Tensor) -> Tensor:
-        """Returns a weight as functions get it that do not compute in half."""
+        """Returns a weight in the form for functions that do not compute in half."""
 
     def dtype_of(self, weight: Tensor) -> torch.dtype:
         """Returns the type of a weight that the model's code sees."""
@@ -174,7 +174,7 @@ class CastRules:
         return None
 
     def computes_in_half(self, function: Function) -> bool:
-        """Returns True if a function's floating-point arguments are cast to half in every call."""
+        """Returns True if a function's floating-point arguments are all cast to half, whatever its other arguments."""
         entry = self.entries.get(beneath(function))
         return entry is not None and entry.computes_in_half
 
@@ -303,7 +303,7 @@ class CastingMode(TorchFunctionMode):
 
 
 def _applied(cast: TensorCast, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Returns arguments with ``cast`` applied to every weight in them."""
+    """Returns arguments with ``cast`` applied to every tensor in them."""
     return (
         tuple([cast_tensors(value, cast) for value in args]),
         {name: cast_tensors(value, cast) for name, value in kwargs.items()},

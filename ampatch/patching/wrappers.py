@@ -64,7 +64,7 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> F
 
 
 def _asking_overrides(original: Function) -> Function:
-    """Returns a function that offers a call to ``__torch_function__`` overrides under the original's identity.
+    """Returns a function that first lets ``__torch_function__`` override the call, and passes it the original.
 
     Overrides know the original. But torch's Python functions pass on the object under their global name, which is the
     wrapper now. So the returned function checks for overrides first. If torch allows none, it is the original itself.
