@@ -160,9 +160,9 @@ def read_tables() -> None:
             torch._dynamo.trace_rules.get_torch_obj_rule_map()  # torch.distributed clears this one when it is set up
         except AttributeError as error:
             raise UsageError(
-                "torch cannot list its own functions, since another tool has replaced one of them by an object that is "
-                f"no function ({error}). Put a function there, made with functools.wraps. `ampatch doctor MODULE`, "
-                "with the module that replaces it, names each function that is not torch's own."
+                "torch cannot list its own functions, since another tool has put an object that is no function in the "
+                f"place of one ({error}). Put a function there, made with functools.wraps; `ampatch doctor MODULE`, "
+                "with the module that does it, names what is not torch's own."
             ) from error
 
 

@@ -170,7 +170,7 @@ class WithoutCasts:
         if isinstance(function, type) or not callable(function) or inspect.isasyncgenfunction(function):
             found = f"the class {function.__name__}" if isinstance(function, type) else repr(function)
             raise OptionError(
-                f"amp.disable_casts got {found}, but decorates only functions, generators and coroutines. Put "
+                f"amp.disable_casts got {found}, and decorates functions, generators and coroutines. Put "
                 "with amp.disable_casts(): inside it, around the code that is to run without casts."
             )
         wrapper: Any

@@ -59,7 +59,7 @@ def check_model(model: object) -> nn.Module:
 
 
 def scripted_parts(model: nn.Module) -> list[str]:
-    """Returns the names of submodules that TorchScript compiled, and of compiled functions that modules hold or call."""
+    """Returns the names of TorchScript-compiled submodules, and of compiled functions that modules hold or call."""
     parts: dict[int, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
