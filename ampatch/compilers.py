@@ -1,8 +1,8 @@
-"""What torch's compilers and tracers must know of patched functions: that they are, and which the originals were.
+"""Tells torch's compilers and tracers which functions are patched, and what the originals were.
 
-Each of them keeps tables of torch's functions, or results of tracing them, and none looks whether a function is still
-the one that it knew. Owns what has to be said to them while a session is installed; says it through the ledger. Knows
-nothing of rules or types.
+Each of them keeps tables of torch's functions, or results of tracing them, and never checks whether a function was
+replaced. Owns the changes to compilers while a session is installed; makes them through the ledger. Must not know rules
+or types.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ampatch.ledger import PatchLedger
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# Of this package, what models call while they run. The rest keeps books around them, which is no work for a compiler.
+# Modules of this package that models call while they run. The others do bookkeeping, which must not be compiled.
 _TRACED = {
     "": [
         "amp",
@@ -69,16 +69,16 @@ wrapt.register_post_import_hook(_keep_books_untraced, "torch._dynamo")
 
 
 def called_in_graphs(function: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a function that torch.compile is not to trace, but to call where its graph runs."""
+    """Decorates a function that torch.compile must not trace; the compiled graph calls it instead."""
     wrapt.register_post_import_hook(lambda dynamo: dynamo.allow_in_graph(function), "torch._dynamo")
     return function
 
 
 def traced_within_others(function: _F) -> _F:
-    """Decorates a function that torch.compile is to trace where it is called by what is compiled, and only there.
+    """Decorates a function that torch.compile must trace only as a part of compiled callers, never on its own.
 
-    Where it lets code run as it is, as it does around some graph breaks and the hooks of modules, it goes on to compile
-    every function that is called there, but for those of torch.
+    torch.compile leaves some code uncompiled, for example around some graph breaks and module hooks. Without this
+    decorator it would compile each function called from there, except torch's.
     """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
@@ -87,9 +87,9 @@ def traced_within_others(function: _F) -> _F:
 
 
 def give_own_code(wrapper: Any, original: object) -> None:
-    """Has torch.compile keep what it compiles of a wrapper apart from the others', and leave builtins to their callers.
+    """Gives a wrapper its own code object, and lets torch.compile trace a builtin's wrapper only within its callers.
 
-    It keeps what it has compiled by code, in a small number, and wrappers that were made in one place share theirs.
+    torch.compile keeps few compiled results for each code object, and wrappers made in one place would share theirs.
     """
     wrapper.__code__ = wrapper.__code__.replace(co_name=wrapper.__name__)
     if not isinstance(original, types.FunctionType):
@@ -97,11 +97,11 @@ def give_own_code(wrapper: Any, original: object) -> None:
 
 
 def trace_instead(function: Any) -> None:
-    """Has torch.compile trace ``function.__ampatch_python__`` where a function is called, for as long as it lives.
+    """Makes torch.compile trace ``function.__ampatch_python__`` at calls of ``function``, as long as that lives.
 
     Args:
-        function: of a class derived from functions, whose code and closure guards do not take for a function's. In all
-            but calls it stays what it is: as a member of a set, a key of a dict, a result.
+        function: instance of a class derived from functions; torch.compile cannot guard its code and closure. Except in
+            calls it stays itself: as a member of a set, a key of a dict, a result.
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import AttrSource
@@ -120,7 +120,7 @@ def trace_instead(function: Any) -> None:
 
 @functools.cache
 def _called_as() -> type:
-    """Returns the class of what torch.compile takes such functions for."""
+    """Returns the variable class that represents such functions in torch.compile."""
     from torch._dynamo.variables.functions import UserFunctionVariable
 
     class CalledAsAnother(UserFunctionVariable):
@@ -141,13 +141,13 @@ def _called_as() -> type:
 
 
 def read_tables() -> None:
-    """Has torch build its tables of its own functions, which it does once and lazily, while nothing is patched.
+    """Makes torch build the tables of its own functions now, while nothing is patched.
 
-    Built later they would take wrappers for torch's functions, for as long as the process lives: torch.compile would
-    neither trace the wrappers nor know the originals.
+    torch builds each table once, at first use. Tables built later would list wrappers as torch's functions until the
+    process ends: torch.compile would neither trace the wrappers nor know the originals.
 
     Raises:
-        UsageError: torch cannot read what somebody else has put in the place of one of its functions.
+        UsageError: another library has replaced one of torch's functions by an object that is no function.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some of torch's own functions are deprecated
@@ -160,19 +160,19 @@ def read_tables() -> None:
             torch._dynamo.trace_rules.get_torch_obj_rule_map()  # torch.distributed clears this one when it is set up
         except AttributeError as error:
             raise UsageError(
-                "torch cannot list its own functions, since another tool has put something that is no function in the "
+                "torch cannot list its own functions, since another tool has put an object that is no function in the "
                 f"place of one ({error}). Put a function there, made with functools.wraps; `ampatch doctor MODULE`, "
                 "with the module that does it, names what is not torch's own."
             ) from error
 
 
 def instruct(ledger: PatchLedger, original_of: Callable[[object], object], hooks: Collection[object]) -> None:
-    """Tells the compilers of the patches; to be called before the first of them, so that it is taken back last.
+    """Prepares the compilers for the patches; must be called before the first patch, so that it is undone last.
 
     Args:
-        ledger: takes note of what is installed.
-        original_of: gives the original of a wrapper, and anything else as it is.
-        hooks: those that adopted models get.
+        ledger: records the changes.
+        original_of: function that returns the original of a wrapper, and any other object unchanged.
+        hooks: hooks of adopted models.
     """
     _keep_off_disk(ledger)
     _unwrap_for_torchscript(ledger, original_of, hooks)
@@ -180,19 +180,19 @@ def instruct(ledger: PatchLedger, original_of: Callable[[object], object], hooks
 
 
 def forget_compiled() -> None:
-    """Has torch.compile trace everything anew.
+    """Makes torch.compile trace everything again.
 
-    It guards functions by identity, but puts methods of tensors, operators and functions of torch that call others into
-    its graphs by name, without a guard.
+    It guards functions by identity. But methods of tensors, operators and functions of torch that call others enter its
+    graphs by name, without a guard.
     """
     torch._dynamo.reset_code_caches()
 
 
 def _keep_off_disk(ledger: PatchLedger) -> None:
-    """Keeps the cache of traced graphs, which outlives the process, from giving or taking any while patched.
+    """Disables the persistent cache of traced graphs while functions are patched.
 
-    Its key is the graph by name, so that a patched program and another one would be given each other's results. The
-    cache of compiled kernels, whose key is what the graph came to, goes on working.
+    Its key contains only the names of functions, so patched and unpatched programs would get each other's results. The
+    cache of compiled kernels stays enabled, because its key is the resulting graph.
     """
     import torch._functorch.aot_autograd as aot_autograd
 
@@ -207,9 +207,9 @@ def _never() -> bool:
 def _unwrap_for_torchscript(
     ledger: PatchLedger, original_of: Callable[[object], object], hooks: Collection[object]
 ) -> None:
-    """Has TorchScript compile the originals, and models without amp's hooks.
+    """Makes TorchScript compile the originals, and models without amp's hooks.
 
-    It can compile neither wrappers nor hooks, and so what it has compiled is never cast.
+    TorchScript can compile neither wrappers nor hooks, so the code that it has compiled never casts.
     """
     find_builtin: Callable[[object], object] = torch.jit._builtins._find_builtin
     compile_function: Callable[[object, object], object] = torch.jit._recursive.try_compile_fn
@@ -232,7 +232,7 @@ def _unwrap_for_torchscript(
 
 @contextmanager
 def _without(hooks: Collection[object], model: nn.Module) -> Iterator[None]:
-    """Takes hooks off the modules of a model until the block ends; puts them back in the old order."""
+    """Removes hooks from the modules of a model until the block ends, then restores them in the old order."""
     saved = [(found, dict(found)) for m in model.modules() for found in (m._forward_pre_hooks, m._forward_hooks)]
     for found, before in saved:
         for key, hook in before.items():

@@ -1,6 +1,6 @@
-"""Models and optimizers of sessions that a later one has replaced: the user is told, once, where they are trained on.
+"""Models and optimizers of replaced sessions: warns once if user code goes on training them.
 
-Owns the hooks that hear of it, which are on those models and optimizers only. Must not change what they do.
+Owns the hooks that notice this, on these models and optimizers only. Must not change their behaviour.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _ADVICE = (
 
 @dataclass(slots=True)
 class _Watched:
-    """A model or an optimizer.
+    """A model or an optimizer of a replaced session.
 
     Attributes:
-        reference: to it.
-        why: what the settings of the later session differ in.
-        ledger: has its hook.
-        is_silent: whether there is nothing more to tell.
+        reference: weak reference to it.
+        why: differences of the later session's settings, for messages.
+        ledger: ledger that records its hook.
+        is_silent: True if no warning is due any more.
     """
 
     reference: weakref.ref[Any]
@@ -41,24 +41,25 @@ class _Watched:
 
 
 class Replaced:
-    """What the replaced sessions of a process have left.
+    """The models and optimizers of a process's replaced sessions.
 
     Args:
-        before_forward: the hook that models get. It leads to `hear`.
-        before_step: the same for optimizers. Both stand at the top of a module, so that models pickle with them.
+        before_forward: forward pre-hook for models, which leads to `hear`.
+        before_step: step pre-hook for optimizers, which leads to `hear`. Both must be module-level functions, so that
+            models pickle with them.
     """
 
     def __init__(self, before_forward: Callable[..., None], before_step: Callable[..., None]) -> None:
         self._before_forward, self._before_step = before_forward, before_step
-        self._watched: dict[int, _Watched] = {}  # by id: an optimizer may not be hashable
+        self._watched: dict[int, _Watched] = {}  # by id: an optimizer might not be hashable
 
     def watch(self, models: Iterable[nn.Module], optimizers: Iterable[Any], why: str) -> None:
-        """Listens to models and optimizers of a session that was taken down.
+        """Hooks models and optimizers of a session that was taken down.
 
         Args:
-            models: that it had.
-            optimizers: that it had.
-            why: what the settings of the later session differ in.
+            models: models that the session had adopted.
+            optimizers: optimizers that the session had adopted.
+            why: differences of the later session's settings, for messages.
         """
         for model in models:
             ledger = self._add(model, why)
@@ -71,44 +72,44 @@ class Replaced:
                 ledger.set(optimizer, "step", functools.partial(_announced, self._before_step, optimizer.step))
 
     def hear(self, trained: Any, live: Session | None) -> None:
-        """Takes note that a model runs forward in training mode, or that an optimizer steps.
+        """Warns, once, if a watched model or optimizer goes on training without the live session.
 
         Args:
-            trained: the one of the two.
-            live: the session that there is now; None: amp was switched off by the later call.
+            trained: model whose forward begins in training mode, or optimizer whose step begins.
+            live: session that is live now; None if the later call disabled amp.
 
         Warns:
-            AmpWarning: it is one of those that are watched, and the live session does not have it.
+            AmpWarning: ``trained`` is watched, and the live session has not adopted it.
         """
         watched = self._find(trained)
         if watched is None or watched.is_silent or (live is not None and live.settings.adopts_on_use):
             return
-        # The hooks stay: torch is going through those of an optimizer.
+        # The hooks stay, because torch is iterating over the optimizer's hooks now.
         if live is not None and _has(live, trained):
             watched.is_silent = True
             return
         for each in list(self._watched.values()):
             each.is_silent = True
         warn(
-            f"this {type(trained).__name__} is trained on without amp: a later amp.initialize has replaced the "
-            f"one that it was handed to, since its settings are others ({watched.why}). {_ADVICE}"
+            f"this {type(trained).__name__} now trains without amp: a later amp.initialize has replaced the one that "
+            f"it was handed to, since the settings differ ({watched.why}). {_ADVICE}"
         )
 
     def check(self, optimizer: Any, live: Session) -> None:
-        """Raises where a loss is scaled, or an answer asked for, for an optimizer that the live session does not have.
+        """Raises if an optimizer belongs to a replaced session only; called before amp scales a loss for it.
 
         Raises:
-            UsageError: it is one of a replaced session.
+            UsageError: the optimizer is watched, and the live session has not adopted it.
         """
         watched = self._find(optimizer)
         if watched is not None and not live.settings.adopts_on_use and not live.has_adopted(optimizer):
             raise UsageError(
                 f"this {type(optimizer).__name__} was handed to an amp.initialize that a later one has replaced, since "
-                f"its settings are others ({watched.why}). {_ADVICE}"
+                f"the settings differ ({watched.why}). {_ADVICE}"
             )
 
     def end(self) -> None:
-        """Takes every hook out, and forgets everything."""
+        """Removes every hook, and forgets all models and optimizers."""
         for each in list(self._watched.values()):
             each.ledger.undo()
         self._watched.clear()
@@ -128,19 +129,19 @@ class Replaced:
 
 
 def _has(session: Session, trained: Any) -> bool:
-    """Returns whether a session has adopted an optimizer, or a model that is the given one or contains it."""
+    """Returns True if a session has adopted an optimizer, or a model that is the given one or contains it."""
     if not isinstance(trained, nn.Module):
         return session.has_adopted(trained)
     return any(trained in model.modules() for model in session.models)
 
 
 def _forget(watched: dict[int, _Watched], key: int, reference: weakref.ref[Any]) -> None:
-    """Runs when a model or an optimizer has died; another one may have its id by now."""
+    """Forgets a model or an optimizer that has died, unless another one is watched under its id by now."""
     if key in watched and watched[key].reference is reference:
         del watched[key]
 
 
 def _announced(before: Callable[[Any], None], step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Announces and makes the step of an optimizer that has no hooks for it, being none of torch's."""
+    """Calls ``before``, then the step of an optimizer that has no step hooks because its class is not torch's."""
     before(getattr(step, "__self__", None))
     return step(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""What belongs to the process: which session is live, what the user has registered, and the ways to the live session.
+"""State of the process: the live session, the functions that the user registered, and hooks that find the live session.
 
-There is at most one live session in a process, since torch's functions are the process's. Torch's hooks and decorated
-functions look for it here, at every call. Must not do a session's work.
+A process has at most one live session, since its threads share torch's functions. Hooks and decorated functions look
+the session up here at every call. Must not do a session's work.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ampatch.weights import conversion_plan
 
 @dataclass(slots=True)
 class Runtime:
-    """What belongs to the process, and not to a session.
+    """State that belongs to the process, not to a session.
 
     Attributes:
-        live: the session, if there is one.
-        disabled: whether ``initialize(enabled=False)`` was the last word while there was none.
-        registered: the functions that the user registered, for every session to come.
-        replaces: whether other settings replace the live session, as in Apex; they are an error otherwise.
-        replaced: what sessions that were replaced have left; None if there were none.
+        live: live session; None if there is none.
+        disabled: True if ``initialize(enabled=False)`` was the last call while no session was live.
+        registered: functions that the user registered, for all later sessions.
+        replaces: True if a session with other settings replaces the live one, as in Apex; if False, that raises.
+        replaced: models and optimizers of replaced sessions; None if no session was replaced.
     """
 
     live: Session | None = None
@@ -52,10 +52,10 @@ runtime = Runtime()
 
 
 def open_session(settings: Settings, device_types: Iterable[str]) -> Session:
-    """Makes a session and installs it; if that fails, everything is as it was, but for a session that was replaced.
+    """Makes a session and installs it. If that fails, undoes everything; but a replaced session stays replaced.
 
     Raises:
-        UsageError: there is a live one already, which is not to be replaced.
+        UsageError: another session is live, and must not be replaced.
     """
     live = runtime.live
     if live is not None:
@@ -77,7 +77,7 @@ def open_session(settings: Settings, device_types: Iterable[str]) -> Session:
 
 
 def close_session(session: Session) -> None:
-    """Takes a session down, if it is the live one; otherwise does nothing."""
+    """Takes a session down if it is the live one; otherwise does nothing."""
     if session is runtime.live:
         runtime.live = None
         session.take_down()
@@ -85,7 +85,7 @@ def close_session(session: Session) -> None:
 
 @contextlib.contextmanager
 def replacing() -> Iterator[None]:
-    """Has a session that is opened in the block, with other settings, replace the live one."""
+    """Lets a session that is opened in the block, with other settings, replace the live one."""
     before, runtime.replaces = runtime.replaces, True
     try:
         yield
@@ -94,7 +94,7 @@ def replacing() -> Iterator[None]:
 
 
 def difference(session: Session, settings: Settings) -> str:
-    """Returns what tells a session from one that would be opened now, for a message; empty if nothing does."""
+    """Returns the differences between a session and one opened now, for a message; empty if there are none."""
     parts = [session.settings.difference(settings)]
     if set(session.registered) != set(runtime.registered):
         parts.append("registered functions")
@@ -102,10 +102,10 @@ def difference(session: Session, settings: Settings) -> str:
 
 
 def replace_session(why: str) -> None:
-    """Takes the live session down for another one, and has the user be told if what it had is trained on.
+    """Takes the live session down for another one, and hooks its models and optimizers to warn of further training.
 
     Args:
-        why: what the settings of the other one differ in.
+        why: differences of the other session's settings, for messages.
     """
     live = runtime.live
     if live is None:
@@ -118,28 +118,28 @@ def replace_session(why: str) -> None:
 
 
 def forget_replaced() -> None:
-    """Ends what `replace_session` has begun."""
+    """Removes the hooks of `replace_session`, and forgets all replaced sessions."""
     replaced, runtime.replaced = runtime.replaced, None
     if replaced is not None:
         replaced.end()
 
 
 def register(registration: Registration) -> None:
-    """Remembers a function for the sessions to come; the last registration of a function counts."""
+    """Registers a function for later sessions; replaces an earlier registration of the same function."""
     same = (registration.owner, registration.name)
     runtime.registered[:] = [known for known in runtime.registered if (known.owner, known.name) != same]
     runtime.registered.append(registration)
 
 
 def decorate(function: Any, kind: str) -> Any:
-    """Returns a function whose arguments are cast while a session is live that patches functions.
+    """Returns a function that casts its arguments while a live session patches functions.
 
     Args:
-        function: a function, builtin, static method or class method.
-        kind: a key of `Session.adapters`.
+        function: function, builtin, static method or class method to decorate.
+        kind: key of `Session.adapters`.
 
     Raises:
-        OptionError: it is none of these.
+        OptionError: ``function`` is none of these.
     """
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(decorate(function.__func__, kind))
@@ -151,7 +151,7 @@ def decorate(function: Any, kind: str) -> Any:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         session, mode = runtime.live, casting_mode.thread.mode
-        if mode is not None:  # in a forward of what `amp.convert_model` has made, where the session's casts are off
+        if mode is not None:  # in a forward of an `amp.convert_model` copy, where the session's casts are off
             adapt: Adapt = functools.partial(mode.adapt_decorated, kind)
         elif session is None or not session.patches_functions or not session.switch.active or session.switch.is_off():
             return function(*args, **kwargs)
@@ -171,18 +171,18 @@ def decorate(function: Any, kind: str) -> Any:
     return wrapper
 
 
-# The hooks of adopted models: without state, so that a model deep-copies and pickles with them.
+# Hooks of adopted models: without state, so that a model deep-copies and pickles with them.
 
 
 @compilers.traced_within_others
 def before_forward(model: nn.Module, _: object) -> None:
-    """Runs before an adopted model's forward, or that of a copy of one."""
+    """Runs before the forward of an adopted model, or of a copy of one."""
     session = runtime.live
     if session is None:
         return
     adopted_model.check_device(model, session.device_types)
     if not torch.compiler.is_compiling():
-        # It may be older than the session, or a copy.
+        # The DDP wrapper may be older than the session, or a copy.
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is not None:
             session.note_replicated_forward(wrapper)
@@ -193,11 +193,11 @@ def before_forward(model: nn.Module, _: object) -> None:
 
 @compilers.traced_within_others
 def after_forward(model: nn.Module, _: object, outputs: object) -> None:
-    """Runs after it, whether it returned or raised."""
+    """Runs after the forward of an adopted model, whether it returned or raised."""
     session = runtime.live
     if session is not None and not torch.compiler.is_compiling():
         session.cache.exit_forward(model)
-        if outputs is None and session.has_half_weights:  # within torch's handler, if it has raised
+        if outputs is None and session.has_half_weights:  # if the forward raised, torch is still handling the error
             adopted_model.note_types(model, sys.exc_info()[1], session.settings.properties.half_dtype)
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is not None:
@@ -206,7 +206,7 @@ def after_forward(model: nn.Module, _: object, outputs: object) -> None:
 
 @compilers.traced_within_others
 def before_replaced_forward(model: nn.Module, _: object) -> None:
-    """Runs before the forward of a model whose session was replaced, or that of a copy of one."""
+    """Runs before the forward of a model whose session was replaced, or of a copy of one."""
     if not torch.compiler.is_compiling() and model.training and torch.is_grad_enabled():
         before_replaced_step(model)
 
@@ -218,7 +218,7 @@ def before_replaced_step(trained: object, *_: object) -> None:
 
 
 def after_replicated_forward(wrapper: Any, _: object, outputs: object) -> None:
-    """Runs after every forward of a wrapper for several processes."""
+    """Runs after every forward of a DistributedDataParallel wrapper."""
     session = runtime.live
     if session is not None:
         session.note_replicated_forward(wrapper)
@@ -226,7 +226,7 @@ def after_replicated_forward(wrapper: Any, _: object, outputs: object) -> None:
 
 
 def after_state_dict(module: nn.Module, saved: dict[str, Any], prefix: str, _: object) -> None:
-    """Runs for every submodule of a converted model: what it saves is float32, with the masters' bits."""
+    """Runs for every submodule of a converted model: saves float32 values, with the masters' bits, for half tensors."""
     session = runtime.live
     if session is None:
         return
@@ -239,13 +239,13 @@ def after_state_dict(module: nn.Module, saved: dict[str, Any], prefix: str, _: o
 
 
 def _keys_of(tensor: Tensor, expected: str, prefix: str, saved: dict[str, Any]) -> list[str]:
-    """Returns where a state dict has a tensor: under its name, or under one that the user's own hooks have given it."""
+    """Returns the keys of a tensor in a state dict: its own name, or names that the user's hooks have given it."""
     candidates = [expected] if expected in saved else [key for key in saved if key.startswith(prefix)]
     return [key for key in candidates if _is_alias(saved[key], tensor)]
 
 
 def _is_alias(value: object, tensor: Tensor) -> bool:
-    """Returns whether this is the tensor itself or a view of all of it, untouched by the user's hooks."""
+    """Returns True if a value is the tensor itself or a view of all of it, so that no user hook has changed it."""
     return (
         isinstance(value, Tensor)
         and (value.dtype, value.shape, value.layout) == (tensor.dtype, tensor.shape, tensor.layout)
@@ -257,7 +257,7 @@ def _is_alias(value: object, tensor: Tensor) -> bool:
 def before_load_state_dict(
     module: nn.Module, saved: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
 ) -> None:
-    """Runs for every submodule of a converted model, before it is loaded."""
+    """Runs for every submodule of a converted model, before it loads a state dict."""
     session = runtime.live
     if session is None:
         return
@@ -272,7 +272,7 @@ def before_load_state_dict(
 
 
 def after_load_state_dict(module: nn.Module, _: object) -> None:
-    """Runs after it was loaded: masters take the values that were narrowed, under the names that hooks gave them."""
+    """Runs after a submodule has loaded: gives masters the unrounded values, by the names that user hooks gave them."""
     session = runtime.live
     if session is None:
         return

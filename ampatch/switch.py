@@ -1,13 +1,12 @@
-"""Whether casts are on: on for the process, off for a thread.
+"""The on/off switch of casts: it turns them on for the process, and off for a thread.
 
-On belongs to the process, because autograd runs backward functions, and with them checkpoint recomputation, on threads
-of its own, which must see casts on. Off belongs to the thread, because one thread's `disable_casts` must not reach
-another's.
+"On" belongs to the process: autograd runs backward functions, and checkpoint recomputation, on its own threads, and
+these must see casts on. "Off" belongs to the thread: `disable_casts` in one thread must never reach another.
 
-Compiled code must follow, and torch.compile does not guard what its graphs do by name, such as methods of tensors. What
-it guards always, per thread, is for which types of device autocast is enabled; it sets that within its graphs as well,
-and takes it back whatever raises. So casts are off where autocast is on for a type of device that no tensor here is on.
-To ask torch for that takes longer than a call may cost, so a count beside it says whether there is anything to ask for.
+Compiled code must obey the switch too, but torch.compile does not guard functions that its graphs call by name, such as
+methods of tensors. It always guards, per thread, the device types for which autocast is enabled. Graphs can also set
+that, and torch.compile restores it after any exception. So casts are off while autocast is on for a device type that
+no tensor here uses. Reading this from torch at every call would be too slow, so a count shows whether to read it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ampatch.compilers import called_in_graphs, traced_within_others
 from ampatch.errors import OptionError
 from ampatch.ledger import PatchLedger
 
-# An accelerator whose backend is not public. torch leaves it out even when it asks whether *any* autocast is enabled.
+# An accelerator whose backend is not public. torch ignores it even in its check whether *any* autocast is enabled.
 _SIGNAL = "maia"
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -45,9 +44,10 @@ class Switch:
     """The on/off switch of one session.
 
     Attributes:
-        active: on for the process; set once the session is installed, cleared for good when it is taken down.
-        thread: ``thread.off`` counts the regions without casts that this thread is in. Where it is 0, and no tracer at
-            work, casts are on; otherwise `is_off` tells. All sessions share it.
+        active: True if casts are on for the process; set once the session is installed, cleared for good when it is
+            taken down.
+        thread: ``thread.off`` is the number of regions without casts that this thread is in. If it is 0 and no tracer
+            is active, casts are on; otherwise `is_off` decides. All sessions share it.
     """
 
     __slots__ = ("active",)
@@ -58,36 +58,36 @@ class Switch:
 
     @classmethod
     def is_off(cls) -> bool:
-        """Returns whether casts are off in this thread, or under a tracer where it has come to."""
+        """Returns True if casts are off in this thread, or, under a tracer, at this point of the traced code."""
         asks = is_dynamo_compiling() or cls.thread.off or _len_torch_dispatch_stack()
         return bool(asks) and cls.is_signalled_off()
 
     @staticmethod
     def is_signalled_off() -> bool:
-        """`is_off` where there is something to ask for, as the caller has seen."""
+        """Returns what `is_off` returns, without its quick check; the caller must have made that check."""
         return torch.is_autocast_enabled(_SIGNAL)
 
     def disabled(self) -> AbstractContextManager[None]:
-        """Casts are off in this thread until the block ends; nests. In compiled code the graph turns them off."""
+        """Turns casts off in this thread until the block ends; nests. In compiled code the graph turns them off."""
         return off_in_graph() if is_dynamo_compiling() else _Region(self._count() + 1)
 
     def suspended(self) -> AbstractContextManager[None]:
-        """`disabled`, in less time, for code that is never traced: an optimizer's step."""
+        """Does the same as `disabled`, but faster, for code that is never traced: an optimizer's step."""
         return _Region(self._count() + 1)
 
     def resumed(self) -> AbstractContextManager[None]:
-        """Takes back one `disabled` until the block ends: for a closure that an optimizer's step calls."""
+        """Undoes one `disabled` until the block ends: for a closure that an optimizer's step calls."""
         return _Region(self._count() - 1)
 
     def follow_checkpoints(self, ledger: PatchLedger, recomputed: Callable[[], object]) -> None:
-        """Has `torch.utils.checkpoint` recompute a region with casts on or off, as they were when it ran.
+        """Patches `torch.utils.checkpoint`, so that it recomputes a region with casts on or off as in its first run.
 
         Args:
-            ledger: takes note of what is installed.
-            recomputed: called when a region was recomputed, or was about to be.
+            ledger: records the patches.
+            recomputed: function called after each recomputation in the backward pass, even if it raised.
         """
-        # Below torch.utils.checkpoint.checkpoint, which many have bound or put into a functools.partial before, and
-        # below the generator under it, which torch.distributed has bound.
+        # Patches the level below torch.utils.checkpoint.checkpoint, since other code may have bound that before or put
+        # it into a functools.partial. Also below the generator under it, which torch.distributed has bound.
         for owner, name, position in (
             (torch.utils.checkpoint._CheckpointFrame, "__init__", 1),
             (torch.utils.checkpoint.CheckpointFunction, "apply", 0),
@@ -106,7 +106,7 @@ class Switch:
                     with _Region(off):
                         return function(*args, **kwargs)
                 finally:
-                    if torch._C._current_graph_task_id() != -1:  # in backward
+                    if torch._C._current_graph_task_id() != -1:  # in the backward pass
                         recomputed()
 
             return checkpoint(*args[:position], as_it_ran, *args[position + 1 :], **kwargs)
@@ -114,8 +114,8 @@ class Switch:
         return wrapper
 
     def follow_replicas(self, ledger: PatchLedger) -> None:
-        """Has the threads of `torch.nn.DataParallel` run with casts on or off, as the one that starts them."""
-        # Two of the modules that bind it have the name of a function in their package.
+        """Patches `torch.nn.DataParallel`, so that its threads cast if and only if the thread that starts them does."""
+        # In their package, functions of the same names hide these two modules.
         modules = [importlib.import_module(f"torch.nn.parallel.{name}") for name in ("parallel_apply", "data_parallel")]
         for owner in (torch.nn.parallel, *modules):
             ledger.set(owner, "parallel_apply", self._carried_by(owner.parallel_apply))
@@ -135,14 +135,14 @@ class Switch:
 
     @classmethod
     def _count(cls) -> int:
-        """Returns the regions that this thread is in, less those of graphs that raised."""
+        """Returns the number of regions that this thread is in, without regions of graphs that raised."""
         return cls.thread.off if cls.is_off() else 0
 
 
 class WithoutCasts:
-    """Casts are off in this thread: as a block, however often it is entered, or as a decorator.
+    """Turns casts off in this thread: a context manager that can be entered repeatedly, or a decorator.
 
-    Of all sessions, and of those that begin meanwhile.
+    Applies to all sessions, including sessions that begin meanwhile.
     """
 
     __slots__ = ()
@@ -162,16 +162,16 @@ class WithoutCasts:
         torch.set_autocast_enabled(_SIGNAL, Switch.thread.off > 0)
 
     def __call__(self, function: _F) -> _F:
-        """Returns a function that runs without casts: a generator or a coroutine too, from step to step.
+        """Returns a function that runs without casts; a generator or a coroutine does so in each of its steps.
 
         Raises:
-            OptionError: it is no function, or an asynchronous generator.
+            OptionError: ``function`` is no function, or an asynchronous generator.
         """
         if isinstance(function, type) or not callable(function) or inspect.isasyncgenfunction(function):
             found = f"the class {function.__name__}" if isinstance(function, type) else repr(function)
             raise OptionError(
                 f"amp.disable_casts got {found}, and decorates functions, generators and coroutines. Put "
-                "with amp.disable_casts(): inside of what is to run without casts."
+                "with amp.disable_casts(): inside it, around the code that is to run without casts."
             )
         wrapper: Any
         if inspect.isgeneratorfunction(function):
@@ -197,7 +197,7 @@ class WithoutCasts:
 
 
 class _Awaitable:
-    """A coroutine that runs without casts, while others that run in between have theirs."""
+    """A coroutine that runs without casts; coroutines that run between its steps keep their casts."""
 
     def __init__(self, coroutine: Any) -> None:
         self._coroutine = coroutine
@@ -207,7 +207,7 @@ class _Awaitable:
 
 
 def _in_steps(steps: Any) -> Any:
-    """Runs a generator or coroutine without casts from each of its steps to the next, and not in between."""
+    """Runs a generator or coroutine: casts are off during each of its steps, and restored between them."""
     off = WithoutCasts()
     resume, value = steps.send, None
     while True:
@@ -222,15 +222,15 @@ def _in_steps(steps: Any) -> Any:
             with off:
                 steps.close()
             raise
-        except BaseException as error:  # noqa: BLE001 - thrown in, whatever it is
+        except BaseException as error:  # noqa: BLE001 - any exception thrown into the generator
             resume, value = steps.throw, error
 
 
 class _Region:
-    """A block in which casts are off for one reason or several, or on for none.
+    """A region of code with a given number of reasons for casts to be off; they are on if it is 0.
 
-    A class, since every step of an optimizer is one, and a generator takes longer. Regions need not end in the reverse
-    order of their beginnings: those of two generators do not, nor those of two tasks of asyncio.
+    It is a class, because every optimizer step enters one and a generator is slower. Regions may end in any order, for
+    example those of two generators or of two asyncio tasks.
     """
 
     __slots__ = ("_before", "_off", "_signal")
@@ -240,7 +240,7 @@ class _Region:
 
     @traced_within_others
     def __enter__(self) -> None:
-        # A graph cannot know how many regions it will run in.
+        # A graph cannot know in how many regions it will run.
         torch._dynamo.graph_break()
         thread = Switch.thread
         self._before, self._signal = thread.off, torch.is_autocast_enabled(_SIGNAL)
@@ -253,16 +253,16 @@ class _Region:
         if thread.off == self._off:
             thread.off = self._before
             torch.set_autocast_enabled(_SIGNAL, self._signal)
-        else:  # some that began later are not over, or some that began earlier are
+        else:  # a region that began later is still open, or one that began earlier has ended
             thread.off = max(0, thread.off - self._off + self._before)
             torch.set_autocast_enabled(_SIGNAL, thread.off > 0)
 
 
 @contextlib.contextmanager
 def off_in_graph() -> Iterator[None]:
-    """Stands for a region where torch.compile traces: casts are off from one place of its graph to another."""
+    """Replaces a region under torch.compile: turns casts off between two places in the graph."""
     before = torch.is_autocast_enabled(_SIGNAL)
-    with torch.autocast(_SIGNAL, torch.bfloat16):  # which tracing takes back wherever it stops or starts anew
+    with torch.autocast(_SIGNAL, torch.bfloat16):  # tracing restores this wherever it stops or restarts
         _count_region(1, True)
         try:
             yield
@@ -272,7 +272,7 @@ def off_in_graph() -> Iterator[None]:
 
 @called_in_graphs
 def _count_region(step: int, off: bool) -> None:
-    """Notes that a graph enters or leaves a region, in which export has autocast recorded and not entered."""
+    """Notes that a graph enters or leaves a region; sets autocast, since export records it without entering it."""
     torch.set_autocast_enabled(_SIGNAL, off)
-    if not _len_torch_dispatch_stack():  # it is run as it was traced, by a backend such as "eager", and not traced on
+    if not _len_torch_dispatch_stack():  # the graph runs as it was traced ("eager" backend), and is not traced further
         Switch.thread.off += step

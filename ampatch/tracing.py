@@ -1,6 +1,6 @@
-"""What must be known of tracing: whether this thread records, captures, or runs below an operator.
+"""Checks whether this thread is traced, is captured into a CUDA graph, or runs below an operator.
 
-Only asks; `compilers` is what tells torch's compilers of patches.
+Must only read torch's state; `compilers` prepares torch's compilers for patches.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import types
 
 import torch
 
-# Code of torch that runs below an operator while a tracer is at work, as C++ kernels do when none is. What it calls is
-# not the user's, and casting it would give the operator a result of the wrong type.
+# Packages of torch that run below an operator under a tracer, as C++ kernels do without one. Their calls are not user
+# code, and casting them would give the operator a result of the wrong type.
 _BELOW_OPERATORS = (
     "torch._decomp",
     "torch._inductor",
@@ -22,7 +22,7 @@ _BELOW_OPERATORS = (
 
 
 def is_recording() -> bool:
-    """Returns whether what runs is taken down, faked or transformed, so that nothing may be written beside it."""
+    """Returns True if operators are traced, faked or transformed in this thread, so that amp must not write tensors."""
     modes = torch._C._TorchDispatchModeKey
     return (
         torch.compiler.is_compiling()
@@ -34,11 +34,11 @@ def is_recording() -> bool:
 
 
 def is_below_operators(frame: types.FrameType) -> bool:
-    """Returns whether a frame belongs to the implementation of an operator for tracers."""
+    """Returns True if a frame belongs to the implementation of an operator for tracers."""
     return str(frame.f_globals.get("__name__", "")).startswith(_BELOW_OPERATORS)
 
 
 def is_capturing() -> bool:
-    """Returns whether what this thread does is recorded into a CUDA graph, and nothing can be read back."""
-    # A worker forked from a process that uses a GPU counts as one that does not, and could not answer.
+    """Returns True if a CUDA graph captures this thread's operators, so that no value can be read from the device."""
+    # A worker forked from a process that uses a GPU counts as uninitialized; the second check would fail there.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

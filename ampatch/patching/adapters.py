@@ -1,6 +1,6 @@
-"""From a rule to an *adapter*: what turns the arguments of a call into those that the rule asks for.
+"""Makes *adapters*: functions that turn the arguments of a call into the arguments that a rule asks for.
 
-Must not know of patches, switches or sessions: an adapter is a function of arguments, and of who keeps casts.
+An adapter depends on the arguments and on the cache of casts only. Must not know patches, switches or sessions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ampatch.patching.cast_labels import named
 
 Function = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-#: The arguments of a call to the arguments that a rule asks for. May raise `BannedFunctionError`.
+#: Returns the arguments that a rule asks for, given the arguments of a call. Can raise `BannedFunctionError`.
 Adapt = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 
 _IN_PLACE_OPERATORS = frozenset(
@@ -36,12 +36,12 @@ _IN_PLACE_OPERATORS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What a rule comes to for one function.
+    """The adapter of one function under its rule.
 
     Attributes:
-        adapt: turns the arguments of a call into those that the rule asks for.
-        plainly: what that does to arguments which are nothing out of the ordinary; None where it looks at more than
-            their types.
+        adapt: function that turns the arguments of a call into the arguments that the rule asks for.
+        plainly: description of the cast, from which the C++ code casts ordinary arguments itself; None if ``adapt``
+            depends on more than the arguments' types.
     """
 
     adapt: Adapt
@@ -49,35 +49,35 @@ class Adapter:
 
 
 def is_in_place(name: str) -> bool:
-    """Returns whether a function of this name writes to its first argument."""
+    """Returns True if a function of this name writes to its first argument."""
     return name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
 def _instead_of_in_place(name: str) -> str:
-    """Returns what to type instead of a call in place."""
+    """Returns advice for the user: what to type instead of an in-place call."""
     if name == "__setitem__":
         return "Call it on tensor.float()."
     form = name.removeprefix("__i").removesuffix("__") if name in _IN_PLACE_OPERATORS else name[:-1]
-    other = f"Use the form that is not in place ({form})" if is_in_place(name) else "Pass inplace=False"
+    other = f"Use the out-of-place form ({form})" if is_in_place(name) else "Pass inplace=False"
     return f"{other}, or call it on tensor.float()."
 
 
 class Casts(Protocol):
-    """Who casts tensors, and may remember it."""
+    """An object that casts tensors, and may keep the casts."""
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor of a castable type in another one."""
+        """Returns a tensor of a castable type, cast to ``dtype``."""
 
 
 class Adapters:
     """Makes adapters for one half dtype.
 
     Args:
-        half_dtype: the type that whitelisted functions compute in.
-        cache: casts tensors, and remembers those of weights.
-        device_types: of the tensors that are cast (``"cpu"``, ``"cuda"``); the set may grow.
-        allow_banned: whether banned functions run in float32 instead of raising.
-        labelled: whether the cache is told for which function it casts; then no adapter casts plainly.
+        half_dtype: type that whitelisted functions compute in.
+        cache: object that casts tensors, and keeps the casts of weights.
+        device_types: device types whose tensors are cast (``"cpu"``, ``"cuda"``); the set may grow.
+        allow_banned: True to run banned functions in float32 instead of raising.
+        labelled: True if the cache labels casts with the function's name; then `Adapter.plainly` is always None.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class Adapters:
         self.half_dtype = half_dtype
         self._cache = cache
         self._device_types = device_types
-        # Devices of these types: to look one up is quicker than to ask it for its type. All that there are stand here
-        # beforehand, since torch.compile would trace again where the set has grown.
+        # Devices of these types: a set lookup is faster than reading a device's type. All existing devices are added
+        # now, because torch.compile would recompile after the set has grown.
         self._devices = {
             torch.device(kind, index)
             for kind in device_types
@@ -100,9 +100,9 @@ class Adapters:
         }
         self._allow_banned = allow_banned
         self._labelled = labelled
-        # float64 is nothing to cast from, but what promotion can lead to.
+        # float64 is never cast, but promotion may end in it.
         self._casts = {dtype: self._tensor_cast(dtype) for dtype in (*CASTABLE, torch.float64)}
-        # Made once, and shared by all functions under the same treatment.
+        # All functions with the same treatment share these.
         self._to = {dtype: _casting(cast) for dtype, cast in self._casts.items()}
         self._to_half = self._make_to_half()
         self._to_widest = self._make_to_widest()
@@ -113,7 +113,7 @@ class Adapters:
         """Returns the adapter of one function under its rule.
 
         Raises:
-            CastListError: the rule is limited by an argument that the function does not have.
+            CastListError: the rule has a condition on an argument that the function does not have.
         """
         adapter = self._told(
             self.for_treatment(rule.treatment, rule.path, original, rule.via_dtype, rule.instead), rule.path
@@ -131,7 +131,7 @@ class Adapters:
         def where_it_applies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             for reader, values in readers:
                 value = reader(args, kwargs)
-                # A tensor or an array is compared element by element, and equals none of them.
+                # A tensor or an array would be compared element by element. It equals none of the rule's values.
                 if isinstance(value, Tensor) or getattr(value, "ndim", False) or value not in values:
                     return args, kwargs
             return adapt(args, kwargs)
@@ -141,14 +141,21 @@ class Adapters:
     def for_registration(
         self, path: Path, treatment: Treatment, dtype: torch.dtype | None, original: Function
     ) -> Adapter:
-        """Returns the adapter of a registered function; ``dtype`` is cast to instead of the session's half type."""
+        """Returns the adapter of a registered function.
+
+        Args:
+            path: path of the function.
+            treatment: treatment that the user registered.
+            dtype: half type to cast to instead of the session's, if given. In-place functions ignore it.
+            original: the function.
+        """
         if dtype is None or is_in_place(path.name):
             return self._told(self.for_treatment(treatment, path, original), path)
         adapter = self._obeying(self._to[dtype], original, "to", dtype)
         return self._told(self._unless_in_place(adapter, path, original, refuse_half=False), path)
 
     def _told(self, adapter: Adapter, path: Path) -> Adapter:
-        """Returns an adapter that names its function, where casts are labelled; what runs in C++ names none."""
+        """Returns an adapter that names its function if casts are labelled; drops `plainly`, since C++ names none."""
         return Adapter(named(adapter.adapt, str(path))) if self._labelled else adapter
 
     def for_treatment(
@@ -159,7 +166,7 @@ class Adapters:
         via_dtype: bool = False,
         instead: str | None = None,
     ) -> Adapter:
-        """Returns the adapter of a function under a treatment; an in-place form is told from the name."""
+        """Returns the adapter of a function under a treatment; the path's name shows if the function is in-place."""
         if treatment is Treatment.BANNED and not self._allow_banned:
             return Adapter(self._banned(path, instead))
         if is_in_place(path.name):
@@ -175,7 +182,7 @@ class Adapters:
         return self._unless_in_place(adapter, path, original, refuse_half=treatment is Treatment.BLACKLIST)
 
     def by_kind(self) -> dict[str, Adapt]:
-        """Returns what decorated functions do, by the name of their list, or of the half type that they ask for."""
+        """Returns the adapters of decorated functions, by the name of a list or of a half type."""
         decorated = Path("decorated", "function")
         adapters = {
             kind.value: self.for_treatment(kind, decorated) for kind in Treatment if kind is not Treatment.BANNED
@@ -184,7 +191,7 @@ class Adapters:
         return {name: adapter.adapt for name, adapter in adapters.items()}
 
     def _make_to_half(self) -> Adapt:
-        """In a region of ``torch.autocast`` its type is the half type, which would otherwise be cast to once more."""
+        """Makes the cast to half; inside ``torch.autocast``, to autocast's type, or torch would cast a second time."""
         outside, inside = self._to[self.half_dtype], _casting(self._cast_as_autocast)
 
         def to_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -215,17 +222,17 @@ class Adapters:
         return to_widest
 
     def _make_via_dtype(self) -> Adapt:
-        """Leaves a half first argument uncast: the kernel reads it as it is and computes in float32."""
+        """Makes an adapter that does not cast a half first argument: the kernel reads half and computes in float32."""
         cast = self._to[torch.float32]
 
         def via_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             tensor = args[0] if args else kwargs.get("input")
             if not isinstance(tensor, Tensor) or not self._is_half(tensor):
-                return cast(args, kwargs)  # nothing to be done, or a tensor under another name
+                return cast(args, kwargs)  # not half, or passed under another name
             for value in args[1:]:
                 if isinstance(value, torch.dtype):
                     return args, kwargs
-                if value is None:  # it may stand where dtype stands, which then cannot be given a second time
+                if value is None:  # it may be the positional dtype, so dtype= cannot be passed as well
                     return cast(args, kwargs)
             return args, {**kwargs, "dtype": torch.float32}
 
@@ -234,15 +241,17 @@ class Adapters:
     def _obeying(
         self, adapt: Adapt, original: Function | None, kind: Kind, dtype: torch.dtype | None = None
     ) -> Adapter:
-        """Obeys an explicit ``dtype=``; with ``out=`` the tensor written to decides, and is itself never cast.
+        """Returns an adapter that obeys an explicit ``dtype=`` or ``out=``, and otherwise does what ``adapt`` does.
+
+        With ``dtype=`` it casts nothing. With ``out=`` it casts to the type of that tensor, which is itself never cast.
 
         Args:
-            adapt: what is done where neither is given.
-            original: the function; None if any.
-            kind: what ``adapt`` comes to for plain arguments.
-            dtype: the type that it casts to; None where types are promoted.
+            adapt: adapter for calls with neither argument.
+            original: the function; None if the adapter serves several.
+            kind: what ``adapt`` does to ordinary arguments.
+            dtype: type that ``adapt`` casts to; None if it promotes.
         """
-        # Builtins take both by keyword only (softmax excepted, see `_via_dtype`); some functions in Python do not.
+        # Builtins take both by keyword only (except softmax, see `_make_via_dtype`); some Python functions do not.
         names: tuple[str, ...] = ()
         positions: list[int] = []
         if isinstance(original, types.FunctionType):
@@ -288,7 +297,7 @@ class Adapters:
         return args, kwargs
 
     def _unless_in_place(self, adapter: Adapter, path: Path, original: Function | None, refuse_half: bool) -> Adapter:
-        """Calls with ``inplace=True`` are in place: a cast would have them write to a copy that nobody reads."""
+        """Treats calls with ``inplace=True`` as in-place: after a cast they would write to a copy, not to the input."""
         asked = argument_reader(original, "inplace") if original is not None and may_have(original, "inplace") else None
         if asked is None:
             return adapter
@@ -332,7 +341,7 @@ class Adapters:
         return tensor.device in self._devices or self._meet(tensor.device)
 
     def _meet(self, device: torch.device) -> bool:
-        """Returns whether tensors on a device that was not met before are cast."""
+        """Returns True if tensors on this new device are cast, and then remembers the device."""
         if device.type in self._device_types:
             self._devices.add(device)
             return True
@@ -356,15 +365,16 @@ class Adapters:
 
 
 def _casting(cast: TensorCast) -> Adapt:
-    """Casts every tensor in the arguments."""
+    """Returns an adapter that casts every tensor in the arguments."""
 
     def to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        # Every call of a listed function comes along here: no walk for tensors and plain values.
+        # Every call of a listed function runs this: tensors and plain values skip the walk through containers.
         items: list[Any] = []
         before = done = None
         for value in args:
             if isinstance(value, Tensor):
-                # Self-attention is one tensor as query, key and value, which torch asks, to project them at once.
+                # In self-attention, query, key and value are one tensor. They get one cast, because torch compares
+                # them by identity to project them at once.
                 if value is before:
                     items.append(done)
                     continue

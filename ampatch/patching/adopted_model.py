@@ -1,6 +1,6 @@
-"""An adopted model: what is checked of it, and the hooks around its forward.
+"""Adopted models: the checks on them, and the hooks around their forward.
 
-Hooks are handed in as module-level functions without state, so that an adopted model deep-copies and pickles.
+Hooks must be module-level functions without state, so that an adopted model can be deep-copied and pickled.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def check_module(model: object) -> nn.Module:
-    """``model`` itself if it is a module.
+    """Returns ``model`` if it is a module.
 
     Raises:
-        OptionError: it is none.
+        OptionError: it is not a module.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"found {type(model).__name__} as a model; expected a torch.nn.Module.")
@@ -37,16 +37,17 @@ def check_module(model: object) -> nn.Module:
 
 
 def check_model(model: object) -> nn.Module:
-    """``model`` itself if amp can adopt it.
+    """Returns ``model`` if amp can adopt it.
 
     Raises:
-        OptionError: it is no module, was compiled by TorchScript, or is wrapped for several processes or devices.
+        OptionError: it is no module, was compiled by TorchScript, or is already wrapped in DistributedDataParallel or
+            DataParallel.
     """
     model = check_module(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise OptionError(
-            "the model was compiled by TorchScript, so that nothing in it can be cast. Hand in the module that it was "
-            "made of."
+            "the model was compiled by TorchScript, so nothing in it can be cast. Hand in the module that it was "
+            "made from."
         )
     if isinstance(model, _WRAPPERS):
         kind = type(model).__name__
@@ -58,7 +59,7 @@ def check_model(model: object) -> nn.Module:
 
 
 def scripted_parts(model: nn.Module) -> list[str]:
-    """Returns what TorchScript has compiled in a model: submodules, and functions that modules hold or call by name."""
+    """Returns the names of TorchScript-compiled submodules, and of compiled functions that modules hold or call."""
     parts: dict[int, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -76,7 +77,7 @@ def scripted_parts(model: nn.Module) -> list[str]:
 
 
 def exported_parts(model: nn.Module) -> list[str]:
-    """Returns the names of graphs that call torch's operators, below its functions: what ``torch.export`` makes."""
+    """Returns the names of submodules that are graphs of torch's operators, as ``torch.export`` makes them."""
     return [
         name or type(module).__name__
         for name, module in model.named_modules()
@@ -88,7 +89,7 @@ def exported_parts(model: nn.Module) -> list[str]:
 
 
 def _own_functions(kind: type) -> Iterator[types.FunctionType]:
-    """Yields the methods of a class and of those it derives from, without torch's own."""
+    """Yields the methods of a class and of its base classes, except torch's classes."""
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] != "torch":
             yield from (value for value in vars(base).values() if isinstance(value, types.FunctionType))
@@ -96,7 +97,7 @@ def _own_functions(kind: type) -> Iterator[types.FunctionType]:
 
 def device_type(model: nn.Module) -> str | None:
     """Returns the device type of the model's first parameter ("cpu", "cuda"); None without parameters."""
-    # For a compiler in the way that it knows; but to set the walk over a model up takes longer than the walk.
+    # torch.compile knows `parameters()`. Otherwise it is too slow: its setup takes longer than the walk itself.
     if torch.compiler.is_compiling():
         parameter = next(model.parameters(), None)
     else:
@@ -117,22 +118,22 @@ def _first_parameter(module: nn.Module) -> nn.Parameter | None:
 
 
 def device_types(model: nn.Module) -> set[str]:
-    """Returns the device types of the model's parameters, without "meta", where they are yet to be put."""
+    """Returns the device types of the model's parameters, except "meta": those have no values yet."""
     return {parameter.device.type for parameter in model.parameters()} - {"meta"}
 
 
 def warn_of_slow_half(model: nn.Module, half: torch.dtype) -> None:
-    """Warns if a GPU that a model is on is no faster in a half type than in float32.
+    """Warns if the model is on a GPU that is no faster in a half type than in float32.
 
-    Float16 has tensor cores from compute capability 7.0 on, bfloat16 from 8.0 on (NVIDIA's CUDA C++ Programming Guide,
-    "Compute Capabilities"). Other vendors' devices are not asked.
+    float16 has tensor cores from compute capability 7.0 on, bfloat16 from 8.0 on (NVIDIA's CUDA C++ Programming Guide,
+    "Compute Capabilities"). GPUs of other vendors are not checked.
 
     Args:
-        model: any.
-        half: the type that it is to compute in.
+        model: module whose parameters' devices are checked.
+        half: half type that the model is to compute in.
 
     Warns:
-        AmpWarning: once, of the first such GPU.
+        AmpWarning: names the first such GPU, and no others.
     """
     if torch.version.hip is not None:
         return
@@ -143,7 +144,7 @@ def warn_of_slow_half(model: nn.Module, half: torch.dtype) -> None:
             other = "; or half_dtype=torch.float16" if capability >= (7, 0) else ""
             warn(
                 f"{torch.cuda.get_device_name(device)} has compute capability {'.'.join(map(str, capability))}, and no "
-                f"tensor cores for {half}: training saves memory, and is not faster than in float32, or slower. Type "
+                f"tensor cores for {half}: training saves memory, but is not faster than in float32, or slower. Type "
                 f"opt_level='O0' for float32{other}."
             )
             return
@@ -156,10 +157,10 @@ def _gpus(model: nn.Module) -> list[torch.device]:
 
 
 def check_device(model: nn.Module, known: Set[str]) -> None:
-    """Refuses to run a model uncast because it was moved.
+    """Raises if the model was moved to a device type that amp was not set up for, where nothing would be cast.
 
     Raises:
-        UsageError: the model is on a type of device that amp was not set up for.
+        UsageError: the model's first parameter is on a device type that is not in ``known``, nor "meta".
     """
     found = device_type(model)
     if found is not None and found not in known and found != "meta":
@@ -175,18 +176,18 @@ def hook_forward(
     before: Callable[[nn.Module, Any], None],
     after: Callable[[nn.Module, Any, Any], None],
 ) -> None:
-    """Calls ``before`` and ``after`` around every forward of the model; ``after`` also where the forward raises."""
+    """Registers hooks that run before and after every forward of the model; ``after`` also if the forward raises."""
     ledger.on_undo(model.register_forward_pre_hook(before).remove, model)
     ledger.on_undo(model.register_forward_hook(after, always_call=True).remove, model)
 
 
 def note_types(model: nn.Module, error: BaseException | None, half: torch.dtype) -> None:
-    """Adds a note to an error about types that a half model's forward raised: what to type.
+    """Adds a note, which says what to type, to an error about types that a half model's forward raised.
 
     Args:
-        model: whose forward it was.
-        error: what was raised; None: nothing.
-        half: the type of its weights.
+        model: model whose forward has ended.
+        error: exception that the forward raised; None if it returned. One that has notes gets no other.
+        half: half type of the model's weights.
     """
     if not isinstance(error, RuntimeError) or getattr(error, "__notes__", None) or not is_of_types(error, half):
         return
@@ -196,15 +197,16 @@ def note_types(model: nn.Module, error: BaseException | None, half: torch.dtype)
         at, trace = names.get(id(trace.tb_frame.f_locals.get("self")), at), trace.tb_next
     where = f"keep_fp32=[{at!r}]" if at else "keep_fp32=[...] with the names of submodules"
     error.add_note(
-        f"ampatch: amp.initialize has made this {type(model).__name__}'s weights {half}, and casts what it is called "
-        "with (tensors, containers, dataclasses, objects with a method to), but no other object's tensors, nor what "
-        f"is made inside{f' or called in {at!r} alone' if at else ''}. Type amp.initialize(..., "
+        f"ampatch: amp.initialize has made this {type(model).__name__}'s weights {half}. It casts the arguments of the "
+        "model's forward (tensors, containers, dataclasses, objects with a method to), but no tensors of other "
+        "objects, and none that the forward itself creates"
+        f"{f' or that only {at!r} gets' if at else ''}. Type amp.initialize(..., "
         f"{where}) to keep a part in float32; or patch_torch_functions=True, which casts at each function."
     )
 
 
 def flatten_recurrent(model: nn.Module) -> None:
-    """Has recurrent layers put their weights into one block of memory again, as cuDNN wants them."""
+    """Puts each recurrent layer's weights back into one block of memory, as cuDNN expects them."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
@@ -219,12 +221,19 @@ def hook_casts(
     widens_copies: bool = False,
     labelled: bool = False,
 ) -> None:
-    """Casts what is floating in the arguments of every forward of the model to one type, and in its result to another.
+    """Registers hooks that cast the floating-point arguments and results of every forward of the model.
 
-    So is cast what the forward leaves in the containers that it was called with.
+    Tensors that the forward leaves in the caller's containers are cast like the result. A copy of the model casts by
+    itself, because the hooks hold only their types.
 
-    A copy of the model goes on casting by itself: the hooks know their types, and nothing else. Where deep copies are
-    float32 they cast their inputs to what their weights are, and there are no casts around parts in them.
+    Args:
+        model: the model, or a submodule kept in float32.
+        ledger: records the hooks.
+        inputs: type that arguments are cast to; None to leave them.
+        outputs: type that the result is cast to.
+        widens_copies: True if deep copies of the model are float32. A deep copy then casts its arguments to the type
+            of its own weights; in it, submodules that were kept in float32 leave their result uncast.
+        labelled: True to label the casts in ``torch.profiler``.
     """
     if inputs is not None:
         before: Any = functools.partial(cast_labels.cast_arguments if labelled else _cast_arguments, inputs)
@@ -244,7 +253,7 @@ def hook_state_dict(
     before_load: Callable[..., None],
     after_load: Callable[[nn.Module, Any], None],
 ) -> None:
-    """Calls the three for every one of the modules: parts are saved and loaded as the whole is."""
+    """Registers the three hooks on each module, because submodules can be saved and loaded on their own."""
     for module in modules:
         ledger.on_undo(module.register_state_dict_post_hook(after_state_dict).remove, module)
         ledger.on_undo(module.register_load_state_dict_pre_hook(before_load).remove, module)
@@ -252,7 +261,7 @@ def hook_state_dict(
 
 
 def without_hooks(copied: nn.Module) -> nn.Module:
-    """Takes out of a deep copy what `hook_forward`, `hook_casts` and `hook_state_dict` put into the model."""
+    """Removes amp's hooks from a deep copy (`hook_forward`, `hook_casts`, `hook_state_dict`), and returns the copy."""
     for module in copied.modules():
         for hooks in (
             module._forward_pre_hooks,
@@ -267,7 +276,7 @@ def without_hooks(copied: nn.Module) -> nn.Module:
 
 
 def _is_of_amp(hook: Any) -> bool:
-    hook = getattr(hook, "hook", hook)  # torch's own wrapper of those before load_state_dict
+    hook = getattr(hook, "hook", hook)  # torch wraps hooks that run before load_state_dict
     function = hook.func if isinstance(hook, functools.partial) else hook
     return str(getattr(function, "__module__", "")).partition(".")[0] == "ampatch"
 

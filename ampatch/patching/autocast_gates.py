@@ -1,6 +1,6 @@
-"""The places where torch asks whether autocast is on, and where casting the arguments of functions is not enough.
+"""The places where torch checks whether autocast is on, since casting the arguments of functions is not enough there.
 
-Each is opened through the ledger while a session is live. Knows nothing of lists or rules.
+Patches them through the ledger while a session is live. Must not know lists or rules.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ampatch.switch import Switch
 
 
 def open_gates(ledger: PatchLedger, switch: Switch) -> None:
-    """Lets RNN modules take half input, and keeps attention on the path that the lists reach."""
+    """Lets RNN modules accept input of any floating type, and keeps attention on the path that the lists reach."""
     ledger.set(nn.RNNBase, "check_input", _check_input_of_any_float(switch))
-    # In eval mode MultiheadAttention and the transformer layers would otherwise run as one C++ function, which calls
-    # nothing that could be cast and fails on mixed types. On CUDA autocast does the same.
+    # In eval mode, MultiheadAttention and the transformer layers would otherwise run as one C++ function. It calls no
+    # function that could be cast, and fails on mixed types. autocast does the same on CUDA.
     ledger.set(torch.backends.mha, "_is_fastpath_enabled", False)
 
 
 def _check_input_of_any_float(switch: Switch) -> Any:
-    """Returns a `RNNBase.check_input` that leaves it to the lists what type the input gets.
+    """Returns an `RNNBase.check_input` that ignores the input's type, which the cast lists decide later.
 
-    torch's own raises where it is not that of the weights, before anything is called that would cast both.
+    torch's own raises if that type differs from the weights', before torch calls any function that casts both.
     """
     original = nn.RNNBase.check_input
 
@@ -42,8 +42,11 @@ def _check_input_of_any_float(switch: Switch) -> Any:
 
 
 def of_the_weights_type(module: nn.RNNBase, input: Tensor) -> Tensor:
-    """Returns a tensor of an input's shape, for a check of it that is not to be about its type."""
+    """Returns a tensor of the input's shape and the weights' type, so that a check of it ignores the input's type.
+
+    Returns the input itself if the types are equal, or if one of them is not castable.
+    """
     dtype = module._flat_weights[0].dtype  # type: ignore[union-attr]
     if input.dtype is dtype or not {input.dtype, dtype} <= CASTABLE:
         return input
-    return torch.empty(input.shape, dtype=dtype, device="meta")  # which holds no memory
+    return torch.empty(input.shape, dtype=dtype, device="meta")  # uses no memory

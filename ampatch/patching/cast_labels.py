@@ -1,7 +1,7 @@
-"""Casts with labels in ``torch.profiler``: what was cast, for which function, to which type.
+"""Labels casts in ``torch.profiler``: which kind of value was cast, for which function, to which type.
 
-Only a session with ``profile_casts=True`` uses any of this; others make no call for it. To torch a label is an
-operator, so there must be none where a tracer or a mode would record it or count it.
+Only a session with ``profile_casts=True`` calls this module. Must never label where a tracer or a mode would record or
+count the label, because torch treats a label as an operator.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _thread = _Thread()
 
 
 def named(adapt: _Adapt, function: str) -> _Adapt:
-    """Returns an adapter that tells `LabellingCache` for which function it casts."""
+    """Returns an adapter that sets the function's name for the labels of `LabellingCache`."""
 
     def adapt_named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if is_compiling():
@@ -49,10 +49,10 @@ def named(adapt: _Adapt, function: str) -> _Adapt:
 
 
 class LabellingCache(WeightCache):
-    """A cache that labels every cast it makes. A use of a weight that is cast already makes none."""
+    """A weight cache that labels every cast. A cache hit gets no label."""
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """As `WeightCache.cast`."""
+        """Casts as `WeightCache.cast` does, under a label."""
         if is_compiling() or self._has(tensor, dtype):
             return super().cast(tensor, dtype)
         with _label("weight" if isinstance(tensor, Parameter) else "argument", _thread.function, dtype):
@@ -63,14 +63,14 @@ class LabellingCache(WeightCache):
         return store is not None and store.find(tensor, dtype) is not None
 
 
-# Hooks of models, at the top of the module so that models pickle with them.
+# Hooks of models: module-level functions, so that models pickle with them.
 
 
 @traced_within_others
 def cast_arguments(
     dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Casts what is floating in the arguments of a forward, under a label."""
+    """Casts floating-point tensors in the arguments of a forward, under a label."""
     with _label_if_cast("arguments", module, dtype, (args, kwargs)):
         given: Any = cast_floating((args, kwargs), dtype)
     write_back.begin(module, (args, kwargs), given)
@@ -79,7 +79,7 @@ def cast_arguments(
 
 @traced_within_others
 def cast_result(dtype: torch.dtype, module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
-    """Casts what is floating in the result of a forward, under a label."""
+    """Casts floating-point tensors in the result of a forward, under a label."""
     with _label_if_cast("result", module, dtype, result):
         return write_back.end(module, dtype, result)
 

@@ -1,8 +1,8 @@
-"""The cast lists applied by a mode of torch's instead of patches: to the calls of one thread, while a block runs.
+"""Applies the cast lists without patches: through a `TorchFunctionMode`, to the calls of one thread.
 
-torch asks a `TorchFunctionMode` before each call of its functions. Owns which function is cast how in such a block, and
-who keeps the casts of weights there. Must never change a function of torch's: other threads, and this one outside of
-the block, see plain torch.
+torch calls the active mode instead of each of its functions. Owns how each function's arguments are cast under the
+mode, and through which object weights are cast there. Must never change a function of torch: other threads, and this
+thread without the mode, see plain torch.
 """
 
 from __future__ import annotations
@@ -35,28 +35,29 @@ from ampatch.tracing import is_below_operators
 
 
 class Weights(Protocol):
-    """Who keeps the weights that are used in a block."""
+    """An object that keeps the weights used under a mode."""
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor, which may be a weight, in another floating type."""
+        """Returns a tensor, possibly a weight, cast to another floating type."""
 
     def full(self, weight: Tensor) -> Tensor:
-        """Returns the weight that a function gets which does not compute in half."""
+        """Returns a weight in the form for functions that do not compute in half."""
 
     def dtype_of(self, weight: Tensor) -> torch.dtype:
-        """Returns the type that a weight has to the model's code."""
+        """Returns the type of a weight that the model's code sees."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What is done with the calls of one function.
+    """The handling of calls of one function.
 
     Attributes:
-        adapt: turns the arguments into those of its rule; None where it has none.
-        always: the treatment of each call; None where there is none, or it depends on the arguments.
-        computes_in_half: whether it is to get half weights as they are, unless the call asks for another type.
-        inside: of a function in Python, one that does the same and has the functions that it calls cast, too.
-        reason: names the function and the list, for errors.
+        adapt: function that returns the arguments that the rule asks for; None without a rule.
+        always: treatment of every call; None without a rule, or if the treatment depends on the arguments.
+        computes_in_half: True if the function gets half weights as they are, unless the call asks for another type.
+        inside: for a function written in Python, a copy that does the same, but whose inner calls the mode casts too;
+            None if the copy is not needed.
+        reason: note for errors; names the function and the list.
     """
 
     adapt: Adapt | None = None
@@ -66,9 +67,9 @@ class _Entry:
     reason: str = ""
 
     def changed_by(self, names: Mapping[Treatment, Set[str]]) -> Set[str]:
-        """Returns, of the names in each list, those of functions that would cast what this one hands them.
+        """Returns the names, among those in each list, of functions that would cast arguments from this function.
 
-        Promotion changes nothing where all is of one type, and a list nothing that is of its type already.
+        Promotion changes nothing if all tensors have one type. A list changes no tensors that have its type already.
         """
         if self is _DESCRIBING:
             return frozenset()
@@ -85,17 +86,17 @@ class CastRules:
     """The rules of cast lists for one half type, by function.
 
     Args:
-        half_dtype: what whitelisted functions compute in.
-        rules: for this half type.
-        registered: functions that the user registered, each with the half type that it asks for, if any. They take
+        half_dtype: type that whitelisted functions compute in.
+        rules: rules for this half type.
+        registered: rules of functions that the user registered, each with its own half type or None. They take
             precedence.
 
     Attributes:
-        half_dtype: as given.
-        adapters: what decorated functions do to their arguments, by kind.
-        out_of_sight: the rules of functions that torch does not ask a mode about, since they are not torch's.
-        told_otherwise: the rules of methods that torch tells a mode of by another name, which the lists treat
-            otherwise, each with that name.
+        half_dtype: the argument.
+        adapters: adapters of decorated functions, by kind.
+        out_of_sight: rules of functions that do not belong to torch, so that torch does not report them to a mode.
+        told_otherwise: rules of methods that torch reports to a mode as another function, which has another
+            treatment in the lists; each with the name of that function.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class CastRules:
         }
 
     def _find(self, rule: Rule) -> Any:
-        """Returns the function of a rule; None if it is not there, or out of sight."""
+        """Returns the function of a rule; None if it does not exist, or does not belong to torch."""
         try:
             function = find(rule.path)
         except PathError:  # optional, and not in this torch
@@ -173,7 +174,7 @@ class CastRules:
         return None
 
     def computes_in_half(self, function: Function) -> bool:
-        """Returns whether all floating arguments of a function are cast to half, whatever the others are."""
+        """Returns True if a function's floating-point arguments are all cast to half, whatever its other arguments."""
         entry = self.entries.get(beneath(function))
         return entry is not None and entry.computes_in_half
 
@@ -181,23 +182,23 @@ class CastRules:
         return CastRules, (self.half_dtype, self._rules, self._registered)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CastRules:
-        return self  # nothing in it changes
+        return self  # it is never changed
 
 
 class CastingMode(TorchFunctionMode):
-    """Casts the arguments of torch's functions while its block runs.
+    """Casts the arguments of torch's functions while the mode is active.
 
     Args:
-        rules: which are cast how.
-        weights: keeps the weights.
-        owner: whose block it is.
-        is_traced: whether a tracer has put tensors of other classes in the places of the weights.
+        rules: rules that say how each function's arguments are cast.
+        weights: object that keeps the weights.
+        owner: object that activates the mode.
+        is_traced: True if a tracer may have replaced weights by tensors of other classes.
 
     Attributes:
-        owner: as given.
-        rules: as given.
-        weights: as given.
-        off: in how many parts of the block without casts this is.
+        owner: the argument.
+        rules: the argument.
+        weights: the argument.
+        off: number of nested regions without casts that the mode is in; it casts if this is 0.
     """
 
     def __init__(self, rules: CastRules, weights: Weights, owner: object, is_traced: bool) -> None:
@@ -222,7 +223,7 @@ class CastingMode(TorchFunctionMode):
         if entry is _DESCRIBING or function is self._running or (_len_torch_dispatch_stack() and _is_traced_below()):
             return function(*args, **kwargs)
         if entry is _UNLISTED and not kwargs and not self._may_hold_weights(args):
-            return function(*args)  # as most calls
+            return function(*args)  # most calls end here
         if entry is _TYPE:
             return self.weights.dtype_of(args[0]) if self._may_be_weight(args[0]) else function(*args)
         adapted = None
@@ -242,10 +243,10 @@ class CastingMode(TorchFunctionMode):
             raise
 
     def _traced(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Does the same under torch.compile, to which a function in Python is not always the same object."""
+        """Handles a call under torch.compile, where a Python function is not always the same object."""
         name, module = getattr(function, "__name__", ""), getattr(function, "__module__", None)
         entry = self.rules.by_name.get((name, module), _UNLISTED)
-        if module == "_operator":  # as torch.export names the methods of tensors, where it is strict
+        if module == "_operator":  # so strict torch.export reports the operator methods of tensors
             entry, reflected = self.rules.by_operator.get(name, (_UNLISTED, _UNLISTED))
             if not isinstance(args[0], Tensor):
                 (right, left), kwargs = self._adapted(reflected, args[::-1], kwargs)
@@ -257,7 +258,7 @@ class CastingMode(TorchFunctionMode):
             return function(*args, **kwargs)
         args, kwargs = self._adapted(entry, args, kwargs)
         if module == "torch._tensor" and name in _METHODS_IN_PYTHON:
-            return getattr(args[0], name)(*args[1:], **kwargs)  # which the compiler knows, and not the function
+            return getattr(args[0], name)(*args[1:], **kwargs)  # the compiler knows the method only
         if entry.inside is None:
             return function(*args, **kwargs)
         with self:
@@ -271,12 +272,12 @@ class CastingMode(TorchFunctionMode):
         if entry.adapt is not None:
             args, kwargs = entry.adapt(args, kwargs)
         if in_half and entry.inside is not None:
-            # What it calls is to get weights as they are, whether it is listed or not.
+            # A view is not recognised as a weight, so the functions called inside get it in half, listed or not.
             args, kwargs = _applied(self._anonymous, args, kwargs)
         return args, kwargs
 
     def adapt_decorated(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Returns the arguments of a decorated function, by a key of `CastRules.adapters`."""
+        """Returns the cast arguments of a decorated function; ``kind`` is a key of `CastRules.adapters`."""
         if self.off:
             return args, kwargs
         if kind != Treatment.WHITELIST.value:
@@ -302,7 +303,7 @@ class CastingMode(TorchFunctionMode):
 
 
 def _applied(cast: TensorCast, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Returns arguments with ``cast`` applied to every weight in them."""
+    """Returns arguments with ``cast`` applied to every tensor in them."""
     return (
         tuple([cast_tensors(value, cast) for value in args]),
         {name: cast_tensors(value, cast) for name, value in kwargs.items()},
@@ -311,14 +312,14 @@ def _applied(cast: TensorCast, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.mode: CastingMode | None = None  # in each thread from the start, which a compiler asks
+        self.mode: CastingMode | None = None  # set in each thread from the start, since a compiler reads it
 
 
 thread = _Thread()
 
 
 class _CastsOfTheBlock:
-    """Casts by whoever keeps the weights of the block that runs in this thread."""
+    """Casts through the weights of the mode that is active in this thread."""
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         mode = thread.mode
@@ -329,7 +330,7 @@ class _CastsOfTheBlock:
 
 _CASTS_OF_THE_BLOCK = _CastsOfTheBlock()
 _UNLISTED = _Entry()
-# Of what tells something of a tensor that depends neither on its values nor on its type, and of what tells the type.
+# For functions that read neither a tensor's values nor its type (such as its shape), and for `Tensor.dtype`.
 _DESCRIBING = _Entry(reason="describes")
 _TYPE = _Entry(reason="tells the type")
 _MAY_HOLD_WEIGHTS = frozenset({Parameter, list, tuple, dict})
@@ -353,7 +354,7 @@ _NO_OPERATORS = ("call", "delitem", "index", "setitem")
 
 
 def _operators() -> Iterator[tuple[str, Any, Any]]:
-    """Yields Python's operators by name, with the methods of tensors on their left and, if there are any, right."""
+    """Yields the name of each Python operator, and its methods for a tensor on the left and on the right (or None)."""
     for name, function in vars(operator).items():
         bare = name.strip("_")
         of_both = bare[1:] if bare.startswith("i") and hasattr(operator, f"__{bare[1:]}__") else bare
@@ -364,7 +365,7 @@ def _operators() -> Iterator[tuple[str, Any, Any]]:
 
 @functools.cache
 def _told_as() -> dict[Any, Any]:
-    """Returns by operator's method the function that torch tells a mode of: of ``x + y`` as of ``Tensor.add``."""
+    """Returns the function that torch reports to a mode, by operator method: ``Tensor.add`` for ``x + y``."""
     told: dict[Any, Any] = {}
 
     class Listening(TorchFunctionMode):
@@ -385,18 +386,18 @@ def _is_in_place(rule: Rule) -> bool:
 
 
 def _is_traced_below() -> bool:
-    """Returns whether the caller stands for an operator's kernel, which a tracer runs: it is not the user's code."""
+    """Returns True if the caller implements an operator's kernel and a tracer runs it: it is not user code."""
     if is_dynamo_compiling() or not _len_torch_dispatch_stack():
         return False
     frame: Any = sys._getframe(2)
-    if frame.f_globals.get("__name__") == "torch.overrides":  # asked by a function in Python
+    if frame.f_globals.get("__name__") == "torch.overrides":  # a Python function has called the mode through it
         frame = frame.f_back.f_back
     return is_below_operators(frame)
 
 
 @functools.cache
 def _names_called_by(function: types.FunctionType) -> frozenset[str]:
-    """Returns the names in the code of a function, and in that of functions of its module that it calls."""
+    """Returns the names in a function's code, and in the code of the functions of its module that it calls."""
     names: set[str] = set()
     followed, waiting = {function}, [function]
     while waiting:
@@ -414,7 +415,7 @@ def _names_called_by(function: types.FunctionType) -> frozenset[str]:
 
 @functools.cache
 def _functions_in_python() -> tuple[types.FunctionType, ...]:
-    """Returns those of torch's functions in Python that ask for overrides."""
+    """Returns torch's overridable functions that are written in Python."""
     listed = {beneath(function) for functions in get_overridable_functions().values() for function in functions}
     return tuple(function for function in listed if isinstance(function, types.FunctionType))
 
@@ -428,12 +429,12 @@ _ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function
 
 @functools.cache
 def _seen_through(function: types.FunctionType) -> types.FunctionType:
-    """Returns a function with the same code, which asks for no overrides itself; those that it calls do.
+    """Returns a function with the same code that does not check for overrides itself; functions that it calls do.
 
-    torch asks a mode once about a function in Python, and not about what it calls. To be asked about that, the mode has
-    to be on while the code runs, which then would ask about the function itself without end.
+    torch reports a Python function to a mode once, and not the functions that it calls, as the mode is off then. If
+    the mode stays on while the code runs, torch reports these. But the function would also report itself, endlessly.
     """
-    # A function that holds itself does so to name itself to overrides.
+    # A function that holds itself in its closure needs itself only as an argument for overrides.
     cells = function.__closure__ or ()
     closure = [cell if cell.cell_contents is function else _cell_seen_through(cell) for cell in cells]
     seen_through = types.FunctionType(

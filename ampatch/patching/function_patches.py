@@ -1,7 +1,7 @@
-"""Patched functions: from rules and registrations to wrappers in their places, names bound earlier included.
+"""Puts wrappers in the place of functions that have a rule or were registered.
 
-Owns the knowledge of where a function can be reached from: its namespace, names that other modules imported it under,
-modules that are imported later. Installs through the ledger only; how arguments are cast is the wrappers' affair.
+Owns the places where a function can be reached: its namespace, names under which other modules imported it before, and
+modules that are imported later. Must install through the ledger only. Must not know how wrappers cast.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Registration:
     """A function that the user registered before ``initialize``; it takes precedence over the lists.
 
     Attributes:
-        owner: a module, or a class.
-        name: the function's name there.
-        treatment: what happens to its arguments.
-        dtype: a half type to cast to instead of the session's, for the whitelist.
+        owner: module or class that holds the function.
+        name: name of the function there.
+        treatment: treatment of the function's arguments.
+        dtype: half type to cast to instead of the session's, for the whitelist; None for the session's.
     """
 
     owner: object
@@ -49,11 +49,11 @@ class Registration:
 
     @property
     def path(self) -> Path:
-        """Where it is, for messages."""
+        """Path of the function, for messages."""
         return Path(getattr(self.owner, "__qualname__", getattr(self.owner, "__name__", repr(self.owner))), self.name)
 
     def as_edit(self) -> Edit:
-        """Returns the same as an edit of the lists, for what is told of edits."""
+        """Returns the registration as an edit of the lists, for warnings about edits."""
         rule = Rule(self.path, self.treatment, "registered")
         return Edit(self.path, beneath(getattr(self.owner, self.name)), rule)
 
@@ -62,10 +62,10 @@ class FunctionPatches:
     """The functions that one session has patched.
 
     Args:
-        ledger: takes note of everything installed.
-        adapters: turn rules into adapters.
-        accelerator: has wrappers run in C++, where that is in use.
-        switch: the session's.
+        ledger: records everything installed.
+        adapters: maker of the adapters.
+        accelerator: object that makes wrappers run in C++, if C++ is in use.
+        switch: switch of the session.
     """
 
     def __init__(self, ledger: PatchLedger, adapters: Adapters, accelerator: Accelerator, switch: Switch) -> None:
@@ -73,23 +73,23 @@ class FunctionPatches:
         self._adapters = adapters
         self._accelerator = accelerator
         self._switch = switch
-        # The one wrapper of each function that stands in modules, by the original's id, under whatever names it stands.
+        # Wrappers of functions in modules, by the original's id: one for each function, whatever its names.
         self._wrappers: dict[int, Function] = {}
-        # Of methods the last one that it has got, by the original's id.
+        # The latest wrapper of each method, by the original's id.
         self._methods: dict[int, Function] = {}
-        # The original of every wrapper, those of methods included, by the wrapper's id.
+        # Each wrapper (methods included) and its original, by the wrapper's id.
         self._originals: dict[int, tuple[Function, Function]] = {}
-        # Rules of modules that are not imported yet.
+        # Rules of modules that are not imported yet, by namespace.
         self._later: dict[str, list[Rule]] = {}
 
     def install(self, rules: Iterable[Rule], registered: Iterable[Registration]) -> None:
-        """Patches every function that has a rule or was registered; those of modules not imported yet when they are.
+        """Patches every function that has a rule or was registered. Modules not imported yet are patched on import.
 
         Raises:
-            CastListError: a rule is limited by an argument that its function does not have.
+            CastListError: a rule has a condition on an argument that its function does not have.
         """
-        # What is patched first stays, so that a registration counts more than the lists and than an earlier one, under
-        # every name of the function.
+        # The first patch of a function stays, under every name of the function. So registrations come before the lists,
+        # and later registrations before earlier ones.
         for known in reversed(list(registered)):
             adapter = functools.partial(self._adapters.for_registration, known.path, known.treatment, known.dtype)
             reason = _reason(known.path, f"registered for the {known.treatment.value}")
@@ -106,9 +106,9 @@ class FunctionPatches:
             _watch(namespace, self)
 
     def rebind(self, owners: Iterable[object]) -> None:
-        """Binds names that ``owners`` bound to an original before it was patched to its wrapper.
+        """Binds names in ``owners`` that still hold an original to its wrapper.
 
-        So are names that they bound to a wrapper of an earlier session, and kept since.
+        Does the same for names that still hold a wrapper of an earlier session; without a rule they get the original.
         """
         kept: dict[int, Function] = {
             id(wrapper): wrapper for wrapper in list(_original_of) if id(wrapper) not in self._originals
@@ -121,14 +121,14 @@ class FunctionPatches:
                 setattr(owner, name, original)
             wrapper = self._wrapper_of(original)
             if wrapper is not None:
-                # An owner that keeps its attributes elsewhere keeps the original.
+                # An owner that does not store its attributes itself keeps the original.
                 with contextlib.suppress(AttributeError, RefusedError):
                     self._ledger.set(owner, name, wrapper)
 
     def rebind_model(self, model: nn.Module) -> None:
-        """Does what `rebind` does for a model's modules, and for what these keep in containers and partials.
+        """Rebinds the names in a model's modules, and functions in their containers, partials and traced graphs.
 
-        So are containers in the Python modules of their classes changed, such as tables of activations.
+        Also changes containers in the Python modules that define the modules' classes, such as tables of activations.
         """
         modules = list(model.modules())
         self.rebind(modules)
@@ -143,7 +143,10 @@ class FunctionPatches:
                 self._ledger.on_undo(functools.partial(_restore_graph, weakref.ref(holder)), holder)
 
     def _replacement_of(self, value: object) -> object | None:
-        """Returns the wrapper of a function; for a wrapper of an earlier session that one of this, or the original."""
+        """Returns the wrapper of a function, or None.
+
+        For a wrapper of an earlier session, returns this session's wrapper of its original, or else the original.
+        """
         wrapper = self._wrapper_of(value)
         if wrapper is not None or id(value) in self._originals:
             return wrapper
@@ -155,10 +158,10 @@ class FunctionPatches:
         return wrapper if wrapper is not None and self._originals[id(wrapper)][1] is value else None
 
     def release(self, owners: Iterable[object]) -> None:
-        """After the ledger was undone: ``owners`` and modules that took a wrapper from its place get the original.
+        """Replaces wrappers that ``owners`` and modules have copied by the originals. Call it after the ledger's undo.
 
-        The session lets go of its wrappers first. If none of them is alive then, no module holds one, and the search
-        is left out.
+        The session drops its wrappers first. If none is alive after that, no module holds one, and the search is
+        skipped.
         """
         released = [(weakref.ref(wrapper), original) for wrapper, original in self._originals.values()]
         self._wrappers.clear()
@@ -174,18 +177,18 @@ class FunctionPatches:
             rebind([*loaded_modules("ampatch"), *owners], wrappers, originals)
 
     def original_of(self, function: object) -> object:
-        """Returns the original of a wrapper; anything else as it is."""
+        """Returns the original of a wrapper, and any other object unchanged."""
         wrapper, original = self._originals.get(id(function), (function, function))
         return original if wrapper is function else function
 
     def patch_imported(self, module: object) -> None:
-        """Patches the functions of modules that were imported since.
+        """Patches the functions of modules that were imported since `install`.
 
         Args:
-            module: the one whose import has just ended.
+            module: module whose import has just ended.
 
         Warns:
-            AmpWarning: a module lacks what its rule names.
+            AmpWarning: a rule's function is missing from its module, or does not fit the rule.
         """
         if not self._switch.active:
             return
@@ -198,17 +201,17 @@ class FunctionPatches:
                 source = self._later.pop(namespace)[0].source
                 warnings.warn(f"{source}: {error}", AmpWarning, stacklevel=2)
                 continue
-            if owner is not None:  # else it was only a package above it
+            if owner is not None:  # None: only a parent package was imported
                 for rule in self._later.pop(namespace):
                     self._patch_imported_rule(owner, rule)
                 self._rebind_modules()
 
     def _rebind_modules(self) -> None:
-        # What torch's own modules hold is torch's affair, but in torch.functional users find some of its functions too.
+        # Names in torch's own modules stay as they are, except in torch.functional, where users call functions too.
         self.rebind([torch.functional, *loaded_modules("torch", "ampatch")])
 
     def _patch_imported_rule(self, owner: object, rule: Rule) -> None:
-        """Patches what could not be checked when the list was read; an import is no place to raise for it."""
+        """Patches a function that could not be checked when the list was read; warns, so that the import succeeds."""
         name = rule.path.name
         unfit: str | None
         if hasattr(owner, name):
@@ -234,13 +237,13 @@ class FunctionPatches:
         found = held.__func__ if isinstance(held, (staticmethod, classmethod)) else getattr(owner, name)
         original: Function = self.original_of(found)  # type: ignore[assignment]
         if found is not original and name in vars(owner):
-            return  # patched already: registered, or under another name of its owner
+            return  # patched already: registered, or under another name in its owner
         is_class = isinstance(owner, type)
         wrapper = None if is_class else self._wrappers.get(id(original))
         if wrapper is None:
             adapter = make_adapter(original)
             wrapper = wrap(original, adapter, self._switch, reason)
-            # Where a pickle finds the wrapper while it is installed, and the original where it is not.
+            # By this name pickle finds the wrapper while it is installed, and the original otherwise.
             if isinstance(owner, type):
                 wrapper.__module__, wrapper.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
             else:
@@ -252,24 +255,24 @@ class FunctionPatches:
         self._ledger.set(owner, name, wrapper if kind is None else kind(wrapper))
 
 
-# Packages whose tables are not the users'.
+# Packages whose containers are not user code.
 _NOT_USERS = frozenset({"torch", "ampatch", "builtins", "abc", "typing"})
 
-# The originals of all wrappers that anybody still has, those of earlier sessions included.
+# The originals of all wrappers that are alive, including wrappers of earlier sessions.
 _original_of: weakref.WeakKeyDictionary[Function, Function] = weakref.WeakKeyDictionary()
 
-# wrapt's hooks on imports cannot be removed, and are used up by the import. Here: the modules that have one now.
+# wrapt's import hooks cannot be removed, and each runs once. This set holds the modules that have one now.
 _hooked: set[str] = set()
 _waiting: weakref.WeakSet[FunctionPatches] = weakref.WeakSet()
 
 
 def _original(value: object) -> object | None:
-    """Returns the original of any session's wrapper; None of anything else."""
+    """Returns the original of any session's wrapper; None for any other object."""
     return _original_of.get(value) if isinstance(value, types.FunctionType) else None
 
 
 def _retarget(module: fx.GraphModule, replacement_of: Replacement) -> bool:
-    """Replaces the functions that a traced graph calls; returns whether there were any."""
+    """Replaces functions that a traced graph calls; returns True if it replaced any."""
     has_changed = False
     for node in module.graph.nodes:
         target = replacement_of(node.target) if node.op == "call_function" else None
@@ -293,7 +296,7 @@ def _restore_kept(reference: weakref.ref[object]) -> None:
 
 
 def _watch(namespace: str, patches: FunctionPatches) -> None:
-    """Has patches told whenever a module is imported that a namespace may lie in."""
+    """Registers hooks that call ``patches`` after the import of the namespace's module, or of a parent package."""
     _waiting.add(patches)
     parts = namespace.split(".")
     for length in range(1, len(parts) + 1):
@@ -310,17 +313,17 @@ def _imported(module: types.ModuleType) -> None:
 
 
 def _is_being_imported(namespace: str, but: object) -> bool:
-    """Returns whether a namespace's module is still being imported. ``but`` is known to be complete."""
+    """Returns True if a namespace's module is still being imported. ``but`` is a module known to be complete."""
     parts = namespace.split(".")
     prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     module = next((sys.modules[name] for name in prefixes if name in sys.modules), None)
     spec = getattr(module, "__spec__", None)
-    # Told by the spec: a module may have put another object in its own place, and given it this.
+    # Compares specs, since a module may have put another object in its own place, and given it its spec.
     return spec is not getattr(but, "__spec__", None) and bool(getattr(spec, "_initializing", False))
 
 
 def _own_attribute(owner: object, name: str) -> object:
-    """Returns what an owner holds under a name, without binding: a staticmethod stays one."""
+    """Returns an owner's attribute unbound, so that a staticmethod stays one; `MISSING` if there is none."""
     for holder in owner.__mro__ if isinstance(owner, type) else (owner,):
         held: object = vars(holder).get(name, MISSING)
         if held is not MISSING:

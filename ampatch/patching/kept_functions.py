@@ -1,7 +1,7 @@
 """Replaces functions that objects keep in containers and partials, such as a model's table of activations.
 
-Lists and dicts are changed in place, since others may hold them too. Tuples and partials are made anew. Owns nothing;
-must not know which functions are replaced, nor by what.
+Changes lists and dicts in place, since other objects may hold them too; makes new tuples and partials. Owns no state.
+Must not know which functions are replaced, or by which ones.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any
 
 from torch import nn
 
-# Gives the function to take another's place, or None. Asked of every value.
+# Returns the replacement of a function, or None. Called with every value found.
 Replacement = Callable[[object], object | None]
 
 _LISTS = (list, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
-#: The classes of what is looked into.
+#: Classes of objects whose contents are searched.
 OPENED = frozenset({*_LISTS, *_DICTS, tuple, functools.partial, types.SimpleNamespace})
-# What torch itself keeps in every module.
+# Attributes that torch itself sets in every nn.Module.
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def replace_kept(holder: object, replacement_of: Replacement) -> bool:
-    """Replaces functions in what an object's attributes contain, at any depth; not those that are attributes.
+    """Replaces functions in containers that an object's attributes hold, at any depth; not the attributes themselves.
 
     Args:
-        holder: a module of a model, or one of Python's.
-        replacement_of: gives the function to take another's place.
+        holder: module of a model, or Python module.
+        replacement_of: function that returns the replacement of a function, or None.
 
     Returns:
-        Whether there were any.
+        True if any function was replaced.
     """
     walk = _Walk(replacement_of)
     attributes: Mapping[str, object] = object.__getattribute__(holder, "__dict__")
@@ -42,7 +42,7 @@ def replace_kept(holder: object, replacement_of: Replacement) -> bool:
         if type(value) in OPENED and not (name in _OF_MODULES and isinstance(holder, nn.Module)):
             replaced = walk.replaced(value)
             if replaced is not value:
-                with contextlib.suppress(AttributeError):  # of an owner that lets nobody set it
+                with contextlib.suppress(AttributeError):  # the owner's attributes are read-only
                     setattr(holder, name, replaced)
     return walk.has_replaced
 
@@ -51,10 +51,10 @@ class _Walk:
     def __init__(self, replacement_of: Replacement) -> None:
         self.has_replaced = False
         self._replacement_of = replacement_of
-        self._open: set[int] = set()  # ids of containers that are being walked: one may hold itself
+        self._open: set[int] = set()  # ids of containers being walked: one may contain itself
 
     def replaced(self, value: Any) -> Any:
-        """Returns the value itself, or what is to take its place."""
+        """Returns the value itself, or its replacement."""
         kind = type(value)
         if kind not in OPENED:
             replacement = self._replacement_of(value)

@@ -1,8 +1,8 @@
-"""Plain Python functions around the original, each with an adapter of its rule.
+"""Makes wrappers: plain Python functions around an original, each with the adapter of its rule.
 
-Plain, and not a wrapt proxy, because torch.compile looks through proxies and would drop the cast without a word. A
-wrapper holds no state: it sees the session's switch, and calls its adapter. After the session is gone a wrapper that
-somebody kept forwards every call unchanged.
+A wrapper is no wrapt proxy, because torch.compile looks through proxies and would silently drop the cast. It must hold
+no state: it reads the session's switch and calls its adapter. After the session, a wrapper that user code kept forwards
+every call unchanged.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> F
     """Returns a plain function that adapts its arguments while casts are on, then calls the original.
 
     Args:
-        original: what is wrapped.
-        adapter: what is done to the arguments.
-        switch: the session's.
-        reason: names the function and the list entry; added as a note to errors that come out of a cast call.
+        original: function to wrap.
+        adapter: adapter of the function's rule.
+        switch: switch of the session.
+        reason: note that names the function and the list entry; added to errors that a cast may have caused.
     """
     thread, adapt = switch.thread, adapter.adapt
     overridden = _asking_overrides(original)
@@ -44,7 +44,7 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> F
         if is_dynamo_compiling() or thread.off or _len_torch_dispatch_stack():
             if switch.is_signalled_off():
                 return overridden(*args, **kwargs)
-            # A tracer runs the Python code that stands for an operator's kernel: what that calls is not the user's.
+            # Under a tracer, Python code may run in place of an operator's kernel: its calls are not user code.
             if not is_dynamo_compiling() and _len_torch_dispatch_stack() and is_below_operators(sys._getframe(1)):
                 with switch.disabled():
                     return original(*args, **kwargs)
@@ -64,10 +64,10 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> F
 
 
 def _asking_overrides(original: Function) -> Function:
-    """Returns the original, for calls with a ``__torch_function__`` among the arguments or in a mode.
+    """Returns a function that first lets ``__torch_function__`` override the call, and passes it the original.
 
-    Who overrides a function of torch knows the original, but torch's functions in Python name themselves by their
-    global name, where the wrapper stands. So they are not left to ask. Other functions do not ask.
+    Overrides know the original. But torch's Python functions pass on the object under their global name, which is the
+    wrapper now. So the returned function checks for overrides first. If torch allows none, it is the original itself.
     """
     if id(original) not in _overridable():
         return original
@@ -83,7 +83,7 @@ def _asking_overrides(original: Function) -> Function:
 
 @functools.cache
 def _overridable() -> frozenset[int]:
-    """Returns the ids of the functions that torch lets ``__torch_function__`` override; torch keeps them alive."""
+    """Returns the ids of functions that ``__torch_function__`` can override; torch keeps these functions alive."""
     return frozenset(id(function) for functions in get_overridable_functions().values() for function in functions)
 
 
@@ -91,10 +91,10 @@ def explain(error: Exception, reason: str, given: Arguments, adapted: Arguments 
     """Adds ``reason`` to an error as a note, if a cast may be the cause.
 
     Args:
-        error: what was raised.
-        reason: names the function and why it casts.
-        given: the arguments of the call.
-        adapted: what the adapter made of them; None where the adapter itself raised.
+        error: exception that the call raised.
+        reason: note that names the function and why its arguments are cast.
+        given: arguments of the call.
+        adapted: arguments that the adapter returned; None if the adapter itself raised.
     """
     if adapted is None:
         error.add_note(reason)
@@ -103,7 +103,7 @@ def explain(error: Exception, reason: str, given: Arguments, adapted: Arguments 
     changed = [
         (old.dtype, new.dtype) for old, new in zip(tensors_in(before), tensors_in(after), strict=True) if old is not new
     ]
-    # `via_dtype` casts no tensor, and tells the kernel to.
+    # `via_dtype` casts no tensor: it passes dtype= to the kernel.
     told = adapted[1].get("dtype")
     if told is not None and not any(isinstance(value, torch.dtype) for value in before):
         changed += [(tensor.dtype, told) for tensor in tensors_in(before[:1])]
@@ -112,9 +112,9 @@ def explain(error: Exception, reason: str, given: Arguments, adapted: Arguments 
 
 
 def _adapted_for_override(adapt: Adapt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Returns the arguments where a class among them, or a mode, has a ``__torch_function__``.
+    """Returns the adapted arguments of a call that an argument's ``__torch_function__`` or a mode may override.
 
-    Objects that stand for a tensor without being one cannot be cast, and then nothing beside them is.
+    If such an argument is no tensor, it cannot be cast. Then no other argument is cast either.
     """
     overriding = [value for value in (*args, *kwargs.values()) if hasattr(type(value), "__torch_function__")]
     return adapt(args, kwargs) if all(isinstance(value, Tensor) for value in overriding) else (args, kwargs)

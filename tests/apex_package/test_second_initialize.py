@@ -22,7 +22,7 @@ from ampatch.errors import AmpWarning, OptionError, UsageError
 from ampatch.runtime import runtime
 
 LEVELS = ("O0", "O1", "O2", "O3", "O5")
-TOLD = r"is trained on without amp: a later amp\.initialize has replaced .*amp\.initialize\(\[model, other\]"
+TOLD = r"now trains without amp: a later amp\.initialize has replaced .*amp\.initialize\(\[model, other\]"
 
 
 def made(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
