@@ -88,7 +88,7 @@ def main() -> None:
 
         for what, run in (("model(x)", lambda: model(batch)), ("block and step", block_and_step)):  # noqa: B023
             modules, changes = crossings(run)
-            print(f"{level}  {what:15} {len(modules):2} modules, {changes:2} changes: {', '.join(modules)}")
+            print(f"{level}  {what:15} {len(modules):2} modules, {changes:2} calls: {', '.join(modules)}")
         amp.deinitialize()
 
 

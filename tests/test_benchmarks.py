@@ -286,3 +286,11 @@ def test_skorch_nets_are_measured_with_amp_and_without() -> None:
     assert names.count("skorch") == names.count("O1, float16") == names.count("O2, float16") == 2
     assert names.count("O1, float16, in a session") == 1
     assert [ratio for name, ratio in rows if name == "skorch"] == ["1.00", "1.00"]
+
+
+def test_crossings_counts_the_modules_that_a_step_runs_through(monkeypatch, capsys):
+    """The counts themselves stand in docs/design/architecture.md."""
+    imported("crossings", monkeypatch).main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[:2] for row in rows] == [["O1", "model(x)"], ["O1", "block"], ["O2", "model(x)"], ["O2", "block"]]
+    assert all("calls:" in row and int(row[row.index("calls:") - 1]) > 3 for row in rows)
