@@ -360,7 +360,7 @@ def one_pass(kind: str) -> Any:
 def refused(kind: str, level: str) -> None:
     model = sharded(Exact(), kind, "cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with pytest.raises(amp.OptionError, match=r"sharded over processes, and opt_level='O.' would convert"):
+    with pytest.raises(amp.OptionError, match=r"sharded over ranks, and opt_level='O.' would convert"):
         amp.initialize(model, optimizer, opt_level=level)
 
 
@@ -527,7 +527,7 @@ def sharded_after_conversion() -> None:
     model = Exact()
     amp.initialize(model, opt_level="O2", **SCALE)
     model = sharded(model, "fully_shard", "cpu")
-    with pytest.raises(amp.OptionError, match="sharded over processes"):
+    with pytest.raises(amp.OptionError, match="sharded over ranks"):
         amp.initialize([], torch.optim.SGD(model.parameters(), lr=0.5), opt_level="O2", **SCALE)
 
 
