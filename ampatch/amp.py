@@ -840,7 +840,7 @@ def promote_function(function: _F) -> _F:
 
 
 def _register(owner: Any, name: Any, treatment: Treatment, dtype: torch.dtype | None = None) -> None:
-    if runtime.live is not None and not runtime.replaces:
+    if runtime.live is not None and not runtime.may_replace:
         raise UsageError("functions are registered before amp.initialize; type amp.deinitialize() first.")
     if isinstance(owner, str):
         raise OptionError(
@@ -855,7 +855,7 @@ def _register(owner: Any, name: Any, treatment: Treatment, dtype: torch.dtype | 
         raise OptionError(f"{where} has no {name!r} to register.{did_you_mean(name, dir(owner))}")
     if not callable(found):
         raise OptionError(f"{where}.{name} is {type(found).__name__!r}; expected a function.")
-    unfit = rules.why_unfit(Path(where, name), owner, found)
+    unfit = rules.unlistable_reason(Path(where, name), owner, found)
     if unfit:
         raise OptionError(unfit)
     register(Registration(owner, name, treatment, dtype))
@@ -880,7 +880,7 @@ def _session_of(optimizer: OptimizerLike, what: str) -> Session:
 
 def _disable() -> None:
     """Turns amp off, as ``enabled=False`` asks, unless there is a session that is not to be replaced."""
-    if runtime.replaces:
+    if runtime.may_replace:
         replace_session("enabled=False")
     runtime.disabled = runtime.live is None
 
@@ -889,7 +889,7 @@ def _joined_and_replaced(settings: Settings) -> tuple[Session | None, Session | 
     """Returns the live session if these settings join it, and the live one if they replace it."""
     live = runtime.live
     other = "" if live is None else difference(live, settings)
-    if other and not runtime.replaces:
+    if other and not runtime.may_replace:
         raise UsageError(
             f"amp is set up already with other settings: {other}. Type amp.deinitialize() first, or give the same "
             "arguments."
@@ -939,7 +939,7 @@ def _half_dtype(
             )
         return checked
     live = runtime.live
-    if live is not None and not runtime.replaces:
+    if live is not None and not runtime.may_replace:
         return live.settings.properties.half_dtype
     types = set().union(*(adopted_model.device_types(model) for model in models)) or _all_device_types()
     return torch.bfloat16 if types == {"cpu"} else torch.float16

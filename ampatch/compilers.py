@@ -48,7 +48,7 @@ _TRACED = {
     "patching": [
         "adapters",
         "adopted_model",
-        "autocast_gates",
+        "autocast_checks",
         "cast_labels",
         "casting_mode",
         "weight_cache",
@@ -140,7 +140,7 @@ def _called_as() -> type:
     return CalledAsAnother
 
 
-def read_tables() -> None:
+def build_torch_tables() -> None:
     """Makes torch build the tables of its own functions now, while nothing is patched.
 
     torch builds each table once, at first use. Tables built later would list wrappers as torch's functions until the
@@ -166,7 +166,9 @@ def read_tables() -> None:
             ) from error
 
 
-def instruct(ledger: PatchLedger, original_of: Callable[[object], object], hooks: Collection[object]) -> None:
+def prepare_for_patches(
+    ledger: PatchLedger, original_of: Callable[[object], object], hooks: Collection[object]
+) -> None:
     """Prepares the compilers for the patches; must be called before the first patch, so that it is undone last.
 
     Args:

@@ -27,12 +27,12 @@ import yaml
 from ampatch import __version__
 from ampatch.cast_lists import list_reports
 from ampatch.cast_lists.lists import shipped
-from ampatch.cast_lists.paths import Path, PathError, beneath, find_owner, is_wrapper
+from ampatch.cast_lists.paths import Path, PathError, find_owner, is_wrapper, unwrapped
 from ampatch.cast_lists.rules import Treatment
 from ampatch.errors import AmpError, CastListError
 from ampatch.ledger import MISSING, bindings, loaded_modules
 from ampatch.native import calls, kernels
-from ampatch.patching.kept_functions import OPENED
+from ampatch.patching.container_functions import OPENED
 from ampatch.runtime import runtime
 from ampatch.session import Session
 
@@ -228,7 +228,7 @@ def _names_in(entry: Any) -> Iterator[str]:
 def _look_up(path: Path) -> _Listed | None:
     owner = _owner(path.namespace)
     found = MISSING if owner is None else getattr(owner, path.name, MISSING)
-    return None if found is MISSING else _Listed(path, owner, beneath(found))
+    return None if found is MISSING else _Listed(path, owner, unwrapped(found))
 
 
 def _owner(namespace: str) -> object | None:
@@ -312,8 +312,8 @@ def _names(seen: _Seen) -> Iterator[str]:
         yield "not looked for: amp patches no functions now"
         return
     patched = [patch.installed for patch in seen.patches if is_wrapper(patch.installed)]
-    originals = {id(beneath(wrapper)): beneath(wrapper) for wrapper in patched}
-    paths = {id(beneath(wrapper)): _name_of(wrapper) for wrapper in patched}
+    originals = {id(unwrapped(wrapper)): unwrapped(wrapper) for wrapper in patched}
+    paths = {id(unwrapped(wrapper)): _name_of(wrapper) for wrapper in patched}
     users = {id(module): module for module in loaded_modules("torch", "ampatch")}
     torchs = {id(module): module for module in loaded_modules("ampatch") if id(module) not in users}
     held = [(owner, name, paths[id(value)]) for owner, name, value in bindings(users.values(), originals)]

@@ -87,12 +87,12 @@ def did_you_mean(name: object, candidates: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(repr(candidate) for candidate in near)}?" if near else ""
 
 
-_NOT_THE_USERS = ("ampatch", "contextlib", "functools", "torch")
+_INTERNAL_PACKAGES = ("ampatch", "contextlib", "functools", "torch")
 
 
 def warn(message: str) -> None:
     """Warns with an `AmpWarning` that points at the nearest caller outside ampatch and torch."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL_PACKAGES:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, AmpWarning, stacklevel=level)

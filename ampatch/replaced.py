@@ -71,7 +71,7 @@ class Replaced:
             else:
                 ledger.set(optimizer, "step", functools.partial(_announced, self._before_step, optimizer.step))
 
-    def hear(self, trained: Any, live: Session | None) -> None:
+    def warn_of_training(self, trained: Any, live: Session | None) -> None:
         """Warns, once, if a watched model or optimizer goes on training without the live session.
 
         Args:

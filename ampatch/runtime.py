@@ -37,14 +37,14 @@ class Runtime:
         live: live session; None if there is none.
         disabled: True if ``initialize(enabled=False)`` was the last call while no session was live.
         registered: functions that the user registered, for all later sessions.
-        replaces: True if a session with other settings replaces the live one, as in Apex; if False, that raises.
+        may_replace: True if a session with other settings replaces the live one, as in Apex; if False, that raises.
         replaced: models and optimizers of replaced sessions; None if no session was replaced.
     """
 
     live: Session | None = None
     disabled: bool = False
     registered: list[Registration] = field(default_factory=list)
-    replaces: bool = False
+    may_replace: bool = False
     replaced: Replaced | None = None
 
 
@@ -59,7 +59,7 @@ def open_session(settings: Settings, device_types: Iterable[str]) -> Session:
     """
     live = runtime.live
     if live is not None:
-        if not runtime.replaces:
+        if not runtime.may_replace:
             properties = live.settings.properties
             raise UsageError(
                 f"amp is set up already, at opt_level={properties.opt_level!r} in {properties.half_dtype}; type "
@@ -86,11 +86,11 @@ def close_session(session: Session) -> None:
 @contextlib.contextmanager
 def replacing() -> Iterator[None]:
     """Lets a session that is opened in the block, with other settings, replace the live one."""
-    before, runtime.replaces = runtime.replaces, True
+    before, runtime.may_replace = runtime.may_replace, True
     try:
         yield
     finally:
-        runtime.replaces = before
+        runtime.may_replace = before
 
 
 def difference(session: Session, settings: Settings) -> str:
@@ -214,7 +214,7 @@ def before_replaced_forward(model: nn.Module, _: object) -> None:
 def before_replaced_step(trained: object, *_: object) -> None:
     """Runs before the step of an optimizer whose session was replaced."""
     if runtime.replaced is not None and (runtime.live is not None or runtime.disabled):
-        runtime.replaced.hear(trained, runtime.live)
+        runtime.replaced.warn_of_training(trained, runtime.live)
 
 
 def after_replicated_forward(wrapper: Any, _: object, outputs: object) -> None:

@@ -29,7 +29,7 @@ from ampatch.errors import OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native.calls import Accelerator
 from ampatch.opt_levels import HALVES
-from ampatch.patching import adopted_model, autocast_gates
+from ampatch.patching import adopted_model, autocast_checks
 from ampatch.patching.adapters import Adapters
 from ampatch.patching.cast_labels import LabellingCache
 from ampatch.patching.function_patches import FunctionPatches, Registration
@@ -170,15 +170,17 @@ class Session:
             in_use = self._while_active(lambda session: session._masters_of(None))
             self.ledger.set(nn.Module, "zero_grad", dropping_sums(nn.Module.zero_grad, lambda: in_use() or ()))
         if self.patches_functions:
-            compilers.read_tables()
-            compilers.instruct(self.ledger, self._functions.original_of, (hooks.before_forward, hooks.after_forward))
+            compilers.build_torch_tables()
+            compilers.prepare_for_patches(
+                self.ledger, self._functions.original_of, (hooks.before_forward, hooks.after_forward)
+            )
             self._warn_of_undone_edits()
             rules = self.settings.lists.for_half(self.settings.properties.half_dtype).values()
             self._functions.install(rules, registered)
-            autocast_gates.open_gates(self.ledger, self.switch)
+            autocast_checks.patch_autocast_checks(self.ledger, self.switch)
             # What a region casts when it is recomputed is needed for its backward, which comes next.
-            self.switch.follow_checkpoints(self.ledger, self.cache.end_iteration)
-            self.switch.follow_replicas(self.ledger)
+            self.switch.patch_checkpoint(self.ledger, self.cache.end_iteration)
+            self.switch.patch_data_parallel(self.ledger)
             self.ledger.on_undo(register_optimizer_step_post_hook(self._unadopted.after_step).remove)
             compilers.forget_compiled()
         if self.has_masters:
@@ -192,24 +194,24 @@ class Session:
         if self._hears_steps:
             self.ledger.on_undo(register_optimizer_step_pre_hook(self._unadopted.before_step).remove)
         if self.has_masters or self.patches_functions:
-            untracked_writes.announce(self.ledger, self._while_active(Session.hear))
+            untracked_writes.announce(self.ledger, self._while_active(Session.note_write))
         self.switch.active = True
 
     def _warn_of_undone_edits(self) -> None:
         edits = [known.as_edit() for known in self.registered]
         half_dtype = self.settings.properties.half_dtype
-        told = list_edits.undone_in_brief(self.settings.lists, half_dtype, edits)
+        told = list_edits.undone_edits_in_brief(self.settings.lists, half_dtype, edits)
         if told:
             warn(told)
 
     @_with_casts_off
-    def hear(self, tensor: Tensor) -> None:
+    def note_write(self, tensor: Tensor) -> None:
         """Somebody may write to a tensor in a way that torch does not count."""
         if isinstance(tensor, nn.Parameter):
             self.cache.forget(tensor)
         if self.has_masters and untracked_writes.has_memory(tensor):
             for adopted in list(self._optimizers.values()):
-                adopted.masters.hear(tensor)
+                adopted.masters.note_write(tensor)
 
     def take_down(self) -> None:
         """Undoes everything, newest first. Wrappers that somebody kept forward unchanged from now on.
@@ -386,7 +388,7 @@ class Session:
             for wrapper in self.ranks.find_wrappers(model):
                 self._hear_forwards_of(wrapper)
         if self.ranks.gathers_weights:
-            self.cache.keep_nothing()
+            self.cache.disable()
 
     def _is_of_model(self, tensor: Tensor) -> bool:
         """Returns whether a tensor is a parameter or buffer of a model that was converted, if only since."""

@@ -79,7 +79,7 @@ class Switch:
         """Undoes one `disabled` until the block ends: for a closure that an optimizer's step calls."""
         return _Region(self._count() - 1)
 
-    def follow_checkpoints(self, ledger: PatchLedger, recomputed: Callable[[], object]) -> None:
+    def patch_checkpoint(self, ledger: PatchLedger, recomputed: Callable[[], object]) -> None:
         """Patches `torch.utils.checkpoint`, so that it recomputes a region with casts on or off as in its first run.
 
         Args:
@@ -113,7 +113,7 @@ class Switch:
 
         return wrapper
 
-    def follow_replicas(self, ledger: PatchLedger) -> None:
+    def patch_data_parallel(self, ledger: PatchLedger) -> None:
         """Patches `torch.nn.DataParallel`, so that its threads cast if and only if the thread that starts them does."""
         # In their package, functions of the same names hide these two modules.
         modules = [importlib.import_module(f"torch.nn.parallel.{name}") for name in ("parallel_apply", "data_parallel")]

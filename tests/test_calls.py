@@ -63,7 +63,7 @@ class Implementation:
         adapter = adapters.for_treatment(treatment, Path("library", "function"), original, via_dtype)
         wrapper = wrap(original, adapter, self.switch, "ampatch: listed.")
         accelerator = Accelerator(self.cache.state, self.cache.cast, self.switch, {"cpu"})
-        self.function = accelerator.accelerate(wrapper, original, adapter.plainly, "ampatch: listed.")
+        self.function = accelerator.accelerate(wrapper, original, adapter.plain_cast, "ampatch: listed.")
         self.is_compiled = self.function is not wrapper
 
 
@@ -382,7 +382,7 @@ class TestWeights:
             with torch.no_grad():
                 each.cache.enter_forward(each)
                 each.function(weight)
-                each.cache.keep_nothing()
+                each.cache.disable()
                 each.function(weight)
                 each.cache.exit_forward(each)
                 each.cache.enter_forward(each)

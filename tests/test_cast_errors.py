@@ -12,7 +12,7 @@ from torch import nn, ones
 from torch.nn import functional as F
 
 from ampatch import amp
-from ampatch.casting.cast_errors import add_note, may_come_of_casts
+from ampatch.casting.cast_errors import add_note, may_be_caused_by_casts
 
 HALF, BFLOAT, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -39,7 +39,7 @@ HALF, BFLOAT, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torc
     ],
 )
 def test_a_cast_may_be_the_cause(text: str, before: torch.dtype, after: torch.dtype) -> None:
-    assert may_come_of_casts(RuntimeError(text) if text else AssertionError(), {before}, {after})
+    assert may_be_caused_by_casts(RuntimeError(text) if text else AssertionError(), {before}, {after})
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_cast_may_be_the_cause(text: str, before: torch.dtype, after: torch.dt
     ],
 )
 def test_a_cast_cannot_be_the_cause(error: Exception, before: torch.dtype, after: torch.dtype) -> None:
-    assert not may_come_of_casts(error, {before}, {after})
+    assert not may_be_caused_by_casts(error, {before}, {after})
 
 
 def test_a_cast_that_raised_is_the_cause_whatever_it_says() -> None:

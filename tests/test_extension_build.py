@@ -316,7 +316,7 @@ class TestBuild:
         built = build("cpu")
 
         library = built.library
-        assert not built.was_there
+        assert not built.was_cached
         assert library == extension.find()
         assert library.path.parent == cache / extension.key(extension.source_hash(), ())
         assert library.architectures == ()
@@ -343,14 +343,14 @@ class TestBuild:
 
         again = build("cpu")
 
-        assert (again.library, again.was_there) == (library, True)
+        assert (again.library, again.was_cached) == (library, True)
 
     def test_unless_it_is_forced(self, sources: Path, cache: Path) -> None:
         before = build("cpu").library.path.stat()
 
         again = build("cpu", force=True)
 
-        assert not again.was_there
+        assert not again.was_cached
         assert again.library.path.stat().st_ino != before.st_ino
         assert left_in(cache) == [again.library.path.parent.name]
 
@@ -360,7 +360,7 @@ class TestBuild:
 
         second = build("cpu")
 
-        assert not second.was_there
+        assert not second.was_cached
         assert extension.find() == second.library != first
         assert len(left_in(cache)) == 2
 
@@ -370,7 +370,7 @@ class TestBuild:
 
         built = build("cpu")
 
-        assert not built.was_there
+        assert not built.was_cached
         assert left_in(cache) == [built.library.path.parent.name]
 
     def test_into_a_directory_that_is_named(self, sources: Path, tmp_path: Path, cache: Path) -> None:
@@ -380,7 +380,7 @@ class TestBuild:
 
         assert built.library == extension.read(output)
         assert left_in(output) == ["build.log", extension.LIBRARY, extension.SIDECAR]
-        assert build("cpu", output=output).was_there
+        assert build("cpu", output=output).was_cached
         assert not cache.exists()
 
     def test_where_a_library_of_other_sources_is_replaced(self, sources: Path, tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ class TestBuild:
 
         built = build("cpu", output=tmp_path)
 
-        assert not built.was_there
+        assert not built.was_cached
         assert built.library.sources == extension.source_hash()
 
     def test_beside_the_sources_it_is_found_as_part_of_the_package(self, sources: Path) -> None:
@@ -431,7 +431,7 @@ class TestBuild:
             except KernelError as error:  # which nobody would wait for
                 answers.put((False, str(error)))
             else:
-                answers.put((built.was_there, str(built.library.path)))
+                answers.put((built.was_cached, str(built.library.path)))
 
         children = [context.Process(target=ask, args=(start,), daemon=True) for _ in range(4)]
         for child in children:
@@ -441,7 +441,7 @@ class TestBuild:
             child.join()
 
         assert len(calls.read_text().splitlines()) == 2  # to compile, and to link
-        assert sorted(was_there for was_there, _ in got) == [False, True, True, True]
+        assert sorted(was_cached for was_cached, _ in got) == [False, True, True, True]
         assert {path for _, path in got} == {str(plan("cpu").directory / extension.LIBRARY)}
 
 

@@ -969,20 +969,20 @@ class TestAreBare:
     )
     def test_whatever_there_is(self, parameters, bare, bare_and_wide):
         for container in (list, tuple, iter):
-            assert optimizer_state.are_bare(container(parameters())) is bare
-            assert optimizer_state.are_bare(container(parameters()), may_be_half=True) is bare
-            assert optimizer_state.are_bare(container(parameters()), may_be_half=False) is bare_and_wide
+            assert optimizer_state.have_no_gradients(container(parameters())) is bare
+            assert optimizer_state.have_no_gradients(container(parameters()), may_be_half=True) is bare
+            assert optimizer_state.have_no_gradients(container(parameters()), may_be_half=False) is bare_and_wide
 
     def test_views_of_a_dict(self):
         parameters = {0: parameter(), 1: parameter()}
-        assert optimizer_state.are_bare(parameters.values())
+        assert optimizer_state.have_no_gradients(parameters.values())
         parameters[1].grad = torch.ones(2)
-        assert not optimizer_state.are_bare(parameters.values())
+        assert not optimizer_state.have_no_gradients(parameters.values())
 
     def test_zeros_and_sparse_gradients_are_gradients(self):
         one = parameter()
         one.grad = torch.zeros(2)
-        assert not optimizer_state.are_bare([one])
+        assert not optimizer_state.have_no_gradients([one])
         other = nn.Parameter(torch.ones(5, 1))
         other.grad = sparse([1.0], [4])
-        assert not optimizer_state.are_bare([other])
+        assert not optimizer_state.have_no_gradients([other])

@@ -298,7 +298,7 @@ class TestAnUndoneEdit:
         file = tmp_path / "my casts.yaml"
         file.write_text(f"whitelist: {{torch.nn.functional: {['softmax', 'softmin', 'log_softmax'][:count]}}}")
 
-        told = list_edits.undone_in_brief(shipped().overlaid(file), HALF, [])
+        told = list_edits.undone_edits_in_brief(shipped().overlaid(file), HALF, [])
 
         assert told is not None
         assert told.endswith(
@@ -314,7 +314,7 @@ class TestAnUndoneEdit:
         path = Path("torch.nn.functional", "log_softmax")
         registered = [list_edits.Edit(path, F.log_softmax, Rule(path, Treatment.WHITELIST, "registered"))]
 
-        told = list_edits.undone_in_brief(lists, HALF, registered if form == "registered too" else [])
+        told = list_edits.undone_edits_in_brief(lists, HALF, registered if form == "registered too" else [])
 
         assert told is not None
         assert "Also undone in this way: torch.nn.functional.softmin" in told

@@ -462,7 +462,7 @@ class TestSwitch:
         frame = torch.utils.checkpoint._CheckpointFrame
         before = frame.__init__
         ledger = PatchLedger()
-        Switch().follow_checkpoints(ledger, lambda: None)
+        Switch().patch_checkpoint(ledger, lambda: None)
         assert frame.__init__ is not before
         assert ledger.undo() == []
         assert frame.__init__ is before

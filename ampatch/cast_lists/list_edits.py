@@ -15,7 +15,7 @@ import torch
 from ampatch.cast_lists.lists import MAPPING, CastLists, shipped
 from ampatch.cast_lists.paths import Path, PathError, find, identity
 from ampatch.cast_lists.rules import UNLISTED, Rule, Treatment, typed_conditions
-from ampatch.cast_lists.spellings import EVERY, NAMESPACES, called_by, spellings
+from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, called_by, spellings
 from ampatch.opt_levels import HALF_DTYPES
 
 _MOST_TOLD = 3
@@ -89,7 +89,7 @@ def undone(
     return told
 
 
-def undone_in_brief(lists: CastLists, half_dtype: torch.dtype, registered: Sequence[Edit]) -> str | None:
+def undone_edits_in_brief(lists: CastLists, half_dtype: torch.dtype, registered: Sequence[Edit]) -> str | None:
     """Returns a warning about undone edits: the first one in full, the others in brief; None if none is undone.
 
     Args:
@@ -189,7 +189,7 @@ def _told_undone(edit: Edit, undoing: Sequence[Rule]) -> str:
 
 
 def _every_spelling(edit: Edit) -> str:
-    return f'Type `{_list(edit.rule)}: {{"{EVERY}": [{edit.path.name}]}}` for every spelling.'
+    return f'Type `{_list(edit.rule)}: {{"{EVERY_NAMESPACE}": [{edit.path.name}]}}` for every spelling.'
 
 
 def _opening(edit: Edit) -> str:

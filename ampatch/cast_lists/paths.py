@@ -67,7 +67,7 @@ def find(path: Path) -> object | None:
     if owner is None:
         return None
     # While amp is on, two names of one function hold two different wrappers.
-    return beneath(_attribute(owner, path.name, path.namespace))
+    return unwrapped(_attribute(owner, path.name, path.namespace))
 
 
 def is_wrapper(value: object) -> bool:
@@ -81,7 +81,7 @@ def is_wrapper(value: object) -> bool:
     return is_function and value.__globals__.get("__name__") == "ampatch.patching.wrappers"  # type: ignore[attr-defined]
 
 
-def beneath(value: object) -> object:
+def unwrapped(value: object) -> object:
     """Returns the function under amp's wrappers; any other value unchanged."""
     while is_wrapper(value):
         value = vars(value)["__wrapped__"]

@@ -19,8 +19,8 @@ from torch.torch_version import TorchVersion
 
 from ampatch.cast_lists import signatures
 from ampatch.cast_lists.paths import Path, PathError, find, find_owner, identity
-from ampatch.cast_lists.rules import UNLISTED, Changes, Rule, Treatment, When, why_unfit
-from ampatch.cast_lists.spellings import EVERY, NAMESPACES, known_names, spellings
+from ampatch.cast_lists.rules import UNLISTED, Changes, Rule, Treatment, When, unlistable_reason
+from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, known_names, spellings
 from ampatch.cast_lists.yaml_tree import described, items_of, kind_of, line_of, scalar_of
 from ampatch.errors import AmpError, CastListError, Fault, did_you_mean
 from ampatch.opt_levels import HALF_DTYPES
@@ -32,7 +32,7 @@ class _Listing:
 
     Attributes:
         path: path of the function.
-        entry: path as the user wrote it; it stands for several paths if its namespace is `EVERY`.
+        entry: path as the user wrote it; it stands for several paths if its namespace is `EVERY_NAMESPACE`.
         name: name of the list.
         line: line in the file; 0 in a mapping, which has no lines.
         rule: rule of the entry; None: the function is to be on no list.
@@ -52,7 +52,7 @@ class _Listing:
     def repeats(self, other: _Listing) -> bool:
         """Returns True if two entries for every spelling, of different names, agree on a path that they share."""
         return (
-            self.entry.namespace == other.entry.namespace == EVERY
+            self.entry.namespace == other.entry.namespace == EVERY_NAMESPACE
             and self.entry != other.entry
             and not self.disagrees(other)
         )
@@ -152,7 +152,7 @@ class Reading:
         faults = len(self._faults)
         entry = Path(namespace.value, options.pop("name"))
         for path in self._paths(namespace, entry.name, node, options.get("optional", False)):
-            fitting = options if namespace.value != EVERY else _fitting(options, path)
+            fitting = options if namespace.value != EVERY_NAMESPACE else _fitting(options, path)
             if not self._resolve or self._exists(path, fitting, node, namespace):
                 self._add_path(path, entry, treatment, dtypes, fitting, node)
             if len(self._faults) > faults:
@@ -160,7 +160,7 @@ class Reading:
 
     def _paths(self, namespace: yaml.ScalarNode, name: str, node: yaml.Node, optional: bool) -> list[Path]:
         """Returns the paths that an entry names; records a fault for a pattern, or for a required name without any."""
-        if namespace.value != EVERY:
+        if namespace.value != EVERY_NAMESPACE:
             return [Path(namespace.value, name)]
         found = spellings(name)
         if any(sign in name for sign in "*?["):
@@ -168,7 +168,9 @@ class Reading:
         elif not found and not optional:
             namespaces = ", ".join(NAMESPACES)
             near = did_you_mean(name, _public_names())
-            self.fault(node, f"no function is named {name!r} in any of {namespaces}; `{EVERY!r}` means these.{near}")
+            self.fault(
+                node, f"no function is named {name!r} in any of {namespaces}; `{EVERY_NAMESPACE!r}` means these.{near}"
+            )
         return found
 
     def _add_path(
@@ -246,10 +248,12 @@ class Reading:
         Otherwise records a fault, unless the function is missing and the entry optional.
         """
         optional = options.get("optional", False)
-        if EVERY in path.namespace:
+        if EVERY_NAMESPACE in path.namespace:
             if namespace not in self._missing:
                 self._missing.add(namespace)
-                self.fault(namespace, f"found {path.namespace!r}; `{EVERY!r}` stands alone, for every spelling.")
+                self.fault(
+                    namespace, f"found {path.namespace!r}; `{EVERY_NAMESPACE!r}` stands alone, for every spelling."
+                )
             return False
         try:
             owner = find_owner(path.namespace)
@@ -261,7 +265,7 @@ class Reading:
         if owner is None:
             return True
         try:
-            unfit = why_unfit(path, owner, find(path), options.get("when", ()), options.get("via_dtype", False))
+            unfit = unlistable_reason(path, owner, find(path), options.get("when", ()), options.get("via_dtype", False))
         except PathError as error:
             if optional:
                 return False
@@ -297,12 +301,12 @@ def _shared(listing: _Listing, earlier: _Listing) -> str:
     options = ", which has other options," if listing.name == earlier.name and listing.disagrees(earlier) else ""
     return (
         f"{_typed(listing)} here and {_typed(earlier)}{where}{options} both stand for {listing.path}; keep one of "
-        f'them, or type namespaces in the place of "{EVERY}".'
+        f'them, or type namespaces in the place of "{EVERY_NAMESPACE}".'
     )
 
 
 def _typed(listing: _Listing) -> str:
-    namespace = f'"{EVERY}"' if listing.entry.namespace == EVERY else listing.entry.namespace
+    namespace = f'"{EVERY_NAMESPACE}"' if listing.entry.namespace == EVERY_NAMESPACE else listing.entry.namespace
     return f"`{listing.name}: {{{namespace}: [{listing.entry.name}]}}`"
 
 

@@ -71,7 +71,7 @@ def _as_typed(value: object) -> str:
     return yaml.safe_dump([value], default_flow_style=True, width=float("inf")).strip()[1:-1]
 
 
-def why_unfit(path: Path, owner: object, function: Any, when: When = (), via_dtype: bool = False) -> str | None:
+def unlistable_reason(path: Path, owner: object, function: Any, when: When = (), via_dtype: bool = False) -> str | None:
     """Returns a sentence on why the object at a path cannot be listed with these options; None if it can."""
     if not isinstance(owner, (types.ModuleType, type)):
         return f"{path.namespace!r} is {type(owner).__name__!r}; expected a module or a class."

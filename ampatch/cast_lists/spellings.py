@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 import torch
 
-from ampatch.cast_lists.paths import Path, beneath
+from ampatch.cast_lists.paths import Path, unwrapped
 
 #: Written instead of a namespace: stands for each of `NAMESPACES`.
-EVERY = "*"
+EVERY_NAMESPACE = "*"
 
 #: The namespaces of torch's operators. torch._VF is not needed: it holds those of ``torch`` again, as the same objects.
 NAMESPACES = (
@@ -75,7 +75,9 @@ def _owner(namespace: str) -> object:
 def _is_function(path: Path) -> bool:
     if path.name.startswith("__") and path.namespace != "torch.Tensor":
         return False  # a method of the module object, such as torch.__eq__
-    found = beneath(getattr(_owner(path.namespace), path.name, None))  # not find(): its search for close names is slow
+    found = unwrapped(
+        getattr(_owner(path.namespace), path.name, None)
+    )  # not find(): its search for close names is slow
     return callable(found) and not isinstance(found, (type, types.ModuleType))
 
 
@@ -119,7 +121,7 @@ def _named_in(function: types.FunctionType) -> Iterator[object]:
             else:
                 value = None
                 continue
-            value = beneath(value)
+            value = unwrapped(value)
             if callable(value) and not isinstance(value, type):
                 yield value
 

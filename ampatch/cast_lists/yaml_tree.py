@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from ampatch.cast_lists.spellings import EVERY
+from ampatch.cast_lists.spellings import EVERY_NAMESPACE
 from ampatch.errors import AmpError
 
 _TAG = "tag:yaml.org,2002:"
@@ -78,7 +78,7 @@ def compose(text: str) -> yaml.Node | None:
         began = f" that began in line {error.context_mark.line + 1}" if error.context_mark else ""
         context = f"{error.context}{began}: " if error.context else ""
         hint = " Indent with spaces, not with tabs." if r"'\t'" in str(error.problem) else ""
-        hint = f' Put "{EVERY}" in quotes.' if str(error.context).endswith("an alias") else hint
+        hint = f' Put "{EVERY_NAMESPACE}" in quotes.' if str(error.context).endswith("an alias") else hint
         raise UnreadableError(f"not valid YAML: {context}{error.problem}.{hint}", line) from None
     return node
 

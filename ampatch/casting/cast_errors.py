@@ -50,11 +50,13 @@ def add_note(reason: str, error: BaseException, given: object, made: torch.dtype
         error.add_note(reason)
         return
     before = {tensor.dtype for tensor in tensors_in(given)} & CASTABLE - {made}
-    if may_come_of_casts(error, before, {made}):
+    if may_be_caused_by_casts(error, before, {made}):
         error.add_note(reason)
 
 
-def may_come_of_casts(error: BaseException, before: Collection[torch.dtype], after: Collection[torch.dtype]) -> bool:
+def may_be_caused_by_casts(
+    error: BaseException, before: Collection[torch.dtype], after: Collection[torch.dtype]
+) -> bool:
     """Returns True if casts may be the cause of an error, judged by its text.
 
     A text that names dtypes blames a cast only if a new dtype is among them. If it names others too, an old dtype must
@@ -80,7 +82,7 @@ def may_come_of_casts(error: BaseException, before: Collection[torch.dtype], aft
     return _narrows(before, after) and _OF_VALUES.search(text) is not None
 
 
-def is_of_types(error: BaseException, half: torch.dtype) -> bool:
+def names_half_and_float(error: BaseException, half: torch.dtype) -> bool:
     """Returns True if an error's text names the half dtype beside float32 or float64."""
     named = {dtype for dtype, pattern in _TYPES.items() if pattern.search(str(error))}
     named |= {dtype for dtype, pattern in _CPP_FLOATS.items() if pattern.search(str(error))}

@@ -31,7 +31,7 @@ PLAIN = frozenset({int, float, bool, str, type(None)})
 _CONTAINERS = frozenset({list, dict, collections.OrderedDict, collections.defaultdict})
 
 
-class Known:
+class Replacements:
     """Replacements of objects, found by identity. It keeps both alive, so that no id is reused."""
 
     __slots__ = ("_by_id", "_pairs")
@@ -90,7 +90,7 @@ def cast_tensors(value: object, cast: TensorCast) -> object:
     return value
 
 
-def cast_floating(value: object, dtype: torch.dtype, known: Known | None = None) -> object:
+def cast_floating(value: object, dtype: torch.dtype, known: Replacements | None = None) -> object:
     """Returns ``value`` with every float32, float16 and bfloat16 tensor in it cast to ``dtype``.
 
     Opens lists, tuples, named tuples, dicts, other mappings, and the fields of dataclasses. Casts any other object by
@@ -106,7 +106,7 @@ def cast_floating(value: object, dtype: torch.dtype, known: Known | None = None)
         object in several places has one replacement in all of them. A container that holds itself is opened once: the
         references to itself stay references to the old one.
     """
-    return _cast_floating(value, dtype, Known() if known is None else known)
+    return _cast_floating(value, dtype, Replacements() if known is None else known)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -121,7 +121,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def _cast_floating(value: Any, dtype: torch.dtype, known: Known) -> Any:
+def _cast_floating(value: Any, dtype: torch.dtype, known: Replacements) -> Any:
     if type(value) in PLAIN:
         return value
     cast: object = known.find(value)
@@ -147,7 +147,7 @@ def is_opened(value: object) -> bool:
     return isinstance(value, tuple) or _floating_cast_of(value) is not None
 
 
-def _floating_cast_of(value: object) -> Callable[[Any, torch.dtype, Known], object] | None:
+def _floating_cast_of(value: object) -> Callable[[Any, torch.dtype, Replacements], object] | None:
     """Returns the function that casts an object that is neither a tensor nor a tuple; None if it stays unchanged."""
     kind = type(value)
     if isinstance(value, list):
@@ -164,17 +164,17 @@ def _floating_cast_of(value: object) -> Callable[[Any, torch.dtype, Known], obje
     return _cast_by_to if callable(getattr(kind, "to", None)) else None
 
 
-def _cast_sequence(value: list[object] | tuple[object, ...], dtype: torch.dtype, known: Known) -> object:
+def _cast_sequence(value: list[object] | tuple[object, ...], dtype: torch.dtype, known: Replacements) -> object:
     items = [_cast_floating(item, dtype, known) for item in value]
     return value if all(map(_same, items, value)) else _like_sequence(value, items)
 
 
-def _cast_dict(value: dict[Any, object], dtype: torch.dtype, known: Known) -> object:
+def _cast_dict(value: dict[Any, object], dtype: torch.dtype, known: Replacements) -> object:
     values = {key: _cast_floating(item, dtype, known) for key, item in value.items()}
     return value if all(map(_same, values.values(), value.values())) else _like_dict(value, values)
 
 
-def _cast_dataclass(value: Any, dtype: torch.dtype, known: Known) -> object:
+def _cast_dataclass(value: Any, dtype: torch.dtype, known: Replacements) -> object:
     """Casts the fields; if the dataclass is also a dict, such as Hugging Face's ModelOutput, the items too."""
     items = dict(value.items()) if isinstance(value, dict) else {}
     held = {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}
@@ -193,7 +193,7 @@ def _cast_dataclass(value: Any, dtype: torch.dtype, known: Known) -> object:
     return like
 
 
-def _cast_mapping(value: Mapping[Any, object], dtype: torch.dtype, known: Known) -> object:
+def _cast_mapping(value: Mapping[Any, object], dtype: torch.dtype, known: Replacements) -> object:
     # A user's class keeps its items where it likes. They are not set in a copy, which may share its stores with the
     # original. Instead, the attributes that store the items are cast; they are found by their contents.
     items = dict(value.items())
@@ -219,7 +219,7 @@ def _holds_any(store: object, ids: Set[int]) -> bool:
     return isinstance(items, (list, tuple, ValuesView)) and any(id(item) in ids for item in items)
 
 
-def _cast_by_to(value: Any, dtype: torch.dtype, _: Known) -> object:
+def _cast_by_to(value: Any, dtype: torch.dtype, _: Replacements) -> object:
     # A copy is cast, with copied containers: many classes write to themselves, or to their containers, in ``to``.
     try:
         like = copy.copy(value)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.compiler import is_compiling, is_exporting
 
-from ampatch.casting.nested import PLAIN, Known, attributes_of, cast_floating, is_opened
+from ampatch.casting.nested import PLAIN, Replacements, attributes_of, cast_floating, is_opened
 
 #: Positional arguments and keyword arguments.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -88,7 +88,7 @@ class _Forward:
         self.module = module
         self.frame = frame
         self.handed: list[_Handed] = []
-        self.known = Known()
+        self.known = Replacements()
         self.copies: list[_Copy] = []
 
 
@@ -133,7 +133,7 @@ def end(module: nn.Module, dtype: torch.dtype | None, result: object) -> object:
     Returns:
         The result for the caller. If ``dtype`` is given, arguments in it are replaced by the caller's own.
     """
-    known = Known()
+    known = Replacements()
     if not is_compiling():
         drop_interrupted()
     forwards = _traced if is_compiling() else _stack.forwards
@@ -260,7 +260,7 @@ def _carry_back(handed: _Handed, as_theirs: Callable[[Any], Any]) -> None:
 
 def _items_of_list(now: Items, before: Items, outer: list[Any], as_theirs: Callable[[Any], Any]) -> Iterator[Any]:
     """Yields the items for the caller's list: the caller's own for items that it held when the forward pass began."""
-    moved = Known()
+    moved = Replacements()
     for place, item in enumerate(before):
         if place >= len(now) or now[place] is not item:
             moved.add(item, outer[place])

@@ -271,7 +271,7 @@ def _build(arguments: argparse.Namespace) -> int:
     )
     sys.stdout.flush()  # compiling takes a while, which a pipe would spend without a word
     built = extension_build.carry_out(plan, arguments.force)
-    if built.was_there:
+    if built.was_cached:
         _print(["It is there already, built of these very sources. `ampatch build --force` builds it again."])
     else:
         _print([f"Built and tried out in {built.seconds:.0f} seconds."])
@@ -295,7 +295,7 @@ def _build_calls(force: bool) -> None:
     _print([f"Calls:    {plan.directory / extension.LIBRARY}"])
     sys.stdout.flush()
     built = extension_build.carry_out(plan, force)
-    _print(["It is there already." if built.was_there else f"Built and tried out in {built.seconds:.0f} seconds."])
+    _print(["It is there already." if built.was_cached else f"Built and tried out in {built.seconds:.0f} seconds."])
 
 
 def _list(text: str) -> list[str]:

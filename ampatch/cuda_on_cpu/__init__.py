@@ -66,14 +66,14 @@ def stand_in() -> PatchLedger:
 
 def _install() -> PatchLedger:
     # torch.compile and TorchScript build tables of torch's functions once; build them before any patch is in place.
-    compilers.read_tables()
+    compilers.build_torch_tables()
     ledger = PatchLedger()
     replacements = Replacements(ledger)
     ledger.on_undo(_forget)
-    compilers.instruct(ledger, replacements.original_of, hooks=())
+    compilers.prepare_for_patches(ledger, replacements.original_of, hooks=())
     try:
-        for room in (devices, torch_cuda, training, distributed):
-            room.install(replacements)
+        for module in (devices, torch_cuda, training, distributed):
+            module.install(replacements)
         replacements.place()
     except BaseException:
         ledger.undo()

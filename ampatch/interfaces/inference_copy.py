@@ -31,14 +31,14 @@ from torch.nn.parameter import is_lazy
 
 from ampatch.cast_lists import spellings
 from ampatch.cast_lists.lists import CastLists
-from ampatch.cast_lists.paths import Path, PathError, beneath, find
+from ampatch.cast_lists.paths import Path, PathError, find, unwrapped
 from ampatch.cast_lists.rules import Rule
 from ampatch.casting import write_back
 from ampatch.casting.cast_store import Store
 from ampatch.casting.nested import cast_floating
 from ampatch.distributed import is_sharded
 from ampatch.errors import OptionError, UsageError, did_you_mean, warn
-from ampatch.patching import adopted_model, autocast_gates
+from ampatch.patching import adopted_model, autocast_checks
 from ampatch.patching.adapters import Function
 from ampatch.patching.casting_mode import CastingMode, CastRules, thread
 from ampatch.runtime import runtime
@@ -318,7 +318,7 @@ class _Copy:
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a forward with casts on."""
         if is_dynamo_compiling() and torch.backends.mha._is_fastpath_enabled:
-            # It does not tell attention of the mode, as it is told of in eager code: see `autocast_gates`. What is set
+            # It does not tell attention of the mode, as it is told of in eager code: see `autocast_checks`. What is set
             # here and taken back is no part of the compiled program.
             torch.backends.mha._is_fastpath_enabled = False
             try:
@@ -486,8 +486,8 @@ def _reads_in_half(module: nn.Module, name: str, rules: CastRules) -> bool:
 
 
 def _check_input(module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
-    """Leaves it to the lists what type the input gets, as `autocast_gates` does for a session."""
-    type(module).check_input(module, autocast_gates.of_the_weights_type(module, input), batch_sizes)
+    """Leaves it to the lists what type the input gets, as `autocast_checks` does for a session."""
+    type(module).check_input(module, autocast_checks.of_the_weights_type(module, input), batch_sizes)
 
 
 def _ways_in(module: nn.Module, is_left_out: bool) -> tuple[str, ...]:
@@ -578,7 +578,7 @@ def _path_of_function(excluded: object, model: nn.Module, modules: Sequence[tupl
         namespace, _, name = excluded.rpartition(".")
         with suppress(PathError):
             if not namespace and spellings.spellings(name):
-                return Path(spellings.EVERY, name)
+                return Path(spellings.EVERY_NAMESPACE, name)
             if namespace.partition(".")[0] == "torch" and callable(find(Path(namespace, name))):
                 return Path(namespace, name)
         said = f"excluded has {excluded!r}, which is neither a submodule of the model nor a function of torch."
@@ -589,8 +589,8 @@ def _path_of_function(excluded: object, model: nn.Module, modules: Sequence[tupl
         raise OptionError(f"{said}{did_you_mean(meant, [*dict.fromkeys(names), *spellings.known_names()])}")
     name = getattr(excluded, "__name__", "")
     known = spellings.spellings(name)
-    if known and any(find(path) is beneath(excluded) for path in known):
-        return Path(spellings.EVERY, name)
+    if known and any(find(path) is unwrapped(excluded) for path in known):
+        return Path(spellings.EVERY_NAMESPACE, name)
     if isinstance(excluded, nn.Module):
         shown = f"a {type(excluded).__name__} that is not in the model"
     elif isinstance(excluded, type):
@@ -613,13 +613,13 @@ def _registered() -> Iterator[tuple[Rule, torch.dtype | None]]:
 
 
 def _tell_of_what_is_not_cast(model: nn.Module, left_out: Collection[str], rules: CastRules) -> None:
-    if rules.out_of_sight:
-        names = ", ".join(str(rule.path) for rule in rules.out_of_sight[:5])
+    if rules.outside_torch:
+        names = ", ".join(str(rule.path) for rule in rules.outside_torch[:5])
         warn(
             f"the copy does not cast for {names}: only functions of torch tell when they are called. Decorate a "
             "function of your own (@amp.half_function, @amp.float_function); for those of others use amp.initialize."
         )
-    for rule, name in rules.told_otherwise[:5]:
+    for rule, name in rules.reported_as_other[:5]:
         warn(
             f"the copy does not cast for {rule.path} as {rule.source} says: torch tells of its calls as those of "
             f"{name!r}. List torch.Tensor.{name}, too."

@@ -151,24 +151,24 @@ class Accelerator:
         if self._module is not None:
             self._caster.serve(tuple(device_types))
 
-    def accelerate(self, wrapper: Any, original: Callable[..., Any], plainly: PlainCast | None, reason: str) -> Any:
+    def accelerate(self, wrapper: Any, original: Callable[..., Any], plain_cast: PlainCast | None, reason: str) -> Any:
         """Returns a copy of the wrapper that runs in C++.
 
-        Returns the wrapper itself if Python is in use or ``plainly`` is None.
+        Returns the wrapper itself if Python is in use or ``plain_cast`` is None.
 
         Args:
             wrapper: function made by `wrappers.wrap`.
             original: function that it wraps.
-            plainly: how the wrapper casts ordinary arguments; None if only the wrapper's own code can do it.
+            plain_cast: how the wrapper casts ordinary arguments; None if only the wrapper's own code can do it.
             reason: note for errors that a cast may have caused.
         """
-        if self._module is None or plainly is None:
+        if self._module is None or plain_cast is None:
             return wrapper
         function = FunctionType(wrapper.__code__, wrapper.__globals__, closure=wrapper.__closure__)
         for name in functools.WRAPPER_ASSIGNMENTS:
             setattr(function, name, getattr(wrapper, name))
         vars(function).update(vars(wrapper))
-        how = (plainly.kind, plainly.dtype, plainly.positional)
+        how = (plain_cast.kind, plain_cast.dtype, plain_cast.positional)
         explain = functools.partial(cast_errors.add_note, reason)
         self._module.accelerate(function, wrapper, self._caster, original, *how, explain)
         if hasattr(function, "__ampatch_python__"):  # only in Python 3.11: see csrc/calls/calls.cpp

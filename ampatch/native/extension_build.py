@@ -97,12 +97,12 @@ class Built:
 
     Attributes:
         library: library that was built or found.
-        was_there: True if it was built earlier, or by another process while this one waited.
+        was_cached: True if it was built earlier, or by another process while this one waited.
         seconds: time taken in seconds, waiting included.
     """
 
     library: Library
-    was_there: bool
+    was_cached: bool
     seconds: float
 
 
@@ -223,16 +223,16 @@ def carry_out(plan: Plan, force: bool = False) -> Built:
             for left in place.glob(f"{prefix}*/"):  # by a killed build: this process has the lock now
                 shutil.rmtree(left, ignore_errors=True)
             library = extension.read(plan.directory)
-            was_there = (
+            was_cached = (
                 library is not None
                 and library.architectures == plan.architectures
                 and extension.fits(library, plan.source_hash, plan.part)
             )
-            if library is None or not was_there or force:
+            if library is None or not was_cached or force:
                 with tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True) as scratch:
                     library = _built(plan, Path(scratch), force)
-                was_there = False
-    return Built(library, was_there, time.monotonic() - began)
+                was_cached = False
+    return Built(library, was_cached, time.monotonic() - began)
 
 
 # Compilers

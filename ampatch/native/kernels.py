@@ -143,7 +143,7 @@ def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
         factor: number to multiply by; 0-dimensional float32.
     """
     for group in _by_kind(grads):
-        torch._foreach_mul_(group, _moved(factor, group[0].device))
+        torch._foreach_mul_(group, _on_device(factor, group[0].device))
 
 
 def unscale_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -157,7 +157,7 @@ def unscale_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
     grads = list(grads)
     if not grads:  # all gradients belong to masters
         return
-    device = _ordinary_device(grads, may_be_recorded=False)
+    device = _ordinary_device(grads, may_require_grad=False)
     if device is not None:
         _unscale(_operators_on(device), device, grads, inv_scale, found_inf)
         return
@@ -182,8 +182,8 @@ def unscale_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
 def _unscale(
     operators: ModuleType, device: torch.device, grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor
 ) -> None:
-    with _On(device, found_inf, torch.maximum) as flag:
-        operators.unscale_(grads, _moved(inv_scale, device), flag)
+    with _ResultOn(device, found_inf, torch.maximum) as flag:
+        operators.unscale_(grads, _on_device(inv_scale, device), flag)
 
 
 def unscale_by_(grads: list[Tensor], scale: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ def unscale_by_(grads: list[Tensor], scale: Tensor) -> Tensor:
     if not grads:  # all gradients belong to masters
         return found_inf
     inv_scale = scale.reciprocal()
-    device = _ordinary_device(grads, may_be_recorded=False)
+    device = _ordinary_device(grads, may_require_grad=False)
     if device == scale.device:  # nearly every step: saves the Python frames of `unscale_`
         _operators_on(device).unscale_(grads, inv_scale, found_inf)
     else:
@@ -221,8 +221,8 @@ def unscale_copy(
         write_back: True to copy the results back to ``grads``, as `show` does.
     """
     for operators, device, (narrow, wide) in _by_implementation(grads, master_grads):
-        with _On(device, found_inf, torch.maximum) as flag:
-            operators.unscale_copy(narrow, wide, _moved(inv_scale, device), flag, write_back)
+        with _ResultOn(device, found_inf, torch.maximum) as flag:
+            operators.unscale_copy(narrow, wide, _on_device(inv_scale, device), flag, write_back)
 
 
 def unscale_add(
@@ -233,8 +233,8 @@ def unscale_add(
     ``found_inf`` reports overflows in ``grads`` only, not in the earlier values of ``master_grads``.
     """
     for operators, device, (narrow, wide) in _by_implementation(grads, master_grads):
-        with _On(device, found_inf, torch.maximum) as flag:
-            operators.unscale_add(narrow, wide, _moved(inv_scale, device), flag, write_back)
+        with _ResultOn(device, found_inf, torch.maximum) as flag:
+            operators.unscale_add(narrow, wide, _on_device(inv_scale, device), flag, write_back)
 
 
 def show(master_grads: list[Tensor], grads: list[Tensor]) -> None:
@@ -308,10 +308,10 @@ def found_inf_norm(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor
         found_inf: overflow flag; 0-dimensional float32.
         sum_of_squares: sum to add to; 0-dimensional float64, on the device of ``found_inf``.
     """
-    values = [values_of(_summed(grad.detach())) for grad in grads]
+    values = [values_of(_coalesced(grad.detach())) for grad in grads]
     for operators, device, (group,) in _by_implementation(values):
-        with _On(device, found_inf, torch.maximum) as flag, _On(device, sum_of_squares, torch.add) as total:
-            operators.found_inf_norm(group, _moved(inv_scale, device), flag, total)
+        with _ResultOn(device, found_inf, torch.maximum) as flag, _ResultOn(device, sum_of_squares, torch.add) as total:
+            operators.found_inf_norm(group, _on_device(inv_scale, device), flag, total)
 
 
 def zero_after_overflow_(grads: Iterable[Tensor], found_inf: Tensor) -> None:
@@ -379,7 +379,7 @@ def update_scale(
 # What the lists are made of
 
 
-def _summed(grad: Tensor) -> Tensor:
+def _coalesced(grad: Tensor) -> Tensor:
     """Returns a gradient with one value per element: coalesces a sparse gradient, in float32 if it is half."""
     if not grad.is_sparse:
         return grad
@@ -400,19 +400,19 @@ def values_of(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _ordinary_device(tensors: list[Tensor], *, may_be_recorded: bool = True) -> torch.device | None:
+def _ordinary_device(tensors: list[Tensor], *, may_require_grad: bool = True) -> torch.device | None:
     """Returns the device of a list of ordinary dense tensors, or None if they are on several or some are not ordinary.
 
     For such tensors `values_of` is the identity, and one implementation handles the whole list.
 
     Args:
         tensors: tensors of any kind.
-        may_be_recorded: False to return None also if a tensor requires a gradient.
+        may_require_grad: False to return None also if a tensor requires a gradient.
     """
     compiled = calls.compiled()
     if compiled is not None:
-        return compiled.ordinary_device(tensors, may_be_recorded)  # type: ignore[no-any-return]
-    if not _TYPES.issuperset(map(type, tensors)) or (not may_be_recorded and any(map(_IS_RECORDED, tensors))):
+        return compiled.ordinary_device(tensors, may_require_grad)  # type: ignore[no-any-return]
+    if not _TYPES.issuperset(map(type, tensors)) or (not may_require_grad and any(map(_IS_RECORDED, tensors))):
         return None
     kinds = set(map(_KIND, tensors))
     devices = {device for _, device, _ in kinds}
@@ -470,12 +470,12 @@ def _operators_on(device: torch.device) -> ModuleType:
     return extension_kernels if _runs_on(device) else torch_kernels
 
 
-def _moved(number: Tensor, device: torch.device) -> Tensor:
+def _on_device(number: Tensor, device: torch.device) -> Tensor:
     """Returns a 0-dimensional tensor on a device; the tensor itself if it is there already."""
     return number if number.device == device else number.to(device, non_blocking=True)
 
 
-class _On:
+class _ResultOn:
     """Context manager: gives a 0-dimensional result on ``device``; on exit merges it into one on another device."""
 
     __slots__ = ("_combine", "_result", "_there")
@@ -490,4 +490,4 @@ class _On:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and self._there is not self._result:
-            self._combine(self._result, _moved(self._there, self._result.device), out=self._result)
+            self._combine(self._result, _on_device(self._there, self._result.device), out=self._result)

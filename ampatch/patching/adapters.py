@@ -40,12 +40,12 @@ class Adapter:
 
     Attributes:
         adapt: function that turns the arguments of a call into the arguments that the rule asks for.
-        plainly: description of the cast, from which the C++ code casts ordinary arguments itself; None if ``adapt``
+        plain_cast: description of the cast, from which the C++ code casts ordinary arguments itself; None if ``adapt``
             depends on more than the arguments' types.
     """
 
     adapt: Adapt
-    plainly: PlainCast | None = None
+    plain_cast: PlainCast | None = None
 
 
 def is_in_place(name: str) -> bool:
@@ -77,7 +77,7 @@ class Adapters:
         cache: object that casts tensors, and keeps the casts of weights.
         device_types: device types whose tensors are cast (``"cpu"``, ``"cuda"``); the set may grow.
         allow_banned: True to run banned functions in float32 instead of raising.
-        labelled: True if the cache labels casts with the function's name; then `Adapter.plainly` is always None.
+        labelled: True if the cache labels casts with the function's name; then `Adapter.plain_cast` is always None.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Adapters:
             for index in (None, *range(torch.accelerator.device_count() if kind != "cpu" else 0))
         }
         self._allow_banned = allow_banned
-        self._labelled = labelled
+        self._adds_labels = labelled
         # float64 is never cast, but promotion may end in it.
         self._casts = {dtype: self._tensor_cast(dtype) for dtype in (*CASTABLE, torch.float64)}
         # All functions with the same treatment share these.
@@ -115,7 +115,7 @@ class Adapters:
         Raises:
             CastListError: the rule has a condition on an argument that the function does not have.
         """
-        adapter = self._told(
+        adapter = self._labelled(
             self.for_treatment(rule.treatment, rule.path, original, rule.via_dtype, rule.instead), rule.path
         )
         if not rule.when:
@@ -150,13 +150,13 @@ class Adapters:
             original: the function.
         """
         if dtype is None or is_in_place(path.name):
-            return self._told(self.for_treatment(treatment, path, original), path)
+            return self._labelled(self.for_treatment(treatment, path, original), path)
         adapter = self._obeying(self._to[dtype], original, "to", dtype)
-        return self._told(self._unless_in_place(adapter, path, original, refuse_half=False), path)
+        return self._labelled(self._unless_in_place(adapter, path, original, refuse_half=False), path)
 
-    def _told(self, adapter: Adapter, path: Path) -> Adapter:
-        """Returns an adapter that names its function if casts are labelled; drops `plainly`, since C++ names none."""
-        return Adapter(named(adapter.adapt, str(path))) if self._labelled else adapter
+    def _labelled(self, adapter: Adapter, path: Path) -> Adapter:
+        """Returns an adapter that names its function if casts have labels; without `plain_cast`, as C++ sets no labels."""
+        return Adapter(named(adapter.adapt, str(path))) if self._adds_labels else adapter
 
     def for_treatment(
         self,
@@ -200,7 +200,7 @@ class Adapters:
         return to_half
 
     def _cast_as_autocast(self, tensor: Tensor) -> Tensor:
-        if not self._is_here(tensor):
+        if not self._is_cast_on_device(tensor):
             return tensor
         kind = tensor.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.half_dtype
@@ -214,7 +214,7 @@ class Adapters:
             found = [tensor for value in values if type(value) not in PLAIN for tensor in tensors_in(value)]
             if len({tensor.dtype for tensor in found}) < 2:
                 return args, kwargs
-            dtypes = {tensor.dtype for tensor in found if tensor.dtype in casts and self._is_here(tensor)}
+            dtypes = {tensor.dtype for tensor in found if tensor.dtype in casts and self._is_cast_on_device(tensor)}
             if len(dtypes) < 2:
                 return args, kwargs
             return casts[functools.reduce(torch.promote_types, dtypes)](args, kwargs)
@@ -337,7 +337,7 @@ class Adapters:
 
         return banned
 
-    def _is_here(self, tensor: Tensor) -> bool:
+    def _is_cast_on_device(self, tensor: Tensor) -> bool:
         return tensor.device in self._devices or self._meet(tensor.device)
 
     def _meet(self, device: torch.device) -> bool:
@@ -348,7 +348,7 @@ class Adapters:
         return False
 
     def _is_half(self, tensor: Tensor) -> bool:
-        return tensor.dtype in (torch.float16, torch.bfloat16) and self._is_here(tensor)
+        return tensor.dtype in (torch.float16, torch.bfloat16) and self._is_cast_on_device(tensor)
 
     def _tensor_cast(self, dtype: torch.dtype) -> TensorCast:
         cache, devices, meet = self._cache, self._devices, self._meet

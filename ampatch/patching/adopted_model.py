@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from ampatch.casting import write_back
-from ampatch.casting.cast_errors import is_of_types
+from ampatch.casting.cast_errors import names_half_and_float
 from ampatch.casting.nested import cast_floating
 from ampatch.compilers import traced_within_others
 from ampatch.errors import OptionError, UsageError, warn
@@ -189,7 +189,11 @@ def note_types(model: nn.Module, error: BaseException | None, half: torch.dtype)
         error: exception that the forward raised; None if it returned. One that has notes gets no other.
         half: half type of the model's weights.
     """
-    if not isinstance(error, RuntimeError) or getattr(error, "__notes__", None) or not is_of_types(error, half):
+    if (
+        not isinstance(error, RuntimeError)
+        or getattr(error, "__notes__", None)
+        or not names_half_and_float(error, half)
+    ):
         return
     names = {id(module): name for name, module in model.named_modules() if name}
     at, trace = None, error.__traceback__

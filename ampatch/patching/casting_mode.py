@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from ampatch.cast_lists import spellings
-from ampatch.cast_lists.paths import PathError, beneath, find
+from ampatch.cast_lists.paths import PathError, find, unwrapped
 from ampatch.cast_lists.rules import Rule, Treatment
 from ampatch.casting.nested import TensorCast, cast_tensors
 from ampatch.compilers import traced_within_others
@@ -71,7 +71,7 @@ class _Entry:
 
         Promotion changes nothing if all tensors have one type. A list changes no tensors that have its type already.
         """
-        if self is _DESCRIBING:
+        if self is _METADATA:
             return frozenset()
         if self.always is Treatment.BLACKLIST:
             return names[Treatment.WHITELIST] | names[Treatment.BANNED]
@@ -94,8 +94,8 @@ class CastRules:
     Attributes:
         half_dtype: the argument.
         adapters: adapters of decorated functions, by kind.
-        out_of_sight: rules of functions that do not belong to torch, so that torch does not report them to a mode.
-        told_otherwise: rules of methods that torch reports to a mode as another function, which has another
+        outside_torch: rules of functions that do not belong to torch, so that torch does not report them to a mode.
+        reported_as_other: rules of methods that torch reports to a mode as another function, which has another
             treatment in the lists; each with the name of that function.
     """
 
@@ -108,10 +108,10 @@ class CastRules:
         kinds = {"cpu", "meta"} if accelerator is None else {"cpu", "meta", accelerator.type}
         adapters = Adapters(half_dtype, _CASTS_OF_THE_BLOCK, kinds)
         self.adapters = adapters.by_kind()
-        self.out_of_sight: list[Rule] = []
+        self.outside_torch: list[Rule] = []
         self.entries: dict[Any, _Entry] = {
-            **dict.fromkeys((getattr(Tensor, name).__get__ for name in _PROPERTIES), _DESCRIBING),
-            **dict.fromkeys((getattr(Tensor, name) for name in _METHODS), _DESCRIBING),
+            **dict.fromkeys((getattr(Tensor, name).__get__ for name in _PROPERTIES), _METADATA),
+            **dict.fromkeys((getattr(Tensor, name) for name in _METHODS), _METADATA),
             Tensor.dtype.__get__: _TYPE,  # type: ignore[attr-defined]
         }
         names: dict[Treatment, set[str]] = {treatment: set() for treatment in Treatment}
@@ -143,7 +143,7 @@ class CastRules:
                 )
         listed = {function: rule.treatment for rule, function in found}
         told_as = _told_as()
-        self.told_otherwise = [
+        self.reported_as_other = [
             (rule, told_as[function].__name__)
             for rule, function in found
             if told_as.get(function, function) is not function and listed.get(told_as[function]) is not rule.treatment
@@ -151,7 +151,7 @@ class CastRules:
         for function in _functions_in_python():
             entry = self.entries.get(function, _UNLISTED)
             if not entry.changed_by(names).isdisjoint(_names_called_by(function)):
-                self.entries[function] = replace(entry, inside=_seen_through(function))
+                self.entries[function] = replace(entry, inside=_without_override_check(function))
         self.by_name = {
             (function.__name__, getattr(function, "__module__", None)): entry
             for function, entry in self.entries.items()
@@ -170,12 +170,12 @@ class CastRules:
             return None
         if function is None or rule.path.namespace.partition(".")[0] == "torch":
             return function
-        self.out_of_sight.append(rule)
+        self.outside_torch.append(rule)
         return None
 
     def computes_in_half(self, function: Function) -> bool:
         """Returns True if a function's floating-point arguments are all cast to half, whatever its other arguments."""
-        entry = self.entries.get(beneath(function))
+        entry = self.entries.get(unwrapped(function))
         return entry is not None and entry.computes_in_half
 
     def __reduce__(self) -> Any:
@@ -220,7 +220,7 @@ class CastingMode(TorchFunctionMode):
         if is_dynamo_compiling():
             return self._traced(function, args, kwargs)
         entry = self.rules.entries.get(function, _UNLISTED)
-        if entry is _DESCRIBING or function is self._running or (_len_torch_dispatch_stack() and _is_traced_below()):
+        if entry is _METADATA or function is self._running or (_len_torch_dispatch_stack() and _is_traced_below()):
             return function(*args, **kwargs)
         if entry is _UNLISTED and not kwargs and not self._may_hold_weights(args):
             return function(*args)  # most calls end here
@@ -254,7 +254,7 @@ class CastingMode(TorchFunctionMode):
                     return function(left, right)
                 with self:
                     return reflected.inside(right, left)
-        if entry is _DESCRIBING:
+        if entry is _METADATA:
             return function(*args, **kwargs)
         args, kwargs = self._adapted(entry, args, kwargs)
         if module == "torch._tensor" and name in _METHODS_IN_PYTHON:
@@ -331,7 +331,7 @@ class _CastsOfTheBlock:
 _CASTS_OF_THE_BLOCK = _CastsOfTheBlock()
 _UNLISTED = _Entry()
 # For functions that read neither a tensor's values nor its type (such as its shape), and for `Tensor.dtype`.
-_DESCRIBING = _Entry(reason="describes")
+_METADATA = _Entry(reason="describes")
 _TYPE = _Entry(reason="tells the type")
 _MAY_HOLD_WEIGHTS = frozenset({Parameter, list, tuple, dict})
 
@@ -416,7 +416,7 @@ def _names_called_by(function: types.FunctionType) -> frozenset[str]:
 @functools.cache
 def _functions_in_python() -> tuple[types.FunctionType, ...]:
     """Returns torch's overridable functions that are written in Python."""
-    listed = {beneath(function) for functions in get_overridable_functions().values() for function in functions}
+    listed = {unwrapped(function) for functions in get_overridable_functions().values() for function in functions}
     return tuple(function for function in listed if isinstance(function, types.FunctionType))
 
 
@@ -428,7 +428,7 @@ _ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function
 
 
 @functools.cache
-def _seen_through(function: types.FunctionType) -> types.FunctionType:
+def _without_override_check(function: types.FunctionType) -> types.FunctionType:
     """Returns a function with the same code that does not check for overrides itself; functions that it calls do.
 
     torch reports a Python function to a mode once, and not the functions that it calls, as the mode is off then. If
@@ -436,10 +436,10 @@ def _seen_through(function: types.FunctionType) -> types.FunctionType:
     """
     # A function that holds itself in its closure needs itself only as an argument for overrides.
     cells = function.__closure__ or ()
-    closure = [cell if cell.cell_contents is function else _cell_seen_through(cell) for cell in cells]
+    closure = [cell if cell.cell_contents is function else _cell_without_override_check(cell) for cell in cells]
     seen_through = types.FunctionType(
         function.__code__,
-        _globals_seen_through(function),
+        _globals_without_override_check(function),
         function.__name__,
         function.__defaults__,
         tuple(closure),
@@ -448,17 +448,17 @@ def _seen_through(function: types.FunctionType) -> types.FunctionType:
     return seen_through
 
 
-def _cell_seen_through(cell: types.CellType) -> types.CellType:
+def _cell_without_override_check(cell: types.CellType) -> types.CellType:
     held = cell.cell_contents
     if isinstance(held, types.FunctionType) and any(name in held.__code__.co_names for name in _ASKING):
-        return types.CellType(_seen_through(held))
+        return types.CellType(_without_override_check(held))
     return cell
 
 
 _globals_by_module: dict[int, dict[str, Any]] = {}
 
 
-def _globals_seen_through(function: types.FunctionType) -> dict[str, Any]:
+def _globals_without_override_check(function: types.FunctionType) -> dict[str, Any]:
     key = id(function.__globals__)
     if key not in _globals_by_module:
         _globals_by_module[key] = {**function.__globals__, **dict.fromkeys(_ASKING, _asks_nobody)}

@@ -20,13 +20,13 @@ import wrapt
 from torch import fx, nn
 
 from ampatch.cast_lists.list_edits import Edit
-from ampatch.cast_lists.paths import Path, PathError, beneath, find_owner
-from ampatch.cast_lists.rules import Rule, Treatment, why_unfit
+from ampatch.cast_lists.paths import Path, PathError, find_owner, unwrapped
+from ampatch.cast_lists.rules import Rule, Treatment, unlistable_reason
 from ampatch.errors import AmpWarning, did_you_mean
 from ampatch.ledger import MISSING, PatchLedger, RefusedError, bindings, loaded_modules, rebind
 from ampatch.native.calls import Accelerator
 from ampatch.patching.adapters import Adapter, Adapters, Function
-from ampatch.patching.kept_functions import Replacement, replace_kept
+from ampatch.patching.container_functions import Replacement, replace_in_containers
 from ampatch.patching.wrappers import wrap
 from ampatch.switch import Switch
 
@@ -55,7 +55,7 @@ class Registration:
     def as_edit(self) -> Edit:
         """Returns the registration as an edit of the lists, for warnings about edits."""
         rule = Rule(self.path, self.treatment, "registered")
-        return Edit(self.path, beneath(getattr(self.owner, self.name)), rule)
+        return Edit(self.path, unwrapped(getattr(self.owner, self.name)), rule)
 
 
 class FunctionPatches:
@@ -137,7 +137,7 @@ class FunctionPatches:
             sys.modules[name] for name in homes & sys.modules.keys() if name.partition(".")[0] not in _NOT_USERS
         ]
         for holder in (*modules, *of_users):
-            if replace_kept(holder, self._replacement_of):
+            if replace_in_containers(holder, self._replacement_of):
                 self._ledger.on_undo(functools.partial(_restore_kept, weakref.ref(holder)), holder)
             if isinstance(holder, fx.GraphModule) and _retarget(holder, self._replacement_of):
                 self._ledger.on_undo(functools.partial(_restore_graph, weakref.ref(holder)), holder)
@@ -215,7 +215,7 @@ class FunctionPatches:
         name = rule.path.name
         unfit: str | None
         if hasattr(owner, name):
-            unfit = why_unfit(rule.path, owner, getattr(owner, name), rule.when, rule.via_dtype)
+            unfit = unlistable_reason(rule.path, owner, getattr(owner, name), rule.when, rule.via_dtype)
         elif rule.optional:
             return
         else:
@@ -248,7 +248,7 @@ class FunctionPatches:
                 wrapper.__module__, wrapper.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
             else:
                 wrapper.__module__, wrapper.__qualname__ = getattr(owner, "__name__", wrapper.__module__), name
-            wrapper = self._accelerator.accelerate(wrapper, original, adapter.plainly, reason)
+            wrapper = self._accelerator.accelerate(wrapper, original, adapter.plain_cast, reason)
             self._originals[id(wrapper)] = (wrapper, original)
             _original_of[wrapper] = original
             (self._methods if is_class else self._wrappers)[id(original)] = wrapper
@@ -292,7 +292,7 @@ def _restore_graph(reference: weakref.ref[fx.GraphModule]) -> None:
 def _restore_kept(reference: weakref.ref[object]) -> None:
     holder = reference()
     if holder is not None:
-        replace_kept(holder, _original)
+        replace_in_containers(holder, _original)
 
 
 def _watch(namespace: str, patches: FunctionPatches) -> None:

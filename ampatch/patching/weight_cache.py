@@ -152,7 +152,7 @@ class WeightCache:
             if store is not None:
                 store.forget([id(parameter)])
 
-    def keep_nothing(self) -> None:
+    def disable(self) -> None:
         """Stops keeping casts for good: for weights that are gathered before their layer runs, and freed after it."""
         self._enabled = False
         self.state.iteration = None

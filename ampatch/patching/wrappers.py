@@ -17,7 +17,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import get_overridable_functions, handle_torch_function, has_torch_function
 
-from ampatch.casting.cast_errors import may_come_of_casts
+from ampatch.casting.cast_errors import may_be_caused_by_casts
 from ampatch.casting.nested import tensors_in
 from ampatch.compilers import give_own_code
 from ampatch.patching.adapters import Adapt, Adapter, Arguments, Function
@@ -107,7 +107,7 @@ def explain(error: Exception, reason: str, given: Arguments, adapted: Arguments 
     told = adapted[1].get("dtype")
     if told is not None and not any(isinstance(value, torch.dtype) for value in before):
         changed += [(tensor.dtype, told) for tensor in tensors_in(before[:1])]
-    if changed and may_come_of_casts(error, {old for old, _ in changed}, {new for _, new in changed}):
+    if changed and may_be_caused_by_casts(error, {old for old, _ in changed}, {new for _, new in changed}):
         error.add_note(reason)
 
 

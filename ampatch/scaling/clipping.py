@@ -90,8 +90,8 @@ def _left_to_unscale(
     if scale_use.is_postponed and not may_be_postponed and gradients.exist():
         raise UsageError(f"{caller} would {does} gradients that are still scaled: {NOT_REDUCED}")
     for each in together:
-        each.masters.gradients.follow_clearing()
-        each.masters.gradients.follow_zeroing()
+        each.masters.gradients.note_cleared()
+        each.masters.gradients.note_zeroed()
     if not (gradients.exist() or gradients.ranks.share(gradients.parameters())):
         gradients.note_unscaled()
         return None

@@ -119,7 +119,7 @@ class OptimizerGradients:
         return (
             not self.pending
             and (not wanted or self.masters.gradients.are_at_rest())
-            and optimizer_state.are_bare(self.parameters(), may_be_half=not wanted)
+            and optimizer_state.have_no_gradients(self.parameters(), may_be_half=not wanted)
         )
 
     def drop(self) -> None:
@@ -170,7 +170,7 @@ class OptimizerGradients:
 
     def note_scaled(self) -> None:
         """Remembers which parameters keep scaled gradients after the block, in case the optimizer is deleted."""
-        self.masters.gradients.leave_scaled()
+        self.masters.gradients.note_left_scaled()
         self._left_scaled = [TensorWeakRef(each) for each in self.model_parameters() if each.grad is not None]
 
     def note_unscaled(self) -> None:
@@ -311,7 +311,7 @@ class OptimizerGradients:
         The next block is judged by its own gradients.
         """
         self.synchronise()
-        self.forget_if_bare()
+        self.forget_if_cleared()
         last = self.pending[-1] if self.pending else None
         if last is None or last.found_inf is None or last.is_judged_later or last.is_confirmed:
             return
@@ -321,9 +321,11 @@ class OptimizerGradients:
         kernels.zero_after_overflow_(grads, last.found_inf)
         self.masters.gradients.note_masters()
 
-    def forget_if_bare(self) -> None:
+    def forget_if_cleared(self) -> None:
         """Forgets the verdicts of blocks if all gradients are gone."""
-        if optimizer_state.are_bare(self.parameters()) and not (self.exist() or self.ranks.share(self.parameters())):
+        if optimizer_state.have_no_gradients(self.parameters()) and not (
+            self.exist() or self.ranks.share(self.parameters())
+        ):
             self.pending = [scale_use for scale_use in self.pending if scale_use.is_of_others]
 
     def still_exist(self, scale_use: ScaleUse, grads: list[Tensor]) -> Tensor:
@@ -351,7 +353,7 @@ class OptimizerGradients:
         Returns:
             True if gradients were dropped.
         """
-        self.masters.surrender()
+        self.masters.give_back()
         self.unscale_deferred()
         scaled_by = self.scaled_by
         is_open = scaled_by is not None and scaled_by.is_open
@@ -362,7 +364,7 @@ class OptimizerGradients:
             self.masters.gradients.follow()
         elif not is_open:
             self.note_unscaled()
-        self.masters.gradients.surrender(scaled_by.scale if is_open and scaled_by is not None else None)
+        self.masters.gradients.give_back(scaled_by.scale if is_open and scaled_by is not None else None)
         return lost
 
     def optimizer_died(self) -> None:

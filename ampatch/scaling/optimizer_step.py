@@ -268,7 +268,7 @@ class AdoptedOptimizer:
         if self.masters.wanted:
             self.gradients.synchronise(weights_too=True)
         if self.gradients.pending:
-            self.gradients.forget_if_bare()
+            self.gradients.forget_if_cleared()
 
     def _still_overflowed(self, pending: Sequence[ScaleUse]) -> list[ScaleUse]:
         """Returns the uses that overflowed, without a last one whose gradients were cleared or replaced."""

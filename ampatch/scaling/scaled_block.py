@@ -238,8 +238,8 @@ class ScaledBlock(Generic[_L]):
                 kernels.multiply_(without_masters(found, but=scaled), self.scale_use.scale)
             for each in self._gradients:
                 if each.scaled_by is not None:
-                    each.masters.gradients.follow_clearing()
-                    each.masters.gradients.follow_zeroing()
+                    each.masters.gradients.note_cleared()
+                    each.masters.gradients.note_zeroed()
                 each.scaled_by = self.scale_use
             self._wait_for_backward(unscaled, losses)
             self._before = self._existing()
@@ -302,9 +302,9 @@ class ScaledBlock(Generic[_L]):
             are_reduced = ranks.are_reduced(self._unscaling.model_parameters())
             for gradients in self._stop_waiting():
                 gradients.follow(takes_new=are_reduced)
-                gradients.make_way()
+                gradients.clear_for_backward()
                 if not are_reduced:  # DDP reduces existing gradients together with new ones
-                    gradients.scale_new(self.scale_use.scale)
+                    gradients.scale_added(self.scale_use.scale)
 
     # Backward passes from other losses
 

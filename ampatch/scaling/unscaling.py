@@ -90,7 +90,7 @@ class Unscaling:
         for each in self.gradients:
             if each.masters.wanted:
                 masters.append(each.masters.gradients)
-                each.masters.gradients.follow_clearing()
+                each.masters.gradients.note_cleared()
         scale, found_inf = self.scale_use.scale, None
         if self.scale_use.scaler.dynamic:
             found_inf = kernels.unscale_by_(without_masters(self.gradients), scale)

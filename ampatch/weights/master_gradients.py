@@ -188,11 +188,11 @@ class MasterGradients:
 
     def are_at_rest(self) -> bool:
         """Returns whether the half parameters have no gradient, and none is known of; does not look at the masters'."""
-        return self._is_clear and self.are_bare()
+        return self._is_clear and self.have_no_gradients()
 
-    def are_bare(self) -> bool:
+    def have_no_gradients(self) -> bool:
         """Returns whether there is no gradient in the half parameters."""
-        return optimizer_state.are_bare(self._halves.values())
+        return optimizer_state.have_no_gradients(self._halves.values())
 
     def shows(self, parameter: Tensor) -> bool:
         """Returns whether a parameter's gradient shows that of its master, and so is not scaled."""
@@ -317,7 +317,7 @@ class MasterGradients:
         replaced: list[Pair] = []
         if not is_all_shown:
             self._left = []  # ids of tensors that may die now
-            self.follow_clearing()
+            self.note_cleared()
             replaced = self._follow_replaced()
             self._shown = [part for shown in self._shown if (part := shown.part()) is not None]
         for shown in self._shown:
@@ -353,7 +353,7 @@ class MasterGradients:
                 pair.master.grad, pair.gradient = None, _Gradient.NEW
         return dense
 
-    def follow_clearing(self) -> None:
+    def note_cleared(self) -> None:
         """Drops the masters' gradients where somebody has set those of the half parameters to None.
 
         Warns:
@@ -432,7 +432,7 @@ class MasterGradients:
 
     # In a block
 
-    def make_way(self) -> None:
+    def clear_for_backward(self) -> None:
         """Has what is shown make way for what backward will leave: zeros, so that clearing them can be seen."""
         shown = [pair for pair in self._pairs.values() if pair.gradient is _Gradient.SHOWN]
         for pair in shown:
@@ -445,7 +445,7 @@ class MasterGradients:
             pair.leave(_Gradient.BASE)
         self._forget_shown()
 
-    def scale_new(self, scale: Tensor) -> None:
+    def scale_added(self, scale: Tensor) -> None:
         """Multiplies what backward has left outside of blocks, for more to be added to it.
 
         Args:
@@ -456,7 +456,7 @@ class MasterGradients:
         for pair in new:
             pair.leave(_Gradient.BASE)
 
-    def follow_zeroing(self) -> None:
+    def note_zeroed(self) -> None:
         """Zeroes the masters' gradients where the user has zeroed what a delayed block left in the half parameters.
 
         Warns later, once the device has told: the user has changed that in another way.
@@ -476,9 +476,9 @@ class MasterGradients:
         if edited and not is_capturing():
             self._to_tell.append((HostCopy(torch.stack(edited)), _EDITED_WHILE_SCALED))
 
-    def leave_scaled(self) -> None:
+    def note_left_scaled(self) -> None:
         """Takes note of gradients that stay scaled for a later block, to see whether they are cleared until then."""
-        self.follow_clearing()
+        self.note_cleared()
         self._is_clear = not self._pairs
         for pair in self._pairs.values():
             if pair.gradient is not _Gradient.SHOWN:
@@ -494,7 +494,7 @@ class MasterGradients:
 
     # For good
 
-    def surrender(self, scale: Tensor | None) -> None:
+    def give_back(self, scale: Tensor | None) -> None:
         """Has masters hold all there is of gradients, at a scale if there is one, for the parameters to take back."""
         self._follow_all_shown()
         if scale is not None:
@@ -523,7 +523,7 @@ class MasterGradients:
                 pair.kept = full  # if it was set to zeros
         self._shown = [part for shown in self._shown if (part := shown.part()) is not None]  # which hold gradients
         self._left.clear()
-        self._is_clear = self.are_bare()
+        self._is_clear = self.have_no_gradients()
 
     def clear(self) -> None:
         """Sets the gradients of masters and half parameters to None."""

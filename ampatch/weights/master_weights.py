@@ -224,7 +224,7 @@ class MasterWeights:
 
     # Weights
 
-    def hear(self, tensor: Tensor) -> None:
+    def note_write(self, tensor: Tensor) -> None:
         """Takes note that somebody may write unseen to a tensor of a pair, or to another one of its memory."""
         if id(tensor) in self._pairs:
             self._heard.add(id(tensor))
@@ -317,7 +317,7 @@ class MasterWeights:
             group, place = self._places[id(parameter)]
             group.renew(place)
 
-    def surrender(self) -> None:
+    def give_back(self) -> None:
         """`synchronise` for good: masters have all that half weights are, bar those that were converted since."""
         for pair in self._pairs.values():
             converted, parameter = pair.converted, pair.parameter

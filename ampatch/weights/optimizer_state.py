@@ -61,14 +61,14 @@ def writable_gradient(parameter: Tensor) -> Tensor:
 
 def has_gradients(parameters: Iterable[Tensor]) -> bool:
     """Returns whether there is any gradient."""
-    return not are_bare(parameters)
+    return not have_no_gradients(parameters)
 
 
-def are_bare(parameters: Iterable[Tensor], may_be_half: bool = True) -> bool:
+def have_no_gradients(parameters: Iterable[Tensor], may_be_half: bool = True) -> bool:
     """Returns whether none of these has a gradient; and none is half, if that may not be."""
     compiled = calls.compiled()
     if compiled is not None:
-        return compiled.are_bare(parameters, may_be_half)  # type: ignore[no-any-return]
+        return compiled.have_no_gradients(parameters, may_be_half)  # type: ignore[no-any-return]
     return all(parameter.grad is None and (may_be_half or parameter.dtype not in HALVES) for parameter in parameters)
 
 

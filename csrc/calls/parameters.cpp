@@ -55,14 +55,14 @@ PyObject* gradients_of(PyObject*, PyObject* const* args, Py_ssize_t count) {
   });
 }
 
-// ordinary_device(tensors, may_be_recorded): returns the device of the tensors if all are on the same device and each
+// ordinary_device(tensors, may_require_grad): returns the device of the tensors if all are on the same device and each
 // is a dense float32, float16 or bfloat16 Tensor or Parameter, neither lazily negated nor a ZeroTensor. Otherwise
-// returns None, as for an empty list, and for a tensor that requires a gradient if `may_be_recorded` is false.
+// returns None, as for an empty list, and for a tensor that requires a gradient if `may_require_grad` is false.
 PyObject* ordinary_device(PyObject*, PyObject* const* args, Py_ssize_t argument_count) {
   return guarded([&]() -> PyObject* {
     TORCH_CHECK_TYPE(argument_count == 2 && PyList_CheckExact(args[0]), "expected ordinary_device(list, bool)");
     PyObject* tensors = args[0];
-    const bool may_be_recorded = args[1] == Py_True;
+    const bool may_require_grad = args[1] == Py_True;
     const Py_ssize_t count = PyList_GET_SIZE(tensors);
     for (Py_ssize_t i = 0; i < count; ++i) {
       PyObject* object = PyList_GET_ITEM(tensors, i);
@@ -71,7 +71,7 @@ PyObject* ordinary_device(PyObject*, PyObject* const* args, Py_ssize_t argument_
       }
       const Tensor& tensor = tensor_of(object);
       if (!is_ordinary(tensor) || tensor.device() != tensor_of(PyList_GET_ITEM(tensors, 0)).device() ||
-          (!may_be_recorded && tensor.requires_grad())) {
+          (!may_require_grad && tensor.requires_grad())) {
         Py_RETURN_NONE;
       }
     }
@@ -82,12 +82,12 @@ PyObject* ordinary_device(PyObject*, PyObject* const* args, Py_ssize_t argument_
   });
 }
 
-// are_bare(parameters, may_be_half): returns True if no parameter has a gradient and, unless `may_be_half`, none is
-// half.
-PyObject* are_bare(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// have_no_gradients(parameters, may_be_half): returns True if no parameter has a gradient and, unless `may_be_half`,
+// none is half.
+PyObject* have_no_gradients(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    TORCH_CHECK_TYPE(count == 2, "expected are_bare(parameters, may_be_half)");
-    const Ref sequence = Ref::taken(PySequence_Fast(args[0], "expected are_bare(parameters, may_be_half)"));
+    TORCH_CHECK_TYPE(count == 2, "expected have_no_gradients(parameters, may_be_half)");
+    const Ref sequence = Ref::taken(PySequence_Fast(args[0], "expected have_no_gradients(parameters, may_be_half)"));
     if (!sequence) {
       return nullptr;
     }
@@ -137,7 +137,7 @@ PyObject* first_parameter(PyObject*, PyObject* module) {
 
 PyMethodDef functions[] = {{"gradients_of", fast(gradients_of), METH_FASTCALL, nullptr},
                            {"ordinary_device", fast(ordinary_device), METH_FASTCALL, nullptr},
-                           {"are_bare", fast(are_bare), METH_FASTCALL, nullptr},
+                           {"have_no_gradients", fast(have_no_gradients), METH_FASTCALL, nullptr},
                            {"first_parameter", first_parameter, METH_O, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 

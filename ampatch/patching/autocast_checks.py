@@ -17,7 +17,7 @@ from ampatch.ledger import PatchLedger
 from ampatch.switch import Switch
 
 
-def open_gates(ledger: PatchLedger, switch: Switch) -> None:
+def patch_autocast_checks(ledger: PatchLedger, switch: Switch) -> None:
     """Lets RNN modules accept input of any floating type, and keeps attention on the path that the lists reach."""
     ledger.set(nn.RNNBase, "check_input", _check_input_of_any_float(switch))
     # In eval mode, MultiheadAttention and the transformer layers would otherwise run as one C++ function. It calls no

@@ -17,7 +17,7 @@ from helpers import HALF_DTYPES, dtype_name
 from torch import Tensor, nn
 
 from ampatch import amp
-from ampatch.patching.kept_functions import replace_kept
+from ampatch.patching.container_functions import replace_in_containers
 
 TABLE: dict[str, Any] = {"linear": F.linear, "others": [(F.linear, 1)]}
 
@@ -132,7 +132,7 @@ def test_attributes_of_attributes_stay():
             raise AttributeError(name)
 
     sealed = Sealed()
-    assert replace_kept(sealed, lambda value: 3 if value == 2 else None)
+    assert replace_in_containers(sealed, lambda value: 3 if value == 2 else None)
     assert sealed.kept == (1, 2)
 
 

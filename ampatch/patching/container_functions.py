@@ -26,7 +26,7 @@ OPENED = frozenset({*_LISTS, *_DICTS, tuple, functools.partial, types.SimpleName
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
-def replace_kept(holder: object, replacement_of: Replacement) -> bool:
+def replace_in_containers(holder: object, replacement_of: Replacement) -> bool:
     """Replaces functions in containers that an object's attributes hold, at any depth; not the attributes themselves.
 
     Args:
