@@ -32,7 +32,7 @@ class DigitsNetwork(nn.Module):
             nn.Conv2d(1, WIDTH, kernel_size=3, padding=1),
             nn.BatchNorm2d(WIDTH),
             nn.GELU(),
-            # Before the second convolution, whose backward takes nearly all the time on a CPU without float16 arithmetic.
+            # First, since the next convolution's backward takes nearly all the time on a CPU without float16 arithmetic.
             nn.MaxPool2d(2),
             nn.Conv2d(WIDTH, WIDTH, kernel_size=3, padding=1),
             nn.BatchNorm2d(WIDTH),
