@@ -38,7 +38,7 @@ def main() -> None:
             with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled_loss:
                 scaled_loss.backward()
             total += loss.detach()
-        # Checks for overflow, unscales and clips, reading the gradients only twice. Returns the norm of the unscaled
+        # Checks for overflow, unscales and clips, in two passes over the gradients. Returns the norm of the unscaled
         # gradients; after an overflow it is not finite, and the step is skipped.
         norm = amp.clip_grad_norm_(optimizer, max_norm=1.0)
         optimizer.step()

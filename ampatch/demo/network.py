@@ -32,7 +32,7 @@ class DigitsNetwork(nn.Module):
             nn.Conv2d(1, WIDTH, kernel_size=3, padding=1),
             nn.BatchNorm2d(WIDTH),
             nn.GELU(),
-            # First, since the next convolution's backward takes nearly all the time on a CPU without float16 arithmetic.
+            # First, since on a CPU without float16 arithmetic the next backward pass takes nearly all the time.
             nn.MaxPool2d(2),
             nn.Conv2d(WIDTH, WIDTH, kernel_size=3, padding=1),
             nn.BatchNorm2d(WIDTH),
