@@ -4,8 +4,8 @@ Run as `python benchmarks/unscale.py`, after `ampatch build`; `--device cpu` nee
 turn, and prints medians. It compares results first; an operator whose result differs from torch's is not timed. Asserts
 nothing else.
 
-On a GPU, device events measure the time. The host gets a head start, so that this is the device's time alone. The host's
-time to launch the kernels is printed beside it. A training step takes the longer of the two.
+On a GPU, device events measure the time. The host gets a head start, so that this is the device's time alone. The table
+also has the host's time to launch the kernels. A training step takes the longer of the two.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Model:
 
     def __init__(self, shapes: Shapes, dtype: torch.dtype, device: str) -> None:
         self.grads, self.wide = Buffer(shapes, dtype, device), Buffer(shapes, torch.float32, device)
-        self.owners = [SimpleNamespace(grad=grad) for grad in self.grads.tensors]  # clip_grad_norm_ needs objects with `grad`
+        self.owners = [SimpleNamespace(grad=grad) for grad in self.grads.tensors]  # for clip_grad_norm_
         self.inv_scale = torch.tensor(1 / SCALE, device=device)
         self.found_inf = torch.zeros((), device=device)
         self.sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
@@ -231,12 +231,12 @@ def torchs_clip_and_step(model: Model) -> None:
 
 
 def operations(dtype: torch.dtype) -> Iterator[Operation]:
-    """Yields the operations on gradients of a dtype. Byte counts are calculated: the reads and writes of each kernel."""
+    """Yields the operations on gradients of a dtype. Byte counts are calculated: reads and writes of each kernel."""
     n, w = dtype.itemsize, torch.float32.itemsize
     yield Operation("unscale_", unscale(extension_kernels), unscale(torch_kernels), 2 * n, 2 * n)
     if dtype is not torch.float32:
-        # Bytes of torch's: a copy to float32 (n + w) and check-and-unscale there (2w). To add: an addition to the master
-        # gradient (3w). To write back: a copy (w + n).
+        # Bytes of torch's: a copy to float32 (n + w) and check-and-unscale there (2w). To add: an addition to the
+        # master gradient (3w). To write back: a copy (w + n).
         for name, read, added in (("unscale_copy", 0, 0), ("unscale_add", w, 3 * w)):
             for back in (False, True):
                 ours, torchs = (unscale_into(each, name, back) for each in (extension_kernels, torch_kernels))
