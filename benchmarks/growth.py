@@ -162,7 +162,7 @@ def models_of_one_loss(count: int) -> Workload:
 
 
 def take(_: object) -> None:
-    """A user's function, registered with amp, whose arguments amp casts."""
+    """Does nothing; amp casts its arguments, as a user's registered function."""
 
 
 class Taking(nn.Module):

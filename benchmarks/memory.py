@@ -63,7 +63,7 @@ class Parts:
     master_gradient: int = 0
 
     def least(self, phase: str, numbers: int) -> int:
-        """Returns the minimum at the peak of a phase, with an optimizer that keeps ``numbers`` numbers per parameter."""
+        """Returns the minimum at the peak of a phase, if the optimizer keeps ``numbers`` numbers per parameter."""
         rest = self.weight + self.master + self.number * numbers
         gradients = self.gradient + self.master_gradient
         # During the backward pass gradients replace casts, and are at least as large.
