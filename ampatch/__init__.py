@@ -1,4 +1,4 @@
-"""ampatch: mixed precision for PyTorch by patching its functions, with cast lists that users edit.
+"""ampatch: mixed precision for PyTorch. It patches torch's functions by cast lists that users can edit.
 
 ::
 
@@ -24,7 +24,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """Imports what is public, and torch with it, only when somebody asks for it: `ampatch run` does not."""
+    """Imports a public name, and torch with it, on first access, since `ampatch run` must not import torch."""
     if name == "amp":
         return importlib.import_module("ampatch.amp")
     if name in _CLASSES:

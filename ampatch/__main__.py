@@ -1,4 +1,4 @@
-"""`python -m ampatch` is the command `ampatch`; all it does stands in `ampatch.cli`, and nothing here."""
+"""Runs the command `ampatch` for `python -m ampatch`. Must hold no logic of its own: that belongs to `ampatch.cli`."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""Batch norm over the batches of several processes, on the CPU, for which torch has kernels on GPUs only.
+"""SyncBatchNorm on the CPU: batch norm over the batches of all ranks. torch has kernels for GPUs only.
 
-Owns the computation. Must not know who stands in for what: `ampatch.apex.parallel` and `ampatch.cuda_on_cpu` call it.
+Owns the computation. Must not know its callers, `ampatch.apex.parallel` and `ampatch.cuda_on_cpu`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from ampatch.opt_levels import HALVES
 
 
 def synchronised(norm: nn.SyncBatchNorm, input: Tensor) -> Tensor:
-    """Returns what a layer gives in training: normalised by the statistics of all processes, in float32 at least.
+    """Returns the layer's output in training: ``input`` normalised by the statistics of all ranks.
 
-    Differentiable, by collectives in forward and in backward; the layer's running statistics go on. The batches may be
-    of different sizes.
+    Computes in float32, or in float64 for float64 input. Differentiable: the forward and the backward pass both call
+    collectives, so every rank must run them. Updates the layer's running statistics. Ranks may have batches of
+    different sizes.
 
     Args:
-        norm: the layer. Gradients of its weight and bias are this process's own.
-        input: (N, C, ...), floating, on the CPU.
+        norm: layer to apply; its weight and bias get the gradients of this rank's batch only.
+        input: floating-point tensor of shape (N, C, ...) on the CPU.
 
     Returns:
-        Of the shape and dtype of ``input``.
+        A tensor of the shape and dtype of ``input``.
 
     Raises:
-        ValueError: ``input`` has fewer than two dimensions or no channels; of torch.
-        UsageError: all processes together have one value a channel.
+        ValueError: ``input`` has fewer than two dimensions or no channels; raised by torch.
+        UsageError: the batches of all ranks together hold at most one value per channel.
     """
     norm._check_input_dim(input)
     norm._check_non_zero_input_channels(input)
@@ -43,7 +44,7 @@ def synchronised(norm: nn.SyncBatchNorm, input: Tensor) -> Tensor:
     count = total[-1].detach()
     if count <= 1:
         raise UsageError(
-            f"SyncBatchNorm found {int(count)} value a channel in the batches of all processes together; expected more "
+            f"SyncBatchNorm found {int(count)} value a channel in the batches of all ranks together; expected more "
             "than 1 in training. Use larger batches, or model.eval()."
         )
     mean = total[:-1] / count
@@ -69,7 +70,7 @@ def _track(norm: nn.SyncBatchNorm, mean: Tensor, variance: Tensor) -> None:
 
 
 class _SumOver(torch.autograd.Function):
-    """The sum over processes, of a tensor and of its gradients."""
+    """Sums a tensor over the ranks in the forward pass, and its gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""What a forward costs in a copy made by `amp.convert_model`, beside O1, `amp.frozen_weights` and `torch.autocast`.
+"""Compares a forward pass of `amp.convert_model`'s copy with O1, `amp.frozen_weights` and `torch.autocast`.
 
-Run as `python benchmarks/converted.py [--rounds N]`. All contenders run a forward in turn in one process, since
-machines differ from minute to minute; printed are medians in microseconds, and their ratios to autocast. The models are
-small, so that the host's work shows. Nothing is asserted.
+Run as `python benchmarks/converted.py [--rounds N]`. One process runs all contenders in turn, since the speed of
+machines varies from minute to minute. Prints medians in microseconds, and their ratios to autocast. The models are
+small, so that the host's work dominates. Asserts nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 @contextlib.contextmanager
 def contender(name: str, model: nn.Module, batch: Tensor, half: torch.dtype) -> Iterator[Forward]:
-    """One way to run a model's forward, set up while the block lasts."""
+    """Sets up a contender while the block runs, and yields a function that runs the model's forward pass."""
 
     def autocast() -> object:
         with torch.autocast("cpu", half):
@@ -66,13 +66,13 @@ CONTENDERS = ("float32", "autocast", "O1", "O1, frozen", "converted")
 
 
 def measured(model: nn.Module, batch: Tensor, half: torch.dtype, rounds: int) -> dict[str, float]:
-    """The median of each contender, in microseconds, from rounds in which each has its turn."""
+    """Returns the median time of each contender in microseconds; every round runs all contenders in turn."""
     times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for _ in range(rounds):
         for name in CONTENDERS:
             with contender(name, model, batch, half) as forward:
                 forward()
-                forward()  # from the second on every weight is what it will be
+                forward()  # the second forward pass fills the caches for good
                 begin = time.perf_counter()
                 for _ in range(20):
                     forward()

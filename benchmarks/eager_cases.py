@@ -1,7 +1,7 @@
-"""What `eager_overhead.py` has each peer do: calls, steps of small models, and what a step or a call is made of.
+"""The cases of `eager_overhead.py`: calls, steps of small models, and the layers of a step or a call.
 
-A case is sent to a worker, set up there, and tried, so that results can be compared; then it measures a round whenever
-it is asked to. It knows one peer, its worker's, and compares nothing.
+`eager_overhead.py` sends a case to a worker, which sets it up and runs it once, so that results can be compared. Then
+the case measures a round on each request. It must know only its worker's peer, and must not compare.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def mlp() -> nn.Module:
 
 
 class Model(NamedTuple):
-    """A model that is small enough for its calls to cost more than what they compute.
+    """A model so small that its calls cost more than its arithmetic.
 
     Attributes:
-        make: makes it.
-        inputs: the shape of a batch.
-        targets: how many there are.
-        steps: done in a round.
+        make: function that makes the model.
+        inputs: shape of a batch.
+        targets: number of targets in a batch.
+        steps: number of steps in a round.
     """
 
     make: Callable[[], nn.Module]
@@ -77,11 +77,11 @@ MODELS = {
 
 
 class Figure(NamedTuple):
-    """What was measured in a round.
+    """Times of one round.
 
     Attributes:
-        seconds: of the whole.
-        without: of the same without what is looked for, in the same process; 0 where there is no such thing.
+        seconds: seconds of the whole work.
+        without: seconds of the same work without the measured part, in the same process; 0 if there is none.
     """
 
     seconds: float
@@ -96,11 +96,11 @@ Figures = dict[str, Figure]
 
 
 class Evidence(NamedTuple):
-    """What a peer computed, for comparison with the others.
+    """A peer's result, for comparison with those of the others.
 
     Attributes:
-        dtype: of the result; empty where there is none.
-        values: the result's, or those of several.
+        dtype: dtype of the result; empty if there is no result.
+        values: values of one or several results.
     """
 
     dtype: str
@@ -113,25 +113,25 @@ class Evidence(NamedTuple):
 
     def is_close_to(self, other: Evidence) -> bool:
         mine, theirs = torch.tensor(self.values), torch.tensor(other.values)
-        return bool((mine - theirs).norm() <= 0.02 * theirs.norm())  # not so if anything is not finite
+        return bool((mine - theirs).norm() <= 0.02 * theirs.norm())  # False if any value is not finite
 
 
 class Opened(NamedTuple):
-    """A case in a worker: what the peer computed, by the names of its figures, and what measures a round."""
+    """A case set up in a worker: the peer's results by figure, and a function that measures a round."""
 
     evidence: dict[str, Evidence]
     measure: Callable[[], Figures]
 
 
 class Case:
-    """Something that the contenders are to do.
+    """Work for the contenders.
 
     Attributes:
-        half: the half type's name.
-        section: of the report.
-        subject: what `Contender.skips` goes by.
-        not_for: the names of contenders that cannot do it.
-        reopens: whether it is set up anew for every round.
+        half: name of the half type.
+        section: section of the report.
+        subject: name that `Contender.skips` refers to.
+        not_for: names of contenders that cannot do it.
+        reopens: True if the case is set up again for every round.
     """
 
     half: str
@@ -141,7 +141,12 @@ class Case:
     reopens = False
 
     def opened(self, make: Callable[..., Peer], share: float) -> contextlib.AbstractContextManager[Opened]:
-        """The case, set up for a peer until the block ends; of a full round it measures this share."""
+        """Sets the case up for a peer while the block runs.
+
+        Args:
+            make: function that makes the peer.
+            share: share of a full round to measure, 0 to 1.
+        """
         raise NotImplementedError
 
 
@@ -155,7 +160,7 @@ def set_up(make: Callable[..., Peer], model: nn.Module, half: str, optimizer: st
 
 
 def seconds(action: Callable[[], object], times: int) -> float:
-    """The mean of so many, with what garbage is collected meanwhile."""
+    """Returns the mean seconds of an action, garbage collection included."""
     start = time.perf_counter()
     for _ in repeat(None, times):
         action()
@@ -163,13 +168,13 @@ def seconds(action: Callable[[], object], times: int) -> float:
 
 
 def seconds_of(statement: str, names: dict[str, Any], share: float) -> float:
-    """The least of five means, each of a thousand in a full round."""
+    """Returns the least of five means, each of a thousand runs in a full round."""
     times = full(1000, share)
     return min(timeit.Timer(statement, globals=names).repeat(5, times)) / times
 
 
 def full(times: int, share: float) -> int:
-    """How often something is done that a full round does so many times."""
+    """Returns the number of repetitions in a share of a round; a full round has ``times``."""
     return max(1, int(times * share))
 
 
@@ -178,13 +183,13 @@ def full(times: int, share: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a function of torch.
+    """A call of a torch function.
 
     Attributes:
-        name: of the row.
-        statement: as a user of mixed precision writes it.
-        unpatched: on tensors that are of the right types already; empty: the same.
-        aim: the most nanoseconds that it is to take over the unpatched one; None: there is none.
+        name: name of the row.
+        statement: call as a user of mixed precision writes it.
+        unpatched: call on tensors that already have the right dtypes; empty if it is the same.
+        aim: maximum nanoseconds over the unpatched call; None for no aim.
     """
 
     name: str
@@ -214,7 +219,7 @@ CALLS = (
 
 
 def names_of(layer: nn.Linear, kernel: nn.Parameter, half: torch.dtype) -> dict[str, Any]:
-    """What the statements speak of. Half weights are casts, as they are where they come out of a cache."""
+    """Returns the names in the statements. Half weights are casts of float32 ones, like those from a cache."""
     x, y, image = torch.randn(4, 4), torch.randn(4, 4), torch.randn(1, 1, 3, 3)
     return {
         "torch": torch,
@@ -236,10 +241,10 @@ def names_of(layer: nn.Linear, kernel: nn.Parameter, half: torch.dtype) -> dict[
 
 @dataclass
 class CallsCase(Case):
-    """All calls, each beside the unpatched one as it is in the same process, before the peer does anything.
+    """All calls, each compared with the unpatched call in the same process, timed before the peer is set up.
 
-    In two processes that do the same a call may take 200 ns more in one of them, from beginning to end: as long as what
-    is looked for. It goes by where the system puts the libraries.
+    Two identical processes can differ by 200 ns per call throughout, as much as the measured overhead: it depends on
+    the addresses at which the system loads the libraries.
     """
 
     half: str
@@ -268,7 +273,7 @@ class CallsCase(Case):
 
 
 def tried(statement: str, names: dict[str, Any]) -> Evidence:
-    """What a call comes to; without a type where torch refuses it, for types that nothing has cast."""
+    """Returns a call's result; without a dtype if torch raises, because nothing cast mixed dtypes."""
     try:
         return Evidence.of(eval(statement, names))
     except RuntimeError:
@@ -307,13 +312,13 @@ def inference_mode(peer: Peer, batch: Batch) -> Tensor:
 
 
 class Work(NamedTuple):
-    """What is done with a model.
+    """Work on a model.
 
     Attributes:
-        do: does it once.
-        optimizer: the optimizer's name.
-        is_training: in which mode the model is.
-        aim: the most that it may take of the reference's time, at O1; None: there is no aim.
+        do: function that does the work once.
+        optimizer: name of the optimizer.
+        is_training: True if the model is in training mode.
+        aim: maximum ratio to the reference's time, at O1; None for no aim.
     """
 
     do: Callable[[Peer, Batch], Tensor]
@@ -339,7 +344,7 @@ class StepCase(Case):
     section = "steps"
 
     def __post_init__(self) -> None:
-        # To end an iteration without a step Apex has nothing public.
+        # Apex has no public function that ends an iteration without a step.
         self.not_for = () if WORK[self.work].do is whole_step else APEX
 
     @contextlib.contextmanager
@@ -350,7 +355,7 @@ class StepCase(Case):
         with set_up(make, model.make().train(work.is_training), self.half, work.optimizer) as peer:
             with torch.no_grad():
                 outputs = peer.outputs(batch.input)
-            # Of steps, one after the other: what one learns the next one shows.
+            # Several steps in turn: the loss of a step shows the weights that the previous one left.
             results = [work.do(peer, batch) for _ in range(5)]
             name, do = f"{self.subject}: {self.work}", functools.partial(work.do, peer, batch)
             yield Opened(
@@ -362,12 +367,12 @@ class StepCase(Case):
 
 
 class Phases:
-    """Adds up the seconds of each phase of what it is handed to.
+    """Sums the seconds of each phase of some work.
 
     Args:
-        act: is told whom to call at the end of each phase.
-        name: what the figures' names begin with.
-        times: how often that is done.
+        act: function that does the work; it gets a callback to call at the end of each phase.
+        name: prefix of the figures' names.
+        times: number of repetitions.
     """
 
     def __init__(self, act: Callable[[Callable[[str], None]], object], name: str, times: int) -> None:
@@ -389,7 +394,7 @@ class Phases:
 
 @dataclass
 class PhasesCase(Case):
-    """A step of the transformer, phase by phase."""
+    """Measures a step of the transformer, phase by phase."""
 
     optimizer: str
     half: str
@@ -408,7 +413,7 @@ class PhasesCase(Case):
 
 @dataclass
 class GradientsCase(Case):
-    """Unscaling and the scaler's update by themselves, with as many gradients as the transformer has."""
+    """Measures unscaling and the scaler's update alone, on zero gradients of the transformer's shapes."""
 
     half: str
     section = subject = "layers"
@@ -417,13 +422,13 @@ class GradientsCase(Case):
     def opened(self, make: Callable[..., Peer], share: float) -> Iterator[Opened]:
         torch.manual_seed(0)
         with set_up(make, transformer(), self.half) as peer:
-            peer.step(MODELS["transformer"].batch())  # makes what is made at first use
+            peer.step(MODELS["transformer"].batch())  # so that state made at first use exists
             for parameter in [*peer.model.parameters(), *peer.optimizer.param_groups[0]["params"]]:
                 parameter.grad = torch.zeros_like(parameter)
             yield Opened({}, Phases(peer.work_on_gradients, "by itself", full(100, share)).measure)
 
 
-# A statement, and what it does beside the layer.
+# By layer: a statement, and the same work without that layer.
 CALL_LAYERS = {
     "a cast": ("F.linear(x, hw)", "F.linear(h, hw)"),
     "a cached weight's look-up": ("F.linear(h, w)", "F.linear(h, hw)"),
@@ -435,7 +440,7 @@ FORWARD_LAYERS = {"casts around a forward": ("peer.outputs(x)", "module(h)")}
 
 @dataclass
 class CastsCase(Case):
-    """What there is in a call, or around the forward of a model of half weights."""
+    """Measures the layers of a call, or the casts around the forward pass of a model with half weights."""
 
     half: str
     section = subject = "layers"

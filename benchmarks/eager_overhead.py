@@ -1,14 +1,13 @@
-"""What mixed precision costs where the arithmetic hardly counts: a call, a training step, and each layer of it.
+"""Measures the overhead of mixed precision in small models: a call, a training step, and each layer of it.
 
-Run as `python benchmarks/eager_overhead.py`. Each contender has a process of its own, with one thread, and they are
-measured in turn, A B C A B C, never two at once; three times they are started anew. A step's time is divided by the
-reference's of the same round. A call is compared with the unpatched one in its own process, as two processes differ by
-more than what is looked for. Printed are the medians over all rounds and, in brackets, the values that four fifths of
-them lie between. "unpatched, again" is the unpatched call compared with itself: less than that means nothing.
+Run as `python benchmarks/eager_overhead.py`. Each contender runs in its own process with one thread. They are measured
+in turn, A B C A B C, never two at once, and started afresh in each of three generations. A step's time is divided by
+the reference's time in the same round. A call is compared with the unpatched call in its own process, since two
+processes differ by more than the overhead. Prints medians over all rounds and, in brackets, the 10th and 90th
+percentile. "unpatched, again" is the unpatched call compared with itself; smaller differences are noise.
 
-Results are compared as well. Where one is not what it should be, the table says what is wrong with it in place of a
-figure; values that differ end in exit status 1. Nothing else is asserted. The tables are Markdown, as they stand in
-docs/benchmarks.md.
+Results are compared too. If one is wrong, the table names the fault in place of a figure; differing values end in exit
+status 1. Asserts nothing else. The tables are Markdown, as in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ CONTENDERS_AND_APEX = CONTENDERS | APEX
 
 PHASES = ("zero_grad", "forward", "scale", "backward", "unscale", "step", "update")
 OVER_BARE, BUT_MODEL = "step, over the unpatched", "all but forward and backward"
-#: The rows of the layers' table, in their order.
+#: Rows of the table of layers, in order.
 LAYERS = (
     *CALL_LAYERS,
     *FORWARD_LAYERS,
@@ -58,7 +57,7 @@ LAYERS = (
 )
 
 SECTIONS = ("calls", "steps", "layers")
-#: In each generation of processes: where the system puts the libraries makes one quicker than the next.
+#: Rounds in each generation of processes. Generations differ in speed by the addresses of the libraries.
 ROUNDS = {"calls": 6, "steps": 4, "layers": 4}
 GENERATIONS = 3
 
@@ -67,7 +66,7 @@ GENERATIONS = 3
 
 
 def serve(connection: Connection, contender: Contender, share: float) -> None:
-    """A worker: opens the cases that it is sent, and measures a round of the open one whenever it is told to."""
+    """Runs a worker: opens the cases that it receives, and measures a round of the open case on each request."""
     os.environ.update(contender.environment)
     torch.set_num_threads(1)
     case: Case | None
@@ -79,11 +78,11 @@ def serve(connection: Connection, contender: Contender, share: float) -> None:
 
 
 class Worker:
-    """A contender's process, as the one that measures sees it.
+    """A contender's process, controlled from the main process.
 
     Args:
-        contender: whose.
-        share: how much of a full round it measures each time.
+        contender: contender that the process runs.
+        share: share of a full round that it measures each time, 0 to 1.
     """
 
     def __init__(self, contender: Contender, share: float) -> None:
@@ -92,11 +91,11 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would share what torch has set up by now
+        context = multiprocessing.get_context("spawn")  # a fork would share torch's present state
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, self.contender, self._share), daemon=True)
         self._process.start()
-        theirs.close()  # so that a worker that has died is heard of
+        theirs.close()  # so that `recv` raises if the worker has died
 
     def takes_part(self, name: str, case: Case) -> bool:
         contender = self.contender
@@ -128,11 +127,11 @@ class Worker:
 
 @dataclass(slots=True)
 class Findings:
-    """All that was found of one contender in cases of one section and half type.
+    """Results of one contender in the cases of one section and half type.
 
     Attributes:
-        evidence: what it computed.
-        rounds: of each figure, one for each round.
+        evidence: computed results, by figure.
+        rounds: measurements by figure, one per round.
     """
 
     evidence: dict[str, Evidence] = field(default_factory=dict)
@@ -143,16 +142,16 @@ class Findings:
             self.rounds.setdefault(name, []).append(figure)
 
 
-#: By section and half type, then by the contender's name.
+#: Findings by section and half type, then by the contender's name.
 Results = dict[tuple[str, str], dict[str, Findings]]
 
 
 def run(case: Case, workers: Mapping[str, Worker], rounds: int, findings: Mapping[str, Findings]) -> None:
-    """Has all contenders try a case, and measures them in turn."""
+    """Opens a case in all workers that take part, and measures them in turn."""
     workers = {name: worker for name, worker in workers.items() if worker.takes_part(name, case)}
     for name, worker in workers.items():
         findings[name].evidence |= worker.open(case)
-        worker.measure()  # for warming up
+        worker.measure()  # warm-up
     for _ in range(rounds):
         for name, worker in workers.items():
             if case.reopens:
@@ -164,7 +163,7 @@ def run(case: Case, workers: Mapping[str, Worker], rounds: int, findings: Mappin
 
 
 def fault(section: str, figure: str, contender: str, findings: Mapping[str, Findings]) -> str:
-    """What is wrong with what a contender computed; empty: nothing."""
+    """Returns the fault of a contender's result; empty if there is none."""
     evidence = {name: each.evidence[figure] for name, each in findings.items() if figure in each.evidence}
     if contender == UNPATCHED or contender not in evidence:
         return ""
@@ -173,7 +172,7 @@ def fault(section: str, figure: str, contender: str, findings: Mapping[str, Find
         return "refused"
     if not found.is_close_to(evidence[UNPATCHED]):
         return "other values"
-    # What type a call comes to is known. That of a model's outputs is a matter of policy.
+    # The right dtype of a call's result is known. That of a model's outputs depends on the reference's policy.
     right = evidence[UNPATCHED if section == "calls" else CONTENDERS_AND_APEX[contender].reference]
     return f"in {found.dtype}" if found.dtype != right.dtype else ""
 
@@ -183,17 +182,17 @@ class Row:
     """A figure of a table.
 
     Attributes:
-        section: of the report.
-        half: the half type.
-        name: what was measured.
-        contender: who was.
-        unit: "µs", "ns over unpatched", or "of" the reference's time.
-        aim: the most that the median is to be; None: there is no aim.
-        fault: what is wrong with the result; empty: nothing.
-        median: over the rounds; None if something is wrong.
-        low: what a tenth of them are below.
-        high: what a tenth of them are above.
-        seconds: the median of the time itself.
+        section: section of the report.
+        half: half type.
+        name: name of the measured work.
+        contender: name of the contender.
+        unit: "µs", "ns over unpatched", or "of" and the reference for a ratio of times.
+        aim: maximum of the median; None for no aim.
+        fault: fault of the result; empty if there is none.
+        median: median over the rounds; None if there is a fault.
+        low: 10th percentile.
+        high: 90th percentile.
+        seconds: median of the time itself.
     """
 
     section: str
@@ -209,7 +208,7 @@ class Row:
     seconds: float | None = None
 
     def of(self, values: Sequence[float], seconds: Sequence[float]) -> Row:
-        """With what the rounds have brought."""
+        """Returns the row with the statistics of the rounds; unchanged if it has a fault."""
         if self.fault:
             return self
         low, *_, high = statistics.quantiles(values, n=10, method="inclusive")
@@ -270,7 +269,7 @@ def rows_of_layers(half: str, findings: Mapping[str, Findings]) -> Iterator[Row]
 
 
 def sums(optimizer: str, rounds: Mapping[str, list[Figure]], bare: list[Figure]) -> dict[str, list[Figure]]:
-    """What the phases of a step come to: the optimizer's over the bare one's, and all that is not the model's."""
+    """Returns sums over phases: the optimizer's step next to the bare one, and all phases except the model's."""
     steps = zip(rounds[f"{optimizer}: step"], bare, strict=True)
     names = [f"{optimizer}: {phase}" for phase in PHASES if phase not in ("forward", "backward")]
     others = zip(*(rounds[name] for name in names if name in rounds), strict=True)
@@ -297,7 +296,7 @@ HEADINGS = {
 
 
 class Cell(Protocol):
-    """What stands in a row of a table, under a contender."""
+    """One cell of a table: the row's name, the contender of the column, and the text."""
 
     @property
     def name(self) -> str: ...
@@ -309,7 +308,7 @@ class Cell(Protocol):
 
 
 def table(rows: Sequence[Cell]) -> Iterator[str]:
-    """The lines of a table: a row for each name, a column for each contender."""
+    """Yields the lines of a table: a row per name, a column per contender."""
     contenders = list(dict.fromkeys(row.contender for row in rows))
     aims = {row.name: row.aim for row in rows if row.aim is not None}
     by_name: dict[str, dict[str, str]] = {}
@@ -338,7 +337,7 @@ def main() -> int:
     if options.json and not options.json.absolute().parent.is_dir():
         parser.error(f"argument --json: there is no directory {options.json.parent}")
 
-    from ampatch.native import calls, kernels  # here, since workers import this module, and some are to do without
+    from ampatch.native import calls, kernels  # here, since some workers import this module but must not import ampatch
 
     processor = torch.backends.cpu.get_cpu_capability()
     title = (

@@ -1,13 +1,12 @@
-"""How the cost of a training step grows: with parameters, patched functions, nested arguments and live models.
+"""Measures how a training step's cost grows with parameters, patched functions, nested arguments and live models.
 
-Run as `python benchmarks/growth.py`; `--plot FILE.svg` draws what was found (`pip install .[bench]`). Printed is what
-amp adds to a step: the step under amp less the same step in float32 without it, measured before and after. Every tensor
-has one element, so that there is next to no arithmetic in either. Of many steps the fastest part counts, as whatever
-else the machine does can only add to it; nothing is asserted.
+Run as `python benchmarks/growth.py`; `--plot FILE.svg` draws the results (`pip install .[bench]`). Prints the time that
+amp adds to a step: the step under amp minus the same step in float32 without amp, measured before and after. Every
+tensor has one element, so that arithmetic takes almost no time. The minimum over many steps counts for each part, since
+other work of the machine can only add time. Asserts nothing.
 
-A cost that grows as n**e is a line of slope e where both axes are logarithmic. Printed are the slope of the line
-through all points, and that between the last two, where what does not grow counts for least: 1 is linear, 0 is no
-growth.
+A cost that grows as n**e is a line of slope e on logarithmic axes. Prints the slope of the line through all points, and
+the slope between the last two, where constant costs matter least. 1 is linear, 0 is no growth.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from ampatch.cast_lists.lists import shipped
 
 LEVELS = ("O1", "O2")
 HALF = torch.bfloat16
-LAYERS = 10  # of a model, where it is not their number that grows
-CALLS = 20  # in one measurement of what takes microseconds
+LAYERS = 10  # of a model, unless the number of layers grows
+CALLS = 20  # in one measurement, since one call takes microseconds
 
 #: Seconds of each part of one step.
 Times = dict[str, float]
@@ -47,13 +46,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Workload:
-    """What is measured at one point.
+    """The step that is measured at one point.
 
     Attributes:
-        models: to be handed to amp.
-        step: one step; told whether amp scales the loss.
-        optimizers: one for each model that is trained.
-        options: for `amp.initialize`, besides.
+        models: models to pass to `amp.initialize`.
+        step: function that runs one step; its argument is True if amp scales the loss.
+        optimizers: one optimizer per trained model.
+        options: further arguments of `amp.initialize`.
     """
 
     models: list[nn.Module]
@@ -66,7 +65,7 @@ class Workload:
 
 
 class Chain(nn.Module):
-    """Layers of one weight each, which is 1: neither values nor gradients grow or vanish, however many there are."""
+    """Layers with a single weight of 1, so that values and gradients stay the same at any depth."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -86,7 +85,7 @@ def chains(count: int, layers: int = LAYERS) -> tuple[list[nn.Module], list[Opti
 
 
 def train(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], scaled: bool) -> Times:
-    """A step of models that share one loss."""
+    """Runs a step of models that share one loss, and returns the time of each part."""
     times: Times = {}
     began = time.perf_counter()
 
@@ -123,7 +122,7 @@ def parameters(count: int) -> Workload:
 
 
 def functions(count: int) -> Workload:
-    """Of torch's own only `F.linear` is patched, and beside it functions of a module that is made for this."""
+    """Patches `F.linear` and ``count`` - 1 functions of a generated module, and no other function."""
     module = types.ModuleType("many_functions")
     names = [f"function{index}" for index in range(count - 1)]
     exec("\n".join(f"def {name}(x): return x" for name in names), vars(module))
@@ -163,11 +162,11 @@ def models_of_one_loss(count: int) -> Workload:
 
 
 def take(_: object) -> None:
-    """A function of the user's, that amp is to cast for."""
+    """Does nothing; amp casts its arguments, as a user's registered function."""
 
 
 class Taking(nn.Module):
-    """A model that is called with nested tensors, and hands them to a function."""
+    """A model that passes its nested argument to `take`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +177,7 @@ class Taking(nn.Module):
 
 
 def taking(value: object) -> Workload:
-    """At O1 the function casts the tensors, and at O2 the model."""
+    """Returns calls with a nested value: at O1 amp casts the tensors for `take`, at O2 for the model."""
     model = Taking()
     amp.register_half_function(sys.modules[__name__], "take")
 
@@ -207,13 +206,13 @@ def width(count: int) -> Workload:
 
 @dataclass(frozen=True)
 class Series:
-    """What grows.
+    """A quantity that grows.
 
     Attributes:
-        title: for people.
-        axis: what is counted.
-        counts: at which it is measured.
-        workload: makes that of one count.
+        title: title of the table and the plot.
+        axis: name of the quantity.
+        counts: values of the quantity to measure at.
+        workload: function that makes the workload for a count.
     """
 
     title: str
@@ -236,10 +235,10 @@ SERIES = {
 
 
 def measured(step: Callable[[], Times], seconds: float) -> dict[str, list[float]]:
-    """Times of each part, and of the whole, of as many steps as fit in the time; seven at the least."""
+    """Returns times of each part and of whole steps: as many as fit into the given seconds, at least seven."""
     found: dict[str, list[float]] = {}
     step()
-    step()  # the first one makes an optimizer's state
+    step()  # two warm-up steps: the first makes the optimizer's state
     gc.collect()
     end = time.perf_counter() + seconds
     for number in itertools.count():
@@ -252,7 +251,7 @@ def measured(step: Callable[[], Times], seconds: float) -> dict[str, list[float]
 
 
 def point(series: Series, count: int, level: str, seconds: float) -> Row:
-    """What amp adds to each part of a step, and what it takes to set it up and undo it, in seconds."""
+    """Returns the seconds that amp adds to each part of a step, and those of initialize and deinitialize."""
     workload = series.workload(count)
     try:
         bare = measured(lambda: workload.step(False), seconds / 2)
@@ -288,7 +287,7 @@ def point(series: Series, count: int, level: str, seconds: float) -> Row:
 
 
 def exponent(points: Iterable[tuple[float, float]]) -> float | None:
-    """The slope of the line through points on logarithmic axes; None where a cost is not above zero."""
+    """Returns the slope of the line through points on logarithmic axes; None if any cost is zero or less."""
     points = list(points)
     if any(cost <= 0 for _, cost in points):
         return None
@@ -300,7 +299,7 @@ def exponents(rows: Sequence[Row]) -> dict[str, float | None]:
     return {"exponent": exponent(points), "last_exponent": exponent(points[-2:])}
 
 
-# Telling
+# Output
 
 
 def described(slope: float | None) -> str:
@@ -322,7 +321,7 @@ def show(series: Series, level: str, rows: Sequence[Row]) -> None:
 
 
 def plot(result: dict[str, Any], file: Path) -> None:
-    """Draws a result; the same one gives the same bytes."""
+    """Draws a result; the same result always gives the same bytes."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -372,7 +371,7 @@ def measure(names: Sequence[str], quick: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     title = f"torch {torch.__version__}, Python {platform.python_version()}, one thread"
     print(title)
-    gc.disable()  # what is timed is not to be interrupted
+    gc.disable()  # no collection may fall into a timed step
     found: dict[str, Any] = {}
     for name in names:
         series = SERIES[name]

@@ -1,13 +1,13 @@
-"""Instructions of the host in a training step: what mixed precision costs a user whose arithmetic runs on a GPU.
+"""Counts the host's instructions in a training step: the cost of mixed precision when a GPU does the arithmetic.
 
 Run as `python benchmarks/host.py`; needs Linux, valgrind with its headers, and a C compiler. Each contender trains a
-transformer in a process of its own, within valgrind's callgrind, which counts how often each instruction of the program
-runs. It trains the same model in two sizes: as many layers, calls and tensors, but more elements in each. An
-instruction that runs more often in the larger model belongs to a loop over elements: that is the device's work, and is
-left out. All others are the host's, and are summed up by phase of the step.
+transformer in its own process under valgrind's callgrind, which counts how often each instruction of the program runs.
+It trains the model in two sizes, with the same layers, calls and tensors, but more elements per tensor. An instruction
+that runs more often in the larger model belongs to a loop over elements. That is the device's work, and is left out.
+All other instructions are the host's; the table sums them by phase of the step.
 
-Ratios are to torch.autocast with GradScaler, at O2 too. From run to run the sums differ by a few in a thousand. The
-tables are Markdown, as they stand in docs/benchmarks.md.
+Ratios are to torch.autocast with GradScaler, at O2 too. Between runs the sums differ by a few per thousand. The tables
+are Markdown, as in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ PHASES = ("zero_grad", "forward", "scale", "backward", "unscale", "step", "updat
 LAYERS = 2
 WARMING_STEPS = 5
 STEPS = 2
-#: Loops over elements run at least 1.4 times as often in the larger model; what Python does differs by less.
+#: Loops over elements run at least 1.4 times as often in the larger model; Python's work differs by less.
 GROWS = 1.2
 
 
 class Size(NamedTuple):
-    """Of a model and its batch.
+    """Size of a model and its batch of four sequences.
 
     Attributes:
-        width: features of a token; also the number of classes.
-        length: tokens of a sequence, of which a batch has four.
+        width: number of features of a token, and of classes.
+        length: number of tokens in a sequence.
     """
 
     width: int
@@ -60,7 +60,7 @@ class Size(NamedTuple):
 SMALLER, LARGER = "smaller", "larger"
 SIZES = {SMALLER: Size(68, 17), LARGER: Size(96, 24)}
 
-#: How often the instruction at each address ran.
+#: Number of runs of the instruction at each address.
 Places = Counter[int]
 
 
@@ -68,8 +68,8 @@ class Counts(NamedTuple):
     """Instructions of a step, or of a phase of it.
 
     Attributes:
-        host: those that do not depend on the size of tensors.
-        device: the others, in the smaller model.
+        host: number of instructions that do not depend on the size of tensors.
+        device: number of other instructions, in the smaller model.
     """
 
     host: float = 0.0
@@ -79,11 +79,11 @@ class Counts(NamedTuple):
         return Counts(self.host + other.host, self.device + other.device)
 
 
-#: By contender, half type, optimizer and phase.
+#: Counts by contender, half type, optimizer and phase.
 Counted = dict[tuple[str, str, str, str], Counts]
 
 
-# Within callgrind
+# In the process under callgrind
 
 
 def count(contender: str, cases: Sequence[Case], callgrind: Callgrind) -> None:
@@ -95,11 +95,11 @@ def count(contender: str, cases: Sequence[Case], callgrind: Callgrind) -> None:
             callgrind.count_steps(peer, case, batch, WARMING_STEPS, STEPS)
 
 
-# Around it
+# In the process that starts callgrind
 
 
 def run(contenders: Sequence[str], cases: Sequence[Case], directory: Path) -> Counted:
-    """Has the contenders counted."""
+    """Runs the contenders under callgrind, and returns their counts."""
     options = ["--dump-instr=yes", "--dump-line=no", "--compress-pos=no"]
     places: dict[str, Places] = {}
     for file in run_within(__file__, contenders, cases, directory, options):
@@ -115,13 +115,13 @@ def run(contenders: Sequence[str], cases: Sequence[Case], directory: Path) -> Co
 
 
 def read(file: Path) -> tuple[str, Places]:
-    """What one of callgrind's files counted, and of which phase; the name is empty if it is of none."""
+    """Returns the label and the counts of one of callgrind's files; the label is empty if the file is of no phase."""
     label, is_of_call = "", False
     places: Places = Counter()
     with file.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.startswith("0x"):
-                if not is_of_call:  # the line after a call's has what the called function took, which stands there too
+                if not is_of_call:  # the line after `calls=` repeats the cost of the called function
                     address, _, cost = line.partition(" ")
                     places[int(address, 16)] += int(cost)
                 is_of_call = False
@@ -133,7 +133,7 @@ def read(file: Path) -> tuple[str, Places]:
 
 
 def told_apart(smaller: Places, larger: Places) -> Counts:
-    """Sums up a phase of a step; what runs in one of the two models only is the device's."""
+    """Sums a phase of a step; an instruction that runs in only one of the two models counts as the device's."""
     host = device = 0
     for address, times in smaller.items():
         if max(times, larger[address]) > GROWS * min(times, larger[address]):

@@ -1,17 +1,16 @@
-"""Instructions that a training step and a call take: what they cost where no clock can tell.
+"""Counts the instructions of a training step and of a call: their cost where clocks are too noisy.
 
-Run as `python benchmarks/instructions.py`; needs Linux, valgrind with its headers, and a C compiler. On a processor
-that others use as well, a step's time differs by a tenth and more from one round to the next; the number of its
-instructions does not. Each contender trains the models of `eager_overhead.py` in a process of its own, forked once
-torch is there, within callgrind, which runs the first steps uncounted and counts a few: instructions, and how often the
-next one was not in the processor's first cache, which is what Python code of many parts costs beside them. From run to
-run the counts differ by a few in a thousand.
+Run as `python benchmarks/instructions.py`; needs Linux, valgrind with its headers, and a C compiler. On a shared
+processor, a step's time varies by a tenth or more between rounds; its number of instructions does not. Each contender
+trains the models of `eager_overhead.py` under callgrind, in its own process, forked after torch is imported. The first
+steps are not counted. Then callgrind counts instructions, and misses of the first instruction cache, which large Python
+code causes. Between runs the counts differ by a few per thousand.
 
-Printed of steps are ratios to the reference's counts, instructions first and misses in brackets; of calls, in a loop,
-the instructions over those of the unpatched call in the same process. Valgrind knows no AVX-512, so that the products
-of matrices are those of a processor with AVX2; they are the same for all, and a large part of the steps in half
-precision that a processor without arithmetic for it emulates. `--phases` prints the parts of each step. The tables are
-Markdown, as they stand in docs/benchmarks.md.
+For steps, prints ratios to the reference's counts: instructions, and misses in brackets. For calls, in a loop, prints
+the instructions over those of the unpatched call in the same process. Valgrind does not support AVX-512, so matrix
+products are those of a processor with AVX2. They are the same for all contenders. In half precision they are a large
+part of a step, since a processor without half arithmetic emulates it. `--phases` prints the parts of each step. The
+tables are Markdown, as in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ STEPS = 3
 CALLS_EACH = 100
 CALLING = tuple(name for name in COUNTED if "calls" not in CONTENDERS[name].skips)
 CALL_NAMES = frozenset(call.name for call in CALLS)
-#: Of calls: what stands for the model, and the phases.
+#: For calls: the name in place of a model, and the phases.
 CALL, WITHOUT, WITH = "call", "without", "with"
 
-#: What a process in callgrind asks of it: macros, which only C has.
+#: Requests of a process to the callgrind it runs under. They are C macros, so they must be compiled.
 REQUESTS = """
 #include <valgrind/callgrind.h>
 void start(void) { CALLGRIND_START_INSTRUMENTATION; }
@@ -61,7 +60,7 @@ LIBRARY = "requests.so"
 
 
 class Case(NamedTuple):
-    """A model's step; or a call, whose name stands where the optimizer's does."""
+    """A model's step; or a call, with `CALL` as the model and the call's name as the optimizer."""
 
     half: str
     model: str
@@ -69,11 +68,11 @@ class Case(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Of one step, or of a part of it.
+    """Counts of one step, or of a part of it.
 
     Attributes:
-        instructions: that were executed.
-        misses: of these, how many were not in the first instruction cache.
+        instructions: number of executed instructions.
+        misses: number of misses of the first instruction cache.
     """
 
     instructions: float
@@ -83,19 +82,19 @@ class Counts(NamedTuple):
         return Counts(self.instructions + other.instructions, self.misses + other.misses)
 
 
-#: What was counted, by contender, case and phase. Calls are cases of a model that is none, with phases of their own.
+#: Counts by contender, case and phase. Calls have `CALL` as their model, and phases of their own.
 Counted = dict[tuple[str, Case, str], Counts]
 
 
-# Within callgrind
+# In the process under callgrind
 
 
 class Callgrind:
-    """The one that this process runs in.
+    """The callgrind that this process runs under.
 
     Args:
-        directory: where its requests lie, compiled.
-        contender: who is counted.
+        directory: directory of the compiled requests.
+        contender: name of the counted contender.
     """
 
     def __init__(self, directory: Path, contender: str) -> None:
@@ -104,9 +103,9 @@ class Callgrind:
 
     @contextlib.contextmanager
     def counting(self, warm_up: Callable[[], object]) -> Iterator[None]:
-        """Counts what the block does, after something that fills the caches as callgrind models them."""
+        """Counts the instructions of the block, after ``warm_up`` has filled callgrind's simulated caches."""
         gc.collect()
-        gc.disable()  # or it comes in one contender's step, and not in another's
+        gc.disable()  # a collection might fall into one contender's step, and not into another's
         self._requests.start()
         warm_up()
         self._requests.zero()
@@ -117,7 +116,7 @@ class Callgrind:
             gc.enable()
 
     def count_steps(self, peer: Peer, case: Case, batch: Batch, warming: int, steps: int) -> None:
-        """Counts steps of training by phase, after some that are not counted."""
+        """Counts training steps by phase, after ``warming`` uncounted steps."""
         for _ in range(warming):
             peer.step(batch)
         with self.counting(warm_up=functools.partial(peer.step, batch)):
@@ -125,16 +124,18 @@ class Callgrind:
                 peer.step(batch, functools.partial(self.write, case))
 
     def write(self, case: Case, phase: str) -> None:
-        """Writes down what was counted since this was called last, and begins anew."""
+        """Dumps the counts since the last dump, and resets them."""
         self._requests.dump("|".join((self._contender, *case, phase)).encode())
 
 
 def within(directory: Path, count: Callable[[str, Sequence[Case], Callgrind], None]) -> None:
-    """What `run_within` runs: counts each contender in a process that is forked, since to import torch takes longest.
+    """Counts each contender in a forked process; `run_within` starts this.
+
+    Forks, since importing torch takes the most time.
 
     Args:
-        directory: where the requests lie, compiled.
-        count: counts the cases of a contender.
+        directory: directory of the compiled requests.
+        count: function that counts the cases of a contender.
     """
     contenders, cases = json.load(sys.stdin)
     for contender in contenders:
@@ -183,12 +184,12 @@ def count(contender: str, cases: Sequence[Case], callgrind: Callgrind) -> None:
         count_step(callgrind, contender, case)
 
 
-# Around it
+# In the process that starts callgrind
 
 
 @contextlib.contextmanager
 def prepared(parser: argparse.ArgumentParser) -> Iterator[Path]:
-    """Makes a directory for `run_within`, and removes it afterwards; the parser says what is missing, and exits."""
+    """Makes a directory for `run_within`, and removes it afterwards; exits with an error if a tool is missing."""
     if shutil.which("valgrind") is None:
         parser.error("there is no valgrind here; install it with its headers, as by `apt-get install valgrind`")
     with tempfile.TemporaryDirectory() as directory:
@@ -197,7 +198,7 @@ def prepared(parser: argparse.ArgumentParser) -> Iterator[Path]:
 
 
 def compile_requests(directory: Path, parser: argparse.ArgumentParser) -> None:
-    """Compiles what a process asks callgrind with."""
+    """Compiles the requests to callgrind."""
     (directory / "requests.c").write_text(REQUESTS, encoding="utf-8")
     command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-o", LIBRARY, "requests.c"]
     if shutil.which(command[0]) is None:
@@ -212,17 +213,13 @@ def compile_requests(directory: Path, parser: argparse.ArgumentParser) -> None:
 def run_within(
     script: str, contenders: Sequence[str], cases: Sequence[Case], directory: Path, options: Iterable[str]
 ) -> list[Path]:
-    """Runs a script's contenders within callgrind.
-
-    Returns:
-        The files that callgrind wrote.
-    """
+    """Runs a script's contenders under callgrind, and returns the files that callgrind wrote."""
     command = [
         *("valgrind", "--tool=callgrind", "--instr-atstart=no", *options),
         *(f"--callgrind-out-file={directory}/counts.%p", f"--log-file={directory}/log.%p"),
         *(sys.executable, script, "--within", str(directory)),
     ]
-    # Sets are walked through in the order of hashes.
+    # The iteration order of sets depends on hashes, and must be the same in every run.
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     done = subprocess.run(command, input=json.dumps([contenders, cases]), text=True, env=environment, check=False)
     if done.returncode:
@@ -232,7 +229,7 @@ def run_within(
 
 
 def run(contenders: Sequence[str], cases: Sequence[Case], directory: Path) -> Counted:
-    """Has the contenders counted."""
+    """Runs the contenders under callgrind, and returns their counts per step or call."""
     counted: Counted = {}
     for file in run_within(__file__, contenders, cases, directory, ["--cache-sim=yes"]):
         found = read(file)
@@ -245,7 +242,7 @@ def run(contenders: Sequence[str], cases: Sequence[Case], directory: Path) -> Co
 
 
 def read(file: Path) -> tuple[str, Case, str, Counts] | None:
-    """What is in one of callgrind's files: whose counts, of what, in which phase; None if it belongs to no phase."""
+    """Returns contender, case, phase and counts of one of callgrind's files; None if the file is of no phase."""
     label, events = "", []
     with file.open(encoding="utf-8", errors="replace") as lines:
         for text in lines:
@@ -269,16 +266,16 @@ class Row:
     """A figure of a table.
 
     Attributes:
-        half: the half type.
-        name: the model, the optimizer, and the phase where it is one.
-        contender: whose.
-        instructions: of a step, or a phase of it.
-        misses: of the first instruction cache.
-        reference: the contender that the ratios are to.
-        of_instructions: the ratio; None of the reference itself, and of calls and phases.
-        of_misses: likewise.
-        aim: the most that a step's time is to be of the reference's.
-        over: of calls, the instructions over the reference's in the same process.
+        half: half type.
+        name: model, optimizer and, for a phase, its name; or the name of a call.
+        contender: name of the contender.
+        instructions: number of instructions of a step, a phase or a call.
+        misses: number of misses of the first instruction cache.
+        reference: name of the contender that ratios refer to.
+        of_instructions: ratio of instructions; None for the reference itself, and for calls and phases.
+        of_misses: ratio of misses; None as ``of_instructions``.
+        aim: maximum ratio of a step's time to the reference's; None for no aim.
+        over: instructions of a call over those of the unpatched call in the same process; None otherwise.
     """
 
     half: str

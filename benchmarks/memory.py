@@ -1,12 +1,11 @@
-"""What a parameter costs in memory: at rest, and at the peak of forward, backward and step.
+"""Measures the memory per parameter: at rest, and at the peak of forward pass, backward pass and step.
 
-Run as `python benchmarks/memory.py`; `--device cuda` asks `torch.cuda.memory_stats`, and without it what torch's
-allocators report to its profiler is added up. Printed are bytes a parameter, at every opt level, beside
-`torch.autocast` and beside the least that arithmetic allows. Memory does not vary from run to run; nothing is timed,
-and nothing asserted.
+Run as `python benchmarks/memory.py`. With `--device cuda` it reads `torch.cuda.memory_stats`; otherwise it sums the
+allocations that torch's allocators report to its profiler. Prints bytes per parameter at every opt level, beside those
+of `torch.autocast` and the calculated minimum. Memory does not vary between runs. Times and asserts nothing.
 
-The batch is small and the layers are large, so that weights, gradients and what the optimizer keeps are nearly all
-there is. Optimizers are the fused ones, as the others have temporaries of their own, the same at every level.
+The batch is small and the layers are large, so that weights, gradients and optimizer state are nearly all of the
+memory. Optimizers are fused, since others allocate temporary tensors, the same at every level.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from ampatch import amp
 from ampatch.demo.memory import peak_allocated
 
-#: Of a training step, one after the other: they have no time in between.
+#: Phases of a training step, in order; no other work runs between them.
 PHASES = ("forward", "backward", "step")
 PHASES_AND_REST = ("rest", *PHASES)
 
@@ -38,22 +37,22 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "SGD with momentum": functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True),
     "Adam": functools.partial(torch.optim.Adam, lr=1e-3, fused=True),
 }
-STATE = {"SGD with momentum": 1, "Adam": 2}  # numbers a parameter
+STATE = {"SGD with momentum": 1, "Adam": 2}  # numbers kept per parameter
 
-# The least
+# The minimum
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Bytes a parameter of what has to be there.
+    """Bytes per parameter that a training step must allocate.
 
     Attributes:
-        weight: of the model.
-        cast: of a weight, from its first use in forward until backward has been at its last.
-        gradient: as backward leaves it, until it is cleared.
-        master: float32 beside a half weight.
-        master_gradient: from the end of the block of `amp.scale_loss` until the step has been made.
-        number: of a number that the optimizer keeps.
+        weight: bytes of the model's weight.
+        cast: bytes of a weight's cast, alive from its first use in the forward pass to its last in the backward pass.
+        gradient: bytes of the gradient, alive from the backward pass until it is cleared.
+        master: bytes of the float32 master of a half weight.
+        master_gradient: bytes of the master's gradient, alive from the end of the `amp.scale_loss` block to the step.
+        number: bytes of one number that the optimizer keeps.
     """
 
     weight: int
@@ -64,10 +63,10 @@ class Parts:
     master_gradient: int = 0
 
     def least(self, phase: str, numbers: int) -> int:
-        """At the peak of a phase, of an optimizer that keeps so many numbers a parameter."""
+        """Returns the minimum at the peak of a phase, if the optimizer keeps ``numbers`` numbers per parameter."""
         rest = self.weight + self.master + self.number * numbers
         gradients = self.gradient + self.master_gradient
-        # In backward casts go as gradients come, which are no smaller.
+        # During the backward pass gradients replace casts, and are at least as large.
         return rest + {"rest": 0, "forward": self.cast, "backward": gradients, "step": gradients}[phase]
 
 
@@ -98,24 +97,24 @@ WAYS = {
 
 
 def halves(way: str) -> list[str | None]:
-    """The half types that a way is measured in."""
+    """Returns the half types to measure an entry of `WAYS` in."""
     if way in ("float32", "O0"):
         return [None]
     return ["bfloat16"] if way in ("O4", "O5") else list(HALVES)
 
 
-# What is measured
+# Measurement
 
 
 class Training:
-    """A model on its way through training steps, in one of `WAYS`.
+    """A model that is trained at an opt level, with autocast, or in float32.
 
     Args:
-        way: a key of `WAYS`.
-        half: a key of `HALVES`; None where nothing is half.
-        model: on its device, in float32.
-        batch: what it is called with.
-        make_optimizer: of its parameters.
+        way: key of `WAYS`.
+        half: key of `HALVES`; None if nothing is half.
+        model: float32 model on its device.
+        batch: input of the model.
+        make_optimizer: function that makes an optimizer from parameters.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def rest(self) -> None:
-        """Between two steps nothing is done, and all that is kept is there."""
+        """Does nothing: between two steps only lasting tensors are alive."""
 
     def whole(self) -> None:
         for phase in PHASES:
@@ -171,13 +170,13 @@ class Training:
 
 
 def peak(device: str, prepare: Callable[[], Callable[[], object]]) -> int:
-    """The most bytes of a device's memory that are allocated at any moment of a piece of work.
+    """Returns the largest number of bytes of a device's memory allocated at any moment of a piece of work.
 
-    Only what is allocated from the start of ``prepare`` on counts, and none of what amp and torch keep for good.
+    Counts only memory allocated after ``prepare`` has begun, without memory that amp and torch never free.
 
     Args:
         device: "cpu" or "cuda".
-        prepare: makes whatever the work needs, and returns the work, which has to hold on to it.
+        prepare: function that sets up the work and returns it; the work must keep references to its objects.
     """
     try:
         return peak_allocated(prepare) if device == "cpu" else _peak_on_gpu(prepare)
@@ -186,7 +185,7 @@ def peak(device: str, prepare: Callable[[], Callable[[], object]]) -> int:
 
 
 def _peak_on_gpu(prepare: Callable[[], Callable[[], object]]) -> int:
-    # What libraries allocate on first use, such as cuBLAS its workspace, they keep.
+    # A first run, since libraries allocate memory on first use and keep it, such as cuBLAS's workspace.
     prepare()()
     amp.deinitialize()
     gc.collect()
@@ -196,12 +195,12 @@ def _peak_on_gpu(prepare: Callable[[], Callable[[], object]]) -> int:
     torch.cuda.reset_peak_memory_stats()
     work()
     torch.cuda.synchronize()
-    # Requested and not allocated: the latter are rounded up, which counts where tensors are small.
+    # Requested bytes, since allocated bytes are rounded up, which matters for small tensors.
     return int(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
 
 
 def peak_of(device: str, phase: str, start: Callable[[], Training]) -> int:
-    """`peak` of a phase of the third training step: with the second, all that there is to be has come."""
+    """Returns `peak` of a phase of the third training step: by then all lasting tensors exist."""
 
     def prepare() -> Callable[[], object]:
         training = start()
@@ -222,7 +221,7 @@ def network(device: str, width: int, layers: int) -> nn.Sequential:
     return nn.Sequential(*parts[:-1]).to(device)
 
 
-# Telling
+# Output
 
 
 def show_parts() -> None:

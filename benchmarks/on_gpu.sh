@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# All that only a GPU can show, in one go: `benchmarks/on_gpu.sh DIRECTORY`, on a machine with a GPU and nvcc.
+# Runs all checks that need a GPU: `benchmarks/on_gpu.sh DIRECTORY`, on a machine with a GPU and nvcc.
 #
 # Builds the extension, runs the tests that need a GPU, two benchmarks, and some of the operators' tests under
-# compute-sanitizer. Each part has a log in DIRECTORY and a limit of time, and the next one runs even if it failed;
-# summary.txt and the exit status tell whether any did. PYTHON chooses the interpreter, in which torch and what else
-# ampatch and its tests require must be installed; nothing is installed or written but to DIRECTORY and to /tmp.
+# compute-sanitizer. Each part has a log in DIRECTORY and a time limit, and the next part runs even if one fails.
+# summary.txt and the exit status show whether any part failed. PYTHON selects the interpreter, which must have torch and
+# the other requirements of ampatch and its tests. Installs nothing, and writes only to DIRECTORY and /tmp.
 set -uo pipefail
 
 if [ $# -ne 1 ]; then
@@ -19,7 +19,7 @@ PYTHON=${PYTHON:-python3}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 export AMPATCH_CACHE=$scratch/cache AMPATCH_CALLS=auto
-# A copy is imported, laid out as it would be installed, and not what lies in the working directory.
+# Python imports a copy with the layout of an installed package, not the working directory.
 export PYTHONPATH=$scratch${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 cp -R ampatch "$scratch/ampatch" && cp -R csrc lists "$scratch/ampatch" || exit 2
 failed=0
@@ -46,7 +46,7 @@ machine() {
 
 # sanitized TOOL SELECTION
 sanitized() {
-    # Without torch's cache of memory every tensor has an allocation of its own, and its borders are watched.
+    # Without torch's memory cache every tensor is a separate allocation, so that the sanitizer checks its bounds.
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 99 \
         "$PYTHON" -m pytest -p no:cacheprovider -m gpu tests/test_operators.py -k "$2"
 }

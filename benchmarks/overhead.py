@@ -1,7 +1,7 @@
-"""What ampatch costs before anything is computed: importing it, and patching torch. Calls: `eager_overhead.py`.
+"""Measures ampatch's startup costs: importing it, and patching torch. For calls see `eager_overhead.py`.
 
-Run as `python benchmarks/overhead.py`. What is compared is measured in turn in one run, since machines differ
-from minute to minute; the medians are printed. Nothing here is asserted.
+Run as `python benchmarks/overhead.py`. One run measures all contenders in turn, since the speed of machines varies from
+minute to minute. Prints medians, and asserts nothing.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ampatch import amp
 
 ROUNDS = 15
 
-# A process of its own for each: a module is imported once.
+# Each runs in its own process, since a process imports a module only once.
 IMPORTS = {
     "import torch": "import torch",
     "import torch, then ampatch": "import torch; from ampatch import amp",
 }
-# The first initialize of a process reads the lists too, and imports what torch.compile would import later. Most of it
-# comes with the first optimizer, so that a program that trains has paid for it before.
+# The first initialize of a process also reads the lists, and imports modules that torch.compile would import later. The
+# first optimizer imports most of these, so here, as in a program that trains, they do not count.
 FIRST_INITIALIZE = """
 import time, torch
 from ampatch import amp

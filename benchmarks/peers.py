@@ -1,7 +1,7 @@
-"""Ways to train in half precision, each as its user would write it, so that they can be compared.
+"""The contenders of the benchmarks: training in half precision with each library, as its user would write it.
 
-A peer trains one model in the process that it is in, and may do to torch whatever it needs until it is closed. Nothing
-is timed here; whoever does is told where one phase of a step ends and the next begins.
+A peer trains one model in its own process, and may patch torch until it is closed. This module must not measure time:
+it calls a callback at the end of each phase of a step, and the benchmark measures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-#: Where dynamic scales start, and stay in a short run: low enough for nothing to overflow in these models.
+#: Initial value of dynamic scales; they keep it in a short run. It is too low for an overflow in these models.
 LOSS_SCALE = 2.0**10
 
 Done = Callable[[str], object]
@@ -31,16 +31,16 @@ class Batch(NamedTuple):
 
 
 def nobody(_: str) -> None:
-    """For whom it is all the same which phase has ended."""
+    """Ignores the end of a phase."""
 
 
 class Peer:
-    """Trains in float32. The other ways derive from this one, and say what they do otherwise.
+    """Trains in float32. The other peers derive from this class, and override what they do differently.
 
     Args:
-        model: in float32.
-        make_optimizer: makes an optimizer of its parameters.
-        half: float16 or bfloat16, which here is not used.
+        model: float32 model.
+        make_optimizer: function that makes an optimizer from parameters.
+        half: float16 or bfloat16; this class computes in float32 nevertheless.
     """
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, half: torch.dtype) -> None:
@@ -49,7 +49,7 @@ class Peer:
         self.optimizer = make_optimizer(model.parameters())
 
     def casts(self) -> contextlib.AbstractContextManager[object]:
-        """In its block torch's functions cast as they do in this way."""
+        """Returns a block in which torch's functions cast as they do with this peer."""
         return contextlib.nullcontext()
 
     def outputs(self, input: Tensor) -> Tensor:
@@ -59,20 +59,20 @@ class Peer:
         return F.cross_entropy(self.outputs(batch.input), batch.target)
 
     def forget_casts(self) -> None:
-        """Ends an iteration that no step ends."""
+        """Clears cached casts, as the end of an iteration without a step."""
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
     def step(self, batch: Batch, done: Done = nobody) -> Tensor:
-        """A training step.
+        """Runs a training step.
 
         Args:
-            batch: what is learnt.
-            done: hears of the end of each phase.
+            batch: inputs and targets.
+            done: callback that gets the name of each phase at its end.
 
         Returns:
-            The loss, not scaled.
+            The unscaled loss.
         """
         self.optimizer.zero_grad()
         done("zero_grad")
@@ -85,10 +85,10 @@ class Peer:
         return loss
 
     def work_on_gradients(self, done: Done) -> None:
-        """Once more what a step does to its gradients beside the optimizer, by itself: they are zeros here."""
+        """Runs a step's work on gradients without the optimizer: unscaling, and the update of the scale."""
 
     def close(self) -> None:
-        """Leaves torch as it was."""
+        """Restores torch."""
 
 
 class Autocast(Peer):
@@ -135,14 +135,14 @@ class Autocast(Peer):
 
 
 class WithAmp(Peer):
-    """The loop that is written for Apex's amp.
+    """A training loop written for Apex's amp.
 
     Args:
-        amp: the module, of whichever make.
-        model: in float32.
-        make_optimizer: makes an optimizer of its parameters.
-        half: the half type.
-        settings: for ``amp.initialize``.
+        amp: Apex's module or ampatch's.
+        model: float32 model.
+        make_optimizer: function that makes an optimizer from parameters.
+        half: half type.
+        settings: further arguments of ``amp.initialize``.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class WithAmp(Peer):
     ) -> None:
         super().__init__(model, make_optimizer, half)
         self.amp = amp
-        # It starts at the highest scale that it may have: of the two only this one can be said in Apex as well.
+        # The scale starts at the maximum. Apex has no argument for the initial scale, but has one for the maximum.
         self.model, self.optimizer = amp.initialize(
             self.model, self.optimizer, max_loss_scale=LOSS_SCALE, verbosity=0, **settings
         )
@@ -171,7 +171,7 @@ class WithAmp(Peer):
 
 
 class Apex(WithAmp):
-    """Apex's amp, which casts to float16 alone, and whose patches nothing public takes out again."""
+    """Apex's amp, which casts to float16 only. It has no public function that removes its patches."""
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, half: torch.dtype, opt_level: str) -> None:
         from apex import amp
@@ -183,14 +183,14 @@ class Ampatch(WithAmp):
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, half: torch.dtype, opt_level: str, cast_lists: Any = None
     ) -> None:
-        # Here, so that the processes of the others do without; and the kernels, which no public name leads to.
+        # Imported here, so that other peers' processes do not import ampatch. The kernels have no public name.
         from ampatch import amp
         from ampatch.native import kernels
 
         super().__init__(amp, model, make_optimizer, half, opt_level=opt_level, half_dtype=half, cast_lists=cast_lists)
         self.kernels = kernels
         self.scaler = amp.LossScaler("dynamic" if self.scales else 1.0, max_loss_scale=LOSS_SCALE)
-        # Both in the order of the model's parameters.
+        # Both sequences have the order of the model's parameters.
         self.pairs = list(zip(self.model.parameters(), amp.master_params(self.optimizer), strict=True))
         self.scale, self.inv_scale, self.found_inf = (
             torch.tensor(LOSS_SCALE),
@@ -217,10 +217,10 @@ class Ampatch(WithAmp):
 
 
 class ByHand(Peer):
-    """A model converted by hand: half weights, batch norm excepted, whose float32 masters the optimizer updates.
+    """A model converted by hand: half weights except in batch norm, and float32 masters that the optimizer updates.
 
-    Copies and unscaling are torch's multi-tensor kernels, as `torch.amp.GradScaler` uses them; the masters' gradients
-    are allocated once.
+    Copies and unscaling use torch's multi-tensor kernels, as `torch.amp.GradScaler` does. The masters' gradients are
+    allocated once.
     """
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, half: torch.dtype) -> None:
@@ -231,7 +231,7 @@ class ByHand(Peer):
                 module.float()
         self.halves: list[Tensor] = []
         self.masters: list[Tensor] = []
-        self.kept: list[Tensor] = []  # in float32, without a master
+        self.kept: list[Tensor] = []  # float32 parameters, which need no master
         updated = []
         for parameter, value in zip(model.parameters(), values, strict=True):
             if parameter.dtype is half:
@@ -256,7 +256,7 @@ class ByHand(Peer):
         self.model.zero_grad()
 
     def step(self, batch: Batch, done: Done = nobody) -> Tensor:
-        self.model.zero_grad()  # the masters' gradients are written over
+        self.model.zero_grad()  # `unscale` overwrites the masters' gradients
         done("zero_grad")
         loss = self.loss(batch)
         done("forward")
@@ -304,21 +304,21 @@ class ByHand(Peer):
 
 # Contenders
 
-# What autocast's lists for the CPU leave in half, and the shipped ones, as autocast's for GPUs, compute in float32.
+# autocast's CPU lists run these functions in half. ampatch's lists, like autocast's GPU lists, use float32.
 AS_AUTOCAST = {"unlisted": {"torch": ["layer_norm"], "torch.nn.functional": ["layer_norm"]}}
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A peer, and how it is measured.
+    """A peer, and settings of its measurement.
 
     Attributes:
-        make: makes the peer of a model, of what makes an optimizer, and of the half type.
-        reference: the name of the contender that its times are divided by.
-        skips: the subjects of cases that it takes no part in.
-        environment: variables that its process is to see.
-        half: the name of the only half type that it knows; None: it knows both.
-        stays_patched: whether every case needs a new process.
+        make: function that makes the peer from a model, a function that makes an optimizer, and the half type.
+        reference: name of the contender whose times its times are divided by.
+        skips: subjects of cases that it skips.
+        environment: environment variables of its process.
+        half: name of the only half type that it supports; None if it supports both.
+        stays_patched: True if every case needs a new process.
     """
 
     make: Callable[..., Peer]
@@ -335,7 +335,7 @@ CONTENDERS = {
     UNPATCHED: Contender(Peer, AUTOCAST),
     AUTOCAST: Contender(Autocast, AUTOCAST),
     "ampatch O1": Contender(O1, AUTOCAST),
-    # What runs without the compiled library.
+    # Runs without the compiled extension of calls.
     "ampatch O1 in Python": Contender(O1, AUTOCAST, environment={"AMPATCH_CALLS": "python"}),
     "ampatch O1, autocast's casts": Contender(
         functools.partial(O1, cast_lists=AS_AUTOCAST), AUTOCAST, skips=("calls", "convnet", "MLP", "layers")
@@ -358,6 +358,6 @@ amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1
 
 
 def apexs_fault() -> str | None:
-    """Why Apex cannot take part; None if it can."""
+    """Returns the error that keeps Apex from running; None if Apex runs."""
     tried = subprocess.run([sys.executable, "-c", TRY_APEX], capture_output=True, text=True, check=False)
     return tried.stderr.strip().rpartition("\n")[2] if tried.returncode else None

@@ -1,8 +1,8 @@
-"""What `AmpNetMixin` costs a skorch net where the arithmetic hardly counts: a training step, and a prediction.
+"""Measures the overhead of `AmpNetMixin` in a small skorch net: a training step, and a prediction.
 
-Run as `python benchmarks/skorch_nets.py [--rounds N]`. All contenders are measured in turn in one process, since
-machines differ from minute to minute; medians, what four fifths of the rounds lie between, and ratios of medians.
-Nothing here is asserted.
+Run as `python benchmarks/skorch_nets.py [--rounds N]`. One process measures all contenders in turn, since the speed of
+machines varies from minute to minute. Prints medians, the 10th and 90th percentile, and ratios of medians. Asserts
+nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Net(AmpNetMixin, NeuralNetClassifier):
 
 
 class Autocast(NeuralNetClassifier):
-    """What a user writes by hand around skorch, with torch's own."""
+    """torch.autocast and GradScaler in a skorch net, as a user would write it."""
 
     def __init__(self, *args: Any, half: torch.dtype, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -101,7 +101,7 @@ def main() -> None:
         nets[contender].fit(inputs, targets)
 
     def training(net: Any) -> Callable[[], object]:
-        # The session is set up outside: what that costs is what a prediction does.
+        # The session is set up outside the timed code; the predictions below show its cost.
         iterator = list(net.get_iterator(net.get_dataset(inputs, targets), training=True))
 
         def epoch() -> None:

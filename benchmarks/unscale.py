@@ -1,11 +1,11 @@
-"""The work on gradients: every operator of the extension beside torch's own way of doing the same, and beside a copy.
+"""Compares every operator of the extension on gradients with the same work in torch, and with a plain copy.
 
-Run as `python benchmarks/unscale.py`, after `ampatch build`; `--device cpu` needs no GPU. What is compared is measured
-in turn in one run, and the medians are printed. Results are compared before anything is timed, and what differs is
-not timed. Nothing else is asserted.
+Run as `python benchmarks/unscale.py`, after `ampatch build`; `--device cpu` needs no GPU. One run measures all calls in
+turn, and prints medians. It compares results first; an operator whose result differs from torch's is not timed. Asserts
+nothing else.
 
-On a GPU device events tell the time. The host gets a head start, so that this is what the device takes; what the host
-takes to launch it all stands beside it. The larger of the two is what a training step feels.
+On a GPU, device events measure the time. The host gets a head start, so that this is the device's time alone. The table
+also has the host's time to launch the kernels. A training step takes the longer of the two.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Shapes = list[tuple[int, ...]]
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
-# Not 1, which torch's kernels know and do less work for. Gradients get their values back after every call, untimed.
+# Not 1, for which torch's kernels do less work. After every call, untimed, gradients get their values back.
 SCALE = 8.0
-# Above any norm here, so that clipping multiplies by exactly 1: the same work, and the same bits whichever way.
+# Larger than any norm here, so that clipping multiplies by exactly 1: the same work, and the same bits in both.
 MAX_NORM = 1e5
 
-ALIGNMENT = 512  # bytes, at which torch's allocator for CUDA places tensors
-CPU_CACHE = 32 << 20  # what is taken for a processor's cache
-CYCLES = 2e9 * 1.5  # of a GPU in a second of the host's, and half as many to spare
+ALIGNMENT = 512  # bytes: alignment of torch's CUDA allocator
+CPU_CACHE = 32 << 20  # assumed cache of a CPU, in bytes
+CYCLES = 2e9 * 1.5  # of a GPU in one second, with a margin of a half
 
 
 # Gradients
@@ -56,7 +56,7 @@ def resnet50() -> Shapes:
             if block == 0:
                 convolutions.append((4 * width, channels, 1, 1))
             for shape in convolutions:
-                shapes += [shape, shape[:1], shape[:1]]  # and the two of its normalisation
+                shapes += [shape, shape[:1], shape[:1]]  # and weight and bias of its batch norm
             channels = 4 * width
     shapes += [(1000, 2048), (1000,)]
     assert (len(shapes), elements(shapes)) == (161, 25_557_032)
@@ -64,7 +64,7 @@ def resnet50() -> Shapes:
 
 
 def transformer(layers: int, width: int = 1024, vocabulary: int = 50257, positions: int = 1024) -> Shapes:
-    """GPT-2's; its output layer shares the embedding."""
+    """Returns GPT-2's shapes; its output layer shares the embedding's weight."""
     norm: Shapes = [(width,), (width,)]
     attention: Shapes = [(3 * width, width), (3 * width,), (width, width), (width,)]
     feed_forward: Shapes = [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
@@ -78,7 +78,7 @@ def elements(shapes: Shapes) -> int:
 
 
 def cases(device: str, quick: bool) -> dict[str, Shapes]:
-    """The shapes to measure: smaller ones on the CPU, for the sake of time and memory."""
+    """Returns the shapes to measure; those for the CPU are smaller, to save time and memory."""
     large, layers = (100_000_000, 24) if device == "cuda" else (50_000_000, 2)
     small = 10_000
     if quick:
@@ -92,7 +92,7 @@ def cases(device: str, quick: bool) -> dict[str, Shapes]:
 
 
 class Buffer:
-    """Tensors in one piece of memory, each where an allocator would place it."""
+    """Tensors in one block of memory, each aligned as an allocator would align it."""
 
     def __init__(self, shapes: Shapes, dtype: torch.dtype, device: str) -> None:
         step = ALIGNMENT // dtype.itemsize
@@ -106,11 +106,11 @@ class Buffer:
 
 
 class Model:
-    """Gradients and a loss scale. Beside each gradient a float32 tensor: its master gradient, or its parameter."""
+    """Gradients and a loss scale. Each gradient has a float32 tensor: its master gradient, or its parameter."""
 
     def __init__(self, shapes: Shapes, dtype: torch.dtype, device: str) -> None:
         self.grads, self.wide = Buffer(shapes, dtype, device), Buffer(shapes, torch.float32, device)
-        self.owners = [SimpleNamespace(grad=grad) for grad in self.grads.tensors]  # as clip_grad_norm_ wants them
+        self.owners = [SimpleNamespace(grad=grad) for grad in self.grads.tensors]  # for clip_grad_norm_
         self.inv_scale = torch.tensor(1 / SCALE, device=device)
         self.found_inf = torch.zeros((), device=device)
         self.sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
@@ -136,15 +136,15 @@ Call = Callable[[Model], object]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A call of an operator, and torch's way.
+    """A call of an operator, and the same work with torch alone.
 
     Attributes:
-        name: which operator, and how it is called.
-        ours: calls it.
-        torchs: does the same with torch alone.
-        bytes_per_element: of device memory, that `ours` reads and writes.
-        torchs_bytes: likewise, `torchs`.
-        same_bits: whether both leave the same behind.
+        name: name of the operator, and the kind of call.
+        ours: call of the operator.
+        torchs: call that does the same with torch alone.
+        bytes_per_element: bytes of device memory that `ours` reads and writes per element.
+        torchs_bytes: bytes of device memory that `torchs` reads and writes per element.
+        same_bits: True if both must leave the same bits.
     """
 
     name: str
@@ -193,7 +193,7 @@ def norm(model: Model, operators: ModuleType = extension_kernels) -> None:
 
 
 def clipping_factor(model: Model) -> Tensor:
-    """What gradients are to be multiplied by, to be unscaled and clipped; the next sum of squares begins at zero."""
+    """Returns the factor that unscales and clips the gradients; resets the sum of squares to zero."""
     norm(model)
     clip = (MAX_NORM / (model.sum_of_squares.sqrt() + 1e-6)).clamp(max=1.0)
     model.sum_of_squares.zero_()
@@ -201,7 +201,7 @@ def clipping_factor(model: Model) -> Tensor:
 
 
 def step(model: Model, grad_scale: Tensor | None) -> None:
-    """Takes a step of torch's fused SGD, which writes unscaled gradients back where it has to unscale them."""
+    """Runs a step of torch's fused SGD; if given a ``grad_scale``, it also writes the unscaled gradients."""
     settings = {"weight_decay": 0.0, "momentum": 0.0, "lr": 1e-6, "dampening": 0.0, "nesterov": False}
     flags = {"maximize": False, "is_first_step": False, "grad_scale": grad_scale, "found_inf": model.found_inf}
     torch._fused_sgd_(model.wide.tensors, model.grads.tensors, [], **settings, **flags)
@@ -231,12 +231,12 @@ def torchs_clip_and_step(model: Model) -> None:
 
 
 def operations(dtype: torch.dtype) -> Iterator[Operation]:
-    """Those on gradients of a type. Their bytes by arithmetic: what each pass over memory reads, and what it writes."""
+    """Yields the operations on gradients of a dtype. Byte counts are calculated: reads and writes of each kernel."""
     n, w = dtype.itemsize, torch.float32.itemsize
     yield Operation("unscale_", unscale(extension_kernels), unscale(torch_kernels), 2 * n, 2 * n)
     if dtype is not torch.float32:
-        # torch's: a copy to float32 (n + w), check-and-unscale there (2w); to add, an addition to the master gradient
-        # (3w); to write back, a copy (w + n).
+        # Bytes of torch's: a copy to float32 (n + w) and check-and-unscale there (2w). To add: an addition to the
+        # master gradient (3w). To write back: a copy (w + n).
         for name, read, added in (("unscale_copy", 0, 0), ("unscale_add", w, 3 * w)):
             for back in (False, True):
                 ours, torchs = (unscale_into(each, name, back) for each in (extension_kernels, torch_kernels))
@@ -244,7 +244,7 @@ def operations(dtype: torch.dtype) -> Iterator[Operation]:
                 name_here = f"{name}, write back" if back else name
                 yield Operation(name_here, ours, torchs, size + back * n, torchs_size + back * (w + n))
         yield Operation("copy_to_half", copy_to_half(extension_kernels), copy_to_half(torch_kernels), w + n, w + n)
-        # torch's, in pieces that a cache may hold: what it reads and writes of the tensors themselves.
+        # torch's works in chunks that a cache may hold; counts only reads and writes of the tensors themselves.
         yield Operation("show", show(extension_kernels), show(torch_kernels), w + n, w + n)
         yield Operation(
             "fingerprint", fingerprint(extension_kernels), fingerprint(torch_kernels), n, n, same_bits=False
@@ -252,19 +252,19 @@ def operations(dtype: torch.dtype) -> Iterator[Operation]:
         for name, is_written, size in (("follow, nothing written", False, 0), ("follow, all written", True, n + w)):
             ours, torchs = (follow(each, is_written) for each in (extension_kernels, torch_kernels))
             yield Operation(name, ours, torchs, size, n + 2 * w)
-    # torch's: check-and-unscale (2n), the norm (n), and to clip a multiplication (2n).
+    # Bytes of torch's: check-and-unscale (2n), the norm (n), and for clipping a multiplication (2n).
     yield Operation("found_inf_norm", norm, torchs_norm, n, 3 * n, same_bits=False)
-    # Here n more are to come: the fused step that unscales writes the gradients. The last row counts them.
+    # Does not count n more: a fused step that unscales also writes the gradients. The last row counts them.
     yield Operation("clip, before such a step", clipping_factor, torchs_clip, n, 5 * n, same_bits=False)
     yield Operation("clip, multiply_", clip_and_multiply, torchs_clip, n + 2 * n, 5 * n)
     if dtype is torch.float32:
-        # The step reads parameter and gradient and writes the parameter (3n) and, where it unscales, the gradient.
+        # The step reads parameter and gradient, and writes the parameter (3n); if it unscales, the gradient too (n).
         yield Operation("clip, fused SGD", clip_and_step, torchs_clip_and_step, n + 4 * n, 5 * n + 3 * n)
         yield Operation("update_scale", update_scale(extension_kernels), update_scale(torch_kernels))
 
 
 def agree(operation: Operation, pristine: Model, models: Iterable[Model]) -> bool:
-    """Whether both ways come to the same result."""
+    """Returns True if the operator and torch leave the same result."""
     results = []
     for model, call in zip(models, (operation.ours, operation.torchs), strict=True):
         for tensor, first in zip(model.state(), pristine.state(), strict=True):
@@ -275,7 +275,7 @@ def agree(operation: Operation, pristine: Model, models: Iterable[Model]) -> boo
 
 
 def norms_agree(model: Model) -> bool:
-    """Whether the extension's norm is that of torch in float64."""
+    """Returns True if the extension's norm is close to torch's in float64."""
     sums = []
     for operators in (extension_kernels, torch_kernels):
         norm(model, operators)
@@ -289,7 +289,7 @@ def norms_agree(model: Model) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Medians of a call: seconds until all was done and, of a GPU, those of the host, and the kernels launched."""
+    """Medians of a call: seconds until the work is done; on a GPU also the host's seconds and the kernel launches."""
 
     seconds: float
     host_seconds: float | None = None
@@ -297,17 +297,17 @@ class Timed:
 
 
 def copy(model: Model) -> None:
-    """The limit: one half of a buffer onto the other, so that as many bytes move as it has."""
+    """Copies one half of a buffer onto the other: the speed limit. Reads and writes as many bytes as the buffer has."""
     half = len(model.wide.flat) // 2
     model.wide.flat[half : 2 * half].copy_(model.wide.flat[:half])
 
 
 def measured(calls: list[Call], pristine: Model, ring: list[Model], rounds: int) -> list[Timed]:
-    """Times calls in turn, each on the model that was left alone for longest: no cache holds it any more."""
+    """Times calls in turn, each on the least recently used model, which no cache holds any more."""
     is_cuda = pristine.inv_scale.is_cuda
     times: list[list[tuple[float, float]]] = [[] for _ in calls]
     models = itertools.cycle(ring)
-    for _ in range(rounds + 1):  # the first is for warming up
+    for _ in range(rounds + 1):  # the first round warms up
         for call, found in zip(calls, times, strict=True):
             model = next(models)
             if is_cuda:
@@ -328,9 +328,9 @@ def seconds(call: Call, model: Model) -> float:
 
 
 def seconds_on_gpu(call: Call, model: Model, head_start: float) -> tuple[float, float]:
-    """What the device takes, and what the host does."""
+    """Returns the seconds of the device and those of the host."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # Not without bound: a host that waits for room in the stream's queue would ask for more and more.
+    # Bounded: a host that waits for a full stream queue would otherwise need a longer head start each time.
     torch.cuda._sleep(int(min(head_start, 0.1) * CYCLES))
     start.record()
     host = seconds(call, model)
@@ -340,10 +340,10 @@ def seconds_on_gpu(call: Call, model: Model, head_start: float) -> tuple[float, 
 
 
 def launches(call: Call, model: Model, pristine: Model) -> int:
-    """How many kernels a call launches."""
+    """Returns the number of kernels that a call launches."""
     model.take_gradients(pristine)
     torch.cuda.synchronize()
-    with torch.profiler.profile() as profile:  # of all that it can, which is what runs where CUPTI is missing too
+    with torch.profiler.profile() as profile:  # with all activities, which also works without CUPTI
         call(model)
         torch.cuda.synchronize()
     return sum(
@@ -374,7 +374,7 @@ HEADING = f"{'operator':26}{'dtype':9}" + "".join(f"{heading:>{width}}" for _, h
 
 
 def rows(shapes: Shapes, dtype: torch.dtype, device: str, rounds: int) -> Iterator[Row]:
-    """Measures a copy, and all operations on models of some shapes and a type of gradients."""
+    """Measures a copy, and all operations on models with the given shapes and dtype of gradients."""
     size = elements(shapes)
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else CPU_CACHE
     ring_size = min(64, max(2, math.ceil(4 * cache / (size * (dtype.itemsize + 4)))))
@@ -449,7 +449,7 @@ def main() -> int:
     if device == "cuda":
         if not torch.cuda.is_available():
             parser.error("argument --device: torch sees no GPU here")
-        torch.cuda.init()  # for `find` to look for kernels that this GPU runs
+        torch.cuda.init()  # so that `find` looks for kernels for this GPU
         name, rounds = torch.cuda.get_device_name(), 30
     else:
         name, rounds = f"{torch.backends.cpu.get_cpu_capability()} CPU, {torch.get_num_threads()} threads", 5
@@ -457,7 +457,7 @@ def main() -> int:
     title = f"{name}; torch {torch.__version__}; {library.path}, built by {library.compiler}"
     print(title)
 
-    gc.disable()  # a million tensors are not to be looked through while a call is timed
+    gc.disable()  # a collection would traverse a million tensors during a timed call
     result: list[Row] = []
     for case, shapes in cases(device, options.quick).items():
         print(f"\n{case}: tensors {len(shapes):,}, elements {elements(shapes):,}")

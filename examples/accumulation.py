@@ -1,6 +1,6 @@
-"""Accumulation with clipping: several backward passes, one norm over their sum, one step.
+"""Gradient accumulation with clipping: several backward passes, one norm of their sum, one step.
 
-Run it on a GPU or, where there is none, on the CPU:
+Run it on a GPU or, without one, on the CPU:
 
     python examples/accumulation.py
 """
@@ -34,12 +34,12 @@ def main() -> None:
             inputs = torch.randn(64, 16, device=device)
             targets = inputs.sin().sum(dim=1, keepdim=True)
             loss = nn.functional.mse_loss(model(inputs), targets) / MICRO_BATCHES
-            # The gradients stay scaled while they are added up, which saves a pass over them for every micro-batch.
+            # Gradients stay scaled while they accumulate, which saves an unscaling for every micro-batch.
             with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled_loss:
                 scaled_loss.backward()
             total += loss.detach()
-        # Looks for overflow, unscales and clips, in two passes. The norm is that of the unscaled gradients; it is not
-        # finite if they overflowed, and the step is skipped then.
+        # Checks for overflow, unscales and clips, in two passes over the gradients. Returns the norm of the unscaled
+        # gradients; after an overflow it is not finite, and the step is skipped.
         norm = amp.clip_grad_norm_(optimizer, max_norm=1.0)
         optimizer.step()
         if step in (1, options.steps):

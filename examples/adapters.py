@@ -1,4 +1,4 @@
-"""Adapters on a frozen half base: the base costs 2 bytes a weight, and the adapters train with float32 masters.
+"""Adapters on a frozen half base: the base costs 2 bytes per weight, and the adapters train with float32 masters.
 
 python examples/adapters.py
 """
@@ -12,19 +12,19 @@ from ampatch import amp
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a trainable update of low rank (Hu et al., "LoRA", 2021)."""
+    """A frozen layer with a trainable low-rank update (Hu et al., "LoRA", 2021)."""
 
     def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()
         self.layer = layer.requires_grad_(False)
-        # In the base's type, as all that computes with it; amp keeps float32 masters of what the optimizer gets.
+        # The adapters have the base's dtype. amp keeps float32 masters of the parameters that the optimizer gets.
         like = {"device": layer.weight.device, "dtype": layer.weight.dtype}
         self.down = nn.Linear(layer.in_features, rank, bias=False, **like)
         self.up = nn.Linear(rank, layer.out_features, bias=False, **like)
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds the update of low rank to what the layer computes."""
+        """Returns the layer's output plus the low-rank update."""
         return self.layer(x) + self.up(self.down(x))
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     torch.manual_seed(0)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)
-    # No optimizer updates the base, and so it has no masters.
+    # No optimizer updates the base, so it has no masters.
     model = amp.initialize(model, opt_level="O2", half_dtype=torch.float16)
     model[0], model[2] = Adapted(model[0], rank=8), Adapted(model[2], rank=1)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -55,7 +55,7 @@ def main() -> None:
         if step in (0, options.steps - 1):
             print(f"step {step + 1}: loss {loss.item():.3f}")
 
-    # What is saved of the adapters is float32, with all bits of their masters.
+    # The state dict holds the adapters in float32, with all bits of their masters.
     adapters = {name: value for name, value in model.state_dict().items() if ".down." in name or ".up." in name}
     print(f"{len(adapters)} adapter weights, {adapters['0.up.weight'].dtype}")
 

@@ -1,6 +1,6 @@
-"""A compiled model: torch.compile traces the casts with everything else, and fuses them.
+"""A compiled model: torch.compile traces the casts with the rest of the graph, and fuses them.
 
-Run it on a GPU or, where there is none, on the CPU:
+Run it on a GPU or, without one, on the CPU:
 
     python examples/compile.py
 """
@@ -25,7 +25,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
 
-    # Before or after amp.initialize, whichever suits: what was compiled before is compiled once more, with casts.
+    # torch.compile also works before amp.initialize; torch then compiles the model again, with casts.
     compiled = torch.compile(model, backend=options.backend)
 
     for step in range(1, options.steps + 1):
@@ -33,7 +33,7 @@ def main() -> None:
         targets = inputs.sin().sum(dim=1, keepdim=True)
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(compiled(inputs), targets)
-        # Backward, scaling and step are not compiled, and stand here as they would without torch.compile.
+        # Backward pass, scaling and step are not compiled: write them as without torch.compile.
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()

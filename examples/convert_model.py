@@ -1,6 +1,6 @@
-"""A model that is trained at O1, and served by a copy with half weights from amp.convert_model.
+"""A model trained at O1, and served by a copy with half weights from amp.convert_model.
 
-Run it on a GPU or, where there is none, on the CPU. With --checkpoint it goes on from where it was stopped, and with
+Run it on a GPU or, without one, on the CPU. With --checkpoint it resumes from the last epoch that it saved. With
 --program it writes the exported program, which runs without ampatch:
 
     python examples/convert_model.py --half float16 --epochs 20 --checkpoint digits.pt --program digits.pt2
@@ -46,7 +46,7 @@ def main() -> None:
 
     steps = len(digits) // BATCH
     for epoch in range(first, options.epochs):
-        # Seeded by the epoch: a resumed run sees the batches that a run without a break would have seen.
+        # Seeded by the epoch, so that a resumed run sees the same batches as an uninterrupted one.
         order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(epoch))
         for step in range(steps):
             batch = digits[order[step * BATCH : (step + 1) * BATCH]]
@@ -59,14 +59,14 @@ def main() -> None:
             if count in (1, options.epochs * steps):
                 print(f"step {count}: loss {loss.item():.3f}")
         if options.checkpoint is not None:
-            # A run that is killed while it writes leaves the checkpoint from before.
+            # A run that is killed while it writes leaves the previous checkpoint intact.
             beside = options.checkpoint.with_suffix(".new")
             kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
             torch.save({**kept, "epoch": epoch + 1}, beside)
             beside.replace(options.checkpoint)
     amp.deinitialize()
 
-    # From here on nothing is patched, and the model is plain float32. The copy casts by itself.
+    # From here on torch is unpatched, and the model is plain float32. The copy casts by itself.
     served = amp.convert_model(model, options.half)
     images = held_out.images.to(device)
     with torch.inference_mode():

@@ -1,6 +1,6 @@
-"""Data parallel: every process has the whole model, and DDP averages the gradients.
+"""Data parallel: every rank has the whole model, and DDP averages the gradients.
 
-Run it with as many processes as there are GPUs; without a GPU it runs on the CPU:
+Run it with one process per GPU; without a GPU it runs on the CPU:
 
     torchrun --nproc-per-node 2 examples/ddp.py
 """
@@ -21,7 +21,7 @@ MICRO_BATCHES = 2
 def train(steps: int, opt_level: str, device: torch.device) -> None:
     rank = dist.get_rank()
 
-    # First amp.initialize, then DDP. Every process starts from the first one's weights, float32 masters included.
+    # First amp.initialize, then DDP. Every rank starts with the weights and float32 masters of rank 0.
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer = amp.initialize(
@@ -29,20 +29,20 @@ def train(steps: int, opt_level: str, device: torch.device) -> None:
     )
     replica = DistributedDataParallel(model)
 
-    torch.manual_seed(rank)  # every process has data of its own
+    torch.manual_seed(rank)  # every rank has its own data
     for step in range(steps):
         optimizer.zero_grad()
         for number in range(MICRO_BATCHES):
             inputs = torch.randn(64, 16, device=device)
             targets = inputs.sin().sum(dim=1, keepdim=True)
-            # Gradients are averaged over the processes once, in the last backward before the step. Under no_sync
-            # amp.scale_loss leaves them scaled, so that this comes to the sum that it would be without.
+            # DDP averages the gradients once, in the last backward pass before the step. Under no_sync amp.scale_loss
+            # leaves them scaled, so that DDP averages the same sum of gradients as without no_sync.
             is_last = number == MICRO_BATCHES - 1
             with contextlib.nullcontext() if is_last else replica.no_sync():
                 loss = nn.functional.mse_loss(replica(inputs), targets) / MICRO_BATCHES
                 with amp.scale_loss(loss, optimizer) as scaled_loss:
                     scaled_loss.backward()
-        # Skipped in all processes where a gradient overflowed in one.
+        # All ranks skip this step if a gradient overflows on any rank.
         optimizer.step()
         if rank == 0 and step in (0, steps - 1):
             print(f"step {step + 1}: loss {loss.item() * MICRO_BATCHES:.3f}")

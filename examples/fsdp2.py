@@ -1,6 +1,6 @@
-"""Fully sharded: every process has a piece of each weight, gradient and optimizer state, and gathers a layer to run it.
+"""Fully sharded: every rank has a shard of each weight, gradient and optimizer state, and gathers a layer to run it.
 
-Run it with as many processes as there are GPUs; without a GPU it runs on the CPU:
+Run it with one process per GPU; without a GPU it runs on the CPU:
 
     torchrun --nproc-per-node 2 examples/fsdp2.py
 """
@@ -24,7 +24,7 @@ def train(steps: int, device: torch.device) -> None:
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
 
-    # First fully_shard, then the optimizer, which updates the pieces, then amp.initialize at O1 (or O4).
+    # First fully_shard, then the optimizer, which updates the shards, then amp.initialize at O1 (or O4).
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)
     for layer in model:
@@ -35,7 +35,7 @@ def train(steps: int, device: torch.device) -> None:
         model, optimizer, opt_level="O1", half_dtype=torch.float16, verbosity=int(rank == 0)
     )
 
-    torch.manual_seed(rank)  # every process has data of its own
+    torch.manual_seed(rank)  # every rank has its own data
     for step in range(steps):
         inputs = torch.randn(64, 16, device=device)
         targets = inputs.sin().sum(dim=1, keepdim=True)
@@ -43,23 +43,23 @@ def train(steps: int, device: torch.device) -> None:
         loss = nn.functional.mse_loss(model(inputs), targets)
         with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled_loss:
             scaled_loss.backward()
-        # By the norm of the whole gradients, of which every process has pieces. All of them have to call it.
+        # Clips by the norm of the whole gradients, not of the shards. Every rank must call this.
         amp.clip_grad_norm_(optimizer, max_norm=10.0)
-        # Skipped in all processes where a piece overflowed in one.
+        # All ranks skip this step if a shard overflows on any rank.
         optimizer.step()
         if rank == 0 and step in (0, steps - 1):
             print(f"step {step + 1}: loss {loss.item():.3f}")
 
     with tempfile.TemporaryDirectory() as own:
         directory = [own]
-        dist.broadcast_object_list(directory)  # the first process's, which all of them have to reach
+        dist.broadcast_object_list(directory)  # rank 0's directory, which every rank must be able to reach
 
-        # A checkpoint: every process writes its pieces. The loss scale is plain numbers.
+        # A checkpoint: every rank writes its shards. The loss scale is plain numbers.
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state, "amp": amp.state_dict()}
         dcp.save(state, checkpoint_id=directory[0])
 
-        # And its way back, here into the same objects.
+        # Loads the checkpoint, here into the same objects.
         dcp.load(state, checkpoint_id=directory[0])
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         amp.load_state_dict(state["amp"])

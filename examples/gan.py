@@ -1,6 +1,6 @@
-"""A generator and a discriminator: two optimizers and three losses, each with a scale of its own.
+"""A generator and a discriminator: two optimizers and three losses, each loss with its own scale.
 
-Run it on a GPU or, where there is none, on the CPU:
+Run it on a GPU or, without one, on the CPU:
 
     python examples/gan.py
 """
@@ -22,17 +22,17 @@ def main() -> None:
 
     torch.manual_seed(0)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    centre = torch.tensor([2.0, -1.0], device=device)  # of the points that the generator is to learn
+    centre = torch.tensor([2.0, -1.0], device=device)  # of the points that the generator learns
 
     generator = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 2)).to(device)
     discriminator = nn.Sequential(nn.Linear(2, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1)).to(device)
     generator_optimizer = torch.optim.Adam(generator.parameters(), lr=0.01, betas=(0.5, 0.9))
     discriminator_optimizer = torch.optim.Adam(discriminator.parameters(), lr=0.01, betas=(0.5, 0.9))
-    # One call for all of them. Gradients of the three losses differ in size, so that each loss has its own scale.
+    # One call for all models and optimizers. Gradients of the three losses differ in size: each has its own scale.
     (generator, discriminator), (generator_optimizer, discriminator_optimizer) = amp.initialize(
         [generator, discriminator], [generator_optimizer, discriminator_optimizer], opt_level="O1", num_losses=3
     )
-    # binary_cross_entropy on probabilities is unsafe in half, and an error; the same on logits is not.
+    # binary_cross_entropy on probabilities is unsafe in half, so amp raises an error. On logits it is safe.
     criterion = nn.BCEWithLogitsLoss()
     ones, zeros = torch.ones(128, 1, device=device), torch.zeros(128, 1, device=device)
 
@@ -40,7 +40,7 @@ def main() -> None:
         real = centre + 0.3 * torch.randn(128, 2, device=device)
         fake = generator(torch.randn(128, 4, device=device)).float()
 
-        # Two backward passes before one step: the gradients add up, unscaled. If either overflows the step is skipped.
+        # Two backward passes before one step accumulate unscaled gradients. An overflow in either skips the step.
         discriminator_optimizer.zero_grad()
         loss = criterion(discriminator(real), ones)
         with amp.scale_loss(loss, discriminator_optimizer, loss_id=REAL) as scaled_loss:
@@ -50,7 +50,7 @@ def main() -> None:
             scaled_loss.backward()
         discriminator_optimizer.step()
 
-        # This backward reaches the discriminator as well. What it leaves there is scaled, and cleared before it counts.
+        # This backward pass also leaves scaled gradients in the discriminator; zero_grad clears them before its step.
         generator_optimizer.zero_grad()
         loss = criterion(discriminator(fake), ones)
         with amp.scale_loss(loss, generator_optimizer, loss_id=GENERATOR) as scaled_loss:

@@ -1,6 +1,6 @@
 """A loop written for torch.amp, with ampatch.GradScaler in place of torch's: clipping, a checkpoint, resuming.
 
-Run it on a GPU or, where there is none, on the CPU. With --checkpoint it goes on from where it was stopped:
+Run it on a GPU or, without one, on the CPU. With --checkpoint it resumes from the last epoch that it saved:
 
     python examples/grad_scaler.py --epochs 20 --checkpoint digits.pt
 """
@@ -30,7 +30,7 @@ def main() -> None:
     digits, held_out = split(load())
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.005)
-    # bfloat16 has float32's range, so that its gradients need no scale: the same loop runs with the scaler off.
+    # bfloat16 has float32's range, so its gradients need no scale: the same loop runs with the scaler disabled.
     scaler = GradScaler(device.type, enabled=half is torch.float16)
 
     first = 0
@@ -43,7 +43,7 @@ def main() -> None:
 
     steps = len(digits) // BATCH
     for epoch in range(first, options.epochs):
-        # Seeded by the epoch: a resumed run sees the batches that a run without a break would have seen.
+        # Seeded by the epoch, so that a resumed run sees the same batches as an uninterrupted one.
         order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(epoch))
         for step in range(steps):
             batch = digits[order[step * BATCH : (step + 1) * BATCH]]
@@ -59,7 +59,7 @@ def main() -> None:
             if count in (1, options.epochs * steps):
                 print(f"step {count}: loss {loss.item():.3f}")
         if options.checkpoint is not None:
-            # A run that is killed while it writes leaves the checkpoint from before.
+            # A run that is killed while it writes leaves the previous checkpoint intact.
             beside = options.checkpoint.with_suffix(".new")
             states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
             torch.save({**states, "epoch": epoch + 1}, beside)

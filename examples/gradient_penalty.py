@@ -1,6 +1,6 @@
-"""A gradient penalty: gradients of the output are a part of the loss, and are differentiated once more.
+"""A gradient penalty: the loss contains gradients of the output, which are differentiated again.
 
-Run it on a GPU or, where there is none, on the CPU:
+Run it on a GPU or, without one, on the CPU:
 
     python examples/gradient_penalty.py
 """
@@ -12,8 +12,8 @@ from torch import nn
 
 from ampatch import amp
 
-# The gradients in the loss are taken before the loss is scaled. A power of two keeps small ones from becoming zero in
-# float16, and is divided by in float32, where that changes no digit.
+# torch.autograd.grad computes the gradients in the loss before amp scales the loss. This factor keeps small ones from
+# underflowing in float16. The division by it is in float32, and exact, since the factor is a power of two.
 FACTOR = 2.0**8
 
 
@@ -39,7 +39,7 @@ def main() -> None:
         (gradient,) = torch.autograd.grad(critic(between).float().sum() * FACTOR, between, create_graph=True)
         penalty = ((gradient.float() / FACTOR).norm(dim=1) - 1).square().mean()
         loss = critic(fake).float().mean() - critic(real).float().mean() + 10 * penalty
-        # The outer backward goes through the inner one, and is scaled as ever.
+        # The outer backward pass differentiates the inner one, and amp scales it as usual.
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()

@@ -1,6 +1,6 @@
-"""Half weights with float32 masters in the optimizer's own state, by ampatch.MixedPrecision: nothing else is patched.
+"""Half weights with float32 masters in the optimizer's own state: ampatch.MixedPrecision, which patches nothing else.
 
-Run it on a GPU or, where there is none, on the CPU. With --checkpoint it goes on from where it was stopped:
+Run it on a GPU or, without one, on the CPU. With --checkpoint it resumes from the last epoch that it saved:
 
     python examples/mixed_precision.py --half float16 --epochs 20 --checkpoint digits.pt
 """
@@ -34,7 +34,7 @@ def main() -> None:
     model.to(half)
     optimizer = MixedPrecision(torch.optim.AdamW(model.parameters(), lr=0.005), masters_from=precise)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
-    # bfloat16 has float32's range, so that its gradients need no scale: the same loop runs with the scaler off.
+    # bfloat16 has float32's range, so its gradients need no scale: the same loop runs with the scaler disabled.
     scaler = GradScaler(device.type, enabled=half is torch.float16)
 
     first = 0
@@ -48,7 +48,7 @@ def main() -> None:
 
     steps = len(digits) // BATCH
     for epoch in range(first, options.epochs):
-        # Seeded by the epoch: a resumed run sees the batches that a run without a break would have seen.
+        # Seeded by the epoch, so that a resumed run sees the same batches as an uninterrupted one.
         order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(epoch))
         for step in range(steps):
             batch = digits[order[step * BATCH : (step + 1) * BATCH]]
@@ -64,13 +64,13 @@ def main() -> None:
                 print(f"step {count}: loss {loss.item():.3f}")
         scheduler.step()
         if options.checkpoint is not None:
-            # A run that is killed while it writes leaves the checkpoint from before.
+            # A run that is killed while it writes leaves the previous checkpoint intact.
             beside = options.checkpoint.with_suffix(".new")
             kept = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
             torch.save({**{name: each.state_dict() for name, each in kept.items()}, "epoch": epoch + 1}, beside)
             beside.replace(options.checkpoint)
 
-    # The trained weights in float32, with the masters' bits.
+    # The trained weights in float32: the bits of the masters.
     weights = optimizer.master_state_dict(model)
     model.float().load_state_dict(weights)
     with torch.inference_mode():

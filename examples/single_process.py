@@ -1,6 +1,6 @@
-"""One process, one device: the whole of mixed precision in a training loop, and in the evaluation after it.
+"""One process, one device: mixed precision in a training loop and in the evaluation after it.
 
-Run it on a GPU or, where there is none, on the CPU:
+Run it on a GPU or, without one, on the CPU:
 
     python examples/single_process.py
 """
@@ -26,7 +26,7 @@ def main() -> None:
     inside = (points.norm(dim=1) < 0.7).long()
     loader = DataLoader(TensorDataset(points, inside), batch_size=128, shuffle=True)
 
-    # The model goes to its device first. Names and objects stay what they were; at O1 the weights stay float32, too.
+    # Move the model to its device first. amp.initialize returns the same objects; at O1 the weights stay float32.
     model = nn.Sequential(nn.Linear(2, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 2)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer = amp.initialize(model, optimizer, opt_level=options.opt_level)
@@ -37,8 +37,8 @@ def main() -> None:
             step += 1
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(inputs.to(device)), targets.to(device))
-            # The loss is multiplied by a scale, so that small gradients do not become zero in float16. At the end of
-            # the block the gradients are divided by it; where one overflowed the step is skipped and the scale halved.
+            # Multiplies the loss by a scale, so that small gradients do not underflow in float16. At the end of the
+            # block amp divides the gradients by the scale. After an overflow it skips the step and halves the scale.
             with amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
@@ -47,7 +47,7 @@ def main() -> None:
             if step == options.steps:
                 break
 
-    # Without the block each weight would be cast once for every batch; in it, once.
+    # Without frozen_weights, amp would cast each weight once per batch; with it, once in all.
     model.eval()
     right = 0
     with torch.inference_mode(), amp.frozen_weights(model):

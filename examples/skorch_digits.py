@@ -1,6 +1,6 @@
-"""A skorch net in mixed precision, by AmpNetMixin: the fit, the callbacks and the checkpoints are skorch's own.
+"""A skorch net in mixed precision, with AmpNetMixin: fit, callbacks and checkpoints are skorch's own.
 
-Run it on a GPU or, where there is none, on the CPU. With --checkpoint it goes on from where it was stopped:
+Run it on a GPU or, without one, on the CPU. With --checkpoint it resumes from the last epoch that it saved:
 
     python examples/skorch_digits.py --half float16 --epochs 20 --checkpoint digits.pt
 """
@@ -31,7 +31,7 @@ class Network(nn.Sequential):
 
 
 class Epochs(Callback):
-    """Seeds the order of batches by the epoch, and saves after each: a resumed run has the bits of a whole one."""
+    """Seeds each epoch by its number, and saves after it: a resumed run gets the same bits as an uninterrupted one."""
 
     def __init__(self, first: int, path: Path | None) -> None:
         self.first = first
@@ -45,7 +45,7 @@ class Epochs(Callback):
             return
         kept = {"module": net.module_, "optimizer": net.optimizer_, "amp": net.amp_}
         saved = {name: each.state_dict() for name, each in kept.items()}
-        # A run that is killed while it writes leaves the checkpoint from before.
+        # A run that is killed while it writes leaves the previous checkpoint intact.
         beside = self.path.with_suffix(".new")
         torch.save({**saved, "epoch": self.first + len(net.history)}, beside)
         beside.replace(self.path)

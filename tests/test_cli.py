@@ -421,7 +421,7 @@ class TestDiff:
     def test_variables_in_the_path_of_a_file_are_told_of(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert ends(["lists", "diff", "$HOME/own.yaml"]) == 2
 
-        assert "nor a file that there is. Variables are not expanded in paths: " in capsys.readouterr().err
+        assert "nor a file that exists. Variables are not expanded in paths: " in capsys.readouterr().err
 
     @pytest.mark.parametrize("name", PEERS)
     @pytest.mark.parametrize("dtype", list_reports.BOTH, ids=str)
@@ -683,7 +683,7 @@ class TestBuild:
             lines = capsys.readouterr().out.splitlines()
             ends.append([line.partition(" in ")[0] for line in (lines[-3], lines[-1])])
 
-        there = "It is there already, built of these very sources. `ampatch build --force` builds it again."
+        there = "It is there already, built from these very sources. `ampatch build --force` builds it again."
         assert ends == [["Built and tried out"] * 2, [there, "It is there already."], ["Built and tried out"] * 2]
 
     def test_without_pythons_headers_calls_stay_in_python_and_that_is_said(

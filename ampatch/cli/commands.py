@@ -1,7 +1,7 @@
-"""Defines all subcommands of `ampatch` except `run`: their arguments, what they call and what they print.
+"""Defines all subcommands of `ampatch` except `run`: their arguments, the functions they call, and their output.
 
-They must never work anything out by themselves, nor catch what `main` turns into an exit status. Each imports what it
-needs itself: `ampatch --help` must not wait for torch, nor the cast lists for what patches it.
+Must never compute results, or catch an error that `main` turns into an exit status. Each subcommand imports its own
+modules: `ampatch --help` must not wait for torch, and `ampatch lists` must not wait for the code that patches torch.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from ampatch.errors import CastListError, KernelError, OptionError
 if TYPE_CHECKING:
     import torch
 
-_FAULT = 1  # a fault in what the command read, or a warning where that is to count as one
+_FAULT = 1  # exit status for a fault in the input, or for a warning with --strict
 
-# The half types of a peer that does not have both.
+# Half types of peers that have only one.
 _PEER_HALF_DTYPES = {"apex": ["float16"]}
 
 _DEMO = "Trains a small network in float32 and in mixed precision, and compares the two."
 _LISTS = "Shows, checks and compares the cast lists."
 _SHOW = "Prints the rules in force, each with the file and line it comes from."
-_CHECK = "Says what is wrong with cast list files, one line a fault."
-_DIFF = "Prints what another system, or a file of yours, casts otherwise than ampatch's own lists."
-_DOCTOR = "Prints what a bug report needs: versions, devices, kernels, and who has patched what of torch."
-_BUILD = "Compiles the extension, which amp uses from then on: kernels, and the calls of patched functions."
+_CHECK = "Prints the faults of cast list files, one line per fault."
+_DIFF = "Prints where the casts of another system, or of a file of yours, differ from ampatch's own lists."
+_DOCTOR = "Prints the facts a bug report needs: versions, devices, kernels, and who patched which torch functions."
+_BUILD = "Compiles the extension (kernels, and faster calls of patched functions); amp uses it from then on."
 
 
 def add_to(commands: Any, command: str | None) -> None:
-    """Adds these subcommands to a parser's.
+    """Adds these subcommands to a parser.
 
     Args:
-        commands: what ``add_subparsers`` gave.
-        command: the one that is asked for, if any. Only that one gets its arguments, whose names and defaults come
-            from modules that no other command should wait for.
+        commands: object returned by ``add_subparsers``.
+        command: name of the subcommand on the command line, if any. Only this one gets its arguments: their names and
+            defaults come from modules that no other subcommand should wait for.
     """
     for name, (sentence, add_arguments) in _COMMANDS.items():
         parser = commands.add_parser(name, help=sentence, description=sentence)
@@ -67,7 +67,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
         "names",
         nargs="*",
         metavar="NAME",
-        help="shows the rules of these functions alone: a name (softmax), a path (torch.softmax), a namespace "
+        help="show only the rules of these functions: a name (softmax), a path (torch.softmax), a namespace "
         "(torch.fft) or a pattern ('*_loss')",
     )
     _add_half_dtype(parser, "the half type to show the rules of (default: both)")
@@ -98,14 +98,13 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=_file,
         metavar="FILE",
-        help="a file as `amp.initialize(cast_lists=...)` takes it; of several each is checked by itself, and the exit "
-        "status is 1 if any has a fault",
+        help="a file as `amp.initialize(cast_lists=...)` takes it; several are checked separately, and the exit status "
+        "is 1 if any has a fault",
     )
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="exit with status 1 also where an edit is undone by what the function calls, of which "
-        "`amp.initialize` warns",
+        help="exit with status 1 also if a function's inner calls undo an edit (`amp.initialize` warns of it)",
     )
     parser.set_defaults(run=_check)
 
@@ -118,7 +117,7 @@ def _check(arguments: argparse.Namespace) -> int:
     for file in arguments.files:
         try:
             with _searching_here():
-                changed = shipped().overlaid(file)  # read once only: it may be a pipe
+                changed = shipped().overlaid(file)  # must read it only once: it may be a pipe
         except CastListError as error:
             _print(list_reports.faults(error))
             status = _FAULT
@@ -152,7 +151,7 @@ def _peer_or_file(text: str) -> str:
     if text in PEERS or Path(file).exists():
         return file
     raise argparse.ArgumentTypeError(
-        f"{text!r} is neither one of {', '.join(PEERS)}, nor a file that there is."
+        f"{text!r} is neither one of {', '.join(PEERS)}, nor a file that exists."
         f"{did_you_mean(text, PEERS)}{unexpanded(text)}"
     )
 
@@ -179,7 +178,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         "modules",
         nargs="*",
         metavar="MODULE",
-        help="a module to import beforehand, such as your own or a plug-in that patches torch",
+        help="module to import first, such as your own or a plug-in that patches torch",
     )
     parser.set_defaults(run=_doctor)
 
@@ -189,12 +188,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from ampatch.runtime import runtime
 
     _import(arguments.modules)
-    if runtime.live is not None:  # by one of the modules
+    if runtime.live is not None:  # one of the modules has set amp up
         _print(doctor.report())
         return 0
     try:
         handle = amp.init()
-    except Exception:  # all the more does the report tell what there is to tell
+    except Exception:  # print the report anyway: it helps to explain the failure
         _print(doctor.report())
         raise
     with handle:
@@ -208,7 +207,7 @@ def _import(modules: Iterable[str]) -> None:
         for module in modules:
             try:
                 importlib.import_module(module)
-            except (Exception, SystemExit) as error:  # it may raise whatever it likes
+            except (Exception, SystemExit) as error:  # a user's module may raise anything
                 raise OptionError(
                     f"the module {module!r} cannot be imported ({type(error).__name__}: {error}). Type the name that "
                     "stands after `import`, such as package.module."
@@ -217,7 +216,7 @@ def _import(modules: Iterable[str]) -> None:
 
 @contextmanager
 def _searching_here() -> Iterator[None]:
-    """Has the user's modules found in the current folder, as by `python -m`, whichever way the command was started."""
+    """Puts the current folder on sys.path, as `python -m` does, so that the user's modules are found there."""
     sys.path.insert(0, "")
     try:
         yield
@@ -233,14 +232,14 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=extension_build.DEVICES,
         default="auto",
-        help="cuda: kernels for the CPU and for GPUs; cpu: for the CPU alone; auto: for GPUs too if there is an nvcc",
+        help="cuda: kernels for the CPU and for GPUs; cpu: for the CPU only; auto: for GPUs too if there is an nvcc",
     )
     parser.add_argument(
         "--arch",
         type=_list,
         default=None,
         metavar="LIST",
-        help="architectures of the GPUs, as 80,90 (default: this machine's or, if it has none, "
+        help="GPU architectures, such as 80,90 (default: those of this machine's GPUs or, if it has none, "
         f"{','.join(extension_build.DEFAULT_ARCHITECTURES)})",
     )
     parser.add_argument(
@@ -250,7 +249,7 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where to put the library (default: the cache, where amp finds it)",
     )
-    parser.add_argument("--force", action="store_true", help="build it even if it is there")
+    parser.add_argument("--force", action="store_true", help="build it even if it is already built")
     parser.set_defaults(run=_build)
 
 
@@ -269,22 +268,22 @@ def _build(arguments: argparse.Namespace) -> int:
             f"Library:  {plan.directory / extension.LIBRARY}",
         ]
     )
-    sys.stdout.flush()  # compiling takes a while, which a pipe would spend without a word
+    sys.stdout.flush()  # compiling takes a while, and a pipe would hold these lines back until the end
     built = extension_build.carry_out(plan, arguments.force)
     if built.was_cached:
-        _print(["It is there already, built of these very sources. `ampatch build --force` builds it again."])
+        _print(["It is there already, built from these very sources. `ampatch build --force` builds it again."])
     else:
         _print([f"Built and tried out in {built.seconds:.0f} seconds."])
     found = extension.find()
     if output is None and found is not None and found.path != built.library.path:
-        _print([f"Of the libraries that are there, amp takes {found.path}: it is for more GPUs."])
+        _print([f"amp uses {found.path} instead of this library: it supports more GPUs."])
     if output is None:
         _build_calls(arguments.force)
     return 0
 
 
 def _build_calls(force: bool) -> None:
-    """Builds the part that is for this Python and this torch alone, which no package can bring along."""
+    """Builds the extension of calls. It suits this Python and this torch only, so no package can ship it."""
     from ampatch.native import extension, extension_build
 
     try:
@@ -320,21 +319,21 @@ def _half_dtype(text: str) -> tuple[torch.dtype]:
 
 
 def _file(text: str) -> str:
-    # An empty name would be taken for the current folder.
+    # Path would read an empty name as the current folder.
     if not text:
         raise argparse.ArgumentTypeError("the name of a file is empty")
-    # In quotes, or after an equals sign, the shell leaves "~" as it is.
-    return os.path.expanduser(text)  # noqa: PTH111 - Path's raises for an unknown user
+    # The shell does not expand "~" in quotes or after an equals sign.
+    return os.path.expanduser(text)  # noqa: PTH111 - Path.expanduser raises for an unknown user
 
 
 def _print(lines: Iterable[str]) -> None:
-    """Prints lines; what the terminal's encoding lacks (in a file's name, say) comes out as an escape."""
+    """Prints lines; characters that the terminal's encoding lacks (in a file's name, say) are printed as escapes."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     for line in lines:
         print(line.encode(encoding, "backslashreplace").decode(encoding))
 
 
-# What each command is for, and how it gets its arguments.
+# The help line of each subcommand, and the function that adds its arguments.
 _COMMANDS = {
     "demo": (_DEMO, _add_demo),
     "lists": (_LISTS, _add_lists),

@@ -1,7 +1,7 @@
-"""The command `ampatch`: reads the command line, calls what does the work, and turns errors into exit statuses.
+"""The command `ampatch`: parses the command line, calls the subcommand, and turns errors into exit statuses.
 
-It must never work anything out by itself, nor let an error that ampatch raises on purpose, a closed pipe or Ctrl-C end
-in a traceback; nor import torch for `ampatch run`, whose script will do that once more.
+Must never compute results itself. An AmpError, a closed pipe or Ctrl-C must never end in a traceback. Must never import
+torch for `ampatch run`: that process becomes another Python, whose script imports torch itself.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ampatch import __version__
 from ampatch.cli.run import run
 from ampatch.errors import AmpError
 
-_FAULT = 1  # argparse itself ends with 2 where the command line is wrong
-# What a shell reports of a program that a signal ended: 128 + SIGINT, 128 + SIGPIPE.
+_FAULT = 1  # argparse exits with 2 if the command line is wrong
+# Exit statuses that a shell reports for a program ended by a signal: 128 + SIGINT, 128 + SIGPIPE.
 _INTERRUPTED = 130
 _PIPE_CLOSED = 141
 
@@ -27,21 +27,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-        arguments: the command line without the program's name; None takes it from `sys.argv`.
+        arguments: command line without the program's name; None for that of `sys.argv`.
 
     Returns:
-        The exit status: 0; 1 where there is a fault in what the command read, or it could not write; 130 after Ctrl-C;
-        141 where whatever reads the output has stopped reading.
+        The exit status: 0 for success; 1 if the command found a fault in its input or could not write; 130 after
+        Ctrl-C; 141 if the reader of its output closed the pipe.
 
     Raises:
-        SystemExit: after `--help` and `--version` (0), and where the command line itself is wrong (2).
+        SystemExit: after `--help` and `--version` (0), and if the command line itself is wrong (2).
     """
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else list(arguments))
         finally:
-            # Not left to the interpreter's end, where an error could not be caught any more.
-            if sys.stdout is not None:  # as it is after the shell's `>&-`
+            # At the interpreter's exit, an error of this flush could no longer be caught.
+            if sys.stdout is not None:  # None after the shell's `>&-`
                 sys.stdout.flush()
     except AmpError as error:
         from ampatch.cast_lists import list_reports
@@ -71,7 +71,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Returns a command line up to the script that ``ampatch run`` is to run, and what stands behind it, untouched."""
+    """Splits a command line of ``ampatch run`` after the script or module; the script's own arguments stay as typed."""
     words = [place for place, argument in enumerate(arguments) if not argument.startswith("-") or argument == "-"]
     if len(words) < 2 or arguments[words[0]] != "run":
         return arguments, []
@@ -87,8 +87,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     _add_run(commands.add_parser("run", help=_RUN, description=_RUN, usage=_RUN_USAGE, allow_abbrev=False))
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     if command != "run":
-        if command != "doctor":  # which shows what is wrong here, and imports modules of the user's
-            # Without numpy, torch warns on import. None of these commands uses it.
+        if command != "doctor":  # doctor imports the user's modules and must show what is wrong here
+            # Without numpy, torch warns on import. None of these commands uses numpy.
             warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
         from ampatch.cli import commands as others
 
@@ -104,12 +104,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cpu",
         action="store_true",
-        help="keep on the CPU what the script sends to a GPU: to try it out, where there is none",
+        help="keep on the CPU whatever the script sends to a GPU, to try the script on a computer without one",
     )
-    parser.add_argument("--force", action="store_true", help="stand in for an Apex that has amp, too")
+    parser.add_argument("--force", action="store_true", help="replace Apex even if the installed Apex has amp")
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as `python -m` does")
     parser.add_argument(
-        "target", type=_not_empty, metavar="SCRIPT | MODULE", help="what to run; its own arguments follow"
+        "target", type=_not_empty, metavar="SCRIPT | MODULE", help="script or module to run, and then its arguments"
     )
 
     def refuse(message: str) -> None:
@@ -119,7 +119,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _not_empty(text: str) -> str:
-    # Python would take an empty name for the current folder.
+    # Python would read an empty name as the current folder.
     if not text:
         raise argparse.ArgumentTypeError("the name is empty")
     return text
@@ -140,8 +140,8 @@ def _complain(line: str) -> None:
 
 
 def _abandon_output() -> None:
-    """Lets what could not be written go, or the interpreter would try once more as it ends."""
-    with suppress(OSError, ValueError):  # not every standard output is a file
+    """Discards the unwritten output, which the interpreter would otherwise try to write again at exit."""
+    with suppress(OSError, ValueError):  # sys.stdout might have no file descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)

@@ -1,6 +1,6 @@
-"""What is added to errors of scripts that ask for a GPU where there is none: that `ampatch run --cpu` is there.
+"""Adds a hint at `ampatch run --cpu` to the errors of scripts that ask for a GPU on a computer without one.
 
-Must not ask torch for a GPU before there is an error: a process that has asked cannot fork and use one.
+Must not ask torch for a GPU before an error: after that question, a forked child process cannot use CUDA.
 """
 
 from __future__ import annotations
@@ -12,28 +12,26 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-HINT = (
-    "ampatch: torch finds no GPU here. To try the script on the CPU, type ampatch run --cpu where ampatch run stands."
-)
+HINT = "ampatch: torch finds no GPU here. To try the script on the CPU, type ampatch run --cpu instead of ampatch run."
 
 _OF_GPUS = re.compile(r"cuda|cudnn|nccl|nvidia|accelerator device|(?<!\w)gpus?(?!\w)", re.IGNORECASE)
-_MOST_CAUSES = 16  # they may go round in a ring
+_MOST_CAUSES = 16  # a chain of causes may be a cycle
 
 
 def explain(error: BaseException) -> None:
-    """Adds the hint to an error as a note, if the script asked for a GPU and there is none. Raises nothing."""
+    """Adds the hint to an error as a note, if the script asked for a GPU and torch finds none. Never raises."""
     torch = sys.modules.get("torch")
     try:
         if torch is not None and _asks_for_a_gpu(error) and not torch.cuda.is_available():
             error.add_note(HINT)
-    except Exception:  # noqa: BLE001 - torch may be half imported; and what the user is to see is the error
+    except Exception:  # noqa: BLE001 - torch may be half imported, and the user must see the original error
         return
 
 
 def watch_torch() -> None:
-    """Has torch itself add the hint where it first looks for a GPU, until it has found one.
+    """Patches torch.cuda._lazy_init to add the hint to its errors, until it first succeeds.
 
-    `multiprocessing` and notebooks print errors by themselves, and ask no hook.
+    `multiprocessing` and notebooks print errors themselves, without sys.excepthook.
     """
     cuda: Any = sys.modules["torch.cuda"]
     cuda._lazy_init = _explained(cuda, cuda._lazy_init)
@@ -58,13 +56,13 @@ def _asks_for_a_gpu(error: BaseException) -> bool:
     texts = [text for each in causes for text in (str(each), *getattr(each, "__notes__", ()))]
     if any(HINT in text for text in texts):
         return False
-    # A missing extension for CUDA is missing on the CPU as well.
+    # A CUDA extension that cannot be imported would be missing with --cpu too.
     return not isinstance(error, (ImportError, OSError)) and any(map(_names_a_gpu, causes))
 
 
 def _names_a_gpu(error: BaseException) -> bool:
     text = str(error)
-    if text and "dummy base class" not in text:  # as torch says of torch.cuda.Stream where it was built without CUDA
+    if text and "dummy base class" not in text:  # torch's error for torch.cuda.Stream if it was built without CUDA
         return _OF_GPUS.search(text) is not None
     lines = traceback.extract_tb(error.__traceback__)
     return bool(lines) and _OF_GPUS.search(lines[-1].line or "") is not None

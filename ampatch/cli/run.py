@@ -1,8 +1,9 @@
-"""`ampatch run`: a script that was written for Apex, in a plain Python that finds ampatch in Apex's place.
+"""`ampatch run`: runs a script written for Apex in a plain Python that imports ampatch in Apex's place.
 
-The process becomes that Python, so that the script's arguments, ``__main__``, tracebacks, signals and exit status are
-what they would be without ampatch. What is different stands in the environment, and so reaches the processes that the
-script starts: a folder whose module Python imports by itself. Must not touch torch, nor the script.
+The process replaces itself with that Python (execve). So the script's arguments, ``__main__``, tracebacks, signals and
+exit status are the same as without ampatch. Only environment variables differ, and processes that the script starts
+inherit them: PYTHONPATH names the folder of a `sitecustomize` that Python imports at start. Must not touch torch or the
+script.
 """
 
 from __future__ import annotations
@@ -19,43 +20,43 @@ from ampatch.errors import OptionError
 
 _STARTUP = str(Path(__file__).parent / "startup")
 
-# What the module in that folder goes by.
+# Environment variables that the sitecustomize in that folder reads.
 _FORCE = "AMPATCH_RUN_FORCE"
 _CPU = "AMPATCH_RUN_CPU"
 
 
 def run(target: str, arguments: Sequence[str], *, is_module: bool, force: bool, cpu: bool) -> NoReturn:
-    """Becomes ``python target arguments...``, or ``python -m target arguments...``.
+    """Replaces this process with ``python target arguments...``, or ``python -m target arguments...``.
 
     Args:
-        target: a script, or a module.
-        arguments: the script's own.
-        is_module: which of the two it is.
-        force: whether to stand in for an Apex that has amp, too.
-        cpu: whether what the script sends to a GPU stays on the CPU.
+        target: path of a script, or name of a module.
+        arguments: arguments of the script.
+        is_module: True if ``target`` is a module.
+        force: True to replace Apex even if the installed Apex has amp.
+        cpu: True to keep on the CPU whatever the script sends to a GPU.
 
     Raises:
-        OptionError: this Python was told to heed neither the environment nor its own start-up modules; or would not
-            find ampatch again.
+        OptionError: this Python was started with an option that ignores the environment or start-up modules; or the
+            new Python would not find ampatch.
     """
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise OptionError(
-            "python was started with -E, -I or -S, with which it does not find what stands in for Apex. Leave that "
+            "python was started with -E, -I or -S, with which it cannot replace Apex by ampatch. Leave that option "
             "out; or type `import ampatch.apex; ampatch.apex.install()` at the top of the script."
         )
     if not _is_installed():
         raise OptionError(
-            "ampatch is found in the current folder alone, and would not be from where the script is. Install it into "
+            "python finds ampatch only in the current folder, and would not find it from the script's. Install it into "
             "this environment: pip install . in its folder."
         )
     if cpu and _CPU not in os.environ and os.environ.get("RANK", "0") == "0":
-        print("ampatch: --cpu: what the script sends to a GPU stays on the CPU.", file=sys.stderr, flush=True)
+        print("ampatch: --cpu: whatever the script sends to a GPU stays on the CPU.", file=sys.stderr, flush=True)
     command = [sys.executable, *_options(sys.orig_argv, sys.argv), *(["-m"] if is_module else []), target, *arguments]
     os.execve(sys.executable, command, _environment(os.environ, force=force, cpu=cpu))
 
 
 def _is_installed() -> bool:
-    """Returns whether ampatch is found without the first folder of the path: the script's, or the current one."""
+    """Returns True if Python finds ampatch without sys.path[0], the folder of the script or the current one."""
     return any(
         finder.find_spec("ampatch", sys.path[1:] if finder is PathFinder else None) is not None
         for finder in sys.meta_path
@@ -64,7 +65,7 @@ def _is_installed() -> bool:
 
 
 def _environment(environment: Mapping[str, str], *, force: bool, cpu: bool) -> dict[str, str]:
-    """Returns the environment of the new Python, given that of this one."""
+    """Returns the environment variables of the new Python, given those of this one."""
     before = environment.get("PYTHONPATH")
     others = [entry for entry in before.split(os.pathsep) if entry != _STARTUP] if before else []
     path = os.pathsep.join([_STARTUP, *others])
@@ -73,13 +74,13 @@ def _environment(environment: Mapping[str, str], *, force: bool, cpu: bool) -> d
 
 
 def _options(command: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """Returns the interpreter's own options that this process was started with, such as ``-u`` by torchrun.
+    """Returns the interpreter options that this process was started with, such as ``-u`` by torchrun.
 
     Args:
         command: ``sys.orig_argv``.
         arguments: ``sys.argv``.
     """
-    own = len(arguments) - 1  # behind the name of the script or module
+    own = len(arguments) - 1  # arguments[0] is the script or module
     *options, last = command[1 : len(command) - own] or [""]
     if "-c" in options:
         return options[: options.index("-c")]

@@ -1,9 +1,9 @@
 """`ampatch demo`: trains a small network on handwritten digits in float32 and in mixed precision, and compares the two.
 
-This file owns the command: its arguments, what it says while it runs, and how it ends. All it tells of precision
-comes from `training.run`, which uses the public API only; it must never reach behind that. Ctrl-C is waited for until a
-step has ended, and then saves: `--resume` goes on from there and, on the same machine with the same torch, comes to the
-same results.
+This module owns the command: its arguments, its messages and its exit status. Every number it prints comes from
+`training.run`, which uses the public API only; it must never bypass that function. After Ctrl-C the demo finishes the
+step, saves and stops. `--resume` continues from there and, on the same machine with the same torch, reaches the same
+results.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ampatch.errors import OptionError
 from ampatch.opt_levels import HALF_DTYPES
 
 DEFAULTS = Plan()
-# What every default level reaches with the default number of epochs.
+# Test accuracy that every default level reaches with the default number of epochs.
 GOAL = 0.97
 DEFAULT_CHECKPOINT = Path("ampatch-demo.pt")
-# The arguments that a plan is made of, by its fields.
+# The fields of a plan, and the arguments that set them.
 _PLAN_ARGUMENTS = {
     "opt_levels": "--opt-levels",
     "half_dtypes": "--half-dtype",
@@ -42,14 +42,14 @@ _PLAN_ARGUMENTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `ampatch demo` to ``parser``, for `run`. None stands for those that were not given."""
+    """Adds the arguments of `ampatch demo` to ``parser``, for `run`. An argument that is not given is None."""
     parser.add_argument(
         "--opt-levels",
         type=_one_or_more(CHOICES, f"{', '.join(SETTINGS)}, or a level alone for all of its half types", "O0,O1"),
         metavar="LEVELS",
         help=f"opt levels to train at, separated by commas, with or without a half type (default: "
-        f"{_listed(DEFAULTS.opt_levels)}). A level alone stands for all half types that it has, so that "
-        f"{','.join(OPT_LEVELS)} is all there is",
+        f"{_listed(DEFAULTS.opt_levels)}). A level alone means that level with each of its half types, so "
+        f"{','.join(OPT_LEVELS)} means all runs",
     )
     parser.add_argument(
         "--half-dtype",
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_one_or_more(HALF_DTYPES, ", ".join(HALF_DTYPES), "bfloat16"),
         metavar="DTYPES",
         help="half types to train in, separated by commas, at levels given without one (default: "
-        f"{_listed(DEFAULTS.half_dtypes)}); O0 uses none, and O4 and O5 bfloat16 whatever stands here",
+        f"{_listed(DEFAULTS.half_dtypes)}); O0 always uses none, O4 and O5 always use bfloat16",
     )
     parser.add_argument(
         "--epochs",
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=_integer(0, 2**32 - 1, DEFAULTS.seed),
         metavar="N",
-        help=f"decides the first weights and the order of the digits (default: {DEFAULTS.seed})",
+        help=f"seed of the initial weights and of the order of the digits (default: {DEFAULTS.seed})",
     )
     parser.add_argument(
         "--json", type=_writable(report.check_writable), metavar="FILE", help="also write the results to FILE, as JSON"
@@ -78,30 +78,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save",
         type=_writable(checkpoints.check_target),
         metavar="FILE",
-        help="where Ctrl-C saves how far it has come, in place of what is there (default: the file given to --resume, "
-        f"or {DEFAULT_CHECKPOINT})",
+        help="file where Ctrl-C saves the progress; an existing file is replaced (default: the file given to "
+        f"--resume, or {DEFAULT_CHECKPOINT})",
     )
     parser.add_argument(
         "--resume",
         type=Path,
         metavar="FILE",
-        help="go on from what Ctrl-C saved, with the arguments that it began with, to the same results",
+        help="continue from a file that Ctrl-C saved, with its arguments, to the same results",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains at every level asked for, prints the table, and writes the JSON report if there is to be one.
+    """Trains at every requested level, prints the table, and writes the JSON report if `--json` is given.
 
     Args:
-        arguments: what a parser with `add_arguments` made of the command line.
+        arguments: parsed command line, of a parser with `add_arguments`.
 
     Returns:
-        The exit status: 0, or 1 if the JSON report could not be written after all.
+        The exit status: 0, or 1 if the JSON report could not be written.
 
     Raises:
-        CheckpointError: the file given to `--resume` cannot be resumed from.
+        CheckpointError: the demo cannot resume from the file given to `--resume`.
         OptionError: an argument contradicts that file.
-        KeyboardInterrupt: after Ctrl-C; it was saved, or has been said why not.
+        KeyboardInterrupt: after Ctrl-C; the demo has saved its progress, or printed why it could not.
     """
     try:
         with _one_thread(), interrupts.held_back() as interrupt:
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(report.table(results))
     if (note := _still_learning(start.plan, results)) is not None:
         _say(note)
-    _say("The times are this processor's. Few have arithmetic for float16, so that it is slow here; GPUs have.")
+    _say("The times are those of this CPU. Few CPUs have float16 arithmetic, so float16 is slow here; GPUs have it.")
     if start.json is not None:
         try:
             Path(start.json).write_text(report.as_json(results), encoding="utf-8")
@@ -125,12 +125,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _start(arguments: argparse.Namespace) -> Checkpoint:
-    """Returns where to begin: with nothing, or with what was saved."""
+    """Returns the state to start from: an empty checkpoint, or the one of `--resume`."""
     given = {name: getattr(arguments, name) for name in _PLAN_ARGUMENTS if getattr(arguments, name) is not None}
     json = None if arguments.json is None else str(arguments.json.absolute())
     if arguments.resume is None:
         if "half_dtypes" in given and "opt_levels" not in given:
-            # The default levels, in these half types rather than in those of the default settings.
+            # Run the default levels in the given half types; the default settings name half types of their own.
             given["opt_levels"] = list(dict.fromkeys(name.partition(":")[0] for name in DEFAULTS.opt_levels))
         return Checkpoint(replace(DEFAULTS, **given), json, finished=[], running=None)
     saved = checkpoints.load(arguments.resume)
@@ -159,7 +159,7 @@ def _train(start: Checkpoint, keeper: _Keeper) -> list[Result]:
     _say(f"Training on {len(train)} digits, testing on {len(test)}, on the CPU, {_epochs(plan.epochs)} a run.")
     runs = plan.runs()
     if results or state is not None:
-        _say(f"Going on after {len(results)} of {len(runs)} runs{'' if state is None else ' and a part of the next'}.")
+        _say(f"Resuming after {len(results)} of {len(runs)} runs{'' if state is None else ' and a part of the next'}.")
     times = _seconds_per_step(runs, train, plan.seed)
     steps, steps_done = (
         plan.epochs * training.steps_per_epoch(train),
@@ -184,7 +184,7 @@ def _train(start: Checkpoint, keeper: _Keeper) -> list[Result]:
 
 
 def _seconds_per_step(runs: list[Run], train: Digits, seed: int) -> dict[Run, float]:
-    """Returns the time of a step of each run; all are 1 if no progress bar is drawn."""
+    """Returns the seconds per step of each run; 1.0 for all runs if no progress bar is drawn."""
     if not progress.is_drawn():
         return dict.fromkeys(runs, 1.0)
     return {run: training.seconds_per_step(train, run.opt_level, run.dtype, seed=seed) for run in runs}
@@ -203,12 +203,12 @@ def _after_step(
 
 @dataclass(frozen=True, slots=True)
 class _Keeper:
-    """Saves where Ctrl-C was pressed.
+    """Saves the demo's progress after Ctrl-C.
 
     Attributes:
-        interrupt: tells whether it was.
-        start: what the demo began with.
-        target: the file to save to.
+        interrupt: record of whether Ctrl-C was pressed.
+        start: checkpoint that the demo started from.
+        target: file to save to.
     """
 
     interrupt: interrupts.Interrupt
@@ -216,14 +216,14 @@ class _Keeper:
     target: Path
 
     def stop_if_asked(self, finished: list[Result], state: Callable[[], State] | None) -> None:
-        """Saves and stops, if Ctrl-C was pressed.
+        """Saves and stops if Ctrl-C was pressed.
 
         Args:
-            finished: the results so far.
-            state: gives the state of the run that has begun; None where none has.
+            finished: results of the finished runs.
+            state: function that returns the state of the present run; None between runs.
 
         Raises:
-            KeyboardInterrupt: with the last words on it.
+            KeyboardInterrupt: Ctrl-C was pressed; its message is the line to print.
         """
         if not self.interrupt.requested:
             return
@@ -232,8 +232,8 @@ class _Keeper:
             checkpoints.save(reached, self.target)
         except OSError as error:
             raise KeyboardInterrupt(
-                f"Interrupted, and how far it had come could not be saved: {error}. Type --save to have it saved "
-                "elsewhere next time."
+                f"Interrupted, and the progress could not be saved: {error}. Type --save FILE to save it elsewhere "
+                "next time."
             ) from error
         raise KeyboardInterrupt(
             f"Interrupted. To go on, type: {_program()} demo --resume {shlex.quote(str(self.target))}"
@@ -241,7 +241,7 @@ class _Keeper:
 
 
 def _program() -> str:
-    """Returns how this program was called, for a line that can be typed as it stands."""
+    """Returns the command that started this program, so that a printed line can be typed as it is."""
     called = Path(sys.argv[0])
     if called.parts[-2:] == ("ampatch", "__main__.py"):
         return f"{shlex.quote(sys.executable)} -m ampatch"
@@ -253,7 +253,7 @@ def _program() -> str:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Uses one thread: enough for 8 x 8 images, and on a busy machine several would wait for one another."""
+    """Makes torch use one thread: enough for 8 x 8 images, and faster than several on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -263,7 +263,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _still_learning(plan: Plan, results: Sequence[Result]) -> str | None:
-    """Returns a sentence on accuracies that only look like a fault of mixed precision; None if there are none."""
+    """Returns a note if accuracies are low for lack of epochs, not because of mixed precision; else None."""
     if plan.epochs >= DEFAULTS.epochs or all(result.test_accuracy >= GOAL for result in results):
         return None
     return (
@@ -277,17 +277,17 @@ def _epochs(count: int) -> str:
 
 
 def _say(line: str) -> None:
-    """Progress and trouble go to standard error, so that standard output is the table alone."""
+    """Prints a line to standard error, since standard output is for the table only."""
     print(line, file=sys.stderr, flush=True)
 
 
 def _listed(value: list[str] | int) -> str:
-    """As it is typed."""
+    """Returns a value as it is typed on the command line."""
     return ",".join(value) if isinstance(value, list) else str(value)
 
 
 def _one_or_more(known: Collection[str], expected: str, example: str) -> Callable[[str], list[str]]:
-    """Reads names separated by commas; a name that comes twice counts once."""
+    """Returns a parser of names separated by commas; it drops repeated names."""
 
     def read(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",")]
@@ -315,7 +315,7 @@ def _integer(minimum: int, maximum: int, example: int) -> Callable[[str], int]:
 
 
 def _writable(check: Callable[[Path], None]) -> Callable[[str], Path]:
-    """Fails while the arguments are read, and not after a minute of training."""
+    """Returns a parser of paths that raises, before any training, if the file cannot be written."""
 
     def read(text: str) -> Path:
         path = Path(text)

@@ -1,7 +1,7 @@
-"""The file that `ampatch demo` writes when it is interrupted, and goes on from.
+"""The file that `ampatch demo` writes when it is interrupted, and resumes from.
 
-Owns the format: a dict that `torch.load(weights_only=True)` reads, so that a file from elsewhere cannot run anything. A
-file is there whole or not at all, and is checked before any of it is used.
+Owns the format: a dict that `torch.load(weights_only=True)` reads, so that a foreign file cannot run code. A file must
+never exist in part, and its content must never be used before it is checked.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from ampatch.errors import AmpError
 from ampatch.opt_levels import HALF_DTYPES
 
 _FORMAT = "ampatch demo"
-# To be counted up with every change of what is saved, and of the network or the optimizer that it is for.
+# Increase with every change of the saved content, the network or the optimizer.
 _VERSION = 2
 _DAMAGED = "is no whole checkpoint: it was cut short, damaged, or is something else"
 
 
 class CheckpointError(AmpError, ValueError):
-    """A file cannot be resumed from. Nothing was loaded."""
+    """The demo cannot resume from a file. Nothing was loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """How far the demo has come.
+    """Progress of the demo.
 
     Attributes:
-        plan: what it trains.
-        json: where its report goes, as an absolute path; None for nowhere.
-        finished: the results of the first runs of the plan.
-        running: the state of the run after these; None where it has not begun.
+        plan: runs to train.
+        json: absolute path of the JSON report; None for no report.
+        finished: results of the first runs of the plan.
+        running: state of the run after these; None if it has not begun.
     """
 
     plan: Plan
@@ -50,10 +50,10 @@ class Checkpoint:
 
 
 def check_target(path: Path) -> None:
-    """Whether a file could be written here, without writing it.
+    """Checks, without writing it, that a file could be written at this path.
 
     Raises:
-        OSError: it could not.
+        OSError: the file could not be written.
     """
     if path.exists() and not path.is_file():
         raise OSError(f"{str(path)!r} is not an ordinary file")
@@ -61,16 +61,16 @@ def check_target(path: Path) -> None:
     if not folder.is_dir():
         raise OSError(f"there is no folder {str(folder)!r}")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise OSError(f"no file may be made in {str(folder)!r}")
+        raise OSError(f"no permission to create a file in {str(folder)!r}")
 
 
 def save(checkpoint: Checkpoint, path: Path) -> None:
-    """Writes a checkpoint, in place of the file that is there.
+    """Writes a checkpoint; an existing file is replaced.
 
-    The state of the run may refer to tensors that go on changing once this has returned.
+    The run may change the tensors of its state once this function has returned.
 
     Raises:
-        OSError: it could not be written; a file that was there is as it was.
+        OSError: the file could not be written; an existing file is unchanged.
     """
     check_target(path)
     run = checkpoint.plan.runs()[len(checkpoint.finished) :][:1]
@@ -79,12 +79,12 @@ def save(checkpoint: Checkpoint, path: Path) -> None:
         "version": _VERSION,
         "arguments": {**asdict(checkpoint.plan), "json": checkpoint.json},
         "finished": [asdict(result) for result in checkpoint.finished],
-        # The name is for people who look into the file: the plan and the number of results say the same.
+        # The name is for people who read the file: `load` finds the run by the number of results.
         "running": None if checkpoint.running is None else {"run": str(*run), "state": checkpoint.running},
     }
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    target = path.resolve()  # through a link, rather than in its place
+    target = path.resolve()  # if the path is a link, replace the file that it points to
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with unfinished.open("wb") as file:
@@ -101,7 +101,7 @@ def load(path: Path) -> Checkpoint:
     """Reads a checkpoint.
 
     Raises:
-        CheckpointError: the file cannot be read, or is no whole checkpoint of this version.
+        CheckpointError: the file cannot be read, or is not a complete checkpoint of this version.
     """
     content = _content(path)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
@@ -123,18 +123,18 @@ def _content(path: Path) -> Any:
         with path.open("rb") as file:
             if not path.stat().st_size:
                 raise _error(path, "is empty")
-            # torch.load does not look at the checksums.
+            # torch.load does not verify checksums.
             if ZipFile(file).testzip() is not None:
                 raise _error(path, _DAMAGED)
             file.seek(0)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of what torch makes of an archive that is something else
+                warnings.simplefilter("ignore")  # torch warns of archives in other formats
                 return torch.load(file, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
     except OSError as error:
         raise _error(path, f"cannot be read ({error.strerror or error})") from error
-    except Exception as error:  # there is no end to what a reader of another's format may raise
+    except Exception as error:  # zipfile and torch raise errors of many types for foreign files
         raise _error(path, _DAMAGED) from error
 
 

@@ -1,7 +1,7 @@
-"""The handwritten digits: read from the package's own data, and split into a part to train on and a part to test on.
+"""The handwritten digits: read from the package's own data, and split into a training set and a test set.
 
-Owns nothing but the file `data/digits.csv.gz` and its form. Must never reach for the network, and needs no more
-than the standard library and torch.
+Owns the file `data/digits.csv.gz` and its format. Must never use the network, or import more than the standard library
+and torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CLASSES = 10
 SIDE = 8
 FULL_INK = 16
 
-# Which image is tested on stays the same whatever seed a run has, so that accuracies of any two runs compare.
+# The test set is the same for every seed, so that the accuracies of any two runs can be compared.
 _SPLIT_SEED = 0
 _TEST_SHARE = 0.2
 
@@ -27,8 +27,8 @@ class Digits:
     """Images with their labels.
 
     Attributes:
-        images: float32 of shape (count, 1, 8, 8), from 0 (no ink) to 1.
-        labels: int64 of shape (count,), from 0 to 9.
+        images: float32 tensor of shape (count, 1, 8, 8), from 0 (no ink) to 1.
+        labels: int64 tensor of shape (count,), from 0 to 9.
     """
 
     images: Tensor
@@ -52,7 +52,7 @@ def load() -> Digits:
 
 
 def split(digits: Digits) -> tuple[Digits, Digits]:
-    """Returns the digits to train on and those to test on, always the same: a fifth of every class in the second."""
+    """Returns the training set and the test set, which has a fifth of every class; both are always the same."""
     generator = torch.Generator().manual_seed(_SPLIT_SEED)
     train, test = [], []
     for label in range(CLASSES):

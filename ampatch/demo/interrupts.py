@@ -1,6 +1,6 @@
-"""Ctrl-C held back until it is convenient, so that nothing stops in the middle of an optimizer's step or of a file.
+"""Delays Ctrl-C, so that it never interrupts an optimizer's step or the writing of a file.
 
-Owns the signal handler, and puts back the one that it found.
+Owns the signal handler. Must always restore the handler that it replaced.
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Interrupt:
-    """Whether Ctrl-C was pressed; pressing it again changes nothing."""
+    """Record of whether Ctrl-C was pressed; pressing it again changes nothing.
+
+    Attributes:
+        requested: True if Ctrl-C was pressed.
+    """
 
     requested: bool = False
 
     def request(self, *_: object) -> None:
-        """Takes note. Has the arguments of a signal handler."""
+        """Records that Ctrl-C was pressed. Takes the arguments of a signal handler."""
         self.requested = True
 
 
 @contextmanager
 def held_back() -> Iterator[Interrupt]:
-    """Has Ctrl-C only be noted while the block runs.
+    """Records Ctrl-C instead of raising KeyboardInterrupt while the block runs.
 
-    Where Ctrl-C does not raise KeyboardInterrupt in the first place (it is ignored, say, as in a background job), or in
-    another thread than the main one, all stays as it is and nothing is noted.
+    Changes and records nothing if Ctrl-C would not raise KeyboardInterrupt (a background job ignores it, for example),
+    or outside the main thread.
     """
     interrupt = Interrupt()
     here = threading.current_thread() is threading.main_thread()

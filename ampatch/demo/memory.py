@@ -1,8 +1,8 @@
-"""How much memory a piece of work needs at its peak, on the CPU as on a GPU.
+"""Measures the peak memory of a piece of work, on the CPU or on a GPU.
 
-Torch keeps no such count on the CPU, and what the operating system tells of a process never falls again, and has all
-libraries in it. So this adds up what torch's allocators report to its profiler. (A TorchDispatchMode would see tensors
-come and go too, but not what an operation allocates within itself, and amp's cache of cast weights is off under one.)
+Adds up the allocations that torch's allocators report to its profiler. torch keeps no count for the CPU. The operating
+system's count for a process never falls, and includes all libraries. A TorchDispatchMode would see tensors too, but not
+the memory that an operation allocates inside, and amp's cache of cast weights is off under one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 def peak_allocated(prepare: Callable[[], Callable[[], object]]) -> int:
-    """Returns the most bytes that are allocated, and not freed yet, at any moment of a piece of work.
+    """Returns the largest number of bytes that are allocated at any moment of a piece of work.
 
-    Only what is allocated from the start of ``prepare`` on counts.
+    Counts only memory that is allocated after ``prepare`` has begun.
 
     Args:
-        prepare: makes whatever the work needs, and returns the work.
+        prepare: function that sets up the work and returns it.
     """
-    # What an earlier measurement left in cycles would otherwise be freed, and subtracted, in this one.
+    # Otherwise this measurement would free, and subtract, memory that an earlier one left in reference cycles.
     gc.collect()
     with _silent_kineto(), profile(profile_memory=True) as profiler:
         work = prepare()
@@ -44,7 +44,7 @@ def peak_allocated(prepare: Callable[[], Callable[[], object]]) -> int:
 
 @contextmanager
 def _silent_kineto() -> Iterator[None]:
-    """Has the library below the profiler not print when it starts and stops; it asks before its first line only."""
+    """Stops kineto from printing when it starts and stops; it reads the log level before its first line only."""
     before = os.environ.get(_KINETO_LOG_LEVEL)
     os.environ[_KINETO_LOG_LEVEL] = "99" if before is None else before
     try:

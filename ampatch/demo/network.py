@@ -1,7 +1,7 @@
-"""The demo's network: small, and with one of each kind of layer that mixed precision treats differently.
+"""The demo's network: small, with one layer of each kind that mixed precision treats differently.
 
-Convolution, linear layers and attention are what the half type speeds up; batch norm, layer norm and the softmax in the
-loss are what has to stay in float32. Knows nothing of precision: it is an ordinary module, as a user would write it.
+Half types speed up convolutions, linear layers and attention; batch norm, layer norm and the softmax of the loss must
+stay in float32. Must never refer to precision: it is an ordinary module, as a user would write it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from torch.nn import functional as F
 
 from ampatch.demo.digits import CLASSES, SIDE
 
-# Wide enough for 99 % of the digits; on a CPU without float16 arithmetic a wider one only takes longer.
+# Wide enough for 99% of the digits; a wider network only takes longer on a CPU without float16 arithmetic.
 WIDTH = 32
 HEADS = 4
-# The transformer block is gone through twice with the same weights: the second time, their casts come from the cache.
+# The transformer block runs twice with the same weights: the second time, their casts come from the cache.
 ROUNDS = 2
 _TOKENS = (SIDE // 2) ** 2
 
 
 class DigitsNetwork(nn.Module):
-    """Two convolutions, then a transformer block, gone through twice, over the 16 places of the pooled image.
+    """Two convolutions, then a transformer block that runs twice over the 16 positions of the pooled image.
 
     Maps images of shape (batch, 1, 8, 8) to scores of shape (batch, 10).
     """
@@ -32,7 +32,7 @@ class DigitsNetwork(nn.Module):
             nn.Conv2d(1, WIDTH, kernel_size=3, padding=1),
             nn.BatchNorm2d(WIDTH),
             nn.GELU(),
-            # Before the second convolution: on a CPU without float16 arithmetic its backward takes nearly all the time.
+            # First, since on a CPU without float16 arithmetic the next backward pass takes nearly all the time.
             nn.MaxPool2d(2),
             nn.Conv2d(WIDTH, WIDTH, kernel_size=3, padding=1),
             nn.BatchNorm2d(WIDTH),
@@ -47,7 +47,7 @@ class DigitsNetwork(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores of shape (batch, 10) for images of shape (batch, 1, 8, 8)."""
+        """Returns scores of shape (batch, 10) for images of shape (batch, 1, 8, 8)."""
         x = self.stem(images).flatten(start_dim=2).transpose(1, 2) + self.position
         for _ in range(ROUNDS):
             x = x + self.attention(self.attention_norm(x))
@@ -65,7 +65,7 @@ class SelfAttention(nn.Module):
         self.output = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns what each token gathers from the others; shape as ``x``."""
+        """Returns the attention output, of the shape of ``x``."""
         batch, tokens, width = x.shape
         heads = self.query_key_value(x).view(batch, tokens, 3, HEADS, width // HEADS)
         query, key, value = heads.permute(2, 0, 3, 1, 4)

@@ -1,6 +1,6 @@
-"""One progress bar for all runs of the demo, with the time left, and one line for each run that has ended.
+"""One progress bar for all runs of the demo, with the time left, and one line for each finished run.
 
-Counts and draws; nothing here trains. The bar is for terminals: elsewhere the lines stand alone.
+Must not train. Draws the bar on terminals only; elsewhere it prints only the lines.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Progress:
     """The progress of all runs.
 
     Attributes:
-        bar: tqdm's bar. It counts seconds of work.
-        seconds: the time of a step of each run.
+        bar: tqdm's bar, which counts seconds of work.
+        seconds: seconds per step of each run.
     """
 
     bar: Any
@@ -52,23 +52,23 @@ class Progress:
 def shown(seconds: Mapping[Run, float], steps: int, *, finished: int, steps_done: int) -> Iterator[Progress]:
     """Shows the progress while the block runs.
 
-    Steps of some runs take several times as long as those of others. The bar therefore counts each step as the seconds
-    that it takes, so that the time left is right from the first run on.
+    Steps of some runs take several times as long as those of others. The bar therefore counts seconds of work, not
+    steps, so that the time left is right from the first run on.
 
     Args:
-        seconds: the time of a step of each run, in the order of the runs.
-        steps: how many steps each run has.
-        finished: how many runs had ended before.
-        steps_done: how many steps of the next run had been done before.
+        seconds: seconds per step of each run, in the order of the runs.
+        steps: number of steps of each run.
+        finished: number of runs that finished before a resume.
+        steps_done: number of steps of the next run that were done before a resume.
     """
     times = list(seconds.values())
     done = steps * sum(times[:finished]) + steps_done * sum(times[finished : finished + 1])
-    # smoothing=0: tqdm then takes the average speed of the whole run, and not that of the latest steps.
+    # smoothing=0 makes tqdm use the average speed since the start, not that of the latest steps.
     with tqdm(
         total=steps * sum(times),
         initial=done,
         bar_format=_FORMAT,
-        ncols=shutil.get_terminal_size().columns,  # 80 where the terminal does not say, where tqdm draws nothing
+        ncols=shutil.get_terminal_size().columns,  # 80 if the terminal gives no width; tqdm would draw no bar
         smoothing=0,
         disable=not is_drawn(),
         file=sys.stderr,

@@ -1,6 +1,6 @@
-"""What the demo shows of its results: a table to read, and the same as JSON.
+"""Formats the demo's results as a table and as JSON.
 
-Only turns results into text and puts it in its place; nothing here trains, and no number is computed here.
+Must not train, or compute numbers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("skipped steps", lambda result: str(result.skipped_steps)),
     ("loss scale", lambda result: f"{result.loss_scale:g}"),
 )
-# Words are read from the left, numbers compared from the right.
+# Columns of words, which are aligned left; columns of numbers are aligned right.
 _WORDS = 2
 
 
 def table(results: Sequence[Result]) -> str:
-    """Returns the results as lines of text, one line a run below a line of titles."""
+    """Returns the results as lines of text: a line of titles, then one line per run."""
     lines = [[title for title, _ in _COLUMNS]]
     lines += [[cell(result) for _, cell in _COLUMNS] for result in results]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -43,7 +43,7 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 
 def as_json(results: Sequence[Result]) -> str:
-    """Returns the results as a JSON list of objects with the fields of ``Result``; NaN, which JSON lacks, is null."""
+    """Returns the results as a JSON list of objects with the fields of ``Result``; inf and NaN become null."""
     objects = [{key: _or_null(value) for key, value in asdict(result).items()} for result in results]
     return json.dumps(objects, indent=2, allow_nan=False) + "\n"
 
@@ -53,10 +53,10 @@ def _or_null(value: object) -> object:
 
 
 def check_writable(path: Path) -> None:
-    """Opens ``path`` for writing and leaves things as they were: a file keeps its contents, an absent one stays absent.
+    """Checks that ``path`` can be opened for writing, without changing an existing file or leaving a new one.
 
     Raises:
-        OSError: it cannot be opened for writing.
+        OSError: ``path`` cannot be opened for writing.
     """
     existed = path.exists()
     with path.open("a", encoding="utf-8"):

@@ -1,8 +1,8 @@
-"""One training run at one opt level and half type, through the public API and nothing else.
+"""One training run at one opt level and half type, through the public API only.
 
-This is the loop that a user would write, so it must never reach behind `ampatch.amp`. It leaves torch as it found it,
-whatever happens in between; it prints nothing, and tells a callback how it gets on. The callback may take the state of
-the run after any step: a run that starts from there comes to the same result, bit for bit.
+This is the loop that a user would write, so it must never bypass `ampatch.amp`. It must always leave torch as it found
+it, and must not print: it calls a callback after every step. The callback can get the state of the run, and a run that
+starts from that state reaches the same result, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from ampatch.demo.digits import Digits
 from ampatch.demo.memory import peak_allocated
 from ampatch.demo.network import DigitsNetwork
 
-# Gives 45 steps an epoch. With half as many, one epoch was too short for batch norm's running statistics: the network
-# recognised 80% of the test digits with the statistics of their batch, but 10%, as by chance, with the running ones.
+# Gives 45 steps per epoch. With half as many, one epoch was too short for batch norm's running statistics. The network
+# then recognised 80% of the test digits with the statistics of their batch, but 10% (chance) with the running ones.
 BATCH_SIZE = 32
-# The peak of the one-cycle schedule; found by trying, as was the number of epochs that `ampatch demo` takes by default.
+# The peak of the one-cycle schedule; found by trial, as was the default number of epochs of `ampatch demo`.
 LEARNING_RATE = 3e-3
-# Adam's usual 1e-8 is zero in float16, in which the optimizer itself computes at O3: it would divide by zero.
+# AdamW's default of 1e-8 is zero in float16. At O3 the optimizer computes in float16, and would divide by zero.
 EPSILON = 1e-4
-# Until then there are gradients and the optimizer's state, even if the first steps overflow and are skipped.
+# After these steps, gradients and optimizer state exist, even if the first steps overflow and are skipped.
 _STEPS_UNTIL_MEASURED = 3
 
-# What a run needs to go on: plain numbers, lists, dicts and tensors, for `torch.load(weights_only=True)`.
+# State to resume a run from: plain numbers, lists, dicts and tensors, for `torch.load(weights_only=True)`.
 State = dict[str, Any]
 
 
 class StateError(amp.AmpError, ValueError):
-    """A state is of another network, optimizer or schedule than the run that is to go on from it."""
+    """A state belongs to another network, optimizer or schedule than the run that resumes from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run came to; the keys of the JSON report, in the order of the table.
+    """Results of a run; the fields are the keys of the JSON report, in the order of the table.
 
     Attributes:
-        opt_level: the opt level.
-        half_dtype: the half type's name, without "torch."; None where the level uses none.
-        test_accuracy: share of the test digits that were recognised, 0 to 1.
+        opt_level: opt level.
+        half_dtype: half type's name, without "torch."; None if the level uses none.
+        test_accuracy: share of the test digits that the network recognised, 0 to 1.
         final_loss: mean training loss over the last epoch.
         ms_per_step: median time of a training step, in milliseconds.
-        peak_memory_mib: the most that torch has allocated for tensors at any moment of a training step, in MiB: the
-            batch, weights with their half or float32 copies, gradients, the optimizer's state, what is kept for
-            backward, and what operations take for a while. Not the libraries, Python, or the other digits.
-        casts_per_step: tensors converted to another type in a training step, on average.
-        cache_hits_per_step: conversions that the weight cache saved in a training step, on average.
-        skipped_steps: optimizer steps left out because gradients overflowed.
-        loss_scale: the loss scale at the end.
+        peak_memory_mib: largest memory that torch has allocated for tensors at any moment of a training step, in MiB.
+            Counts the batch, weights and their half or float32 copies, gradients, the optimizer's state, tensors saved
+            for the backward pass, and temporary memory of operations. Excludes libraries, Python and the other digits.
+        casts_per_step: mean number of tensors cast to another dtype in a training step.
+        cache_hits_per_step: mean number of casts that the weight cache saved in a training step.
+        skipped_steps: number of optimizer steps skipped after an overflow.
+        loss_scale: loss scale at the end.
     """
 
     opt_level: str
@@ -74,24 +74,24 @@ class Result:
 
 
 def steps_per_epoch(digits: Digits) -> int:
-    """Returns how many batches an epoch over ``digits`` has; the last one may be smaller."""
+    """Returns the number of batches in an epoch over ``digits``; the last one might be smaller."""
     return -(-len(digits) // BATCH_SIZE)
 
 
 def steps_done(state: State) -> int:
-    """Returns how many steps a run has behind it."""
+    """Returns the number of steps that a run has done."""
     return len(state["progress"]["losses"])
 
 
 @dataclass(slots=True)
 class _Progress:
-    """How far a run has come, beside what its parts know of themselves.
+    """Progress of a run, apart from the state dicts of its parts.
 
     Attributes:
-        epoch: epochs that are over.
-        step: steps of the present one that are over.
-        losses: the loss of every step.
-        seconds: its time.
+        epoch: number of finished epochs.
+        step: number of finished steps in the present epoch.
+        losses: loss of every step.
+        seconds: time of every step.
     """
 
     epoch: int = 0
@@ -114,24 +114,24 @@ def run(
     """Trains a new network and tests it.
 
     Args:
-        train: the digits to train on.
-        test: the digits to test on.
-        opt_level: handed to ``amp.initialize``.
-        half_dtype: handed to ``amp.initialize``; None where the level uses none.
-        epochs: how often every digit of ``train`` is seen, at least 1.
-        seed: decides the first weights and the order of the digits.
-        on_step: called after every step with its loss, and with a function that returns the state of the run. The
-            state's tensors are those of the run itself: save them, or copy them, before the next step changes them.
-        resume_from: a state of a run with the same arguments, to go on from there.
+        train: training set.
+        test: test set.
+        opt_level: argument of ``amp.initialize``.
+        half_dtype: argument of ``amp.initialize``; None if the level uses none.
+        epochs: number of epochs over ``train``, at least 1.
+        seed: seed of the initial weights and of the order of the digits.
+        on_step: callback after every step. Its arguments are the step's loss and a function that returns the state of
+            the run. That state refers to the run's own tensors: save or copy them before the next step changes them.
+        resume_from: state of a run with the same arguments, to resume from.
 
     Raises:
-        AmpError: ``amp.initialize`` refuses the level or the half type.
-        StateError: ``resume_from`` is the state of another run than this.
+        AmpError: ``amp.initialize`` does not accept the level or the half type.
+        StateError: ``resume_from`` does not fit this run's network, optimizer or schedule.
     """
     peak_memory_mib = peak_memory(train, opt_level, half_dtype, seed=seed) / 2**20
     model, optimizer = _set_up(opt_level, half_dtype, seed)
     try:
-        # Every step has the same learning rate at every level, so that the runs differ in nothing but their precision.
+        # A step has the same learning rate at every level, so that the runs differ in precision only.
         steps = epochs * steps_per_epoch(train)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps)
         generator = torch.Generator().manual_seed(seed)
@@ -147,7 +147,7 @@ def run(
 
         model.train()
         while so_far.epoch < epochs:
-            # The order of a whole epoch is drawn here, and drawn again by a run that goes on in the middle of it.
+            # A run that resumes in the middle of an epoch draws the same order again from this state.
             order_from = generator.get_state()
             for batch in torch.randperm(len(train), generator=generator).split(BATCH_SIZE)[so_far.step :]:
                 batch_of_digits = train[batch]
@@ -159,7 +159,7 @@ def run(
                 so_far.step += 1
                 on_step(so_far.losses[-1], state)
             so_far.epoch, so_far.step = so_far.epoch + 1, 0
-        # Read before testing, whose casts are not those of a training step.
+        # Must be read before the test, whose casts do not count.
         counts = counted + _counts(optimizer)
         return Result(
             opt_level=opt_level,
@@ -178,16 +178,16 @@ def run(
 
 
 def peak_memory(digits: Digits, opt_level: str, half_dtype: torch.dtype | None, *, seed: int) -> int:
-    """Returns the most bytes that are allocated at any moment of a training step, those of its batch included.
+    """Returns the largest number of bytes allocated at any moment of a training step, its batch included.
 
-    It is measured on a network of its own, so that no other run is influenced: in a step that finds gradients and the
-    optimizer's state there, as every step but the first does.
+    Measures a separate network, so that no other run is affected. Gradients and optimizer state exist before the
+    measured step, as before every step but the first.
 
     Args:
-        digits: the step takes the first batch of these.
-        opt_level: handed to ``amp.initialize``.
-        half_dtype: handed to ``amp.initialize``; None where the level uses none.
-        seed: decides the weights.
+        digits: digits whose first batch the step uses.
+        opt_level: argument of ``amp.initialize``.
+        half_dtype: argument of ``amp.initialize``; None if the level uses none.
+        seed: seed of the weights.
     """
 
     def prepare() -> Callable[[], Tensor]:
@@ -205,13 +205,13 @@ def peak_memory(digits: Digits, opt_level: str, half_dtype: torch.dtype | None, 
 
 
 def seconds_per_step(digits: Digits, opt_level: str, half_dtype: torch.dtype | None, *, seed: int) -> float:
-    """Returns the time of a training step in seconds, measured on a network of its own.
+    """Returns the time of a training step in seconds, measured on a separate network.
 
     Args:
-        digits: the steps take the first batch of these.
-        opt_level: handed to ``amp.initialize``.
-        half_dtype: handed to ``amp.initialize``; None where the level uses none.
-        seed: decides the weights.
+        digits: digits whose first batch the steps use.
+        opt_level: argument of ``amp.initialize``.
+        half_dtype: argument of ``amp.initialize``; None if the level uses none.
+        seed: seed of the weights.
     """
     model, optimizer = _set_up(opt_level, half_dtype, seed)
     try:
@@ -222,7 +222,7 @@ def seconds_per_step(digits: Digits, opt_level: str, half_dtype: torch.dtype | N
             started = time.perf_counter()
             _step(model, optimizer, batch)
             seconds.append(time.perf_counter() - started)
-        # The first step sets up what later ones use again, and another process may hold up any of them.
+        # The minimum: the first step includes setup, and other processes can slow down any step.
         return min(seconds)
     finally:
         amp.deinitialize()
@@ -230,7 +230,7 @@ def seconds_per_step(digits: Digits, opt_level: str, half_dtype: torch.dtype | N
 
 @torch.no_grad()
 def accuracy(model: nn.Module, digits: Digits) -> float:
-    """Returns the share of ``digits`` that the model recognises, 0 to 1. Leaves the model in eval mode."""
+    """Returns the share of ``digits`` that the model recognises, 0 to 1. Puts the model into eval mode."""
     model.eval()
     scores: Tensor = model(digits.images)
     recognised = (scores.argmax(dim=1) == digits.labels).sum().item()
@@ -238,8 +238,8 @@ def accuracy(model: nn.Module, digits: Digits) -> float:
 
 
 def _set_up(opt_level: str, half_dtype: torch.dtype | None, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Returns a network whose first weights depend on ``seed`` alone, and its optimizer, both in the hands of amp."""
-    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
+    """Returns a network and its optimizer from amp.initialize; the initial weights depend on ``seed`` only."""
+    with torch.random.fork_rng(devices=[]):  # keep the caller's random number state
         torch.manual_seed(seed)
         model = DigitsNetwork()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON)
@@ -248,7 +248,7 @@ def _set_up(opt_level: str, half_dtype: torch.dtype | None, seed: int) -> tuple[
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, digits: Digits) -> Tensor:
-    """Runs one training step; returns its loss."""
+    """Runs one training step, and returns its loss."""
     optimizer.zero_grad()
     loss = F.cross_entropy(model(digits.images), digits.labels)
     with amp.scale_loss(loss, optimizer) as scaled_loss:
@@ -258,13 +258,13 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, digits: Digits) ->
 
 
 def _counts(optimizer: torch.optim.Optimizer) -> Counter[str]:
-    """Returns what amp has counted since it was set up."""
+    """Returns amp's counts of casts, cache hits and skipped steps since amp.initialize."""
     counts = amp.cast_counts()
     return Counter(casts=counts.casts, cache_hits=counts.cache_hits, skipped_steps=amp.skipped_steps(optimizer))
 
 
 def _restore(parts: dict[str, Any], generator: torch.Generator, state: State) -> tuple[_Progress, Counter[str]]:
-    """Puts the parts of a run where they were in another one; how far that had come, and what amp had counted.
+    """Loads a state into the parts of a run; returns its progress and its counts.
 
     Raises:
         StateError: the state does not fit the parts.
@@ -276,6 +276,6 @@ def _restore(parts: dict[str, Any], generator: torch.Generator, state: State) ->
         return _Progress(**state["progress"]), Counter(state["counts"])
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise StateError(
-            "found the saved state of another network, optimizer or schedule; expected that of this version's. Train "
-            "from the start."
+            "found the saved state of another network, optimizer or schedule; expected one of this version of the "
+            "demo. Train from the start."
         ) from error

@@ -1,5 +1,5 @@
-"""Adapters for training frameworks: what a framework's users write stays as it is.
+"""Adapters for training frameworks, whose users keep their code unchanged.
 
-They use the public API, and of the core only what a loop needs besides. Nothing in the core may know of them, and none
-of them is imported with ampatch.
+Adapters use the public API, plus the few parts of the core that a training loop needs. The core must never import them,
+and `import ampatch` must not import them.
 """

@@ -1,7 +1,7 @@
-"""What amp keeps of a net from fit to fit: its loss scale, and whether amp is set up for it.
+"""State that amp keeps for a net between fits: its loss scale, and whether amp is set up for it.
 
-Owns when amp is set up for a net, and set up anew. Asks the net for its options, models and optimizers each time, and
-keeps none of them: it is copied and pickled with the net.
+Owns the decision when to set amp up for a net, and when to set it up again. Must never keep the net's options, models
+or optimizers, because it is copied and pickled with the net: it asks the net for them each time.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ampatch.integrations.live import Live, uninterrupted
 
 
 class AmpState:
-    """What amp keeps of a net from fit to fit, as ``net.amp_``: the loss scale, or the scaler in its place.
+    """State of the loss scale, or the scaler that replaces it, as ``net.amp_``; it survives from fit to fit.
 
     Attributes:
-        scaler: what ``amp__scaler`` has given; None: amp's own scale.
+        scaler: scaler that ``amp__scaler`` gave; None for amp's own scale.
     """
 
     def __init__(self, scaler: Any = None) -> None:
@@ -34,9 +34,9 @@ class AmpState:
         self._lock = threading.RLock()
         self._live: Live | None = None
         self._users = 0
-        self._holder: int | None = None  # the thread that has opened it, as long as it is in `held`
-        self._is_outdated = False  # whether parameters were set since it was opened
-        self._begins_afresh = False  # whether the scale of what is open now is of no account any more
+        self._holder: int | None = None  # id of the thread that opened `_live`, while that thread is in `held`
+        self._is_outdated = False  # True if the user set parameters since `_live` was opened
+        self._begins_afresh = False  # True if the present scale must not be kept
 
     def __repr__(self) -> str:
         scale = self.scaler if self.scaler is not None else self._saved
@@ -44,11 +44,11 @@ class AmpState:
 
     @property
     def is_live(self) -> bool:
-        """Returns whether amp is set up for the net."""
+        """True if amp is set up for the net."""
         return self._live is not None
 
     def is_held_here(self, training: bool) -> bool:
-        """Returns whether this thread is in `held` already, so that to enter it again would do nothing."""
+        """Returns True if this thread is in `held` already, so that entering it again would be a no-op."""
         live = self._live
         if live is None or self._is_outdated:
             return False
@@ -56,29 +56,33 @@ class AmpState:
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Returns whether the batch that has just ended skipped its step; skorch's schedulers ask by this name."""
+        """True if the batch that has just ended skipped its step; skorch's LRScheduler reads this name."""
         return self._live is not None and self._live.step_was_skipped and not self._is_after_batch
 
     _is_after_batch = False
 
     def note(self, event: str) -> None:
-        """Hears of a net's notification: a skipped step concerns the schedulers of its batch only."""
+        """Records a notification of the net: schedulers must see a skipped step in `on_batch_end` only."""
         self._is_after_batch = event != "on_batch_end"
 
     def reset(self, scaler: Any) -> None:
-        """Begins with a fresh loss scale."""
+        """Replaces the scaler, and starts with a fresh loss scale."""
         self.scaler = scaler
         self.outdate(scale_too=True)
 
     def outdate(self, *, scale_too: bool) -> None:
-        """Has the next training step set amp up anew, since parameters were set."""
+        """Makes the next training step or prediction set amp up again, after the user set parameters.
+
+        Args:
+            scale_too: True to drop the loss scale as well.
+        """
         self._is_outdated = True
         if scale_too:
             self._saved, self._begins_afresh = {}, True
 
     @contextlib.contextmanager
     def held(self, net: Any, training: bool) -> Iterator[None]:
-        """Sets amp up for a net while somebody is in the block."""
+        """Sets amp up for a net while any thread is in such a block."""
         with self._lock:
             self._users += 1
             is_first = self._users == 1
@@ -88,7 +92,7 @@ class AmpState:
                     self._reopen(net, training)
                 elif (training and not live.is_training) or (self._is_outdated and not live.is_in_step):
                     self._reopen(net, training or live.is_training)
-            except BaseException:  # a Ctrl-C that had to wait, among others
+            except BaseException:  # such as the KeyboardInterrupt that `uninterrupted` raises late
                 self._users -= 1
                 if not self._users:
                     self._close()
@@ -131,7 +135,10 @@ class AmpState:
 
     @contextlib.contextmanager
     def step(self, net: Any) -> Iterator[None]:
-        """Runs a training step; one within another does nothing of its own."""
+        """Runs a training step; a nested one is a no-op.
+
+        Sets amp up again first if the net's models, optimizers or amp parameters have changed.
+        """
         live = self._live
         if live is None or live.is_in_step:
             yield
@@ -150,7 +157,11 @@ class AmpState:
 
     @contextlib.contextmanager
     def suspended(self, net: Any) -> Iterator[None]:
-        """Weights are float32 in the block."""
+        """Gives the net float32 weights while the block runs.
+
+        Raises:
+            UsageError: a training step is running, with half weights.
+        """
         with self._lock:
             live = self._live
             if live is None or not live.converts:
@@ -168,7 +179,7 @@ class AmpState:
             finally:
                 self._reopen(net, live.is_training)
 
-    # Saving. Tensors only, which skorch saves with torch and with safetensors alike.
+    # Saving: as tensors only, since safetensors saves nothing else.
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the state as 0-dimensional tensors on the CPU; empty before the first fit."""
@@ -181,17 +192,17 @@ class AmpState:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Loads what `state_dict` has returned.
+        """Loads a state that `state_dict` returned.
 
         Raises:
-            OptionError: it is something else; nothing was changed.
+            OptionError: ``state_dict`` is not such a state; nothing was changed.
         """
         state: dict[str, Any] = {}
         for path, value in state_dict.items():
             name, _, key = str(path).partition(".")
             if not (key and isinstance(value, torch.Tensor) and value.numel() == 1):
                 raise OptionError(
-                    f"found {path!r} in the state of amp; expected what net.save_params(f_amp=...) has saved. Is it "
+                    f"found {path!r} in the state of amp; expected a state saved by net.save_params(f_amp=...). Is it "
                     "another file, such as f_params?"
                 )
             state.setdefault(name, {})[key] = value.item()

@@ -1,7 +1,7 @@
-"""amp set up for the length of a fit or a prediction, and taken down after it, for frameworks that own the loop.
+"""Sets amp up for one fit or prediction, and takes it down after it, for frameworks that own the training loop.
 
-Owns which trainers share the session of this process, in which thread casts are on, and the scaling of every backward
-pass of a training step. Must not know a framework.
+Owns the list of trainers that share the session of this process, the threads in which casts are on, and the scaling of
+every backward pass in a training step. Must not know any framework.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ampatch.scaling.unscaled_losses import leaves_of
 
 
 class _Thread(threading.local):
-    depth = 0  # of regions that hold casts off
-    off: Any = None  # what ends with the last of them
-    casts = False  # whether inside of a block that has them on
-    stepping: Live | None = None  # whose training step runs here
+    depth = 0  # number of open `casts_off` blocks
+    off: Any = None  # context manager that the last of them exits
+    casts = False  # True inside a `casts_on` block
+    stepping: Live | None = None  # trainer whose training step runs in this thread
 
 
 _thread = _Thread()
@@ -39,7 +39,7 @@ _thread = _Thread()
 
 @dataclass
 class _Shared:
-    """What belongs to the process: the trainers that use its session, and what was patched beside amp."""
+    """State of the process: the trainers that use its session, and the patches that this module adds to amp's."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     users: list[Live] = field(default_factory=list)
@@ -52,10 +52,10 @@ _shared = _Shared()
 
 @contextlib.contextmanager
 def casts_off() -> Iterator[None]:
-    """Holds casts off in this thread, but for blocks of `casts_on`. Nests, and then does nothing.
+    """Turns casts off in this thread while the block runs, except in `casts_on` blocks. A nested one is a no-op.
 
     Warns:
-        AmpWarning: it ends in another thread, as a generator may; casts stay off in the first one.
+        AmpWarning: the block ends in another thread, as in a generator; casts stay off in the first one.
     """
     thread = threading.get_ident()
     if not _thread.depth:
@@ -67,26 +67,29 @@ def casts_off() -> Iterator[None]:
     finally:
         if thread == threading.get_ident():
             _thread.depth -= 1
-            if not _thread.depth:  # the last to end, since iterators need not end in order
+            if not _thread.depth:  # iterators may end in any order, so the last one turns casts on
                 _thread.off.__exit__(None, None, None)
         else:
             warn(
                 "an iterator over predictions was begun in one thread and ended in another, and casts stay off in the "
-                "first one. Use up or close forward_iter in the thread that has begun it."
+                "first one. Exhaust or close forward_iter in the thread that has begun it."
             )
 
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Keeps a trainer that has amp off out of the casts of those that have it on, in other threads or around it."""
-    is_anothers = runtime.live is not None and not _shared.users  # the user's own, who has asked for it
+    """Turns casts off for a trainer that has amp off, while other trainers have amp on.
+
+    A session that the user set up stays in force: the user has asked for its casts.
+    """
+    is_anothers = runtime.live is not None and not _shared.users
     with contextlib.nullcontext() if is_anothers else casts_off():
         yield
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Holds Ctrl-C back until the block ends: amp is set up, or taken down, as a whole."""
+    """Delays Ctrl-C until the block ends, so that amp is never set up or taken down halfway."""
     before = signal.getsignal(signal.SIGINT)
     if not callable(before) or threading.current_thread() is not threading.main_thread():
         yield
@@ -103,7 +106,7 @@ def uninterrupted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def casts_on() -> Iterator[None]:
-    """Takes `casts_off` back until the block ends; a user's own ``amp.disable_casts`` still holds."""
+    """Undoes `casts_off` while the block runs; the user's own ``amp.disable_casts`` still holds."""
     session = runtime.live
     if _thread.casts or not _thread.depth or session is None:
         yield
@@ -120,15 +123,15 @@ class Live:
     """amp for the models and optimizers of one trainer, between `open` and `close`.
 
     Args:
-        models: the modules whose forwards are cast.
-        optimizers: those that train them; None for predictions.
-        options: the arguments of ``amp.initialize``.
-        scaler: of ``torch.amp.GradScaler``'s interface, in the place of amp's own scale; None: amp's own.
+        models: modules passed to ``amp.initialize``.
+        optimizers: optimizers that train the models; None for predictions.
+        options: keyword arguments of ``amp.initialize``.
+        scaler: object with ``torch.amp.GradScaler``'s interface that replaces amp's own scale; None for amp's own.
 
     Attributes:
-        models: as given.
-        optimizers: as given; empty for predictions.
-        is_training: whether it is more than predictions.
+        models: given models, without those that are part of another.
+        optimizers: given optimizers; empty for predictions.
+        is_training: True if optimizers were given.
     """
 
     def __init__(
@@ -138,7 +141,7 @@ class Live:
         options: Mapping[str, Any],
         scaler: Any = None,
     ) -> None:
-        # At levels that convert weights a model and a part of it cannot both be handed in.
+        # Levels that convert weights do not accept a model together with a part of it.
         inner = {id(part) for model in models for part in model.modules() if part is not model}
         self.models = [model for model in models if id(model) not in inner]
         self.optimizers = list(optimizers or ())
@@ -153,34 +156,34 @@ class Live:
         self._unproven = False
         self._session: Any = None
 
-    # Set up and taken down
+    # Setup and teardown
 
     def open(self, state: Mapping[str, Any]) -> None:
         """Sets amp up, or joins the session of other trainers.
 
         Args:
-            state: what `state_dict` returned before, of this trainer; empty for a fresh loss scale.
+            state: earlier result of this trainer's `state_dict`; empty for a fresh loss scale.
 
         Raises:
-            UsageError: amp is set up by somebody else, or for a trainer whose settings or loss scale cannot be shared.
+            UsageError: the user set amp up, or another trainer whose settings or loss scale cannot be shared.
             OptionError: an option has a value that is not allowed.
         """
         with _shared.lock:
             others = list(_shared.users)
             if others:
-                self._initialize([], [], joins=True)  # says what differs, if anything does
+                self._initialize([], [], joins=True)  # raises if settings differ, and names them
                 self._check_may_join(others)
             elif amp.is_on():
                 raise UsageError(
-                    "amp is set up already, by amp.initialize or amp.init, and here a fit or a prediction sets it up "
-                    "for itself. Type amp.deinitialize() before it."
+                    "amp is set up already, by amp.initialize or amp.init, but this fit or prediction sets it up "
+                    "itself. Type amp.deinitialize() before it."
                 )
             before = _floating(self.models) if _may_convert(self._options) else []
-            precise = [(each, each.detach()) for each in before]  # whose memory stays, as conversion makes new
+            precise = [(each, each.detach()) for each in before]  # keep the float32 storage, which conversion replaces
             updated = {id(each) for optimizer in self.optimizers for each in _parameters(optimizer)}
             session = runtime.live
             optimizers = [] if self._scaler is not None else self.optimizers
-            # One that trained in this session before is still known to it.
+            # The session still knows an optimizer that trained in it before.
             new = [each for each in optimizers if session is None or not session.has_adopted(each)]
             self._initialize(self.models, new, joins=bool(others))
             self._session = runtime.live
@@ -221,10 +224,10 @@ class Live:
         self._is_one = self._scaler is None and live["loss_scale"] == 1
         if self._scaler is not None and live["cast_model_type"] in ("float16", "bfloat16") and live["master_weights"]:
             raise OptionError(
-                f"a scaler of its own cannot be had at opt_level={live['opt_level']!r}, whose float32 masters get "
-                "their gradients from amp's scale. Leave the scaler out, or use opt_level='O1'."
+                f"a scaler cannot replace amp's own scale at opt_level={live['opt_level']!r}, whose float32 masters "
+                "get their gradients from amp's scale. Leave the scaler out, or use opt_level='O1'."
             )
-        # What has a master comes back from it; what has none would come back rounded.
+        # amp restores a parameter from its master. Without a master it would stay rounded, so `close` restores it.
         mastered = updated if live["master_weights"] else set()
         self._precise = [
             (now, before, now.dtype)
@@ -243,7 +246,7 @@ class Live:
                 self._steps.set(optimizer, "step", self._scaled_step(optimizer, optimizer.step))
 
     def close(self) -> None:
-        """Takes down what `open` has set up, when the last trainer goes; weights are float32 again."""
+        """Leaves the session. The last trainer takes amp down, and its weights are float32 again."""
         with _shared.lock:
             _shared.users = [user for user in _shared.users if user is not self]
             self._steps.undo()
@@ -262,15 +265,15 @@ class Live:
 
     @property
     def converts(self) -> bool:
-        """Returns whether weights of its models are half now."""
+        """True if parameters or buffers of the models are half now."""
         return any(each.dtype in HALVES for each in _floating(self.models))
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Returns the state of amp's scale as plain numbers; None if there is none, or a scaler of its own."""
+        """Returns the state of amp's scale as plain numbers; None if amp is off, for predictions, or with a scaler."""
         return amp.state_dict() if self.is_training and self._scaler is None and amp.is_on() else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has amp's scale go on from a state."""
+        """Loads a state into amp's scale; an empty one gives a fresh scale."""
         if self.is_training and self._scaler is None:
             amp.load_state_dict(state or _shared.first_state)
 
@@ -278,18 +281,18 @@ class Live:
 
     @property
     def is_in_step(self) -> bool:
-        """Returns whether a training step is under way."""
+        """True while a training step runs."""
         return self._is_in_step
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Runs a training step: scales the backward passes of this thread, and hears of skipped steps.
+        """Runs a training step: scales the backward passes of this thread, and notes whether a step was skipped.
 
         Raises:
-            UsageError: somebody has taken amp down meanwhile.
+            UsageError: user code took amp down after `open`.
 
         Warns:
-            AmpWarning: the first step has ended, and amp has cast nothing.
+            AmpWarning: amp cast nothing in the first training step.
         """
         if runtime.live is not self._session:
             raise UsageError(
@@ -313,7 +316,7 @@ class Live:
 
     @property
     def step_was_skipped(self) -> bool:
-        """Returns whether an optimizer skipped its step in the last training step, after an overflow."""
+        """True if an optimizer skipped its step in the last training step, after an overflow."""
         return self._was_skipped
 
     def _skipped_steps(self) -> int:
@@ -329,8 +332,8 @@ class Live:
         live = amp.settings()
         warn(
             f"amp is on (opt_level={live['opt_level']!r}, {live['half_dtype']}), and the first training step has cast "
-            f"nothing: no function of the cast lists met a tensor on {', '.join(live['device_types'])} that needs it. "
-            "ampatch lists show NAME tells what is cast; opt_level='O0' turns amp off."
+            f"nothing: no function of the cast lists met a tensor on {', '.join(live['device_types'])} that needs a "
+            "cast. ampatch lists show NAME prints which functions are cast; opt_level='O0' turns amp off."
         )
 
     # Backward passes
@@ -340,25 +343,28 @@ class Live:
 
         Args:
             original: ``torch.autograd.backward``.
-            tensors: one or several, as that takes them.
-            args: its other arguments.
-            kwargs: the same, by keyword.
+            tensors: tensor or sequence of tensors, the first argument of ``original``.
+            args: other positional arguments of ``original``.
+            kwargs: keyword arguments of ``original``.
+
+        Raises:
+            UsageError: the trainer has no optimizer.
         """
         if not self.optimizers:
             raise UsageError(
-                "a backward pass in a training step, and there is no optimizer to unscale gradients for. Make it in "
+                "found a backward pass in a training step, but no optimizer whose gradients to unscale. Make one in "
                 "initialize_optimizer, as an attribute such as self.optimizer_, of a subclass of torch.optim.Optimizer."
             )
         inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
         leaves = {} if self._is_one else self._leaves(tensors, inputs)
         ours = self._ours(leaves)
-        # Without inputs it may lead to parameters that are no leaves of this graph, as those of a checkpoint's.
+        # Without `inputs` it may reach parameters that are no leaves of this graph, as in a checkpointed region.
         is_anothers = not ours and bool(leaves) and (inputs is not None or self._is_unscaled)
         if is_anothers or self._is_scaled_by_hand():
             original(tensors, *args, **kwargs)
             return
         scale = 1.0
-        # No optimizer updates these leaves, inputs for instance, so that amp.scale_loss would leave them scaled.
+        # No optimizer updates these leaves (inputs, for example), so amp.scale_loss would leave their gradients scaled.
         others = [(leaf, leaf.grad) for key, leaf in leaves.items() if key not in ours]
         if others:
             scale = amp.get_loss_scale() if self._scaler is None else self._scaler.get_scale()
@@ -387,7 +393,7 @@ class Live:
         return {key: leaf for root in roots for key, leaf in leaves_of(root).items()}
 
     def _ours(self, leaves: Mapping[int, Tensor]) -> set[int]:
-        """Returns the ids among these that the optimizers update; an optimizer may have new parameters meanwhile."""
+        """Returns the ids of those leaves that the optimizers update, also if optimizers got new parameters since."""
         if not leaves.keys() <= self._updated:
             session = runtime.live
             self._updated = {
@@ -402,14 +408,14 @@ class Live:
         return self._updated & leaves.keys()
 
     def _is_scaled_by_hand(self) -> bool:
-        """Returns whether the user's own ``amp.scale_loss`` is around this backward pass."""
+        """Returns True if this backward pass runs inside the user's own ``amp.scale_loss`` block."""
         session = runtime.live
         if session is None or self._scaler is not None:
             return False
         uses = (session.adopted(optimizer).gradients.scaled_by for optimizer in self.optimizers)
         return any(each is not None and each.is_open for each in uses)
 
-    # A scaler of the user's
+    # Scalers given by the user
 
     def _scaled_backward(self, original: Callable[..., None], tensors: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         if self._has_stepped:
@@ -417,11 +423,11 @@ class Live:
         with_gradients = [each for each in self.optimizers if _has_gradients(each)]
         if self._is_unscaled and with_gradients:
             raise UsageError(
-                f"a second backward pass adds to gradients that this {type(self._scaler).__name__} has unscaled, which "
-                "it can do once a step only. Step, or clear the gradients, in between; or leave the scaler out: amp's "
-                "own scale lets gradients accumulate."
+                f"a second backward pass adds to gradients that this {type(self._scaler).__name__} has unscaled, but "
+                "it can unscale only once per step. Step, or clear the gradients, in between; or leave the scaler out: "
+                "amp's own scale lets gradients accumulate."
             )
-        if self._is_unscaled:  # and cleared since: nothing has stepped
+        if self._is_unscaled:  # the gradients were cleared since, without a step
             self._end_iteration()
         original(self._scaler.scale(tensors), *args, **kwargs)
         for optimizer in self.optimizers:
@@ -430,14 +436,14 @@ class Live:
                 self._is_unscaled = True
 
     def _scaled_step(self, optimizer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a ``step`` for an optimizer that goes through the scaler."""
+        """Returns a ``step`` for an optimizer that calls the scaler's ``step``."""
         inside = False
         has_run = False
 
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
             nonlocal inside, has_run
-            if inside:  # the scaler calls it
+            if inside:  # called by the scaler
                 has_run = True
                 return original(*args, **kwargs)
             closure = args[0] if args else kwargs.get("closure")
@@ -457,7 +463,7 @@ class Live:
             result = scaler.step(optimizer) if _has_gradients(optimizer) else original()
             self._has_stepped = True
             return result
-        if self._has_stepped or self._is_unscaled:  # by another optimizer, whose closure has run
+        if self._has_stepped or self._is_unscaled:  # another optimizer's step has run its closure
             self._end_iteration()
 
         def evaluate() -> Any:
@@ -496,7 +502,7 @@ def _backward_of_steps(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
         live = _thread.stepping
-        # Within a backward pass, as in checkpoints, gradients have the scale already.
+        # A backward pass within another one, as in checkpoints, has scaled gradients already.
         if live is None or torch._C._current_graph_task_id() != -1 or not (args or "tensors" in kwargs):
             original(*args, **kwargs)
             return
@@ -511,8 +517,7 @@ def _without_scale(options: Mapping[str, Any]) -> dict[str, Any]:
     given = [name for name in (*of_scale, "hysteresis", "min_loss_scale", "max_loss_scale") if name in options]
     if given:
         raise OptionError(
-            f"a scaler stands in the place of amp's own scale, and {', '.join(given)} would set that. Leave one of the "
-            "two out."
+            f"a scaler replaces amp's own scale, which {', '.join(given)} would set. Leave one of the two out."
         )
     return {**options, "loss_scale": 1.0}
 

@@ -1,7 +1,7 @@
-"""``AmpNetMixin``: amp for skorch's nets, by parameters with double underscores.
+"""``AmpNetMixin``: amp for skorch's nets, set by ``amp__`` parameters.
 
-Owns which methods of a net amp stands around, its parameters, and the state of the loss scale from fit to fit. What
-amp does within a fit is `ampatch.integrations.live`'s. Must never change a net that has amp off.
+Owns the list of methods that amp guards, the parameters, and the loss scale's state between fits. Must never change the
+results of a net that has amp off. `ampatch.integrations.live` owns what amp does within a fit.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ try:
     import skorch
     from skorch import NeuralNet
 except ModuleNotFoundError as error:
-    raise IntegrationError(f"ampatch.integrations.skorch needs skorch, and there is no {error.name}. {_INSTALL}") from (
+    raise IntegrationError(f"ampatch.integrations.skorch needs skorch, but {error.name} is missing. {_INSTALL}") from (
         error
     )
 if tuple(map(int, re.findall(r"\d+", skorch.__version__)[:2])) < (1, 4):
-    raise IntegrationError(f"ampatch.integrations.skorch needs skorch 1.4, and found {skorch.__version__}. {_INSTALL}")
+    raise IntegrationError(f"ampatch.integrations.skorch needs skorch 1.4, but found {skorch.__version__}. {_INSTALL}")
 
 __all__ = ["AmpNetMixin", "AmpState"]
 
-_OWN = {"models", "optimizers", "num_losses"}  # arguments of amp.initialize that a net gives itself
+_OWN = {"models", "optimizers", "num_losses"}  # arguments of amp.initialize that the net passes itself
 _OPTIONS = [name for name in inspect.signature(amp.initialize).parameters if name not in _OWN]
 _OVERRIDES = ("loss_scale", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
 _OF_SCALERS = ("scale", "unscale_", "step", "update", "get_scale", "state_dict", "load_state_dict", "is_enabled")
@@ -50,12 +50,12 @@ _NOTHING = contextlib.nullcontext()
 
 
 def _session(net: Any, training: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Returns ``net.amp_session(training)``, or what does nothing where that would: every step asks several times."""
+    """Returns ``net.amp_session(training)``, or a cheap no-op context if this thread is in one: steps often ask."""
     return _NOTHING if net._amp_state().is_held_here(training) else net.amp_session(training)
 
 
-# Guards: what amp does around a method, of skorch's or an override. A method that calls its parent's is guarded twice,
-# which changes nothing.
+# Guards: the code that amp runs around a method of skorch or around an override. An override that calls its parent's
+# method is guarded twice, which is harmless.
 
 
 def _fitting(method: Any) -> Any:
@@ -81,7 +81,7 @@ def _iterating(method: Any) -> Any:
 
 
 def _stepping(method: Any) -> Any:
-    """Scales backward passes while the method runs, and skips steps of optimizers."""
+    """Scales backward passes while the method runs, and lets overflows skip the steps of optimizers."""
 
     @functools.wraps(method)
     def guarded(net: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ def _stepping(method: Any) -> Any:
 
 
 def _within_steps(method: Any) -> Any:
-    """Scales backward passes of a method that does not step, so that amp has to be there after it."""
+    """Scales backward passes of a method that does not step, and so needs amp to be set up by its caller."""
 
     @functools.wraps(method)
     def guarded(net: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,10 @@ def _within_steps(method: Any) -> Any:
 
 
 def _casting(method: Any) -> Any:
-    """Turns casts on while the method runs, and returns float32: numpy has no bfloat16."""
+    """Turns casts on while the method runs, and casts its result to float32: numpy has no bfloat16.
+
+    If ``amp__cast_model_outputs`` is set, the result keeps its dtype.
+    """
 
     @functools.wraps(method)
     def guarded(net: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +144,7 @@ def _guarded(method: _M, name: str = "") -> _M:
 
 
 class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
-    """Trains and predicts in mixed precision, as the first base of a net.
+    """Mixin that trains and predicts in mixed precision; it must be the first base of a net.
 
     ::
 
@@ -149,12 +152,13 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
 
         net = Net(MyModule, amp__opt_level="O1", amp__half_dtype="float16")
 
-    ``amp__`` takes every argument of ``amp.initialize`` but ``models``, ``optimizers`` and ``num_losses``; and
-    ``amp__scaler``, a class or an instance with the interface of ``torch.amp.GradScaler``, in the place of amp's own
-    scale. Functions are cast within `infer` and `get_loss`, and nowhere else. ``net.amp_`` has the state of the scale.
+    Parameters with the prefix ``amp__`` are the arguments of ``amp.initialize``, except ``models``, ``optimizers`` and
+    ``num_losses``. ``amp__scaler`` replaces amp's own scale: a class or an instance with the interface of
+    ``torch.amp.GradScaler``. amp casts functions within `infer` and `get_loss` only. ``net.amp_`` holds the state of
+    the loss scale.
 
     Raises:
-        UsageError: of a class that names the mixin after the net, or that is an ``AccelerateMixin`` as well.
+        UsageError: a class names the mixin after the net, or also inherits from ``AccelerateMixin``.
     """
 
     amp_: AmpState
@@ -167,12 +171,12 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
             raise UsageError(f"{cls.__name__} has AmpNetMixin and AccelerateMixin, and both cast. Leave one out.")
         if issubclass(cls, NeuralNet) and cls.__mro__.index(NeuralNet) < cls.__mro__.index(AmpNetMixin):
             raise UsageError(
-                f"{cls.__name__} names AmpNetMixin after the net, whose methods then go past it. Type "
+                f"{cls.__name__} names AmpNetMixin after the net, whose methods would bypass it. Type "
                 f"class {cls.__name__}(AmpNetMixin, {cls.__bases__[0].__name__})."
             )
         for name in _GUARDS:
             method = cls.__dict__.get(name)
-            if method is None and not hasattr(getattr(cls, name), _GUARDED):  # of a class before the mixin
+            if method is None and not hasattr(getattr(cls, name), _GUARDED):  # from a base that precedes the mixin
                 method = _inherited(cls, name)
             if method is not None and not hasattr(method, _GUARDED):
                 setattr(cls, name, _guarded(method, name))
@@ -181,50 +185,55 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.prefixes_ = [*self.prefixes_, "amp"]
 
-    # What amp stands around
+    # Guarded methods
 
     @_guarded
     def fit_loop(self, X: Any, y: Any = None, epochs: int | None = None, **kwargs: Any) -> Any:  # noqa: N803
-        """As the net's, with amp set up for its length."""
+        """Runs the net's `fit_loop` with amp set up."""
         return super().fit_loop(X, y, epochs, **kwargs)
 
     @_guarded
     def train_step(self, batch: Any, **fit_params: Any) -> Any:
-        """As the net's: in it backward passes are scaled, and an overflow skips the steps of optimizers."""
+        """Runs the net's `train_step`; amp scales its backward passes, and an overflow skips the optimizers' steps."""
         return super().train_step(batch, **fit_params)
 
     @_guarded
     def train_step_single(self, batch: Any, **fit_params: Any) -> Any:
-        """As the net's; ``loss.backward()`` scales by itself."""
+        """Runs the net's `train_step_single`; amp scales the loss of ``loss.backward()`` in it.
+
+        Raises:
+            UsageError: amp is on for this net, and no fit and no `amp_session` is running.
+        """
         return super().train_step_single(batch, **fit_params)
 
     @_guarded
     def forward_iter(self, *args: Any, **kwargs: Any) -> Any:
-        """As the net's, with amp set up until the generator ends."""
+        """Yields from the net's `forward_iter`, with amp set up until the generator ends."""
         return super().forward_iter(*args, **kwargs)
 
     @_guarded
     def infer(self, x: Any, **fit_params: Any) -> Any:
-        """As the net's, with casts on; returns float32."""
+        """Runs the net's `infer` with casts on; returns float32, unless ``amp__cast_model_outputs`` is set."""
         return super().infer(x, **fit_params)
 
     @_guarded
     def get_loss(self, y_pred: Any, y_true: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the net's, with casts on; returns float32."""
+        """Runs the net's `get_loss` with casts on; returns float32, unless ``amp__cast_model_outputs`` is set."""
         return super().get_loss(y_pred, y_true, *args, **kwargs)
 
     @contextlib.contextmanager
     def amp_session(self, training: bool = False) -> Iterator[None]:
-        """Sets amp up for a block, as `fit` and `predict` do for themselves.
+        """Sets amp up while the block runs; `fit` and `predict` do so themselves.
 
-        For many short predictions, each of which would set amp up and take it down; and for training loops of one's
-        own that call `train_step_single`. Casts are on within `infer` and `get_loss` only, in a block too.
+        Saves time around many short predictions, each of which would set amp up and take it down. The user's own
+        training loops need it around `train_step_single`. In the block, too, amp casts within `infer` and `get_loss`
+        only.
 
         Args:
-            training: whether the optimizers take part.
+            training: True to include the optimizers.
 
         Raises:
-            UsageError: amp is on in this process with other settings, or not for this net alone.
+            UsageError: amp is on in this process with other settings, or set up in a way that cannot be shared.
             OptionError: a parameter has a value that is not allowed.
         """
         state = self._amp_state()
@@ -239,14 +248,17 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
             yield
 
     def notify(self, method_name: str, **cb_kwargs: Any) -> Any:
-        """As the net's."""
+        """Calls the net's `notify`, and records the event for `accelerator`."""
         self._amp_state().note(method_name)
         return super().notify(method_name, **cb_kwargs)
 
     @property
     def accelerator(self) -> Any:
-        """Tells skorch's LRScheduler, which asks by this name, that a batch's step was skipped."""
-        if "accelerator" in self.__dict__:  # a user's own
+        """Object that tells skorch's LRScheduler of skipped steps: `amp_` while amp is set up, else None.
+
+        A value set by the user takes precedence.
+        """
+        if "accelerator" in self.__dict__:
             return self.__dict__["accelerator"]
         return self._amp_state() if self._amp_state().is_live else None
 
@@ -275,7 +287,7 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
 
     def _amp_trained(self, training: bool) -> tuple[list[nn.Module], list[Any]]:
         modules = [getattr(self, name + "_") for name in self._modules]
-        # A criterion has no half weights: it gets the float32 outputs of modules.
+        # A criterion gets float32 outputs of modules, so its weights must not be converted to half.
         if getattr(self, "amp__opt_level", "O1") in ("O0", "O1", "O4"):
             modules += [getattr(self, name + "_") for name in self._criteria]
         optimizers = [getattr(self, name + "_") for name in self._optimizers] if training else []
@@ -291,7 +303,7 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
         lacks = [name for name in _OF_SCALERS if not hasattr(scaler, name)]
         if scaler is None:
             if params:
-                raise OptionError(f"amp__scaler__{min(params)} is set, and there is no amp__scaler to set it on.")
+                raise OptionError(f"amp__scaler__{min(params)} is set, but there is no amp__scaler to set it on.")
             return None
         if lacks:
             raise OptionError(
@@ -301,7 +313,7 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
         if not isinstance(scaler, type):
             if params:
                 raise OptionError(
-                    f"amp__scaler is an instance, which is used as it is, and amp__scaler__{min(params)} would set it. "
+                    f"amp__scaler is an instance, so amp__scaler__{min(params)} cannot be set on it. "
                     f"Type amp__scaler={type(scaler).__name__}, the class."
                 )
             return scaler
@@ -310,10 +322,10 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
         try:
             return scaler(**params)
         except TypeError as error:
-            raise OptionError(f"amp__scaler cannot be made of {params}: {error}") from error
+            raise OptionError(f"amp__scaler cannot be made from {params}: {error}") from error
 
     def initialize(self) -> Any:
-        """As the net's; the loss scale begins anew, and a scaler that is given as a class is made."""
+        """Initializes the net; starts with a fresh loss scale, and instantiates a scaler given as a class."""
         super().initialize()
         self._amp_state().reset(self._amp_scaler())
         return self
@@ -331,9 +343,12 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
                 raise OptionError(f"__init__() or set_params() got an unexpected argument {name}.{near}")
 
     def set_params(self, **kwargs: Any) -> Any:
-        """As the net's. Those of amp take effect with the next training step or prediction.
+        """Sets parameters of the net; those of amp take effect at the next training step or prediction.
 
-        ``amp__init_scale`` and ``amp__scaler`` begin with a fresh scale.
+        ``amp__init_scale`` and ``amp__scaler`` start with a fresh loss scale.
+
+        Raises:
+            OptionError: an ``amp__`` parameter has an unknown name.
         """
         ours = {key: kwargs.pop(key) for key in list(kwargs) if key == "amp" or key.startswith("amp__")}
         if self.initialized_:
@@ -356,7 +371,7 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
             return super().__getstate__()
 
     def save_params(self, *args: Any, f_amp: Any = None, **kwargs: Any) -> None:
-        """As the net's; ``f_amp`` takes the state of the loss scale. No such file is written where amp is off."""
+        """Saves the net; ``f_amp`` is the file for the state of the loss scale, not written if amp is off."""
         if f_amp is not None and self._amp_is_on():
             self.check_is_fitted()
             kwargs["f_amp"] = f_amp
@@ -364,15 +379,18 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
             super().save_params(*args, **kwargs)
 
     def load_params(self, *args: Any, f_amp: Any = None, checkpoint: Any = None, **kwargs: Any) -> None:
-        """As the net's; ``f_amp`` gives the state of the loss scale. Where amp is off it is not read.
+        """Loads the net; ``f_amp`` is the file with the state of the loss scale, not read if amp is off.
+
+        Raises:
+            FileNotFoundError: ``f_amp`` does not exist, and no other file was to be loaded.
 
         Warns:
-            AmpWarning: there is no such file, and there are the others: they were saved with amp off.
+            AmpWarning: ``f_amp`` does not exist, but other files were loaded: the net was saved with amp off.
         """
         of_checkpoint = f_amp is None and getattr(checkpoint, "f_amp", None) is not None
         others = args or checkpoint is not None or any(v for key, v in kwargs.items() if key.startswith("f_"))
         if others or f_amp is None:
-            # Without its f_amp: a file that is missing would keep skorch from loading the rest.
+            # f_amp is loaded separately: if its file were missing, skorch would not load the others.
             rest = checkpoint
             if getattr(checkpoint, "f_amp", None) is not None:
                 rest = copy.copy(checkpoint)
@@ -389,13 +407,13 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
             if not others:
                 raise
             warn(
-                f"there is no {f_amp}, as of a net that was saved with amp off: the loss scale begins anew. To "
+                f"there is no {f_amp}: the net was probably saved with amp off. The loss scale starts afresh. To "
                 "continue without amp, set amp__opt_level='O0'."
             )
 
 
 def _inherited(cls: type, name: str) -> Callable[..., Any]:
-    """Returns a method that calls what a class inherits under a name."""
+    """Returns a method that calls the method of this name that a class inherits."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(super(cls, self), name)(*args, **kwargs)

@@ -1,6 +1,5 @@
-"""The loss scale: how it grows and backs off, the `scale_loss` block, unscaling, and the step that may be skipped.
+"""The loss scale: its growth and backoff, the `scale_loss` block, unscaling, and steps skipped after an overflow.
 
-Owns the scale, the overflow flag and the optimizers that were handed to `amp.initialize`. Must not cast a function's
-arguments, nor convert a weight. Begin with `loss_scaler` (the scale), then `scaled_block` (one block) and `optimizers`
-(the step).
+Owns the scale, the overflow flag and the optimizers passed to `amp.initialize`. Must not cast arguments of functions or
+convert weights. Read `loss_scaler` (the scale) first, then `scaled_block` (one block) and `optimizers` (the step).
 """

@@ -215,6 +215,6 @@ class TestLoad:
         assert cli.main(["demo", "--resume", str(path)]) == 1
 
         assert capsys.readouterr().err.splitlines()[-1] == (
-            "ampatch: error: found the saved state of another network, optimizer or schedule; expected that of this "
-            "version's. Train from the start."
+            "ampatch: error: found the saved state of another network, optimizer or schedule; expected one of this "
+            "version of the demo. Train from the start."
         )

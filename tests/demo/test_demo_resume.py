@@ -161,9 +161,7 @@ class TestInterrupting:
         assert cli.main(["demo", "--opt-levels", "O0"]) == 130
 
         line = last_line(capsys)
-        assert line.startswith(
-            f"Interrupted, and how far it had come could not be saved: '{DEFAULT}' is not an ordinary"
-        )
+        assert line.startswith(f"Interrupted, and the progress could not be saved: '{DEFAULT}' is not an ordinary")
         assert "--save" in line
 
     def test_one_that_comes_while_it_is_being_saved_changes_nothing(

@@ -1,8 +1,8 @@
-"""What every Python that `ampatch run` starts, and each that this one starts, does before anything else.
+"""Runs at the start of every Python that `ampatch run` starts, and of every Python that this one starts.
 
-Python itself imports this, as the folder is on PYTHONPATH then. It waits for the script to import `apex`, or torch if
-there is to be no GPU; until then it must import nothing that the script has not asked for, and never fail: it is
-there in programs that know nothing of ampatch, too. So it is in words that older Pythons understand.
+Python imports this module by itself, since `ampatch run` put its folder on PYTHONPATH. The module acts when the script
+imports `apex`, or torch with `--cpu`; until then it must import nothing that the script has not asked for. It must
+never fail: programs that do not use ampatch import it too. For the same reason its syntax must suit older Pythons.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder
     from types import ModuleType, TracebackType
 
-# As if nothing had been put there; processes that are started have it from PYTHONPATH.
+# The script must not see this folder on sys.path. Child processes still get it from PYTHONPATH.
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib takes time to import
 sys.path[:] = [entry for entry in sys.path if entry != _HERE]
 
@@ -25,29 +25,29 @@ _KEEPS_ON_CPU = "AMPATCH_RUN_CPU" in os.environ
 
 
 class _FirstImport:
-    """Stands in for Apex when somebody imports it, or one of the extensions that it has beside it."""
+    """Import finder that installs ampatch.apex on the first import of Apex or of one of its extensions."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._installer: "int | None" = None  # a thread
+        self._installer: "int | None" = None  # id of the thread that installs
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> "ModuleSpec | None":  # noqa: ARG002
-        # Only said to be there: while it is looked for, Python lets no other thread import anything.
+        # Must not install yet: during this search Python's import lock blocks the imports of all other threads.
         if name not in ("apex", "amp_C", "apex_C") or self._installer == threading.get_ident():
             return None
         return ModuleSpec(name, self, is_package=name == "apex")  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Leaves that to Python, which wants a new one."""
+        """Returns None, so that Python makes a new module, as the import protocol requires."""
 
     def exec_module(self, module: "ModuleType") -> None:
-        """Has what there is imported in the place of the new one."""
+        """Installs ampatch.apex, and imports the module of that name in place of the new one."""
         del sys.modules[module.__name__]
         self._install()
         importlib.import_module(module.__name__)
 
     def find_distributions(self, context: "DistributionFinder.Context") -> "Iterable[Distribution]":
-        """Some ask for Apex's version before they import it."""
+        """Returns the distribution of Apex, since some scripts ask for its version before they import it."""
         if context.name != "apex" or self._installer == threading.get_ident():
             return []
         self._install()
@@ -57,7 +57,7 @@ class _FirstImport:
 
     def _install(self) -> None:
         with self._lock:
-            if self not in sys.meta_path:  # by another thread
+            if self not in sys.meta_path:  # another thread has installed it
                 return
             self._installer = threading.get_ident()
             try:
@@ -80,7 +80,7 @@ def _without_gpu(_: object) -> None:
 
 
 def _explain_errors() -> None:
-    """Has errors that nobody catches say how to do without a GPU, where one was asked for and there is none."""
+    """Patches the hooks for uncaught errors: errors of scripts that find no GPU get a hint at `ampatch run --cpu`."""
     in_main, in_thread = sys.excepthook, threading.excepthook
 
     def explain(error: "BaseException | None") -> None:
@@ -101,7 +101,7 @@ def _explain_errors() -> None:
 
 
 def _run_the_one_behind() -> None:
-    """Runs the module of this name that Python would have imported without this one: the system's, or the user's."""
+    """Runs the `sitecustomize` that Python would have imported without this one: the system's or the user's."""
     spec = PathFinder.find_spec("sitecustomize")
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
@@ -109,7 +109,7 @@ def _run_the_one_behind() -> None:
         spec.loader.exec_module(module)
 
 
-# In the Python of another environment neither may be there.
+# The Python of another environment might have neither of the two.
 _IS_THERE = bool(importlib.util.find_spec("ampatch") and importlib.util.find_spec("wrapt"))
 if _IS_THERE:
     sys.meta_path.insert(0, _FirstImport())
@@ -118,5 +118,5 @@ if _IS_THERE:
 
         wrapt.register_post_import_hook(_without_gpu, "torch")
 _run_the_one_behind()
-if _IS_THERE and not _KEEPS_ON_CPU:  # last, around what that one has set
+if _IS_THERE and not _KEEPS_ON_CPU:  # last, to wrap hooks that the other sitecustomize has set
     _explain_errors()
