@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ampatch.cli import no_gpu
-from ampatch.cli.no_gpu import HINT, explain
+from ampatch.cli.no_gpu import HINT, add_hint
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
@@ -19,7 +19,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def notes_of(error: BaseException) -> list[str]:
-    explain(error)
+    add_hint(error)
     return getattr(error, "__notes__", [])
 
 
@@ -104,7 +104,7 @@ class TestTorchItself:
 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(torch.cuda, "_lazy_init", fails)
-        no_gpu.watch_torch()
+        no_gpu.add_hint_to_torch_errors()
         with pytest.raises(RuntimeError, match=re.escape("No CUDA GPUs")) as raised:
             torch.cuda._lazy_init()
         assert raised.value.__notes__ == [HINT]
@@ -113,7 +113,7 @@ class TestTorchItself:
         def succeeds() -> None: ...
 
         monkeypatch.setattr(torch.cuda, "_lazy_init", succeeds)
-        no_gpu.watch_torch()
+        no_gpu.add_hint_to_torch_errors()
         assert torch.cuda._lazy_init is not succeeds
         torch.cuda._lazy_init()
         assert torch.cuda._lazy_init is succeeds

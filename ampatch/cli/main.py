@@ -47,16 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ampatch.cast_lists import list_reports
 
         for line in list_reports.faults(error):
-            _complain(line)
+            _print_error(line)
         return _FAULT
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        _abandon_output()
+        _discard_output()
         return _PIPE_CLOSED
     except OSError as error:
-        _abandon_output()
-        _complain(str(error))
+        _discard_output()
+        _print_error(str(error))
         return _FAULT
 
 
@@ -135,11 +135,11 @@ def _run_script(arguments: argparse.Namespace) -> int:
     )
 
 
-def _complain(line: str) -> None:
+def _print_error(line: str) -> None:
     print(f"ampatch: error: {line}", file=sys.stderr)
 
 
-def _abandon_output() -> None:
+def _discard_output() -> None:
     """Discards the unwritten output, which the interpreter would otherwise try to write again at exit."""
     with suppress(OSError, ValueError):  # sys.stdout might have no file descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -18,7 +18,7 @@ _OF_GPUS = re.compile(r"cuda|cudnn|nccl|nvidia|accelerator device|(?<!\w)gpus?(?
 _MOST_CAUSES = 16  # a chain of causes may be a cycle
 
 
-def explain(error: BaseException) -> None:
+def add_hint(error: BaseException) -> None:
     """Adds the hint to an error as a note, if the script asked for a GPU and torch finds none. Never raises."""
     torch = sys.modules.get("torch")
     try:
@@ -28,7 +28,7 @@ def explain(error: BaseException) -> None:
         return
 
 
-def watch_torch() -> None:
+def add_hint_to_torch_errors() -> None:
     """Patches torch.cuda._lazy_init to add the hint to its errors, until it first succeeds.
 
     `multiprocessing` and notebooks print errors themselves, without sys.excepthook.
@@ -43,7 +43,7 @@ def _explained(cuda: Any, original: Callable[[], None]) -> Callable[[], None]:
         try:
             original()
         except Exception as error:
-            explain(error)
+            add_hint(error)
             raise
         if cuda._lazy_init is _lazy_init:
             cuda._lazy_init = original

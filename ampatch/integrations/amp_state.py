@@ -15,7 +15,7 @@ import torch
 
 from ampatch import amp
 from ampatch.errors import OptionError, UsageError
-from ampatch.integrations.live import Live, uninterrupted
+from ampatch.integrations.trainer_session import TrainerSession, uninterrupted
 
 
 class AmpState:
@@ -32,10 +32,10 @@ class AmpState:
 
     def _begin(self) -> None:
         self._lock = threading.RLock()
-        self._live: Live | None = None
+        self._session: TrainerSession | None = None
         self._users = 0
-        self._holder: int | None = None  # id of the thread that opened `_live`, while that thread is in `held`
-        self._is_outdated = False  # True if the user set parameters since `_live` was opened
+        self._holder: int | None = None  # id of the thread that opened `_session`, while that thread is in `held`
+        self._is_outdated = False  # True if the user set parameters since `_session` was opened
         self._begins_afresh = False  # True if the present scale must not be kept
 
     def __repr__(self) -> str:
@@ -45,19 +45,19 @@ class AmpState:
     @property
     def is_live(self) -> bool:
         """True if amp is set up for the net."""
-        return self._live is not None
+        return self._session is not None
 
     def is_held_here(self, training: bool) -> bool:
         """Returns True if this thread is in `held` already, so that entering it again would be a no-op."""
-        live = self._live
-        if live is None or self._is_outdated:
+        session = self._session
+        if session is None or self._is_outdated:
             return False
-        return self._holder == threading.get_ident() and (live.is_training or not training)
+        return self._holder == threading.get_ident() and (session.is_training or not training)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """True if the batch that has just ended skipped its step; skorch's LRScheduler reads this name."""
-        return self._live is not None and self._live.step_was_skipped and not self._is_after_batch
+        return self._session is not None and self._session.step_was_skipped and not self._is_after_batch
 
     _is_after_batch = False
 
@@ -87,11 +87,11 @@ class AmpState:
             self._users += 1
             is_first = self._users == 1
             try:
-                live = self._live
-                if live is None:
+                session = self._session
+                if session is None:
                     self._reopen(net, training)
-                elif (training and not live.is_training) or (self._is_outdated and not live.is_in_step):
-                    self._reopen(net, training or live.is_training)
+                elif (training and not session.is_training) or (self._is_outdated and not session.is_in_step):
+                    self._reopen(net, training or session.is_training)
             except BaseException:  # such as the KeyboardInterrupt that `uninterrupted` raises late
                 self._users -= 1
                 if not self._users:
@@ -115,23 +115,23 @@ class AmpState:
             self._is_outdated = self._begins_afresh = False
             if net._amp_is_on():
                 models, optimizers = net._amp_trained(training)
-                live = Live(models, optimizers if training else None, net._amp_options(), self.scaler)
-                live.open(self._saved)
-                self._live = live
+                session = TrainerSession(models, optimizers if training else None, net._amp_options(), self.scaler)
+                session.open(self._saved)
+                self._session = session
 
     def _keep(self) -> None:
-        state = None if self._live is None or self._begins_afresh else self._live.state_dict()
+        state = None if self._session is None or self._begins_afresh else self._session.state_dict()
         self._saved = self._saved if state is None else state
 
     def _close(self) -> None:
         with uninterrupted():
-            live = self._live
-            if live is not None:
+            session = self._session
+            if session is not None:
                 try:
                     self._keep()
                 finally:
-                    self._live = None
-                    live.close()
+                    self._session = None
+                    session.close()
 
     @contextlib.contextmanager
     def step(self, net: Any) -> Iterator[None]:
@@ -139,20 +139,20 @@ class AmpState:
 
         Sets amp up again first if the net's models, optimizers or amp parameters have changed.
         """
-        live = self._live
-        if live is None or live.is_in_step:
+        session = self._session
+        if session is None or session.is_in_step:
             yield
             return
         models, optimizers = net._amp_trained(True)
         if (
             self._is_outdated
-            or list(map(id, optimizers)) != list(map(id, live.optimizers))
-            or not all(any(model is part for part in models) for model in live.models)
+            or list(map(id, optimizers)) != list(map(id, session.optimizers))
+            or not all(any(model is part for part in models) for model in session.models)
         ):
             with self._lock:
                 self._reopen(net, True)
-            live = self._live
-        with live.step() if live is not None else contextlib.nullcontext():
+            session = self._session
+        with session.step() if session is not None else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
@@ -163,11 +163,11 @@ class AmpState:
             UsageError: a training step is running, with half weights.
         """
         with self._lock:
-            live = self._live
-            if live is None or not live.converts:
+            session = self._session
+            if session is None or not session.converts:
                 yield
                 return
-            if live.is_in_step:
+            if session.is_in_step:
                 raise UsageError(
                     f"a net cannot be pickled or copied within a training step at opt_level="
                     f"{net._amp_options().get('opt_level')!r}, while its weights are half. Do it after the step: in "
@@ -177,7 +177,7 @@ class AmpState:
             try:
                 yield
             finally:
-                self._reopen(net, live.is_training)
+                self._reopen(net, session.is_training)
 
     # Saving: as tensors only, since safetensors saves nothing else.
 
@@ -219,8 +219,8 @@ class AmpState:
         for values in state.values():
             amp.LossScaler().load_state_dict(values)
         self._saved = state
-        if self._live is not None and not self._begins_afresh:
-            self._live.load_state_dict(state)
+        if self._session is not None and not self._begins_afresh:
+            self._session.load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
         self._keep()

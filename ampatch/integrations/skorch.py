@@ -1,7 +1,7 @@
 """``AmpNetMixin``: amp for skorch's nets, set by ``amp__`` parameters.
 
 Owns the list of methods that amp guards, the parameters, and the loss scale's state between fits. Must never change the
-results of a net that has amp off. `ampatch.integrations.live` owns what amp does within a fit.
+results of a net that has amp off. `ampatch.integrations.trainer_session` owns what amp does within a fit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ampatch import amp
 from ampatch.casting.nested import cast_floating
 from ampatch.errors import IntegrationError, OptionError, UsageError, did_you_mean, warn
 from ampatch.integrations.amp_state import AmpState
-from ampatch.integrations.live import apart, casts_off, casts_on
+from ampatch.integrations.trainer_session import apart, casts_off, casts_on
 from ampatch.opt_levels import check_flag
 
 _INSTALL = "Type pip install 'skorch>=1.4'."
@@ -58,7 +58,7 @@ def _session(net: Any, training: bool = False) -> contextlib.AbstractContextMana
 # method is guarded twice, which is harmless.
 
 
-def _fitting(method: Any) -> Any:
+def _guard_fit(method: Any) -> Any:
     """Sets amp up while the method runs."""
 
     @functools.wraps(method)
@@ -69,7 +69,7 @@ def _fitting(method: Any) -> Any:
     return guarded
 
 
-def _iterating(method: Any) -> Any:
+def _guard_forward_iter(method: Any) -> Any:
     """Sets amp up until the generator ends."""
 
     @functools.wraps(method)
@@ -80,7 +80,7 @@ def _iterating(method: Any) -> Any:
     return guarded
 
 
-def _stepping(method: Any) -> Any:
+def _guard_train_step(method: Any) -> Any:
     """Scales backward passes while the method runs, and lets overflows skip the steps of optimizers."""
 
     @functools.wraps(method)
@@ -91,7 +91,7 @@ def _stepping(method: Any) -> Any:
     return guarded
 
 
-def _within_steps(method: Any) -> Any:
+def _guard_train_step_single(method: Any) -> Any:
     """Scales backward passes of a method that does not step, and so needs amp to be set up by its caller."""
 
     @functools.wraps(method)
@@ -108,7 +108,7 @@ def _within_steps(method: Any) -> Any:
     return guarded
 
 
-def _casting(method: Any) -> Any:
+def _guard_infer(method: Any) -> Any:
     """Turns casts on while the method runs, and casts its result to float32: numpy has no bfloat16.
 
     If ``amp__cast_model_outputs`` is set, the result keeps its dtype.
@@ -128,12 +128,12 @@ def _casting(method: Any) -> Any:
 
 
 _GUARDS: dict[str, Callable[[Any], Any]] = {
-    "fit_loop": _fitting,
-    "train_step": _stepping,
-    "train_step_single": _within_steps,
-    "forward_iter": _iterating,
-    "infer": _casting,
-    "get_loss": _casting,
+    "fit_loop": _guard_fit,
+    "train_step": _guard_train_step,
+    "train_step_single": _guard_train_step_single,
+    "forward_iter": _guard_forward_iter,
+    "infer": _guard_infer,
+    "get_loss": _guard_infer,
 }
 
 

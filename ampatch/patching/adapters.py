@@ -155,7 +155,7 @@ class Adapters:
         return self._labelled(self._unless_in_place(adapter, path, original, refuse_half=False), path)
 
     def _labelled(self, adapter: Adapter, path: Path) -> Adapter:
-        """Returns an adapter that labels its casts if that is asked for; without `plain_cast`, as C++ sets no labels."""
+        """Returns an adapter that labels its casts if asked for; drops `plain_cast`, as C++ sets none."""
         return Adapter(named(adapter.adapt, str(path))) if self._adds_labels else adapter
 
     def for_treatment(

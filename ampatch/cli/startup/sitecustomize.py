@@ -67,13 +67,13 @@ class _FirstImport:
                 if stands_in and not _KEEPS_ON_CPU:
                     from ampatch.cli import no_gpu
 
-                    no_gpu.watch_torch()
+                    no_gpu.add_hint_to_torch_errors()
                 sys.meta_path.remove(self)
             finally:
                 self._installer = None
 
 
-def _without_gpu(_: object) -> None:
+def _keep_on_cpu(_: object) -> None:
     from ampatch import cuda_on_cpu
 
     cuda_on_cpu.stand_in()
@@ -83,24 +83,24 @@ def _explain_errors() -> None:
     """Patches the hooks for uncaught errors: errors of scripts that find no GPU get a hint at `ampatch run --cpu`."""
     in_main, in_thread = sys.excepthook, threading.excepthook
 
-    def explain(error: "BaseException | None") -> None:
+    def add_hint(error: "BaseException | None") -> None:
         if "torch" in sys.modules and error is not None:
             from ampatch.cli import no_gpu
 
-            no_gpu.explain(error)
+            no_gpu.add_hint(error)
 
     def excepthook(kind: "type[BaseException]", error: BaseException, traceback: "TracebackType | None") -> None:
-        explain(error)
+        add_hint(error)
         in_main(kind, error, traceback)
 
     def excepthook_of_thread(args: "threading.ExceptHookArgs") -> None:
-        explain(args.exc_value)
+        add_hint(args.exc_value)
         in_thread(args)
 
     sys.excepthook, threading.excepthook = excepthook, excepthook_of_thread
 
 
-def _run_the_one_behind() -> None:
+def _run_shadowed_sitecustomize() -> None:
     """Runs the `sitecustomize` that Python would have imported without this one: the system's or the user's."""
     spec = PathFinder.find_spec("sitecustomize")
     if spec is not None and spec.loader is not None:
@@ -116,7 +116,7 @@ if _IS_THERE:
     if _KEEPS_ON_CPU:
         import wrapt
 
-        wrapt.register_post_import_hook(_without_gpu, "torch")
-_run_the_one_behind()
+        wrapt.register_post_import_hook(_keep_on_cpu, "torch")
+_run_shadowed_sitecustomize()
 if _IS_THERE and not _KEEPS_ON_CPU:  # last, to wrap hooks that the other sitecustomize has set
     _explain_errors()

@@ -31,7 +31,7 @@ class _Thread(threading.local):
     depth = 0  # number of open `casts_off` blocks
     off: Any = None  # context manager that the last of them exits
     casts = False  # True inside a `casts_on` block
-    stepping: Live | None = None  # trainer whose training step runs in this thread
+    stepping: TrainerSession | None = None  # trainer whose training step runs in this thread
 
 
 _thread = _Thread()
@@ -42,7 +42,7 @@ class _Shared:
     """State of the process: the trainers that use its session, and the patches that this module adds to amp's."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
-    users: list[Live] = field(default_factory=list)
+    users: list[TrainerSession] = field(default_factory=list)
     ledger: PatchLedger = field(default_factory=PatchLedger)
     first_state: dict[str, Any] = field(default_factory=dict)
 
@@ -119,7 +119,7 @@ def casts_on() -> Iterator[None]:
         _thread.casts = False
 
 
-class Live:
+class TrainerSession:
     """amp for the models and optimizers of one trainer, between `open` and `close`.
 
     Args:
@@ -205,7 +205,7 @@ class Live:
                 f"Run one after the other, or each in a process of its own, or give both the same settings. {error}"
             ) from error
 
-    def _check_may_join(self, others: Sequence[Live]) -> None:
+    def _check_may_join(self, others: Sequence[TrainerSession]) -> None:
         live = amp.settings()
         converts = live.get("cast_model_type") in ("float16", "bfloat16")
         shares_scale = self.is_training and self._scaler is None and live.get("loss_scale") == "dynamic"
