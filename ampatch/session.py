@@ -281,7 +281,7 @@ class Session:
             for key in set(self._optimizers) - known_optimizers:
                 del self._optimizers[key]
             self.device_types &= device_types
-            self._accelerator.serve(self.device_types)
+            self._accelerator.set_device_types(self.device_types)
             raise
         # Last, since what is rounded here could not be taken back.
         self.conversion.forget_unclaimed()
@@ -295,7 +295,7 @@ class Session:
             OptionError: its weights cannot be converted.
         """
         self.device_types |= adopted_model.device_types(model)
-        self._accelerator.serve(self.device_types)
+        self._accelerator.set_device_types(self.device_types)
         is_new = model not in self._models
         if is_new and self.has_half_weights:
             self._check_is_no_part(model)

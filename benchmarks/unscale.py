@@ -168,18 +168,18 @@ def copy_to_half(operators: ModuleType) -> Call:
     return lambda model: operators.copy_to_half(model.wide.tensors, model.grads.tensors)
 
 
-def show(operators: ModuleType) -> Call:
-    return lambda model: operators.show(model.wide.tensors, model.grads.tensors)
+def copy_to_half_grads(operators: ModuleType) -> Call:
+    return lambda model: operators.copy_to_half_grads(model.wide.tensors, model.grads.tensors)
 
 
 def fingerprint(operators: ModuleType) -> Call:
     return lambda model: operators.fingerprint(model.grads.tensors, model.fingerprints)
 
 
-def follow(operators: ModuleType, was_written: bool) -> Call:
+def copy_edits(operators: ModuleType, was_written: bool) -> Call:
     def call(model: Model) -> None:
         before = model.fingerprints
-        operators.follow(model.grads.tensors, model.wide.tensors, before, before + was_written, True)
+        operators.copy_edits(model.grads.tensors, model.wide.tensors, before, before + was_written, True)
 
     return call
 
@@ -245,12 +245,17 @@ def operations(dtype: torch.dtype) -> Iterator[Operation]:
                 yield Operation(name_here, ours, torchs, size + back * n, torchs_size + back * (w + n))
         yield Operation("copy_to_half", copy_to_half(extension_kernels), copy_to_half(torch_kernels), w + n, w + n)
         # torch's works in chunks that a cache may hold; counts only reads and writes of the tensors themselves.
-        yield Operation("show", show(extension_kernels), show(torch_kernels), w + n, w + n)
+        yield Operation(
+            "copy_to_half_grads", copy_to_half_grads(extension_kernels), copy_to_half_grads(torch_kernels), w + n, w + n
+        )
         yield Operation(
             "fingerprint", fingerprint(extension_kernels), fingerprint(torch_kernels), n, n, same_bits=False
         )
-        for name, is_written, size in (("follow, nothing written", False, 0), ("follow, all written", True, n + w)):
-            ours, torchs = (follow(each, is_written) for each in (extension_kernels, torch_kernels))
+        for name, is_written, size in (
+            ("copy_edits, nothing written", False, 0),
+            ("copy_edits, all written", True, n + w),
+        ):
+            ours, torchs = (copy_edits(each, is_written) for each in (extension_kernels, torch_kernels))
             yield Operation(name, ours, torchs, size, n + 2 * w)
     # Bytes of torch's: check-and-unscale (2n), the norm (n), and for clipping a multiplication (2n).
     yield Operation("found_inf_norm", norm, torchs_norm, n, 3 * n, same_bits=False)

@@ -217,8 +217,8 @@ void copy_to_half(std::vector<Tensor> masters, std::vector<Tensor> halves) {
   copy<CopyToHalf<false>>("ampatch::copy_to_half", masters, halves);
 }
 
-void show(std::vector<Tensor> master_grads, std::vector<Tensor> grads) {
-  copy<CopyToHalf<true>>("ampatch::show", master_grads, grads);
+void copy_to_half_grads(std::vector<Tensor> master_grads, std::vector<Tensor> grads) {
+  copy<CopyToHalf<true>>("ampatch::copy_to_half_grads", master_grads, grads);
 }
 
 template <class Narrow>
@@ -247,14 +247,14 @@ void fingerprint(std::vector<Tensor> grads, Tensor fingerprints) {
   }
 }
 
-void follow(std::vector<Tensor> halves, std::vector<Tensor> masters, Tensor before, Tensor now, bool of_gradients) {
-  const char* name = "ampatch::follow";
+void copy_edits(std::vector<Tensor> halves, std::vector<Tensor> masters, Tensor before, Tensor now, bool of_gradients) {
+  const char* name = "ampatch::copy_edits";
   Lists lists(name, before, halves, false, masters, true);
   const double* then = one_for_each(name, "before", before, before, lists.pieces());
   const double* found = one_for_each(name, "now", now, before, lists.pieces());
   Chunks(lists.pieces()).visit([&](int64_t, size_t piece, auto* narrow, float* wide, int64_t, int64_t count) {
     for (int64_t index = 0; then[piece] != found[piece] && index < count; ++index) {
-      follow_element(narrow[index], wide[index], of_gradients);
+      copy_edit(narrow[index], wide[index], of_gradients);
     }
   });
   lists.finish();
@@ -288,8 +288,8 @@ STABLE_TORCH_LIBRARY_IMPL(ampatch, CPU, m) {
   m.impl("unscale_add", TORCH_BOX(&ampatch::unscale_add));
   m.impl("found_inf_norm", TORCH_BOX(&ampatch::found_inf_norm));
   m.impl("copy_to_half", TORCH_BOX(&ampatch::copy_to_half));
-  m.impl("show", TORCH_BOX(&ampatch::show));
+  m.impl("copy_to_half_grads", TORCH_BOX(&ampatch::copy_to_half_grads));
   m.impl("fingerprint", TORCH_BOX(&ampatch::fingerprint));
-  m.impl("follow", TORCH_BOX(&ampatch::follow));
+  m.impl("copy_edits", TORCH_BOX(&ampatch::copy_edits));
   m.impl("update_scale", TORCH_BOX(&ampatch::update_scale));
 }

@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(kThreads)
     const auto* narrow = static_cast<decltype(type)>(batch.narrow[place.tensor]) + place.start;
     float* wide = batch.wide[place.tensor] + place.start;
     for (int index = threadIdx.x; index < place.count; index += kThreads) {
-      follow_element(narrow[index], wide[index], of_gradients);
+      copy_edit(narrow[index], wide[index], of_gradients);
     }
   });
 }
@@ -429,8 +429,8 @@ void copy_to_half(std::vector<Tensor> masters, std::vector<Tensor> halves) {
   copy("ampatch::copy_to_half", copy_to_half_kernel<false>, masters, halves);
 }
 
-void show(std::vector<Tensor> master_grads, std::vector<Tensor> grads) {
-  copy("ampatch::show", copy_to_half_kernel<true>, master_grads, grads);
+void copy_to_half_grads(std::vector<Tensor> master_grads, std::vector<Tensor> grads) {
+  copy("ampatch::copy_to_half_grads", copy_to_half_kernel<true>, master_grads, grads);
 }
 
 void fingerprint(std::vector<Tensor> grads, Tensor fingerprints) {
@@ -451,8 +451,8 @@ void fingerprint(std::vector<Tensor> grads, Tensor fingerprints) {
   });
 }
 
-void follow(std::vector<Tensor> halves, std::vector<Tensor> masters, Tensor before, Tensor now, bool of_gradients) {
-  const char* name = "ampatch::follow";
+void copy_edits(std::vector<Tensor> halves, std::vector<Tensor> masters, Tensor before, Tensor now, bool of_gradients) {
+  const char* name = "ampatch::copy_edits";
   const OnDevice device(name, before);
   Lists lists(name, before, halves, false, masters, true);
   const double* then = one_for_each(name, "before", before, before, lists.pieces());
@@ -495,8 +495,8 @@ STABLE_TORCH_LIBRARY_IMPL(ampatch, CUDA, m) {
   m.impl("unscale_add", TORCH_BOX(&ampatch::unscale_add));
   m.impl("found_inf_norm", TORCH_BOX(&ampatch::found_inf_norm));
   m.impl("copy_to_half", TORCH_BOX(&ampatch::copy_to_half));
-  m.impl("show", TORCH_BOX(&ampatch::show));
+  m.impl("copy_to_half_grads", TORCH_BOX(&ampatch::copy_to_half_grads));
   m.impl("fingerprint", TORCH_BOX(&ampatch::fingerprint));
-  m.impl("follow", TORCH_BOX(&ampatch::follow));
+  m.impl("copy_edits", TORCH_BOX(&ampatch::copy_edits));
   m.impl("update_scale", TORCH_BOX(&ampatch::update_scale));
 }

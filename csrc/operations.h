@@ -41,7 +41,7 @@ C10_HOST_DEVICE inline float shown(float value) {
 // Copies the half value to the master if user code edited it: if it differs from the master rounded to half, for
 // gradients as `shown` rounds. NaN always counts as different.
 template <class Narrow>
-C10_HOST_DEVICE inline void follow_element(Narrow half, float& master, bool of_gradients) {
+C10_HOST_DEVICE inline void copy_edit(Narrow half, float& master, bool of_gradients) {
   const float value = static_cast<float>(half);
   const float own = of_gradients ? shown<Narrow>(master) : master;
   if (static_cast<float>(static_cast<Narrow>(own)) != value) {

@@ -16,9 +16,9 @@ STABLE_TORCH_LIBRARY(ampatch, m) {
       "bool write_back) -> ()");
   m.def("found_inf_norm(Tensor[] grads, Tensor inv_scale, Tensor(a!) found_inf, Tensor(b!) sum_of_squares) -> ()");
   m.def("copy_to_half(Tensor[] masters, Tensor(a!)[] halves) -> ()");
-  m.def("show(Tensor[] master_grads, Tensor(a!)[] grads) -> ()");
+  m.def("copy_to_half_grads(Tensor[] master_grads, Tensor(a!)[] grads) -> ()");
   m.def("fingerprint(Tensor[] halves, Tensor(a!) fingerprints) -> ()");
-  m.def("follow(Tensor[] halves, Tensor(a!)[] masters, Tensor before, Tensor now, bool of_gradients) -> ()");
+  m.def("copy_edits(Tensor[] halves, Tensor(a!)[] masters, Tensor before, Tensor now, bool of_gradients) -> ()");
   m.def(
       "update_scale(Tensor(a!) scale, Tensor(b!) unskipped, Tensor(c!) hysteresis_left, Tensor found_inf, "
       "float growth, float backoff, int window, int hysteresis, float floor, float ceiling) -> ()");

@@ -344,7 +344,7 @@ class TestUnscaleInto:
 )
 def test_gradients_of_two_types_are_each_rounded_as_their_own_wants_it(kinds):
     grads = [torch.zeros(2, dtype=dtype) for dtype in kinds]
-    kernels.show([torch.tensor([2.0**-30, 1.0]) for _ in kinds], grads)
+    kernels.copy_to_half_grads([torch.tensor([2.0**-30, 1.0]) for _ in kinds], grads)
     assert [grad.tolist() for grad in grads] == [[SHOWN[dtype], 1] for dtype in kinds]
 
 

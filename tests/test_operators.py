@@ -513,10 +513,10 @@ class TestShow:
         grads = tensors(narrow)
         theirs = [torch.empty_like(grad) for grad in grads]
 
-        extension_kernels.show(tensors(wide), grads)
+        extension_kernels.copy_to_half_grads(tensors(wide), grads)
 
         assert_all_same(grads, [shown(each.tensor, grad.dtype) for each, grad in zip(wide, grads, strict=True)])
-        torch_kernels.show(tensors(wide), theirs)
+        torch_kernels.copy_to_half_grads(tensors(wide), theirs)
         assert_all_same(grads, theirs)
 
 
@@ -536,7 +536,7 @@ class TestFollow:
         grads, fulls = tensors(narrow), tensors(wide)
         rounded = shown if of_gradients else Tensor.to
         for operators in (extension_kernels, torch_kernels):
-            (operators.show if of_gradients else operators.copy_to_half)(fulls, grads)
+            (operators.copy_to_half_grads if of_gradients else operators.copy_to_half)(fulls, grads)
             before = torch.empty(len(grads), dtype=torch.float64, device=device)
             operators.fingerprint(grads, before)
             torch.manual_seed(seed)
@@ -551,7 +551,7 @@ class TestFollow:
                 torch.where(rounded(full, grad.dtype) == grad, full, grad.float()) if index % 2 == 0 else full.clone()
                 for index, (grad, full) in enumerate(zip(grads, fulls, strict=True))
             ]
-            operators.follow(grads, fulls, before, now, of_gradients)
+            operators.copy_edits(grads, fulls, before, now, of_gradients)
             assert_all_same(fulls, expected)
 
     @on_each_device

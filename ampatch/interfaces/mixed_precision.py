@@ -238,7 +238,7 @@ class MixedPrecision(torch.optim.Optimizer):
                 _keep_bits(parameter, master, [noted.dtype])
                 parameter.copy_(master)
         written = [pair for pair in pairs if not self._is_masters_word(*pair)]
-        kernels.follow_by_value(*_columns(written))
+        kernels.copy_differing(*_columns(written))
         self._note(written)
         return pairs
 

@@ -144,12 +144,12 @@ class Accelerator:
         self._module = None if type(state) is CacheState else _selection.current().compiled
         if self._module is not None:
             self._caster = self._module.Caster(state, switch, cast, tracing.is_capturing)
-        self.serve(device_types)
+        self.set_device_types(device_types)
 
-    def serve(self, device_types: Iterable[str]) -> None:
+    def set_device_types(self, device_types: Iterable[str]) -> None:
         """From now on casts only tensors on devices of these types."""
         if self._module is not None:
-            self._caster.serve(tuple(device_types))
+            self._caster.set_device_types(tuple(device_types))
 
     def accelerate(self, wrapper: Any, original: Callable[..., Any], plain_cast: PlainCast | None, reason: str) -> Any:
         """Returns a copy of the wrapper that runs in C++.

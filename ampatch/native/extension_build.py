@@ -670,7 +670,7 @@ class Switch:
 switch, state = Switch(), calls.CacheState()
 switch.active, state.iteration, state.sweep_at = True, calls.Store(), 1
 caster = calls.Caster(state, switch, None, None)
-caster.serve(("cpu",))
+caster.set_device_types(("cpu",))
 product = lambda *args: None
 calls.accelerate(product, lambda *args: None, caster, torch.matmul, "to", torch.bfloat16, 9, None)
 weight = torch.nn.Parameter(torch.full((2, 2), 3.0))

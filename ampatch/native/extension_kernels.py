@@ -3,7 +3,7 @@
 Each calls the operator of its name in `torch.ops.ampatch`, with the arguments of the function of that name in
 `ampatch.native.torch_kernels`; csrc/operators.cpp has the schemas. Then it increments the version counters of the
 tensors it wrote, so that autograd and the cache of casts notice the writes: torch does so for its own operators only.
-`follow` increments none, because a change of version means that user code wrote to the master. Must not choose an
+`copy_edits` increments none, because a change of version means that user code wrote to the master. Must not choose an
 implementation: `ampatch.native.kernels` does.
 """
 
@@ -47,9 +47,9 @@ def _unless_empty(operator: Callable[..., None]) -> Callable[..., None]:
 unscale_ = _operator("unscale_", 0)
 found_inf_norm = _operator("found_inf_norm")  # squares in float32, and torch_kernels in float64
 copy_to_half = _unless_empty(_operator("copy_to_half", 1))
-show = _unless_empty(_operator("show", 1))
+copy_to_half_grads = _unless_empty(_operator("copy_to_half_grads", 1))
 fingerprint = _operator("fingerprint")  # its numbers differ from those of torch_kernels
-follow = _operator("follow")
+copy_edits = _operator("copy_edits")
 
 _unscale_copy = _operator("unscale_copy", 1)
 _unscale_add = _operator("unscale_add", 1)
@@ -75,10 +75,10 @@ def update_scale(*arguments: Any) -> None:
     increment_version(arguments[:3])
 
 
-def follow_by_value(narrow: list[Tensor], wide: list[Tensor]) -> None:
-    """Does what `ampatch.native.torch_kernels.follow_by_value` does, by `follow`."""
+def copy_differing(narrow: list[Tensor], wide: list[Tensor]) -> None:
+    """Does what `ampatch.native.torch_kernels.copy_differing` does, by `copy_edits`."""
     some = [index for index, half in enumerate(narrow) if half.numel()]
     if some:
         numbers = torch.zeros(len(some), dtype=torch.float64, device=narrow[0].device)
-        # Different fingerprints: `follow` treats every tensor as changed.
-        follow([narrow[index] for index in some], [wide[index] for index in some], numbers, numbers + 1, False)
+        # Different fingerprints: `copy_edits` treats every tensor as changed.
+        copy_edits([narrow[index] for index in some], [wide[index] for index in some], numbers, numbers + 1, False)

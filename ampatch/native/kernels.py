@@ -218,7 +218,7 @@ def unscale_copy(
         master_grads: float32 tensors of the same number, shapes and devices; their values are overwritten unread.
         inv_scale: reciprocal of the loss scale; 0-dimensional float32.
         found_inf: overflow flag; 0-dimensional float32.
-        write_back: True to copy the results back to ``grads``, as `show` does.
+        write_back: True to copy the results back to ``grads``, as `copy_to_half_grads` does.
     """
     for operators, device, (narrow, wide) in _by_implementation(grads, master_grads):
         with _ResultOn(device, found_inf, torch.maximum) as flag:
@@ -237,7 +237,7 @@ def unscale_add(
             operators.unscale_add(narrow, wide, _on_device(inv_scale, device), flag, write_back)
 
 
-def show(master_grads: list[Tensor], grads: list[Tensor]) -> None:
+def copy_to_half_grads(master_grads: list[Tensor], grads: list[Tensor]) -> None:
     """Copies ``master_grads`` to ``grads``, rounded; nonzero elements stay nonzero instead of underflowing.
 
     Args:
@@ -245,7 +245,7 @@ def show(master_grads: list[Tensor], grads: list[Tensor]) -> None:
         grads: tensors of float16, bfloat16 or float32, of the same number, shapes and devices.
     """
     for operators, _, (narrow, wide) in _by_implementation(grads, master_grads):
-        operators.show(wide, narrow)
+        operators.copy_to_half_grads(wide, narrow)
 
 
 def fingerprints(halves: list[Tensor]) -> Tensor:
@@ -264,7 +264,7 @@ def fingerprints(halves: list[Tensor]) -> Tensor:
     return found
 
 
-def follow(halves: list[Tensor], masters: list[Tensor], before: Tensor, now: Tensor, *, of_gradients: bool) -> None:
+def copy_edits(halves: list[Tensor], masters: list[Tensor], before: Tensor, now: Tensor, *, of_gradients: bool) -> None:
     """Copies elements that were edited from ``halves`` to ``masters``, in tensors whose fingerprint changed.
 
     An element was edited if it differs from its master rounded to the half dtype. Other elements of masters keep their
@@ -275,12 +275,12 @@ def follow(halves: list[Tensor], masters: list[Tensor], before: Tensor, now: Ten
         masters: float32 tensors of the same number, shapes and device.
         before: result of `fingerprints` when the halves last were the rounded masters.
         now: current result of `fingerprints`; tensors whose numbers in ``before`` and ``now`` are equal are skipped.
-        of_gradients: True to round masters as `show` does.
+        of_gradients: True to round masters as `copy_to_half_grads` does.
     """
-    _implementation_of_all(halves).follow(halves, masters, before, now, of_gradients)
+    _implementation_of_all(halves).copy_edits(halves, masters, before, now, of_gradients)
 
 
-def follow_by_value(narrow: list[Tensor], wide: list[Tensor]) -> None:
+def copy_differing(narrow: list[Tensor], wide: list[Tensor]) -> None:
     """Copies elements of ``narrow`` to ``wide`` if they differ from those of ``wide`` rounded to the narrow dtype.
 
     Other elements of ``wide`` keep their bits.
@@ -291,9 +291,9 @@ def follow_by_value(narrow: list[Tensor], wide: list[Tensor]) -> None:
     """
     if all(tensor.dtype is torch.float32 for tensor in wide):
         for operators, _, (halves, masters) in _by_implementation(narrow, wide):
-            operators.follow_by_value(halves, masters)
+            operators.copy_differing(halves, masters)
     else:
-        torch_kernels.follow_by_value(narrow, wide)
+        torch_kernels.copy_differing(narrow, wide)
 
 
 def found_inf_norm(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor, sum_of_squares: Tensor) -> None:

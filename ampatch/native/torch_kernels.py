@@ -40,28 +40,28 @@ def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
 def unscale_copy(
     grads: list[Tensor], master_grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, write_back: bool
 ) -> None:
-    """Computes ``master_grads = grads * inv_scale`` in float32, and then, with ``write_back``, calls `show`."""
+    """Computes ``master_grads = grads * inv_scale`` in float32, and rounds them to ``grads`` if ``write_back``."""
     for narrow, wide in _by_dtype(grads, master_grads):
         torch._foreach_copy_(wide, narrow)
         torch._amp_foreach_non_finite_check_and_unscale_(wide, found_inf, inv_scale)
         if write_back:
-            show(wide, narrow)
+            copy_to_half_grads(wide, narrow)
 
 
 def unscale_add(
     grads: list[Tensor], master_grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, write_back: bool
 ) -> None:
-    """Computes ``master_grads += grads * inv_scale`` in float32, and then, with ``write_back``, calls `show`."""
+    """Computes ``master_grads += grads * inv_scale`` in float32, and rounds them to ``grads`` if ``write_back``."""
     for narrow, wide in _by_dtype(grads, master_grads):
         for batch in _batches(narrow, wide):
             unscaled = [torch.empty_like(piece, dtype=torch.float32) for piece in batch.columns[0]]
             unscale_copy(batch.columns[0], unscaled, inv_scale, found_inf, False)
             torch._foreach_add_(batch.columns[1], unscaled)
         if write_back:
-            show(wide, narrow)
+            copy_to_half_grads(wide, narrow)
 
 
-def show(master_grads: list[Tensor], grads: list[Tensor]) -> None:
+def copy_to_half_grads(master_grads: list[Tensor], grads: list[Tensor]) -> None:
     """Copies ``master_grads`` to ``grads``, rounded; nonzero elements stay nonzero instead of underflowing."""
     for narrow, wide in _by_dtype(grads, master_grads):
         if narrow[0].dtype not in _LEAST:
@@ -98,7 +98,7 @@ def fingerprint(halves: list[Tensor], fingerprints: Tensor) -> None:
         fingerprints.copy_(_sums_of(torch.cat(sums), counts) & 0xFFFFFFFF)
 
 
-def follow(halves: list[Tensor], masters: list[Tensor], before: Tensor, now: Tensor, of_gradients: bool) -> None:
+def copy_edits(halves: list[Tensor], masters: list[Tensor], before: Tensor, now: Tensor, of_gradients: bool) -> None:
     """Copies elements that were edited from ``halves`` to ``masters``, in tensors whose fingerprint changed.
 
     An element was edited if it differs from its master rounded to the half dtype. Other elements of masters keep their
@@ -109,7 +109,7 @@ def follow(halves: list[Tensor], masters: list[Tensor], before: Tensor, now: Ten
         masters: float32 tensors of the same number and shapes.
         before: earlier result of `fingerprint`, or other numbers; float64, one element per tensor.
         now: current result of `fingerprint`; tensors whose numbers in ``before`` and ``now`` are equal are skipped.
-        of_gradients: True to round masters as `show` does.
+        of_gradients: True to round masters as `copy_to_half_grads` does.
     """
     changes = list((before != now).unbind())
     for narrow, wide, changed in _by_dtype(halves, masters, changes):
@@ -125,7 +125,7 @@ def follow(halves: list[Tensor], masters: list[Tensor], before: Tensor, now: Ten
                 torch._foreach_copy_(batch.columns[1], _shaped_as(batch.columns[1], values))
 
 
-def follow_by_value(narrow: list[Tensor], wide: list[Tensor]) -> None:
+def copy_differing(narrow: list[Tensor], wide: list[Tensor]) -> None:
     """Copies elements of ``narrow`` to ``wide`` if they differ from those of ``wide`` rounded to the narrow dtype."""
     for half, master in zip(narrow, wide, strict=True):
         is_same = half == master.to(half.dtype)

@@ -143,7 +143,7 @@ class _Shown:
             changed = (self.fingerprints != now).unbind()
             pieces = zip(changed, versions, self.versions, strict=True)
             both = torch.stack([is_changed for is_changed, version, before in pieces if version != before]).any()[None]
-        kernels.follow(self.grads, self.fulls, self.fingerprints, now, of_gradients=True)
+        kernels.copy_edits(self.grads, self.fulls, self.fingerprints, now, of_gradients=True)
         self.fingerprints, self.versions = now, list(map(_VERSION, self.fulls))
         return both
 
@@ -326,7 +326,7 @@ class MasterGradients:
                 self._to_tell.append((HostCopy(both), _BOTH_CHANGED))
         for pairs in by_device(replaced):
             numbers = torch.zeros(len(pairs), dtype=torch.float64, device=pairs[0].master.device)
-            kernels.follow(_half_gradients(pairs), _full_gradients(pairs), numbers, numbers + 1, of_gradients=True)
+            kernels.copy_edits(_half_gradients(pairs), _full_gradients(pairs), numbers, numbers + 1, of_gradients=True)
             for pair in pairs:
                 pair.leave(_Gradient.SHOWN)
         if replaced:
@@ -402,7 +402,7 @@ class MasterGradients:
                 else:
                     pair.parameter.grad = pair.master.grad.to(pair.parameter.dtype)
                     pair.leave(_Gradient.SHOWN)
-        kernels.show(_full_gradients(dense), _half_gradients(dense))
+        kernels.copy_to_half_grads(_full_gradients(dense), _half_gradients(dense))
         for pair in dense:
             pair.leave(_Gradient.SHOWN)
         self._note_shown()

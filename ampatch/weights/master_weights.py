@@ -71,7 +71,7 @@ class _Group:
         """Has masters be what was written into half weights since, by whatever means."""
         halves, before = self._halves[places], self._of_halves[places]
         now = kernels.fingerprints(halves)
-        kernels.follow(halves, self._masters[places], before, now, of_gradients=False)
+        kernels.copy_edits(halves, self._masters[places], before, now, of_gradients=False)
         before.copy_(now)
         self._note_masters(places)
 

@@ -199,10 +199,10 @@ PyObject* caster_new(PyTypeObject* type, PyObject* args, PyObject*) {
   return reinterpret_cast<PyObject*>(self);
 }
 
-// serve(names): casts only tensors on devices of these types from now on.
-PyObject* caster_serve(PyObject* self, PyObject* names) {
+// set_device_types(names): casts only tensors on devices of these types from now on.
+PyObject* caster_set_device_types(PyObject* self, PyObject* names) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(PyTuple_Check(names), "expected serve(names)");
+  TORCH_CHECK_TYPE(PyTuple_Check(names), "expected set_device_types(names)");
   uint64_t device_types = 0;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
     const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, i));
@@ -216,7 +216,8 @@ PyObject* caster_serve(PyObject* self, PyObject* names) {
   END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef caster_methods[] = {{"serve", caster_serve, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyMethodDef caster_methods[] = {{"set_device_types", caster_set_device_types, METH_O, nullptr},
+                                {nullptr, nullptr, 0, nullptr}};
 
 // How ordinary arguments are cast: `Kind` of ampatch/native/calls.py.
 enum class Kind { to, via_dtype, promote };
