@@ -547,7 +547,7 @@ class Session:
     ) -> tuple[LossScaler, list[AdoptedOptimizer]]:
         """Returns the scale of a loss, moved to its device, and what is known of optimizers."""
         scaler = self.scaler(loss_id)
-        scaler.follow(loss)
+        scaler.to_device_of(loss)
         if self.settings.adopts_on_use:
             new = {id(each): check_optimizer(each) for each in optimizers if not self.has_adopted(each)}
             if new:

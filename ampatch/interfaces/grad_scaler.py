@@ -199,7 +199,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         scaler = LossScaler.from_policy(self._policy)
         scaler.to(torch.device(dev))
-        scaler.go_on_from(self._first_state)
+        scaler.set_state(self._first_state)
         self._loss_scaler = scaler
 
     def _begun(self, what: str) -> LossScaler:
@@ -650,12 +650,12 @@ class GradScaler(torch.amp.GradScaler):
             scale_window=state_dict.get("growth_interval", self._policy.window),
         )
         self._set(growth_factor=policy.growth_factor, backoff_factor=policy.backoff_factor, window=policy.window)
-        self._go_on_from(state)
+        self._load_state(state)
 
-    def _go_on_from(self, state: ScaleState) -> None:
+    def _load_state(self, state: ScaleState) -> None:
         self._first_state = state
         if self._loss_scaler is not None:
-            self._loss_scaler.go_on_from(state)
+            self._loss_scaler.set_state(state)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._per_optimizer_states:

@@ -55,7 +55,7 @@ def clip(optimizer: AdoptedOptimizer, max_norm: float) -> Tensor:
         unscaling.run()
     gradients.synchronise()
     norm = clip_unscaled(gradients.parameters(), max_norm, gradients.ranks)
-    gradients.masters.gradients.show()
+    gradients.masters.gradients.copy_to_half()
     return norm
 
 
@@ -167,7 +167,7 @@ def _clip_scaled(optimizer: AdoptedOptimizer, unscaling: Unscaling, max_norm: fl
         defers = optimizer.may_defer()
         if not defers:
             kernels.multiply_(gradients.tensors(), inv_scale * factor)
-            gradients.masters.gradients.take(inv_scale * factor)
+            gradients.masters.gradients.unscale_to_masters(inv_scale * factor)
         unscaling.settle(found_inf)
         if defers:
             gradients.defer(scale_use, scale_use.scale / factor)

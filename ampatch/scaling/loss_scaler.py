@@ -245,7 +245,7 @@ class LossScaler:
             self._unskipped = torch.empty((), dtype=torch.int32, device="cpu")
             self._hysteresis_left = torch.empty_like(self._unskipped)
             self._found_inf = torch.empty_like(self._scale)
-        self.go_on_from(first_state(policy))
+        self.set_state(first_state(policy))
 
     @WithoutCasts()
     def scale(self, loss: _L) -> _L:
@@ -260,7 +260,7 @@ class LossScaler:
         Raises:
             OptionError: it is no floating tensor.
         """
-        self.follow(loss)
+        self.to_device_of(loss)
         # By a copy, since an update before backward would change what autograd keeps.
         return scaled(loss, None if self.is_one else self.snapshot())
 
@@ -374,7 +374,7 @@ class LossScaler:
                 self._kept = self._scale.clone()
         return self._kept
 
-    def follow(self, loss: object) -> None:
+    def to_device_of(self, loss: object) -> None:
         """Moves to the device of a loss that is to be scaled, or of the first of several.
 
         Raises:
@@ -444,7 +444,7 @@ class LossScaler:
         Raises:
             OptionError: a key is missing, unknown, or holds no such number; nothing was changed.
         """
-        self.go_on_from(self.read_state_dict(state_dict))
+        self.set_state(self.read_state_dict(state_dict))
 
     def read_state_dict(self, state_dict: Mapping[str, object]) -> ScaleState:
         """Returns the state that a dict holds, checked, without taking it over.
@@ -480,7 +480,7 @@ class LossScaler:
             scale = min(max(scale, self.policy.floor), self.policy.ceiling)
         return ScaleState(scale, unskipped, min(left, self.policy.hysteresis))
 
-    def go_on_from(self, state: ScaleState) -> None:
+    def set_state(self, state: ScaleState) -> None:
         """Takes over a state that was checked."""
         # In place, as everything is but the move to a device: a CUDA graph goes on with the tensors that it met.
         self._set_to = state.loss_scale
@@ -576,7 +576,7 @@ def _load(name: str, scaler: LossScaler, state: ScaleState, *, was_static: bool,
         if logs:
             logger.info("%s was saved at %g, and is static here: %g", name, state.loss_scale, policy.init_scale)
         state = replace(state, loss_scale=policy.init_scale)
-    scaler.go_on_from(state)
+    scaler.set_state(state)
 
 
 def _checked_gradients(grads: object) -> list[Tensor]:

@@ -118,7 +118,7 @@ class OptimizerGradients:
         wanted = self.masters.wanted
         return (
             not self.pending
-            and (not wanted or self.masters.gradients.are_at_rest())
+            and (not wanted or self.masters.gradients.are_clear())
             and optimizer_state.have_no_gradients(self.parameters(), may_be_half=not wanted)
         )
 
@@ -140,7 +140,7 @@ class OptimizerGradients:
         if weights_too:
             self.masters.synchronise(by_value=True)
         if self.scaled_by is None:
-            self.masters.gradients.follow()
+            self.masters.gradients.copy_edits()
 
     # Whether they are scaled
 
@@ -361,7 +361,7 @@ class OptimizerGradients:
         if lost:
             self.drop()
         elif scaled_by is None:
-            self.masters.gradients.follow()
+            self.masters.gradients.copy_edits()
         elif not is_open:
             self.note_unscaled()
         self.masters.gradients.give_back(scaled_by.scale if is_open and scaled_by is not None else None)

@@ -371,7 +371,7 @@ class AdoptedOptimizer:
 
     def _before_step(self, *_: object) -> None:
         """Copies to the masters what the user's hooks wrote."""
-        self.masters.gradients.follow()
+        self.masters.gradients.copy_edits()
         self.masters.synchronise(by_value=True)
 
     def note_scaled_losses(self, losses: Iterable[Tensor]) -> None:
@@ -405,7 +405,7 @@ class AdoptedOptimizer:
         if self._warns_of_no_scale:
             self._look_for_scale()
         self.masters.synchronise(by_value=True)
-        self.masters.gradients.follow()
+        self.masters.gradients.copy_edits()
         pending, self.gradients.pending = self.gradients.pending, []
         overflowed = list(filter(_OVERFLOWED, pending))
         if overflowed:

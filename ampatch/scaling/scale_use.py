@@ -75,7 +75,7 @@ class ScaleUse:
             self._losses = [each.sum() if each.dim() else each for each in values]
         return result
 
-    def go_on_from(self, earlier: ScaleUse) -> None:
+    def reuse_scale_of(self, earlier: ScaleUse) -> None:
         """Takes the snapshot of an earlier use, although the scale may have changed since."""
         self.scale, self._age = earlier.scale, earlier._age
 

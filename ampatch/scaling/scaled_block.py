@@ -200,7 +200,7 @@ class ScaledBlock(Generic[_L]):
             earlier = each.scaled_by
             postponed = earlier is not None and earlier.is_postponed and earlier.scaler is self._scaler
             if earlier is not None and postponed and each.exist():
-                self.scale_use.go_on_from(earlier)
+                self.scale_use.reuse_scale_of(earlier)
                 return True
         return False
 
@@ -281,7 +281,7 @@ class ScaledBlock(Generic[_L]):
             )
 
     def _wait_for_backward(self, gradients: Sequence[OptimizerGradients], losses: Sequence[Tensor]) -> None:
-        self._waiting = [each.masters.gradients for each in gradients if not each.masters.gradients.are_at_rest()]
+        self._waiting = [each.masters.gradients for each in gradients if not each.masters.gradients.are_clear()]
         if self._waiting:
             self._hooks = [each.register_hook(self._clear_for_backward) for each in _hookable(losses)]
         if not self._hooks:
@@ -301,7 +301,7 @@ class ScaledBlock(Generic[_L]):
         with self._blocks.switch.suspended():
             are_reduced = ranks.are_reduced(self._unscaling.model_parameters())
             for gradients in self._stop_waiting():
-                gradients.follow(takes_new=are_reduced)
+                gradients.copy_edits(takes_new=are_reduced)
                 gradients.clear_for_backward()
                 if not are_reduced:  # DDP reduces existing gradients together with new ones
                     gradients.scale_added(self.scale_use.scale)
@@ -384,7 +384,7 @@ class ScaledBlock(Generic[_L]):
         if not self.scale_use.is_one and any(gradients.were_written() for gradients in waiting):
             self._is_used = False
         for gradients in waiting:
-            gradients.follow()
+            gradients.copy_edits()
 
     def _abandon(self) -> None:
         """Drops all gradients, after an error in the block or on entry."""

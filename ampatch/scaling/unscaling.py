@@ -99,7 +99,7 @@ class Unscaling:
         if masters:
             inv_scale = None if self.scale_use.is_one else scale.reciprocal()
             for gradients in masters:
-                gradients.take(inv_scale, found_inf)
+                gradients.unscale_to_masters(inv_scale, found_inf)
         return found_inf
 
 

@@ -129,7 +129,7 @@ class _Shown:
         grads, fulls = _half_gradients(pairs), _full_gradients(pairs)
         return cls(pairs, grads, fulls, kernels.fingerprints(grads), list(map(_VERSION, fulls)))
 
-    def follow(self) -> Tensor | None:
+    def copy_edits(self) -> Tensor | None:
         """Copies edited elements of the half gradients into the masters' gradients.
 
         Returns:
@@ -186,7 +186,7 @@ class MasterGradients:
         # Warnings, with numbers on their way to the host: whether one of them is not 0.
         self._to_tell: list[tuple[HostCopy, str]] = []
 
-    def are_at_rest(self) -> bool:
+    def are_clear(self) -> bool:
         """Returns whether the half parameters have no gradient, and none is known of; does not look at the masters'."""
         return self._is_clear and self.have_no_gradients()
 
@@ -201,7 +201,7 @@ class MasterGradients:
 
     # At the end of a block
 
-    def take(self, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
+    def unscale_to_masters(self, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
         """Adds what backward left in half parameters to the masters' gradients, and shows these in half.
 
         Args:
@@ -249,7 +249,7 @@ class MasterGradients:
         return any(pair.master.grad is not None for pair in self._pairs.values())
 
     def new(self) -> list[Tensor]:
-        """Returns what backward left in half parameters, and `take` would take."""
+        """Returns what backward left in half parameters, and `unscale_to_masters` would take."""
         return [_gradient_of(pair.parameter) for pair in self._with_new()]
 
     def _with_new(self) -> list[Pair]:
@@ -259,7 +259,7 @@ class MasterGradients:
 
     # Between blocks
 
-    def follow(self, *, takes_new: bool = True) -> None:
+    def copy_edits(self, *, takes_new: bool = True) -> None:
         """Takes over what became of gradients since they were shown: cleared, changed, replaced, or new.
 
         Args:
@@ -268,9 +268,9 @@ class MasterGradients:
         Warns:
             AmpWarning: somebody has set gradients of masters whose half parameters have one by backward.
         """
-        if self.are_at_rest():
+        if self.are_clear():
             return
-        is_all_shown = self._follow_all_shown()
+        is_all_shown = self._copy_edits_of_shown()
         self._tell()
         if is_all_shown or not takes_new:
             return
@@ -281,14 +281,14 @@ class MasterGradients:
         ]
         for pair in by_hand:
             pair.leave(_Gradient.SHOWN)
-        self.take()
+        self.unscale_to_masters()
         if by_hand:
             warn(
                 "gradients were set on float32 masters by hand, while the model's half parameters have gradients of a "
                 "backward outside of amp.scale_loss. The masters' count. To have the others count, leave the masters' "
                 "to amp, and put every backward into a block of amp.scale_loss."
             )
-            self.show()
+            self.copy_to_half()
 
     def note_masters(self) -> None:
         """Takes note of masters' gradients that amp itself has written to."""
@@ -307,7 +307,7 @@ class MasterGradients:
         """Returns whether torch has counted a write to what half parameters show, or something else is there."""
         return any(pair.was_written for pair in self._pairs.values())
 
-    def _follow_all_shown(self) -> bool:
+    def _copy_edits_of_shown(self) -> bool:
         """Has masters follow what became of the gradients that showed theirs.
 
         Returns:
@@ -318,10 +318,10 @@ class MasterGradients:
         if not is_all_shown:
             self._left = []  # ids of tensors that may die now
             self.note_cleared()
-            replaced = self._follow_replaced()
+            replaced = self._copy_replaced()
             self._shown = [part for shown in self._shown if (part := shown.part()) is not None]
         for shown in self._shown:
-            both = shown.follow()
+            both = shown.copy_edits()
             if both is not None and not is_capturing():
                 self._to_tell.append((HostCopy(both), _BOTH_CHANGED))
         for pairs in by_device(replaced):
@@ -333,7 +333,7 @@ class MasterGradients:
             self._note_shown()
         return is_all_shown
 
-    def _follow_replaced(self) -> list[Pair]:
+    def _copy_replaced(self) -> list[Pair]:
         """Follows what was put in the place of gradients, shown ones or their masters'.
 
         Returns:
@@ -389,7 +389,7 @@ class MasterGradients:
                 pair.master.grad = None
                 pair.leave(_Gradient.BASE)
 
-    def show(self) -> None:
+    def copy_to_half(self) -> None:
         """Shows the masters' gradients in the half parameters once more, after they were changed."""
         dense: list[Pair] = []
         for pair in self._pairs.values():
@@ -496,12 +496,12 @@ class MasterGradients:
 
     def give_back(self, scale: Tensor | None) -> None:
         """Has masters hold all there is of gradients, at a scale if there is one, for the parameters to take back."""
-        self._follow_all_shown()
+        self._copy_edits_of_shown()
         if scale is not None:
             kernels.multiply_(
                 [pair.master.grad for pair in self._pairs.values() if pair.master.grad is not None], scale
             )
-        self.take()
+        self.unscale_to_masters()
         for pair in self._pairs.values():
             pair.clear()
         self._forget_shown()
@@ -509,13 +509,13 @@ class MasterGradients:
     @contextlib.contextmanager
     def clearing(self) -> Iterator[None]:
         """Has half parameters follow what clears masters' gradients in the block, and masters what clears theirs."""
-        if self.are_at_rest():
+        if self.are_clear():
             yield
             return
         before = [(pair, pair.master.grad) for pair in self._pairs.values()]
         versions = [0 if full is None else full._version for _, full in before]
         yield
-        self._follow_all_shown()
+        self._copy_edits_of_shown()
         for (pair, was), version in zip(before, versions, strict=True):
             full = pair.master.grad
             if full is None or full is not was or full._version != version:

@@ -67,7 +67,7 @@ class _Group:
         self._masters[place] = kernels.values_of(pair.master.detach())
         self.note(_only(place))
 
-    def follow(self, places: slice = _ALL) -> None:
+    def copy_edits(self, places: slice = _ALL) -> None:
         """Has masters be what was written into half weights since, by whatever means."""
         halves, before = self._halves[places], self._of_halves[places]
         now = kernels.fingerprints(halves)
@@ -277,7 +277,7 @@ class MasterWeights:
         """Has masters be what half weights are, in the elements in which these are not the masters, rounded."""
         if not but:
             for group in self._groups:
-                group.follow()
+                group.copy_edits()
             return
         left_out = set(map(id, but))
         for pair in self._pairs.values():
@@ -287,7 +287,7 @@ class MasterWeights:
     def _follow_one(self, parameter: Tensor) -> None:
         if parameter.numel():
             group, place = self._places[id(parameter)]
-            group.follow(_only(place))
+            group.copy_edits(_only(place))
 
     def synchronise_all(self) -> None:
         """`synchronise` before a forward: also what somebody may have written unseen, into whichever of the two."""
