@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import html
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -20,16 +20,8 @@ from ampatch.opt_levels import Properties
 from ampatch.scaling.loss_scaler import ScalePolicy
 from ampatch.weights.conversion_plan import KeepFloat32
 
-# The arguments of ``amp.initialize`` that set a `ScalePolicy`, by its fields.
-_SCALE_ARGUMENTS = {
-    "init_scale": "init_scale",
-    "growth_factor": "growth_factor",
-    "backoff_factor": "backoff_factor",
-    "window": "scale_window",
-    "hysteresis": "hysteresis",
-    "floor": "min_loss_scale",
-    "ceiling": "max_loss_scale",
-}
+# The arguments of ``amp.initialize`` that are fields of a scale's policy. `dynamic` is ``loss_scale``.
+_SCALE_ARGUMENTS = [field.name for field in fields(ScalePolicy) if field.name != "dynamic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +60,10 @@ class Settings:
         if self.adopts_on_use != asked.adopts_on_use:
             told.append(f"it was set up by {_set_up_by(self)} (this call: {_set_up_by(asked)})")
         both = opt_levels.difference(self.properties, asked.properties)
-        for field, argument in _SCALE_ARGUMENTS.items():
-            if field == "init_scale" and not (self.scale_policy.dynamic and asked.scale_policy.dynamic):
+        for name in _SCALE_ARGUMENTS:
+            if name == "init_scale" and not (self.scale_policy.dynamic and asked.scale_policy.dynamic):
                 continue  # a static scale starts at loss_scale, compared above
-            both[argument] = getattr(self.scale_policy, field), getattr(asked.scale_policy, field)
+            both[name] = getattr(self.scale_policy, name), getattr(asked.scale_policy, name)
         for name in _PLAIN_FIELDS:
             both[name] = getattr(self, name), getattr(asked, name)
         both["keep_fp32"] = _kept(self.keep_fp32), _kept(asked.keep_fp32)
@@ -97,7 +89,7 @@ class Settings:
             "cast_lists": list(self.lists.files),
             "loss_scale": properties.loss_scale,
             "num_losses": self.num_losses,
-            **{argument: getattr(self.scale_policy, field) for field, argument in _SCALE_ARGUMENTS.items()},
+            **{name: getattr(self.scale_policy, name) for name in _SCALE_ARGUMENTS},
             **{
                 name: getattr(self, name) for name in ("exact_hooks", "allow_banned", "enable_caching", "profile_casts")
             },

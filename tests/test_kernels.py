@@ -526,10 +526,10 @@ def policies(draw: st.DrawFn) -> ScalePolicy:
         init_scale=start,
         growth_factor=draw(st.sampled_from([2.0, 4.0, 1.5, 3.0, 1.001])),
         backoff_factor=draw(st.sampled_from([0.5, 0.25, 0.75, 1 / 3, 0.999])),
-        window=draw(st.integers(1, 4)),
+        scale_window=draw(st.integers(1, 4)),
         hysteresis=draw(st.integers(1, 3)),
-        floor=floor,
-        ceiling=ceiling,
+        min_loss_scale=floor,
+        max_loss_scale=ceiling,
     )
 
 
@@ -549,10 +549,10 @@ class Device:
             scalar(overflow),
             growth=policy.growth_factor,
             backoff=policy.backoff_factor,
-            window=policy.window,
+            window=policy.scale_window,
             hysteresis=policy.hysteresis,
-            floor=policy.floor,
-            ceiling=policy.ceiling,
+            floor=policy.min_loss_scale,
+            ceiling=policy.max_loss_scale,
         )
 
     @property
@@ -572,7 +572,7 @@ class TestUpdateScale:
 
     @given(overflows=st.lists(st.booleans(), max_size=60), window=st.integers(1, 4), hysteresis=st.integers(1, 3))
     def test_powers_of_two_are_exact_all_the_way(self, overflows, window, hysteresis):
-        policy = ScalePolicy(True, 1.0, 2.0, 0.5, window, hysteresis, floor=2.0**-24, ceiling=2.0**24)
+        policy = ScalePolicy(True, 1.0, 2.0, 0.5, window, hysteresis, min_loss_scale=2.0**-24, max_loss_scale=2.0**24)
         state = ScaleState(1.0, 0, hysteresis)
         device = Device(state)
         for overflow in overflows:

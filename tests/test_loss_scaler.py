@@ -42,10 +42,10 @@ class TestPolicy:
             init_scale=2.0**16,
             growth_factor=2.0,
             backoff_factor=0.5,
-            window=2000,
+            scale_window=2000,
             hysteresis=1,
-            floor=2.0**-24,
-            ceiling=2.0**24,
+            min_loss_scale=2.0**-24,
+            max_loss_scale=2.0**24,
         )
 
     @pytest.mark.parametrize("loss_scale", [128, 128.0, "128", "1.28e2"])
@@ -94,7 +94,7 @@ class TestPolicy:
 
 
 class TestTransition:
-    POLICY = ScalePolicy(dynamic=True, init_scale=16.0, window=3)
+    POLICY = ScalePolicy(dynamic=True, init_scale=16.0, scale_window=3)
 
     @pytest.mark.parametrize(
         ("overflows", "loss_scale", "unskipped"),
@@ -119,25 +119,25 @@ class TestTransition:
         [("x", 16), ("xx", 16), ("xxx", 8), ("x.x.x", 8), ("xxxx", 4), ("xx...xx", 32), ("xx...xxx", 16)],
     )
     def test_hysteresis_forgives_overflows_until_it_is_used_up_and_growth_refills_it(self, overflows, loss_scale):
-        policy = ScalePolicy(dynamic=True, init_scale=16.0, window=3, hysteresis=3)
+        policy = ScalePolicy(dynamic=True, init_scale=16.0, scale_window=3, hysteresis=3)
         assert after(overflows, policy).loss_scale == loss_scale
 
     def test_stops_at_floor_and_ceiling(self):
-        policy = ScalePolicy(dynamic=True, init_scale=16.0, window=1, floor=5.0, ceiling=50.0)
+        policy = ScalePolicy(dynamic=True, init_scale=16.0, scale_window=1, min_loss_scale=5.0, max_loss_scale=50.0)
         assert after("xxxx", policy).loss_scale == 5
         assert after("....", policy).loss_scale == 50
 
     def test_static_scale_never_changes(self):
-        policy = ScalePolicy(dynamic=False, init_scale=16.0, window=1)
+        policy = ScalePolicy(dynamic=False, init_scale=16.0, scale_window=1)
         assert after("x.x.", policy).loss_scale == 16
 
     @given(overflows=st.text("x.", max_size=200), window=st.integers(1, 5), hysteresis=st.integers(1, 4))
     def test_never_leaves_its_bounds(self, overflows, window, hysteresis):
-        policy = ScalePolicy(True, 1.0, 2.0, 0.5, window, hysteresis, floor=2.0**-3, ceiling=2.0**3)
+        policy = ScalePolicy(True, 1.0, 2.0, 0.5, window, hysteresis, min_loss_scale=2.0**-3, max_loss_scale=2.0**3)
         state = first_state(policy)
         for overflow in overflows:
             state = next_state(state, overflow == "x", policy)
-            assert policy.floor <= state.loss_scale <= policy.ceiling
+            assert policy.min_loss_scale <= state.loss_scale <= policy.max_loss_scale
             assert 0 <= state.unskipped < window
 
 

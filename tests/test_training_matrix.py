@@ -320,7 +320,7 @@ def begin(world: World, level: Level, scalers: int) -> None:
         half_dtype=level.half_dtype,
         loss_scale="dynamic",
         init_scale=POLICY.init_scale,
-        scale_window=POLICY.window,
+        scale_window=POLICY.scale_window,
         num_losses=scalers,
         verbosity=0,
     )

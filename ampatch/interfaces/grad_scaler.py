@@ -118,7 +118,7 @@ class GradScaler(torch.amp.GradScaler):
                 "losses on the CPU."
             )
             self._enabled = False
-        self._policy = policy if max_loss_scale is not None else replace(policy, ceiling=math.inf)
+        self._policy = policy if max_loss_scale is not None else replace(policy, max_loss_scale=math.inf)
         self._has_floor = min_loss_scale is not None
         self._has_warned = False
         self._first_state = ScaleState(policy.init_scale, 0, policy.hysteresis)
@@ -483,7 +483,7 @@ class GradScaler(torch.amp.GradScaler):
             # An LR scheduler warns of a scheduler step before the first optimizer step unless this says there was one.
             optimizer._opt_called = True  # type: ignore[attr-defined]
         scale = self.get_scale()
-        at_floor = self._has_floor and scale <= self._policy.floor
+        at_floor = self._has_floor and scale <= self._policy.min_loss_scale
         if not at_floor and (scale > _OF_NO_USE or self._has_warned):
             return
         culprits = optimizer_state.not_finite_gradients(
@@ -495,8 +495,8 @@ class GradScaler(torch.amp.GradScaler):
         )
         if at_floor:
             raise LossScaleError(
-                f"the loss scale is at its floor of {self._policy.floor:g} and the gradients still overflow, so no "
-                f"scale can help: {culprits}. {advice}"
+                f"the loss scale is at its floor of {self._policy.min_loss_scale:g} and the gradients still overflow, "
+                f"so no scale can help: {culprits}. {advice}"
             )
         self._has_warned = True
         warn(
@@ -575,7 +575,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def get_growth_interval(self) -> int:
         """Returns how many clean updates in a row it takes to grow."""
-        return self._policy.window
+        return self._policy.scale_window
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Sets how many clean updates it takes to grow.
@@ -585,7 +585,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             OptionError: it is no whole number above 0.
         """
-        self._set(window=make_policy("dynamic", scale_window=new_interval).window)
+        self._set(scale_window=make_policy("dynamic", scale_window=new_interval).scale_window)
 
     def _set(self, **changes: Any) -> None:
         self._policy = replace(self._policy, **changes)
@@ -616,7 +616,7 @@ class GradScaler(torch.amp.GradScaler):
             "scale": state.loss_scale,
             "growth_factor": self._policy.growth_factor,
             "backoff_factor": self._policy.backoff_factor,
-            "growth_interval": self._policy.window,
+            "growth_interval": self._policy.scale_window,
             "_growth_tracker": state.unskipped,
         }
         if self._policy.hysteresis > 1:
@@ -647,9 +647,11 @@ class GradScaler(torch.amp.GradScaler):
             "dynamic",
             growth_factor=state_dict.get("growth_factor", self._policy.growth_factor),
             backoff_factor=state_dict.get("backoff_factor", self._policy.backoff_factor),
-            scale_window=state_dict.get("growth_interval", self._policy.window),
+            scale_window=state_dict.get("growth_interval", self._policy.scale_window),
         )
-        self._set(growth_factor=policy.growth_factor, backoff_factor=policy.backoff_factor, window=policy.window)
+        self._set(
+            growth_factor=policy.growth_factor, backoff_factor=policy.backoff_factor, scale_window=policy.scale_window
+        )
         self._load_state(state)
 
     def _load_state(self, state: ScaleState) -> None:
@@ -678,7 +680,7 @@ class GradScaler(torch.amp.GradScaler):
             scale = float(self._scale)
         return (
             f"GradScaler(scale={scale}, growth_factor={policy.growth_factor}, backoff_factor={policy.backoff_factor}, "
-            f"growth_interval={policy.window})"
+            f"growth_interval={policy.scale_window})"
         )
 
 

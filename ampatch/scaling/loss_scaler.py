@@ -53,20 +53,20 @@ class ScalePolicy:
             overflow at once, and the scale comes down to what the model bears in a few steps.
         growth_factor: what it is multiplied by when it grows. Powers of two leave every mantissa as it was.
         backoff_factor: what it is multiplied by when it backs off.
-        window: clean steps before it grows; 2000 as in the paper.
+        scale_window: clean steps before it grows; 2000 as in the paper.
         hysteresis: overflows, not necessarily in a row, before it backs off; refilled when it grows.
-        floor: the least scale. 2**-24 is float16's smallest number: below it, scaling has failed.
-        ceiling: the greatest; inf: what float32 holds.
+        min_loss_scale: the least scale. 2**-24 is float16's smallest number: below it, scaling has failed.
+        max_loss_scale: the greatest; inf: what float32 holds.
     """
 
     dynamic: bool
     init_scale: float
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
-    window: int = 2000
+    scale_window: int = 2000
     hysteresis: int = 1
-    floor: float = 2.0**-24
-    ceiling: float = 2.0**24
+    min_loss_scale: float = 2.0**-24
+    max_loss_scale: float = 2.0**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +131,9 @@ def next_state(state: ScaleState, overflow: bool, policy: ScalePolicy) -> ScaleS
             scale *= policy.backoff_factor
     else:
         unskipped = state.unskipped + 1
-        if unskipped >= policy.window:
+        if unskipped >= policy.scale_window:
             scale, unskipped, left = scale * policy.growth_factor, 0, policy.hysteresis
-    bounded = min(max(_float32(scale), policy.floor), policy.ceiling)
+    bounded = min(max(_float32(scale), policy.min_loss_scale), policy.max_loss_scale)
     return ScaleState(bounded if math.isfinite(bounded) else state.loss_scale, unskipped, left)
 
 
@@ -337,10 +337,10 @@ class LossScaler:
             found_inf,
             growth=policy.growth_factor,
             backoff=policy.backoff_factor,
-            window=policy.window,
+            window=policy.scale_window,
             hysteresis=policy.hysteresis,
-            floor=policy.floor,
-            ceiling=policy.ceiling,
+            floor=policy.min_loss_scale,
+            ceiling=policy.max_loss_scale,
         )
         self.age += 1
 
@@ -477,7 +477,7 @@ class LossScaler:
         except AmpError as error:
             raise OptionError(f"the state of a loss scaler is not sound: {error}") from None
         if self.dynamic:
-            scale = min(max(scale, self.policy.floor), self.policy.ceiling)
+            scale = min(max(scale, self.policy.min_loss_scale), self.policy.max_loss_scale)
         return ScaleState(scale, unskipped, min(left, self.policy.hysteresis))
 
     def set_state(self, state: ScaleState) -> None:
@@ -506,7 +506,7 @@ def settings_unlike(policy: ScalePolicy, *state_dicts: Mapping[Any, object]) -> 
     here = {
         "growth_factor": policy.growth_factor,
         "backoff_factor": policy.backoff_factor,
-        "growth_interval": policy.window,
+        "growth_interval": policy.scale_window,
     }
     saved = [state_dict for state_dict in state_dicts if policy.dynamic and is_of_grad_scaler(state_dict)]
     unlike = {

@@ -520,7 +520,7 @@ class AdoptedOptimizer:
                     self.gradients.parameters(), lambda each: self.masters.name_of(self.masters.parameter_of(each))
                 )
                 raise LossScaleError(
-                    f"loss scaler {scale_use.scaler_id} is at its floor of {scale_use.scaler.policy.floor:g} "
+                    f"loss scaler {scale_use.scaler_id} is at its floor of {scale_use.scaler.policy.min_loss_scale:g} "
                     f"and the gradients still overflow, so no scale can help: {culprits}. Look for inputs "
                     "or a loss that are not finite, or a learning rate that is too high; with "
                     "half_dtype=torch.bfloat16 no loss scale is needed."

@@ -139,12 +139,12 @@ class ScaleUse:
     @property
     def began_at_floor(self) -> bool:
         """True if the scale was at its floor in this use; syncs with the device."""
-        return self._values[1] <= self.scaler.policy.floor
+        return self._values[1] <= self.scaler.policy.min_loss_scale
 
     @property
     def ended_at_floor(self) -> bool:
         """True if the scale was at its floor when its value was sent; syncs with the device."""
-        return self._values[2] <= self.scaler.policy.floor
+        return self._values[2] <= self.scaler.policy.min_loss_scale
 
     @property
     def loss_that_is_not_finite(self) -> float | None:

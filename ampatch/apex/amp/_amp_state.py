@@ -82,12 +82,12 @@ class AmpState:
     @property
     def min_loss_scale(self) -> float | None:
         """Lower limit of dynamic loss scales; None without a session."""
-        return None if runtime.live is None else runtime.live.settings.scale_policy.floor
+        return None if runtime.live is None else runtime.live.settings.scale_policy.min_loss_scale
 
     @property
     def max_loss_scale(self) -> float:
         """Upper limit of dynamic loss scales; 2**24 without a session."""
-        return 2.0**24 if runtime.live is None else runtime.live.settings.scale_policy.ceiling
+        return 2.0**24 if runtime.live is None else runtime.live.settings.scale_policy.max_loss_scale
 
     @property
     def handle(self) -> AmpHandle:

@@ -53,17 +53,17 @@ class LossScaler:
     @property
     def _scale_seq_len(self) -> int:
         """Number of steps without overflow after which the scale grows."""
-        return self._there.policy.window
+        return self._there.policy.scale_window
 
     @property
     def _min_loss_scale(self) -> float:
         """Lower limit of the scale."""
-        return self._there.policy.floor
+        return self._there.policy.min_loss_scale
 
     @property
     def _max_loss_scale(self) -> float:
         """Upper limit of the scale."""
-        return self._there.policy.ceiling
+        return self._there.policy.max_loss_scale
 
     @property
     def _loss_scale(self) -> float:

@@ -384,7 +384,11 @@ def _dynamic_loss_scaler(**settings: Any) -> DynamicLossScaler:
     """Returns a dynamic loss scaler with checked settings, named in `_LOSS_ARGS`; amp's defaults fill missing ones."""
     policy = make_policy("dynamic", **settings)
     return DynamicLossScaler(
-        policy.init_scale, policy.growth_factor, policy.window, min_scale=policy.floor, max_scale=policy.ceiling
+        policy.init_scale,
+        policy.growth_factor,
+        policy.scale_window,
+        min_scale=policy.min_loss_scale,
+        max_scale=policy.max_loss_scale,
     )
 
 
