@@ -230,7 +230,7 @@ def after_state_dict(module: nn.Module, saved: dict[str, Any], prefix: str, _: o
     session = runtime.live
     if session is None:
         return
-    with session.casts_off():
+    with session.switch.suspended():
         for name, tensor in conversion_plan.own_tensors(module):
             full = session.conversion.float32_of(module, name, tensor)
             if full is not None:
@@ -277,7 +277,7 @@ def after_load_state_dict(module: nn.Module, _: object) -> None:
     if session is None:
         return
     saved, prefix = session.loading.pop(module, ({}, ""))
-    with session.casts_off():
+    with session.switch.suspended():
         for name, tensor in conversion_plan.own_tensors(module):
             value = saved.get(prefix + name)
             if isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta":

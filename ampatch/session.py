@@ -77,7 +77,7 @@ def _with_casts_off(method: Callable[Concatenate[Session, _P], _T]) -> Callable[
 
     @functools.wraps(method)
     def run(session: Session, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with session.casts_off():
+        with session.switch.suspended():
             return method(session, *args, **kwargs)
 
     return run
@@ -115,7 +115,7 @@ class Session:
         self.has_half_weights = settings.properties.cast_model_type in HALVES
         self._hooks = hooks
         self.verbose = True
-        self.switch = Switch()
+        self.switch = Switch(self.patches_functions)
         cache_type = LabellingCache if settings.profile_casts else WeightCache
         self.cache = cache_type(settings.enable_caching)
         self.ledger = PatchLedger()
@@ -156,10 +156,6 @@ class Session:
     def patches_functions(self) -> bool:
         """Whether functions cast by the lists in this session."""
         return self.settings.properties.patch_torch_functions
-
-    def casts_off(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a block in which casts are off in this thread, for amp's own arithmetic."""
-        return self.switch.suspended() if self.patches_functions else contextlib.nullcontext()
 
     def install(self, registered: Sequence[Registration]) -> None:
         """Patches what the settings ask for and the user has registered, and turns casts on."""

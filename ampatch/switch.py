@@ -40,8 +40,15 @@ class _Thread(threading.local):
         self.off = 0
 
 
+#: A block that changes nothing; may be entered several times at once.
+_NOTHING = contextlib.nullcontext()
+
+
 class Switch:
     """The on/off switch of one session.
+
+    Args:
+        patches: whether the session patches functions, so that there are casts to turn off.
 
     Attributes:
         active: True if casts are on for the process; set once the session is installed, cleared for good when it is
@@ -50,11 +57,12 @@ class Switch:
             is active, casts are on; otherwise `is_off` decides. All sessions share it.
     """
 
-    __slots__ = ("active",)
+    __slots__ = ("_patches", "active")
     thread = _Thread()
 
-    def __init__(self) -> None:
+    def __init__(self, patches: bool = True) -> None:
         self.active = False
+        self._patches = patches
 
     @classmethod
     def is_off(cls) -> bool:
@@ -72,12 +80,12 @@ class Switch:
         return off_in_graph() if is_dynamo_compiling() else _Region(self._count() + 1)
 
     def suspended(self) -> AbstractContextManager[None]:
-        """Does the same as `disabled`, but faster, for code that is never traced: an optimizer's step."""
-        return _Region(self._count() + 1)
+        """Turns casts off for amp's own arithmetic, which is never traced; a no-op if no functions are patched."""
+        return _Region(self._count() + 1) if self._patches else _NOTHING
 
     def resumed(self) -> AbstractContextManager[None]:
-        """Undoes one `disabled` until the block ends: for a closure that an optimizer's step calls."""
-        return _Region(self._count() - 1)
+        """Undoes one `suspended` until the block ends: for a closure that an optimizer's step calls."""
+        return _Region(self._count() - 1) if self._patches else _NOTHING
 
     def patch_checkpoint(self, ledger: PatchLedger, recomputed: Callable[[], object]) -> None:
         """Patches `torch.utils.checkpoint`, so that it recomputes a region with casts on or off as in its first run.
