@@ -125,7 +125,7 @@ class Ranks:
                 tensor.register_hook(begun)
 
     def begin_block(self) -> None:
-        """Begins a block: records for each wrapper if a backward pass before it reduced gradients; resets that state."""
+        """Begins a block: records if a backward pass before it reduced gradients, and resets that state."""
         for replica in list(self._replicating.values()):
             replica.was_reduced = replica.next is _Next.IS_REDUCED
             if replica.was_reduced:
