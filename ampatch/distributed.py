@@ -1,9 +1,9 @@
-"""Several ranks: over which of them gradients are spread, and whether a backward has left them to be reduced later.
+"""Several ranks: how parameters are spread over them, and whether the last backward pass postponed the all-reduce.
 
-Reads what torch's wrappers (DistributedDataParallel, both FSDPs) and sharded tensors (DTensor) say of themselves; owns
-the list of wrappers, and what each was told at its last forward. Must know neither scales nor optimizers: it is given
-their parameters. Every process has to ask the same in the same order, so that no answer may depend on which gradients
-one of them happens to have.
+Reads the state of torch's wrappers (DistributedDataParallel, both FSDPs) and of sharded tensors (DTensor). Owns the
+list of wrappers, and whether each one's next backward pass reduces gradients. Must know neither scales nor optimizers,
+only their parameters. Every rank must run the same collectives in the same order. So no answer that decides about a
+collective must depend on which gradients one rank happens to have.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampatch.errors import UsageError
 
-_IS_AVAILABLE = dist.is_available()  # or torch was built without
+_IS_AVAILABLE = dist.is_available()  # False if torch was built without torch.distributed
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that reduce together.
+    """A process group, and the device type of the tensors that it reduces.
 
     Attributes:
-        process_group: torch's.
-        device_type: where it wants tensors to be.
+        process_group: torch's process group.
+        device_type: type of the device on which the group's backend needs tensors.
     """
 
     process_group: dist.ProcessGroup
     device_type: str
 
     def reduce_(self, tensor: Tensor, operation: Any) -> None:
-        """Reduces a tensor in place over the processes; waits for the device only where it lies on another."""
+        """All-reduces a tensor in place; syncs with the device only if the tensor is on another type of device."""
         there = tensor if tensor.device.type == self.device_type else tensor.to(self.device_type)
         dist.all_reduce(there, operation, group=self.process_group)
         if there is not tensor:
@@ -48,28 +48,28 @@ class Group:
 
 
 class Ranks:
-    """What a session knows of the processes beside its own.
+    """The distributed wrappers of a session's models, and how their parameters are spread over ranks.
 
     Attributes:
-        has_wrappers: whether any model was found that a wrapper has spread over processes.
+        has_wrappers: True if a DDP or FSDP wrapper was found.
     """
 
     def __init__(self) -> None:
         self.has_wrappers = False
-        # In the order in which they were found, which is the same everywhere: the outer ones first.
+        # In the order in which they were found, outer wrappers first. The order is the same on every rank.
         self._replicating: weakref.WeakKeyDictionary[nn.Module, _Replica] = weakref.WeakKeyDictionary()
         self._flattening: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # of FSDP1
         self._sharding: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # of FSDP2
         self._layouts: dict[tuple[Any, tuple[Any, ...]], _Spread] = {}
 
     def find_wrappers(self, model: nn.Module) -> list[DistributedDataParallel]:
-        """Takes note of the wrappers in a model; one made later is found when it is asked for again, or by `add`.
+        """Records the wrappers in a model; wrappers made later need another call, or `add`.
 
         Returns:
-            Those that replicate, whose forwards are to be told of.
+            The DDP wrappers, whose forward passes the caller must report.
         """
         replicating = []
-        fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody has imported it there are none
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # if it is not imported, there are no FSDP wrappers
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
                 self.add(module)
@@ -84,11 +84,11 @@ class Ranks:
 
     @property
     def gathers_weights(self) -> bool:
-        """Whether there is a model whose layers have whole weights only while they are at work."""
+        """True if there is an FSDP model, whose layers have whole weights only while they run."""
         return bool(self._flattening) or bool(self._sharding)
 
     def add(self, wrapper: DistributedDataParallel) -> _Replica:
-        """Takes note of a wrapper."""
+        """Records a DDP wrapper, if it is new, and returns its record."""
         self.has_wrappers = True
         replica = self._replicating.get(wrapper)
         if replica is None:
@@ -98,16 +98,20 @@ class Ranks:
         return replica
 
     def note_forward(self, wrapper: DistributedDataParallel) -> None:
-        """Notes that a wrapper runs forward: now it decides whether the next backward reduces gradients.
+        """Records at a wrapper's forward pass whether its next backward pass reduces gradients.
 
-        Once it is to reduce them, forwards that are not to do not change that until there was a backward.
+        If an earlier forward pass decided that it does, a later one under ``no_sync`` does not change that until a
+        backward pass has run.
         """
         replica = self.add(wrapper)
         if torch.is_grad_enabled() and replica.next is not _Next.REDUCES:
             replica.next = _Next.REDUCES if wrapper.require_backward_grad_sync else _Next.POSTPONES
 
     def watch_backward(self, wrapper: DistributedDataParallel, outputs: object) -> None:
-        """Has the backward of a wrapper's forward tell that it reduces what was to be reduced, wherever it runs."""
+        """Adds hooks to a forward pass's outputs, which record that the backward pass reduces gradients.
+
+        Adds none if the next backward pass does not reduce. The hooks also run outside of a block.
+        """
         replica = self.add(wrapper)
         if replica.next is not _Next.REDUCES:
             return
@@ -121,20 +125,20 @@ class Ranks:
                 tensor.register_hook(begun)
 
     def begin_block(self) -> None:
-        """Begins a block: forgets synchronised backwards from before it."""
+        """Begins a block: records if a backward pass before it reduced gradients, and resets that state."""
         for replica in list(self._replicating.values()):
             replica.was_reduced = replica.next is _Next.IS_REDUCED
             if replica.was_reduced:
                 replica.next = _Next.NONE
 
     def end_block(self, parameters: Iterable[Tensor]) -> None:
-        """Ends a block of an optimizer with these parameters: their synchronised backward is over."""
+        """Ends a block of an optimizer with these parameters: their reducing backward pass is over."""
         for replica in self._replicas_of(parameters):
             if replica.next in (_Next.REDUCES, _Next.IS_REDUCED):
                 replica.next = _Next.NONE
 
     def are_reduced(self, parameters: Iterable[Tensor]) -> bool:
-        """Returns whether a backward between two blocks has reduced all gradients of these that are to be reduced."""
+        """Returns True if a backward pass before the present block has reduced gradients in all wrappers of these."""
         return all(replica.was_reduced for replica in self._replicas_of(parameters))
 
     def _replicas_of(self, parameters: Iterable[Tensor]) -> list[_Replica]:
@@ -144,18 +148,18 @@ class Ranks:
 
     @property
     def replicates(self) -> bool:
-        """Whether there is a model of which several processes each have a copy."""
+        """True if there is a DDP model, of which each rank has a copy."""
         return bool(self._replicating)
 
     def are_replicated(self, parameters: Iterable[Tensor]) -> bool:
-        """Returns whether one of these is of such a model."""
+        """Returns True if any of these parameters is of a DDP model."""
         replicated = {id(each) for wrapper in list(self._replicating) for each in wrapper.parameters()}
         return any(id(parameter) in replicated for parameter in parameters)
 
     def is_postponed(self, parameters: Iterable[Tensor]) -> bool:
-        """Returns whether the last backward has left the gradient of one of these for a later one to reduce.
+        """Returns True if the last backward pass left a gradient of these for a later backward pass to reduce.
 
-        So does a backward that did not come through the wrapper: that of an auxiliary loss of the module inside.
+        A backward pass that bypasses the wrapper also leaves gradients: that of an auxiliary loss of the module inside.
         """
         parameters = list(parameters)
         replicas = self._replicas_of(parameters)
@@ -176,11 +180,11 @@ class Ranks:
         return bool(postponed) and any(id(parameter) in postponed for parameter in parameters)
 
     def has_unreduced(self, parameters: Iterable[Tensor]) -> bool:
-        """Returns whether FSDP2 keeps gradients of these to itself, since it has not reduced them."""
+        """Returns True if FSDP2 holds gradients of these internally that it has not reduced yet."""
         return any(True for _ in self._unreduced(parameters))
 
     def drop_unreduced(self, parameters: Iterable[Tensor]) -> None:
-        """Drops gradients of these that are out of sight."""
+        """Drops gradients of these that FSDP2 holds internally."""
         for group in self._unreduced(parameters):
             group._partial_reduce_output = None
             for each in group.fsdp_params:
@@ -189,12 +193,12 @@ class Ranks:
                     each._unsharded_param.grad = None
 
     def _unreduced(self, parameters: Iterable[Tensor]) -> Iterator[Any]:
-        """FSDP2's groups of parameters that keep gradients, of those that have one of these."""
+        """Returns FSDP2's parameter groups that hold unreduced gradients and contain any of these parameters."""
         keeping = [
             group
             for module in list(self._sharding)
             for group in _parameter_groups(module)
-            if group._partial_reduce_output is not None  # of HSDP, not reduced over replicas yet
+            if group._partial_reduce_output is not None  # HSDP has not reduced it over replicas yet
             or any(
                 each.unsharded_accumulated_grad is not None
                 or (hasattr(each, "_unsharded_param") and each._unsharded_param.grad is not None)
@@ -205,11 +209,11 @@ class Ranks:
         return (group for group in keeping if any(id(each.sharded_param) in ids for each in group.fsdp_params))
 
     def agree(self, found_inf: Tensor, parameters: Iterable[Tensor]) -> None:
-        """Has every process know of an overflow in a piece of a gradient that only one of them has.
+        """All-reduces an overflow flag over the ranks that have these parameters or pieces of them.
 
         Args:
-            found_inf: 0-dimensional float32, not 0 after an overflow; changed in place.
-            parameters: those whose gradients were looked at, whether they have any here or not.
+            found_inf: 0-dimensional float32 tensor, not 0 after an overflow on this rank; changed in place.
+            parameters: parameters whose gradients were checked, with or without a gradient on this rank.
         """
         if _is_alone():
             return
@@ -220,7 +224,7 @@ class Ranks:
             group.reduce_(found_inf, dist.ReduceOp.MAX)
 
     def _groups_beside(self, parameters: list[Tensor]) -> Iterator[Group]:
-        """Yields the groups of wrappers, where some parameters of the same optimizers are reduced by no wrapper."""
+        """Yields the groups of these parameters' DDP wrappers, if no wrapper reduces some of the parameters."""
         replicas = self._replicas_of(parameters)
         ids = frozenset().union(*(replica.ids for replica in replicas))
         if replicas and not ids.issuperset(map(id, parameters)):
@@ -230,11 +234,11 @@ class Ranks:
                     yield Group(wrapper.process_group, wrapper.device_type)
 
     def share(self, parameters: Iterable[Tensor]) -> bool:
-        """Returns whether other processes have pieces of these, so that all have to do the same, gradients or not."""
+        """Returns True if other ranks have pieces of these; all ranks must then do the same, gradients or not."""
         return any(spread.pieces for spread in self._spreads(parameters))
 
     def by_pieces(self, parameters: Iterable[Tensor]) -> list[tuple[tuple[Group, ...], list[Tensor]]]:
-        """Returns parameters by the groups over which their elements are spread, which is none where they are whole."""
+        """Returns parameters by the groups over which their elements are spread; unsharded ones by an empty tuple."""
         parameters = list(parameters)
         if _is_alone():
             return [((), parameters)]
@@ -244,10 +248,10 @@ class Ranks:
         return list(parts.items())
 
     def _spreads(self, parameters: Iterable[Tensor]) -> Iterator[_Spread]:
-        """Returns how each of them lies on processes; none where there is this process only."""
+        """Returns an iterator over how each parameter is spread over ranks; an empty one if there is only one rank."""
         if _is_alone():
             return iter(())
-        # Of modules in one another the inner one's word counts.
+        # Inner modules come later, and overwrite the outer ones: the innermost FSDP module decides.
         flat = {id(each): module for module in list(self._flattening) for each in module.parameters()}
         return (self._spread(parameter, flat) for parameter in parameters)
 
@@ -261,22 +265,22 @@ class Ranks:
 
 
 class _Next(enum.Enum):
-    """What the next backward through a wrapper does with gradients."""
+    """What the next backward pass through a wrapper does with gradients."""
 
-    REDUCES = "it reduces them, as it was told at a forward that none has followed yet"
-    IS_REDUCED = "there was one, which has reduced them"
-    POSTPONES = "it leaves them, as it was told at the last forward"
-    NONE = "there is none to come: no forward yet, or a backward has followed it"
+    REDUCES = "it reduces them, as decided at a forward pass; no backward pass has run since"
+    IS_REDUCED = "a backward pass has run, and reduced them"
+    POSTPONES = "it leaves them unreduced, as decided at the last forward pass"
+    NONE = "none is expected: no forward pass yet, or its backward pass is over"
 
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """What is known of a wrapper that replicates a model.
+    """Record of a DDP wrapper.
 
     Attributes:
-        ids: of the parameters that it reduces.
-        next: what its next backward does.
-        was_reduced: whether a backward before the present block has reduced what is there.
+        ids: ids of the parameters whose gradients it reduces.
+        next: action of its next backward pass.
+        was_reduced: True if a backward pass before the present block has reduced the gradients.
     """
 
     ids: frozenset[int]
@@ -286,11 +290,11 @@ class _Replica:
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """How a parameter lies on processes.
+    """How a parameter is spread over ranks.
 
     Attributes:
-        holders: the groups of all that have it or a piece of it.
-        pieces: the groups in which each process has another piece.
+        holders: groups of all ranks that have the parameter or a piece of it.
+        pieces: groups in which each rank has a different piece.
     """
 
     holders: tuple[Group, ...] = ()
@@ -301,22 +305,25 @@ _WHOLE = _Spread()
 
 
 def _spread_of(mesh: Any, placements: tuple[Any, ...]) -> _Spread:
-    """Returns how a DTensor lies on ranks."""
+    """Returns how a DTensor is spread over ranks."""
     groups = [Group(mesh.get_group(axis), mesh.device_type) for axis in range(mesh.ndim)]
     sharded = [not each.is_replicate() and not each.is_partial() for each in placements]
     return _Spread(tuple(groups), tuple(group for group, is_sharded in zip(groups, sharded, strict=True) if is_sharded))
 
 
 def _spread_within(module: Any) -> _Spread:
-    """Returns that of a parameter of a ``FullyShardedDataParallel``, whose tensors do not say so themselves.
+    """Returns how a parameter of a ``FullyShardedDataParallel`` is spread; its tensors do not record that.
+
+    Args:
+        module: the innermost module around the parameter, or None.
 
     Raises:
-        UsageError: the module is not known.
+        UsageError: ``module`` is None: it was not passed to `amp.initialize`.
     """
     if module is None:
         raise UsageError(
-            "found gradients of parameters that FullyShardedDataParallel has sharded, and amp does not know the "
-            "module, so that it cannot tell over which processes. Hand it to amp.initialize together with the "
+            "found gradients of parameters that FullyShardedDataParallel has sharded, but amp does not know the "
+            "module, so it cannot find the ranks that share them. Hand it to amp.initialize together with the "
             "optimizer, at opt_level='O1' or 'O4'."
         )
     group = Group(module.process_group, module.compute_device.type)
@@ -325,20 +332,20 @@ def _spread_within(module: Any) -> _Spread:
 
 
 def _is_alone() -> bool:
-    """Returns whether torch was told of no other process."""
+    """Returns True if torch.distributed is not initialized."""
     return not (_IS_AVAILABLE and dist.is_initialized())
 
 
 def replicating_wrappers() -> list[DistributedDataParallel]:
-    """Returns all that are in this process; looks through all of Python's objects if several ranks were set up."""
+    """Returns all DDP wrappers on this rank, found among all of Python's objects; none without torch.distributed."""
     if _is_alone():
         return []
-    # By its type: to ask a lazy proxy for its class would make it import.
+    # issubclass of the type, not isinstance: a lazy proxy imports its module if its __class__ is read.
     return [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
 
 
 def is_joining(wrapper: DistributedDataParallel) -> bool:
-    """Returns whether it runs in its ``join()``, where processes may run out of data before the others do."""
+    """Returns True if a wrapper runs in its ``join()``, in which some ranks can run out of data before others."""
     return bool(wrapper._join_config.enable)
 
 
@@ -351,12 +358,12 @@ def sent_by(wrapper: DistributedDataParallel) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def send_from_first(tensor: Tensor, wrapper: DistributedDataParallel) -> None:
-    """Overwrites a tensor by what it is in the first of a wrapper's processes."""
+    """Overwrites a tensor with its value on rank 0 of a wrapper's process group."""
     dist.broadcast(tensor, group=wrapper.process_group, group_src=0)
 
 
 def lay_out_gradient(parameter: Tensor) -> None:
-    """Has the gradient of a DTensor lie on processes as the parameter does; backward may leave sums to be done yet."""
+    """Redistributes a DTensor's gradient like its parameter; the backward pass may leave partial sums."""
     grad: Any = parameter.grad
     if hasattr(parameter, "placements") and grad is not None and grad.placements != parameter.placements:
         with torch.no_grad():
@@ -364,12 +371,12 @@ def lay_out_gradient(parameter: Tensor) -> None:
 
 
 def is_sharded(parameters: Iterable[Tensor]) -> bool:
-    """Returns whether a process has a piece only of one of these, by what their tensors say."""
+    """Returns True if any of these is a DTensor or was flattened by FSDP, so that this rank may have only a piece."""
     return any(hasattr(each, "device_mesh") or getattr(each, "_fsdp_flattened", False) for each in parameters)
 
 
 def _parameter_groups(module: Any) -> Sequence[Any]:
-    """FSDP2's groups of the parameters that it gathers together."""
+    """Returns an FSDP2 module's parameter groups; FSDP2 gathers the parameters of a group together."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         groups: Sequence[Any] = state._fsdp_param_groups

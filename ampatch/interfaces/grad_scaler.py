@@ -1,8 +1,8 @@
 """``torch.amp.GradScaler``'s interface over ampatch's loss scale, for loops that are written for torch.
 
-Owns what each optimizer has been through since the last `update`: READY, UNSCALED, STEPPED. Where a loop does what
-torch's class takes, both give the same bits. Must not know the opt levels: whether a live session has the gradients,
-it asks the session.
+Owns the stage of each optimizer since the last `update`: READY, UNSCALED, STEPPED. For a loop that torch's class
+accepts, both classes give the same bits. Must not know the opt levels: it asks the live session whether the gradients
+are the session's.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from ampatch.switch import WithoutCasts
 from ampatch.weights import optimizer_state
 from ampatch.weights.optimizer_state import Snapshot
 
-# Where no floor is given. 1 / scale is still a number there, so that gradients of 0 do not become NaN; it takes over a
-# hundred overflows in a row to come this far down.
+# The floor by default. 1 / scale is still finite there, so that gradients of 0 do not become NaN. The scale comes down
+# to it only after more than a hundred overflows in a row.
 _LEAST = 2.0**-126
 
-# float16's smallest number. The scaler warns below it.
+# float16's smallest positive number. The scaler warns once if an overflow comes at this scale or below.
 _OF_NO_USE = 2.0**-24
 
 
@@ -47,7 +47,7 @@ def _ready() -> dict[str, Any]:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Scales losses and steps optimizers as ``torch.amp.GradScaler`` does, in whose place it may stand in any loop.
+    """Scales losses and steps optimizers as ``torch.amp.GradScaler`` does; can replace it in any loop.
 
     ::
 
@@ -55,31 +55,31 @@ class GradScaler(torch.amp.GradScaler):
         with torch.autocast("cuda", torch.float16):
             loss = loss_fn(model(input), target)
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)  # where gradients are to be clipped
+        scaler.unscale_(optimizer)  # only if you clip gradients
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
 
-    Beyond torch's class: `step` takes closures, losses in half are scaled in float32, nested outputs may be dicts, and
-    the scale may have a floor, a ceiling and hysteresis. It works without ``amp.initialize``, and at O1 beside it for
-    optimizers that go through no ``amp.scale_loss``.
+    Beyond torch's class: `step` accepts closures, half losses are scaled in float32, nested outputs can be dicts, and
+    the scale can have a floor, a ceiling and hysteresis. It works without ``amp.initialize``. At O1 it also works
+    together with it, for optimizers that do not use ``amp.scale_loss``.
 
     Args:
-        device: the type of device that training runs on. With "cuda" where there is none the scaler warns, and is
-            disabled, as torch's is.
-        init_scale: where the scale starts.
-        growth_factor: what it is multiplied by after ``growth_interval`` clean updates in a row; above 1.
-        backoff_factor: what it is multiplied by after an overflow; below 1.
-        growth_interval: how many clean updates it takes to grow.
-        enabled: False: `scale` gives back what it was given, `step` steps, and all else does nothing. Numbers out of
-            range are no matter then.
-        hysteresis: overflows before the scale backs off; counted anew when it grows.
-        min_loss_scale: the floor. An overflow there raises, with the parameters named whose gradients overflowed, and
-            every step waits for the device then. None: there is none, as in torch; the scale stays above 0.
-        max_loss_scale: the ceiling; None: there is none.
+        device: type of the device that training runs on. If it is "cuda" and CUDA is not available, the scaler warns
+            and is disabled, like torch's.
+        init_scale: initial scale.
+        growth_factor: factor for the scale after ``growth_interval`` updates in a row without overflow; above 1.
+        backoff_factor: factor for the scale after an overflow; below 1.
+        growth_interval: number of updates in a row without overflow before the scale grows.
+        enabled: if False, `scale` returns its argument, `step` only steps, and the other methods are no-ops. Numbers
+            out of range do not raise then.
+        hysteresis: number of overflows before the scale backs off; the count starts again when the scale grows.
+        min_loss_scale: floor of the scale. An overflow there raises, with the names of the parameters whose gradients
+            overflowed. Every step then syncs with the device. None: no floor, as in torch; the scale stays above 0.
+        max_loss_scale: ceiling of the scale; None: no ceiling.
 
     Raises:
-        OptionError: a value out of range.
+        OptionError: a value is out of range.
     """
 
     def __init__(
@@ -122,12 +122,12 @@ class GradScaler(torch.amp.GradScaler):
         self._has_floor = min_loss_scale is not None
         self._has_warned = False
         self._first_state = ScaleState(policy.init_scale, 0, policy.hysteresis)
-        self._loss_scaler: LossScaler | None = None  # made at the first `scale`, on the device of what is scaled
+        self._loss_scaler: LossScaler | None = None  # made at the first `scale`, on the device of the loss
         self._per_optimizer_states = defaultdict(_ready)
 
     # The scale
 
-    # torch's tests and some frameworks read and set what a scaler begins with, by these names.
+    # torch's tests and some frameworks read and set a scaler's initial values by these names.
     @property
     def _init_scale(self) -> float:
         return self._first_state.loss_scale
@@ -146,7 +146,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def _scale(self) -> Tensor | None:
-        """Returns the scale on the device; frameworks read and set it by this name. None before the first `scale`."""
+        """The scale, as a tensor on the device; None before the first `scale`. Frameworks use this name."""
         return None if self._loss_scaler is None else self._loss_scaler.on_device[0]
 
     @_scale.setter
@@ -163,7 +163,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _set_on_device(self, which: int, value: Tensor | None) -> None:
         if value is None:
-            self._loss_scaler = None  # it begins anew
+            self._loss_scaler = None  # the next `scale` starts from the initial values
         else:
             self._begun("setting _scale or _growth_tracker").on_device[which].copy_(value)
 
@@ -194,7 +194,7 @@ class GradScaler(torch.amp.GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._loss_scaler is not None:
             raise ScalerUsageError(
-                "_growth_tracker initialized before _scale: there is a scale already, which would begin anew. Call "
+                "_growth_tracker initialized before _scale: there is a scale already, which would be reset. Call "
                 "update(new_scale) to set it."
             )
         scaler = LossScaler.from_policy(self._policy)
@@ -205,7 +205,7 @@ class GradScaler(torch.amp.GradScaler):
     def _begun(self, what: str) -> LossScaler:
         if self._loss_scaler is None:
             raise ScalerUsageError(
-                f"{what} comes before any scale(), so that there is no scale yet. Type scaler.scale(loss).backward() "
+                f"{what} comes before any scale(), so there is no scale yet. Type scaler.scale(loss).backward() "
                 "earlier in the iteration."
             )
         return self._loss_scaler
@@ -218,11 +218,11 @@ class GradScaler(torch.amp.GradScaler):
             outputs: floating or complex tensors of any shape and device; in lists, tuples and dicts, or an iterable.
 
         Returns:
-            The same times the scale, each on its own device; of an iterable an iterator. What is half becomes float32,
-            as a scaled loss may leave the range of float16.
+            The tensors times the scale, each on its own device, in the same containers; an iterator for an iterable.
+            Half tensors become float32, as a scaled loss might exceed the range of float16.
 
         Raises:
-            OptionError: there is something else among them.
+            OptionError: ``outputs`` has anything else.
         """
         if not self._enabled:
             return outputs
@@ -239,7 +239,7 @@ class GradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(output.device)
         scale = scales.get(output.device)
         if scale is None:
-            # A copy, since an update before backward would change what autograd keeps.
+            # A copy: autograd saves it, and an update before the backward pass would change the scale in place.
             scale = self._begun("scale()").snapshot().to(output.device, non_blocking=True)
             scales[output.device] = scale
         return (output.float() if output.dtype in HALVES else output) * scale
@@ -248,13 +248,15 @@ class GradScaler(torch.amp.GradScaler):
 
     @WithoutCasts()
     def unscale_(self, optimizer: OptimizerLike) -> None:
-        """Divides an optimizer's gradients by the scale in place, and looks for overflow; does not wait for the device.
+        """Divides an optimizer's gradients by the scale in place, and checks for overflow; does not sync.
 
-        Call it before clipping; otherwise `step` does. Once for each optimizer and iteration, after the last backward.
+        Call it before clipping, once for each optimizer and iteration, after the last backward pass. If you do not call
+        it, `step` does.
 
         Raises:
-            UsageError: it was called already, or after `step`, or before any `scale`; or amp has these gradients.
-            OptionError: a gradient is float16; nothing was changed.
+            UsageError: it was already called in this iteration, or is called after `step` or before any `scale`; or
+                amp unscales these gradients.
+            OptionError: a gradient is float16; no gradient was changed.
         """
         if not self._enabled:
             return
@@ -271,19 +273,19 @@ class GradScaler(torch.amp.GradScaler):
                 "or type scaler.update() to begin another iteration."
             )
         scale = scaler.on_device[0]
-        # By position: whoever overrides it may have other names for them.
+        # Positional: a subclass that overrides the method may use other argument names.
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, scale.reciprocal(), scaler.no_overflow(), False)
         state["stage"] = OptState.UNSCALED
 
     def _state_of(self, optimizer: OptimizerLike) -> dict[str, Any]:
         state = self._per_optimizer_states[id(check_optimizer(optimizer))]
-        state["optimizer"] = optimizer  # which keeps it, or another one might have its id before the next update
+        state["optimizer"] = optimizer  # keeps it alive, so that no other one gets its id before the next update
         return state
 
     def _unscale_grads_(
         self, optimizer: OptimizerLike, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Multiplies gradients in place; returns for each device among theirs whether one of its was not finite."""
+        """Multiplies gradients in place; returns an overflow flag for each device that holds gradients."""
         session = runtime.live
         if session is not None and session.switch.active:
             session.let_unscale(optimizer)
@@ -310,7 +312,8 @@ class GradScaler(torch.amp.GradScaler):
                 found[device] = found_inf.to(device, copy=True)
                 kernels.unscale_(grads, inv_scale, found[device])
         if not found and ranks.share(parameters):
-            found[found_inf.device] = found_inf.clone()  # others may have pieces of gradients, and ask about this one's
+            # Other ranks may have pieces of gradients, and all-reduce their flags with this rank's.
+            found[found_inf.device] = found_inf.clone()
         for flag in found.values():
             ranks.agree(flag, parameters)
         LossScaler.uses_by_hand += 1
@@ -318,7 +321,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @WithoutCasts()
     def _check_inf_per_device(self, optimizer: OptimizerLike) -> dict[Any, Tensor]:
-        """Looks for overflow in gradients, which stay scaled."""
+        """Checks gradients for overflow; they stay scaled."""
         one = torch.ones_like(self._begun("_check_inf_per_device()").no_overflow())
         found = self._unscale_grads_(optimizer, one, torch.zeros_like(one), True)
         self._state_of(optimizer)["found_inf_per_device"] = found
@@ -330,23 +333,24 @@ class GradScaler(torch.amp.GradScaler):
     # Steps
 
     def step(self, optimizer: OptimizerLike, *args: Any, **kwargs: Any) -> Any:
-        """Runs ``optimizer.step(*args, **kwargs)`` with unscaled gradients; skips it if one of them is not finite.
+        """Runs ``optimizer.step(*args, **kwargs)`` with unscaled gradients; skips it after an overflow.
 
-        An optimizer that says ``_step_supports_amp_scaling`` is always called, and skips by itself; but torch's are not
-        called where the host sees the overflow: on the CPU, and before they have state.
+        An optimizer with ``_step_supports_amp_scaling`` is always called, and skips by itself. Torch's optimizers are
+        an exception: the scaler does not call them if the host reads the overflow, as on the CPU and before they have
+        state.
 
-        With a closure, the gradients of each evaluation are unscaled and checked when the closure returns; to clip, it
-        calls `unscale_` itself. If an evaluation overflows, the parameters and the optimizer's state become what they
-        were before the step. The closure returns the loss, not the scaled one. If the optimizer reads gradients before
-        it calls the closure, these are scaled.
+        With a closure, the scaler unscales and checks the gradients of each evaluation when the closure returns. To
+        clip, the closure calls `unscale_` itself. If an evaluation overflows, the scaler restores the parameters and
+        the optimizer's state from before the step. The closure must return the unscaled loss. If the optimizer reads
+        gradients before it calls the closure, these are scaled.
 
         Returns:
-            What ``optimizer.step`` returned; None if it was skipped. If a closure's evaluation overflowed, what the
-            closure returned.
+            The result of ``optimizer.step``; None if it was skipped. If a closure's evaluation overflowed, the result
+            of the closure.
 
         Raises:
-            UsageError: it was called already since the last `update`, the optimizer has no gradients, or `unscale_` was
-                called before a step with a closure; or amp has these gradients.
+            UsageError: it was already called since the last `update`, the optimizer has no gradients, or `unscale_` was
+                called before a step with a closure; or amp unscales these gradients.
             LossScaleError: an overflow although the scale is at ``min_loss_scale``.
         """
         if not self._enabled:
@@ -354,7 +358,7 @@ class GradScaler(torch.amp.GradScaler):
         closure = args[0] if args else kwargs.get("closure")
         if not callable(closure) or isinstance(closure, nn.Module):
             closure = None
-        if closure is None:  # which may be what scales first
+        if closure is None:  # a closure may contain the first `scale`
             self._begun("step()")
         state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
@@ -388,8 +392,8 @@ class GradScaler(torch.amp.GradScaler):
         """Steps an optimizer that unscales and skips by itself; see docs/guide/optimizers.md."""
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
             warnings.warn(
-                f"the step of this {type(optimizer).__name__} takes grad_scaler, as torch's optimizers once did. Have "
-                "it read self.grad_scale and self.found_inf, which are there while it runs.",
+                f"the step of this {type(optimizer).__name__} takes grad_scaler, as torch's optimizers once did. "
+                "Change it to read self.grad_scale and self.found_inf, which the scaler sets while it runs.",
                 FutureWarning,
                 stacklevel=3,
             )
@@ -416,7 +420,7 @@ class GradScaler(torch.amp.GradScaler):
             del optimizer.grad_scale, optimizer.found_inf
 
     def _is_to_be_read(self, optimizer: Any, found_inf: Tensor) -> bool:
-        """Returns whether the host reads the overflow before a step that would skip by itself."""
+        """Returns True if the host must read the overflow flag before a step that could skip by itself."""
         if self._has_floor or found_inf.device.type in scale_use.AT_HAND:
             return True
         return _is_torchs(optimizer) and not optimizer_state.has_state(optimizer)
@@ -431,8 +435,8 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Any:
         if state["stage"] is OptState.UNSCALED:
             raise ScalerUsageError(
-                "unscale_() was called before a step with a closure, whose backward makes gradients of its own. Call "
-                "scaler.unscale_(optimizer) at the end of the closure; or leave it out."
+                "unscale_() was called before a step with a closure, but the closure's backward makes new gradients. "
+                "Call scaler.unscale_(optimizer) at the end of the closure; or leave it out."
             )
         evaluations = 0
         overflow: _ClosureOverflowedError | None = None
@@ -444,8 +448,8 @@ class GradScaler(torch.amp.GradScaler):
             result = closure(*closure_args, **closure_kwargs)
             if self._state_of(optimizer) is not state:
                 raise ScalerUsageError(
-                    "update() was called in the closure of a step, which is not over. Call scaler.update() after "
-                    "scaler.step(optimizer, closure)."
+                    "update() was called in the closure of a step, before the end of that step. Call scaler.update() "
+                    "after scaler.step(optimizer, closure)."
                 )
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
@@ -455,7 +459,7 @@ class GradScaler(torch.amp.GradScaler):
                 raise overflow
             return result
 
-        # An overflow in a later evaluation finds the parameters moved already.
+        # When a later evaluation overflows, the optimizer has already changed parameters.
         before = None if optimizer_state.evaluates_first(optimizer) else Snapshot(optimizer)
         if args:
             args = (evaluate, *args[1:])
@@ -464,23 +468,23 @@ class GradScaler(torch.amp.GradScaler):
         result = None
         with contextlib.suppress(_ClosureOverflowedError):
             result = optimizer.step(*args, **kwargs)
-        if overflow is not None:  # even if the optimizer has caught it, and gone on
+        if overflow is not None:  # even if the optimizer has caught the exception and continued
             if before is not None:
                 before.restore()
             self._skip(optimizer)
             return overflow.result
         if not evaluations:
             raise ScalerUsageError(
-                f"the step of this {type(optimizer).__name__} did not call its closure, and has updated parameters "
+                f"the step of this {type(optimizer).__name__} did not call its closure, so it has updated parameters "
                 "with gradients that are still scaled, if there were any. Run backward before scaler.step(optimizer), "
                 "without a closure."
             )
         return result
 
     def _skip(self, optimizer: Any) -> None:
-        """Looks, while the gradients are there, whether a smaller scale can help."""
+        """Handles a skipped step while its gradients are there; raises or warns if no smaller scale can help."""
         if isinstance(optimizer, torch.optim.Optimizer):
-            # An LR scheduler warns of a scheduler step before the first optimizer step unless this says there was one.
+            # Without this flag, an LR scheduler would warn that it steps before the optimizer's first step.
             optimizer._opt_called = True  # type: ignore[attr-defined]
         scale = self.get_scale()
         at_floor = self._has_floor and scale <= self._policy.min_loss_scale
@@ -491,7 +495,7 @@ class GradScaler(torch.amp.GradScaler):
         )
         advice = (
             "Look for inputs or a loss that are not finite, a learning rate that is too high, or values in the forward "
-            "that leave float16's range: bfloat16 has that of float32."
+            "that exceed float16's range: bfloat16 has the range of float32."
         )
         if at_floor:
             raise LossScaleError(
@@ -506,14 +510,14 @@ class GradScaler(torch.amp.GradScaler):
 
     @WithoutCasts()
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Ends an iteration: the scale backs off if an optimizer met overflow; else it grows or stays.
+        """Ends an iteration: the scale backs off if any optimizer's gradients overflowed; else it grows or stays.
 
         Args:
-            new_scale: what the scale is set to instead: a positive number, or a tensor of one, which is copied and not
-                looked at.
+            new_scale: new scale to set instead: a positive number, or a tensor with one element, whose value is copied
+                but not checked.
 
         Raises:
-            UsageError: no optimizer has unscaled or stepped since the last one.
+            UsageError: no optimizer has unscaled or stepped since the last `update`.
             OptionError: ``new_scale`` is no such number or tensor.
         """
         if not self._enabled:
@@ -539,51 +543,52 @@ class GradScaler(torch.amp.GradScaler):
     # Settings, under torch's names
 
     def is_enabled(self) -> bool:
-        """Returns whether it scales at all."""
+        """Returns True if the scaler is enabled."""
         return self._enabled
 
     def get_scale(self) -> float:
-        """Returns the scale, 1.0 if scaling is off; waits for the device."""
+        """Returns the scale; 1.0 if the scaler is disabled. Syncs with the device."""
         if not self._enabled:
             return 1.0
         scale = self._get_scale_async()
         return self._init_scale if scale is None else float(scale)
 
     def get_growth_factor(self) -> float:
-        """Returns what the scale is multiplied by when it grows."""
+        """Returns the factor by which the scale grows."""
         return self._policy.growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Sets what the scale is multiplied by when it grows.
+        """Sets the factor by which the scale grows.
 
         Raises:
-            OptionError: it is no number above 1.
+            OptionError: ``new_factor`` is no number above 1.
         """
         self._set(growth_factor=make_policy("dynamic", growth_factor=new_factor).growth_factor)
 
     def get_backoff_factor(self) -> float:
-        """Returns what the scale is multiplied by when it backs off."""
+        """Returns the factor by which the scale backs off."""
         return self._policy.backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Sets what the scale is multiplied by when it backs off.
+        """Sets the factor by which the scale backs off.
 
         Raises:
-            OptionError: it is no number between 0 and 1.
+            OptionError: ``new_factor`` is no number between 0 and 1.
         """
         self._set(backoff_factor=make_policy("dynamic", backoff_factor=new_factor).backoff_factor)
 
     def get_growth_interval(self) -> int:
-        """Returns how many clean updates in a row it takes to grow."""
-        return self._policy.scale_window
+        """Returns the number of updates in a row without overflow before the scale grows."""
+        return self._policy.window
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Sets how many clean updates it takes to grow.
+        """Sets the number of updates in a row without overflow before the scale grows.
 
-        Where there were as many already, it grows at the next one; torch's would not before an overflow.
+        If there were as many already, the scale grows at the next one. In torch's class it would not grow until after
+        an overflow.
 
         Raises:
-            OptionError: it is no whole number above 0.
+            OptionError: ``new_interval`` is no whole number above 0.
         """
         self._set(scale_window=make_policy("dynamic", scale_window=new_interval).scale_window)
 
@@ -605,9 +610,9 @@ class GradScaler(torch.amp.GradScaler):
         return self._state.unskipped if self._enabled else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state as plain numbers, as ``torch.amp.GradScaler`` does; empty if scaling is off.
+        """Returns the state as plain numbers, as ``torch.amp.GradScaler`` does; empty if the scaler is disabled.
 
-        With hysteresis it also holds ``hysteresis_left``, which torch's class ignores. Waits for the device.
+        With hysteresis above 1 it also has ``hysteresis_left``, which torch's class ignores. Syncs with the device.
         """
         if not self._enabled:
             return {}
@@ -624,10 +629,11 @@ class GradScaler(torch.amp.GradScaler):
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned, here or in torch: the scale, and how it grows and backs off.
+        """Loads a state dict of this class or of torch's: the scale, and the settings of its growth and backoff.
 
         Raises:
-            OptionError: it is empty, a key is missing or unknown, or holds no such number; nothing was changed.
+            UsageError: the state dict is empty; nothing was changed.
+            OptionError: a key is missing or unknown, or a value is no valid number; nothing was changed.
         """
         if not self._enabled:
             return
@@ -638,8 +644,8 @@ class GradScaler(torch.amp.GradScaler):
             )
         if isinstance(state_dict, Mapping) and state_dict.get("dynamic") is False:
             raise ScalerOptionError(
-                "the state is of a static loss scale, which is no place for a dynamic one to start from. Leave "
-                "load_state_dict out."
+                "the state is of a static loss scale, from which a dynamic one must not start. Leave load_state_dict "
+                "out."
             )
         reader = LossScaler.from_policy(self._policy)
         state = reader.read_state_dict(state_dict)
@@ -665,7 +671,7 @@ class GradScaler(torch.amp.GradScaler):
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
                 "scaler.update(). Copy or pickle it there."
             )
-        # Numbers only: the process that unpickles them may lack the device.
+        # Numbers only: the process that unpickles the scaler may lack the device.
         return {**vars(self), "_first_state": self._state, "_loss_scaler": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -685,7 +691,11 @@ class GradScaler(torch.amp.GradScaler):
 
 
 class _ClosureOverflowedError(BaseException):
-    """Leads out of an optimizer's step, past whatever it catches, when its closure overflowed."""
+    """Leaves an optimizer's step when its closure overflowed; a BaseException, so that ``except Exception`` misses it.
+
+    Attributes:
+        result: result of the closure.
+    """
 
     def __init__(self, result: Any) -> None:
         super().__init__()
@@ -700,7 +710,7 @@ def _checked_device(device: object) -> Any:
     except RuntimeError:
         pass
     raise ScalerOptionError(
-        f"device is {device!r}; expected the type of a device, such as 'cuda' or 'cpu'. Where init_scale came first, "
+        f"device is {device!r}; expected the type of a device, such as 'cuda' or 'cpu'. If init_scale came first, "
         "as in torch.cuda.amp.GradScaler, type GradScaler(init_scale=...)."
     )
 
@@ -755,5 +765,5 @@ def _maximum(flags: list[Tensor], none: Tensor) -> Tensor:
 
 
 def _is_torchs(optimizer: object) -> bool:
-    """Returns whether its step is one of torch's, as that of a subclass which only adds to it may be."""
+    """Returns True if an optimizer's step is defined in torch.optim; also for a subclass that inherits it."""
     return str(type(optimizer).step.__module__).startswith("torch.optim.")  # type: ignore[attr-defined]

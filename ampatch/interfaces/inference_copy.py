@@ -1,11 +1,11 @@
-"""A copy of a model for inference: half weights where functions read them in half, casts where the lists say.
+"""Makes a copy of a model for inference: its weights are half if all functions read them in half, and the lists cast.
 
-Owns the copy's weights: which are half, which float32 values they were made of, and what is saved. Changes neither the
-model that it copies nor torch: the casts are those of a `CastingMode`, on while a forward of the copy runs.
+Owns the copy's weights: which are half, their float32 values, and the values in state dicts. Must never change the
+model that it copies, nor torch. A `CastingMode` casts, only while a forward pass of the copy runs.
 
-A weight is *half* if only whitelisted functions read it, which would cast it every time. That is known beforehand of
-torch's own layers; of others, it is seen at the first forward. One that other functions read too stays float32, or
-becomes float32 again when such a function comes, so that results are those of O1, bit for bit.
+A weight is *half* if only whitelisted functions read it, as these would cast it every time. For torch's own layers
+this is known beforehand; for other modules the first forward pass shows it. A weight that other functions also read
+stays float32, or becomes float32 again when such a function reads it. So results equal those of O1, bit for bit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ampatch.runtime import runtime
 from ampatch.tracing import is_capturing
 from ampatch.weights import conversion_plan
 
-# The weights of torch's own layers, by name, and the function that alone reads them.
+# Weights of torch's own layers, by name, and the only functions that read them.
 _RECURRENT = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 _LAYERS: dict[type[nn.Module], tuple[tuple[str, ...], tuple[Function, ...]]] = {
     nn.Linear: (("weight", "bias"), (F.linear,)),
@@ -71,7 +71,7 @@ _LAYERS: dict[type[nn.Module], tuple[tuple[str, ...], tuple[Function, ...]]] = {
 
 
 def _is_traced() -> bool:
-    """Returns whether somebody records what runs, so that nothing may change meanwhile."""
+    """Returns True if a tracer or a CUDA graph capture records the calls; weights must not change meanwhile."""
     return is_compiling() or _get_tracing_state() is not None or bool(_len_torch_dispatch_stack()) or is_capturing()
 
 
@@ -82,7 +82,7 @@ _TRACED_TOO_EARLY = (
 
 
 def _wait_for(written: Tensor) -> None:
-    """Waits until a tensor is written: threads with streams of their own will read it."""
+    """Syncs with the device until a tensor is written: threads with other CUDA streams may read it next."""
     if written.is_cuda:
         torch.cuda.current_stream(written.device).synchronize()
 
@@ -91,7 +91,7 @@ class _State(Enum):
     """Which functions have read a weight so far."""
 
     UNREAD = auto()
-    IN_HALF = auto()  # in this forward, at whose end it becomes half
+    IN_HALF = auto()  # read in half in this forward pass; becomes half at its end
     HALF = auto()
     FLOAT32 = auto()
 
@@ -100,11 +100,11 @@ class _Weight:
     """A weight of the copy that was float32 in the model.
 
     Attributes:
-        half_dtype: of the copy.
-        places: the modules that hold it, each with its name there.
-        name: as of `nn.Module.named_parameters`.
-        state: which functions have read it.
-        kept: of a half weight the float32 values, in the memory of the CPU; None if they were let go.
+        half_dtype: half type of the copy.
+        places: modules that hold the weight, each with the weight's name in it.
+        name: name as in `nn.Module.named_parameters`.
+        state: kind of functions that have read the weight.
+        kept: float32 values of a half weight, in CPU memory; None if they were dropped, or the weight is not half.
     """
 
     def __init__(
@@ -122,33 +122,33 @@ class _Weight:
         self.kept = kept
 
     def parameter(self) -> Tensor | None:
-        """Returns the parameter that stands in its place."""
+        """Returns the parameter that the first of its places holds now; None if there is none."""
         module, name = self.places[0]
         found: Tensor | None = module._parameters.get(name)
         return found
 
     def values(self, parameter: Tensor) -> Tensor:
-        """Returns float32 values: those kept, but for elements that somebody has written to since."""
+        """Returns float32 values: the kept ones, except for elements that the user has changed since."""
         shown = parameter.detach()
         if self.kept is None:
             return shown.float()
         kept = self.kept.to(shown.device)
-        # In half it was shown, and may have been given another type as a whole since.
+        # The user saw the values in half, and may have converted the parameter to another type since.
         return torch.where(kept.to(self.half_dtype).to(shown.dtype) == shown, kept, shown.float())
 
 
 class _Weights:
-    """The weights of one copy, in every state: the `Weights` of its blocks.
+    """The weights of one copy; implements `casting_mode.Weights` for it.
 
     Args:
-        half_dtype: the type of half weights.
-        keep_float32: whether the float32 values of half weights are kept.
+        half_dtype: type of half weights.
+        keep_float32: True to keep the float32 values of half weights.
 
     Attributes:
-        half_dtype: as given.
-        keep_float32: as given.
-        are_of_the_model: whether the model had weights of this type itself.
-        all: those that were float32 in the model.
+        half_dtype: the argument ``half_dtype``.
+        keep_float32: the argument ``keep_float32``.
+        are_of_the_model: True if the model itself had weights of the type ``half_dtype``.
+        all: weights that were float32 in the model.
     """
 
     def __init__(self, half_dtype: torch.dtype, keep_float32: bool) -> None:
@@ -170,10 +170,10 @@ class _Weights:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin()  # with the modules of a deep copy complete, or a pickle read, at the first use
+        self._begin()  # `index` runs at the first use: only then are the modules of a deep copy or a pickle complete
 
     def index(self) -> None:
-        """Finds the parameters anew: those of a deep copy, or of a tracer, which puts others in their places."""
+        """Looks up the parameters again: a deep copy has others, and a tracer replaces them."""
         by_id = {}
         for weight in self.all:
             parameter = weight.parameter()
@@ -186,11 +186,11 @@ class _Weights:
         self._by_id = by_id
 
     def forget_places(self) -> None:
-        """Has the parameters be found anew at the next use."""
+        """Forgets the parameters, so that the next `find` looks them up again."""
         self._by_id = {}
 
     def find(self, parameter: Tensor) -> _Weight | None:
-        """Returns what is known of a parameter; None of one that is not the copy's."""
+        """Returns the record of a parameter; None if it is not one of these weights."""
         if not self._by_id and self.all:
             self.index()
         reference, weight = self._by_id.get(id(parameter), (None, None))
@@ -202,12 +202,12 @@ class _Weights:
             self.index()
         return self._by_module.get(module, [])
 
-    # What a casting mode asks
+    # Called by the casting mode
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor in another type; of a weight, one cast serves until the weight changes."""
+        """Returns a tensor in another type; the cast of a weight is cached until the weight changes."""
         may_be_weight = type(tensor) is Parameter or _len_torch_dispatch_stack()
-        if may_be_weight and dtype is not self.half_dtype:  # as a whitelisted function asks that writes to float32
+        if may_be_weight and dtype is not self.half_dtype:  # a whitelisted function that writes to float32 wants this
             tensor = self.full(tensor)
         if type(tensor) is not Parameter or dtype is not self.half_dtype or _is_traced():
             return tensor.to(dtype)
@@ -221,16 +221,17 @@ class _Weights:
             cast = tensor.to(dtype)
         may_be_kept = cast.grad_fn is None and tensor.layout is torch.strided and not tensor.is_inference()
         if may_be_kept and torch._C._functorch.peek_interpreter_stack() is None:
-            # As its weight does, since torch's linear copies a weight that does not for each row of a batch.
+            # The cast requires grad if its weight does: torch's linear copies a weight that does not require grad for
+            # each row of a batch.
             self._casts.keep(tensor, cast.requires_grad_(tensor.requires_grad))
             _wait_for(cast)
         return cast
 
     def full(self, weight: Tensor) -> Tensor:
-        """Returns what a function that is not whitelisted is to read: the weight, in float32.
+        """Returns the weight for a function that is not whitelisted; makes it float32 again if it is half.
 
         Raises:
-            UsageError: it is half, and its float32 values were let go; or a tracer is at work.
+            UsageError: the weight is half, and its float32 values were dropped, or the calls are traced.
         """
         if is_dynamo_compiling():
             if weight.dtype is self.half_dtype and not self.are_of_the_model:
@@ -248,12 +249,12 @@ class _Weights:
         return weight
 
     def dtype_of(self, weight: Tensor) -> torch.dtype:
-        """Returns a weight's type in the model that was copied: what code asks for that casts by it."""
+        """Returns a weight's type in the model that was copied, for code that casts its input to the weight's type."""
         known = self.find(weight)
         return weight.dtype if known is None else torch.float32
 
     def settle(self) -> None:
-        """Makes weights half that nothing but whitelisted functions has read, at the end of a forward."""
+        """Makes weights half that only whitelisted functions have read; runs at the end of a forward pass."""
         if self._is_settled:
             return
         self._is_settled = True
@@ -289,10 +290,10 @@ class _Weights:
             _wait_for(parameter)
             weight.kept, weight.state = None, _State.FLOAT32
 
-    # What is saved and loaded
+    # State dicts
 
     def after_state_dict(self, module: nn.Module, saved: dict[str, Any], prefix: str, _: object) -> None:
-        """Puts float32 values into a state dict; a hook."""
+        """Replaces half weights in a state dict by their float32 values; a post-hook."""
         for name, weight in self.of_module(module):
             parameter = module._parameters.get(name)
             if weight.state is _State.HALF and parameter is not None and prefix + name in saved:
@@ -300,7 +301,7 @@ class _Weights:
                     saved[prefix + name] = weight.values(parameter).detach()
 
     def before_load_state_dict(self, module: nn.Module, loaded: dict[str, Any], prefix: str, *_: object) -> None:
-        """Keeps the float32 values of a state dict that is loaded: a half weight holds half of their bits. A hook."""
+        """Keeps float32 values from a state dict, as loading into half weights loses half of the bits; a pre-hook."""
         for name, weight in self.of_module(module):
             found, parameter = loaded.get(prefix + name), module._parameters.get(name)
             keeps = weight.state is _State.HALF and weight.kept is not None
@@ -309,7 +310,7 @@ class _Weights:
 
 
 class _Copy:
-    """What makes a model's copy: its rules, its weights, and the blocks in which they count."""
+    """Runs the forward passes of a copy under its cast rules and with its weights."""
 
     def __init__(self, rules: CastRules, weights: _Weights) -> None:
         self.rules = rules
@@ -318,8 +319,8 @@ class _Copy:
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a forward with casts on."""
         if is_dynamo_compiling() and torch.backends.mha._is_fastpath_enabled:
-            # It does not tell attention of the mode, as it is told of in eager code: see `autocast_checks`. What is set
-            # here and taken back is no part of the compiled program.
+            # In eager code attention sees the mode, and avoids its fast path (see `autocast_gates`). Dynamo hides the
+            # mode from it, so the fast path is disabled here. Neither this nor the undo is in the compiled program.
             torch.backends.mha._is_fastpath_enabled = False
             try:
                 return self.run(forward, args, kwargs)
@@ -342,7 +343,7 @@ class _Copy:
             if before is not None:
                 before.off -= 1
             if is_traced:
-                self.weights.forget_places()  # the tracer puts those back that were there before
+                self.weights.forget_places()  # the tracer puts the original parameters back
         if not is_traced and not is_dynamo_compiling():
             _check_complete(result)
             self.weights.settle()
@@ -351,7 +352,7 @@ class _Copy:
     def run_excluded(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Calls a forward with casts off, and with what comes in in float32."""
+        """Calls a forward with casts off and floating arguments in float32."""
         mode = thread.mode
         if mode is not None and mode.owner is self and mode.off:
             return forward(*args, **kwargs)
@@ -380,23 +381,23 @@ class _Copy:
 
 
 def _check_complete(result: object) -> None:
-    """Raises `UsageError` if a forward has returned what is yet to compute, when no casts are on."""
+    """Raises `UsageError` if a forward returned a generator or coroutine, which would compute without casts."""
     if isinstance(result, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
         raise UsageError(
-            f"a forward of the converted model returned a {type(result).__name__}, which computes when the forward is "
-            "over: nothing in it would be cast. Return what it computes (a list, say), or use amp.initialize."
+            f"a forward of the converted model returned a {type(result).__name__}, which computes after the end of "
+            "the forward: nothing in it would be cast. Return its results (a list, say), or use amp.initialize."
         )
 
 
 class _Entrance:
-    """What stands for a method of a module of the copy by which the module is called."""
+    """Replaces a method of a module of the copy by which users call the module; runs it by way of `_Copy`."""
 
     def __init__(self, made: _Copy, module: nn.Module, method: Callable[..., Any], excluded: bool) -> None:
         functools.update_wrapper(self, method)
         self._copy, self._module, self._method, self._excluded = made, module, method, excluded
 
     @property
-    def __code__(self) -> Any:  # where torch.export says that the model stands
+    def __code__(self) -> Any:  # torch.export reads the model's place in the source from it
         return self._method.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -408,7 +409,7 @@ class _Entrance:
 def convert(
     model: object, half_dtype: torch.dtype, excluded: object, lists: CastLists, keep_float32: bool
 ) -> nn.Module:
-    """Makes the copy; see `amp.convert_model`."""
+    """Returns the copy; see `amp.convert_model`."""
     source = _check(model)
     left_out, functions = _sorted_out(source, excluded)
     if functions:
@@ -417,8 +418,8 @@ def convert(
     _tell_of_what_is_not_cast(source, left_out, rules)
     live = runtime.live
     if live is not None and any(live.conversion.values_behind(each) is not None for each in source.parameters()):
-        source = copy.deepcopy(source)  # which is float32
-    with torch.inference_mode(False), torch.no_grad():  # or its weights could be used in inference mode only
+        source = copy.deepcopy(source)  # a deep copy of a converted model is float32
+    with torch.inference_mode(False), torch.no_grad():  # otherwise its weights would work only in inference mode
         made, weights = _copied(source, left_out, rules, _Weights(half_dtype, keep_float32))
     parts = _Copy(rules, weights)
     for path, module in made.named_modules():
@@ -433,22 +434,22 @@ def convert(
 
 
 def check_no_copy(module: nn.Module) -> None:
-    """Raises `OptionError` if a module is, or holds, a copy that `convert` has made."""
+    """Raises `OptionError` if a module is, or contains, a copy that `convert` has made."""
     if any(isinstance(each.__dict__.get("forward"), _Entrance) for each in module.modules()):
         raise OptionError(
-            f"this {type(module).__name__} is, or holds, what amp.convert_model has made for inference. Hand in the "
-            "model that it was made of."
+            f"this {type(module).__name__} is, or contains, what amp.convert_model has made for inference. Pass the "
+            "model that it was made from."
         )
 
 
 def _copied(
     source: nn.Module, left_out: Collection[str], rules: CastRules, weights: _Weights
 ) -> tuple[nn.Module, _Weights]:
-    """Returns a deep copy, in which what is known to be read in half is half, and what is known of its weights."""
+    """Returns a deep copy, and ``weights`` with its records; weights that torch's layers read in half are half."""
     holders: dict[int, list[tuple[str, str]]] = {}
     modules = dict(source.named_modules())
     for path, module in modules.items():
-        scripted = isinstance(module, torch.jit.ScriptModule)  # what it computes is seen by nobody
+        scripted = isinstance(module, torch.jit.ScriptModule)  # the casting mode cannot see its calls
         for name, parameter in () if scripted else module._parameters.items():
             if type(parameter) is Parameter and parameter.dtype is torch.float32:
                 holders.setdefault(id(parameter), []).append((path, name))
@@ -477,7 +478,7 @@ def _copied(
 
 
 def _reads_in_half(module: nn.Module, name: str, rules: CastRules) -> bool:
-    """Returns whether a module of torch's own hands a weight to a whitelisted function, and to no other."""
+    """Returns True if a module has the forward of a torch layer that passes a weight to whitelisted functions only."""
     for kind, (names, functions) in _LAYERS.items():
         if isinstance(module, kind):
             of_torch = type(module).forward is kind.forward
@@ -486,12 +487,15 @@ def _reads_in_half(module: nn.Module, name: str, rules: CastRules) -> bool:
 
 
 def _check_input(module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
-    """Leaves it to the lists what type the input gets, as `autocast_checks` does for a session."""
-    type(module).check_input(module, autocast_checks.of_the_weights_type(module, input), batch_sizes)
+    """Checks the input as if it had the weights' type: the lists cast it later, as `autocast_gates` lets a session do.
+
+    Replaces `nn.RNNBase.check_input`.
+    """
+    type(module).check_input(module, autocast_gates.of_the_weights_type(module, input), batch_sizes)
 
 
 def _ways_in(module: nn.Module, is_left_out: bool) -> tuple[str, ...]:
-    """Returns the methods by which users call a module: what runs hooks and the forward, and the forward alone."""
+    """Returns the methods to replace: ``forward``, and ``_call_impl``, which runs hooks and the forward."""
     if isinstance(module, torch.jit.ScriptModule):
         return ("_call_impl",) if is_left_out else ()
     has_forward = "forward" in vars(module) or type(module).forward is not nn.Module.forward
@@ -506,7 +510,7 @@ def _check(model: object) -> nn.Module:
     dynamo = sys.modules.get("torch._dynamo")  # which takes a second to import
     if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
         raise OptionError(
-            "found a compiled model. Convert the model that it was made of, and compile the copy: "
+            "found a compiled model. Convert the original model, and compile the copy: "
             "torch.compile(amp.convert_model(model))."
         )
     adopted_model.check_model(module)
@@ -538,18 +542,18 @@ def _check(model: object) -> nn.Module:
         )
     if is_sharded(tensor for _, tensor in tensors):
         raise OptionError(
-            "the model's parameters are sharded over processes, of which no copy can be made. Gather its state dict "
+            "the model's parameters are sharded over processes, so they cannot be copied. Gather its state dict "
             "(torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True), load that into "
-            "a model of one process, and convert that one."
+            "an unsharded model, and convert that one."
         )
     return module
 
 
 def _sorted_out(model: nn.Module, excluded: object) -> tuple[set[str], list[Path]]:
-    """Returns the paths of the modules that are left out, those in them included, and of the functions.
+    """Returns the paths of the excluded modules with all their submodules, and of the excluded functions.
 
     Raises:
-        OptionError: something is neither, or is not there.
+        OptionError: an entry is neither a submodule of the model nor a function of torch.
     """
     several = isinstance(excluded, (list, tuple, set, frozenset, Iterator))
     modules = [(path, module) for path, module in model.named_modules() if path]
@@ -571,9 +575,13 @@ def _is_meant(excluded: object, path: str, module: nn.Module) -> bool:
 
 
 def _path_of_function(excluded: object, model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> Path:
-    """Returns where a function is in torch: under every spelling, where no namespace is named."""
+    """Returns the path of a function in torch; it covers every spelling if ``excluded`` names no namespace.
+
+    Raises:
+        OptionError: ``excluded`` is no function of torch.
+    """
     if _is_meant(excluded, "", model):
-        raise OptionError("excluded has the model itself, of which nothing would be left to cast. Name parts of it.")
+        raise OptionError("excluded has the model itself, so nothing would be left to cast. Name parts of it.")
     if isinstance(excluded, str):
         namespace, _, name = excluded.rpartition(".")
         with suppress(PathError):
@@ -604,7 +612,7 @@ def _path_of_function(excluded: object, model: nn.Module, modules: Sequence[tupl
 
 
 def _registered() -> Iterator[tuple[Rule, torch.dtype | None]]:
-    """Yields the functions that the user has registered, as rules, with the half type that each asks for."""
+    """Yields a rule for each function that the user has registered, with the half type that it asks for."""
     for registration in runtime.registered:
         owner: Any = registration.owner
         of_class = isinstance(owner, type)
@@ -616,12 +624,12 @@ def _tell_of_what_is_not_cast(model: nn.Module, left_out: Collection[str], rules
     if rules.outside_torch:
         names = ", ".join(str(rule.path) for rule in rules.outside_torch[:5])
         warn(
-            f"the copy does not cast for {names}: only functions of torch tell when they are called. Decorate a "
-            "function of your own (@amp.half_function, @amp.float_function); for those of others use amp.initialize."
+            f"the copy does not cast for {names}: only functions of torch report their calls. Decorate a function of "
+            "your own (@amp.half_function, @amp.float_function); for functions of other libraries use amp.initialize."
         )
     for rule, name in rules.reported_as_other[:5]:
         warn(
-            f"the copy does not cast for {rule.path} as {rule.source} says: torch tells of its calls as those of "
+            f"the copy does not cast for {rule.path} as {rule.source} says: torch reports its calls as those of "
             f"{name!r}. List torch.Tensor.{name}, too."
         )
     scripted = [name for name in adopted_model.scripted_parts(model) if name not in left_out]
@@ -629,6 +637,6 @@ def _tell_of_what_is_not_cast(model: nn.Module, left_out: Collection[str], rules
     if scripted or exported:
         warn(
             f"nothing is cast in {', '.join(scripted + exported)}, which TorchScript or torch.export has compiled: it "
-            "computes in the types that it is given. Use the Python code that it was made of, or name the module that "
-            "it is, or that calls it, in excluded=, so that it gets float32."
+            "computes in the types of its inputs. Use the Python code that it was compiled from; or name it, or the "
+            "module that calls it, in excluded=, so that it gets float32."
         )

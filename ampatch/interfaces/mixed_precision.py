@@ -1,10 +1,10 @@
-"""Any optimizer over half parameters, with float32 masters in its own state: `MixedPrecision`.
+"""`MixedPrecision`: wraps any optimizer of half parameters, and keeps float32 masters in the optimizer's state.
 
-Owns the masters of one optimizer, which are entries of its state. They stand in the parameters' place while it steps or
-loads. Must not know opt levels, patches or the loss scale, beyond the two attributes that a scaler sets on an optimizer
-(docs/guide/optimizers.md).
+Owns the masters of one optimizer, which are entries of its state. They replace the half parameters in its groups while
+it steps or loads. Must not know opt levels or patches. Must not know the loss scale, except for the two attributes that
+a scaler sets on an optimizer (docs/guide/optimizers.md).
 
-The habit is that of Optimisers.jl, whose rule of this name keeps the precise weights in the optimizer's state.
+The design follows Optimisers.jl, whose rule ``MixedPrecision`` also keeps the precise weights in the optimizer's state.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
 from ampatch.switch import WithoutCasts
 from ampatch.weights import optimizer_state
 
-# What makes an optimizer when it is called; an object that is callable may be anything.
+# Types of callables that can make an optimizer. Other callable objects are not accepted: they might be anything.
 _MAKERS = (type, functools.partial, types.FunctionType, types.MethodType)
 
-#: Where the state of a parameter has its master.
+#: Key of the master in the state of a parameter.
 MASTER = "master"
 
-_INSIDE = ("optimizer", "optim", "base_optimizer", "_base_optimizer")  # where wrappers keep what they wrap
+_INSIDE = ("optimizer", "optim", "base_optimizer", "_base_optimizer")  # attributes in which wrappers keep an optimizer
 
 
 class MixedPrecision(torch.optim.Optimizer):
@@ -47,30 +47,30 @@ class MixedPrecision(torch.optim.Optimizer):
         loss_fn(model(inputs), targets).backward()
         optimizer.step()  # updates the masters, and rounds them to the model's weights
 
-    In front of a class it makes optimizers: ``MixedPrecision(torch.optim.AdamW)(model.parameters(), lr=1e-3)``.
-    ``param_groups``, ``state`` and all other attributes are those of the optimizer inside, which steps with the masters
-    in the place of the half parameters. Parameters that are precise already have no master. It needs neither
-    ``amp.initialize`` nor casts. For float16, scale the loss with `ampatch.GradScaler`.
+    It can also wrap an optimizer class: ``MixedPrecision(torch.optim.AdamW)(model.parameters(), lr=1e-3)``.
+    ``param_groups``, ``state`` and all other attributes are those of the wrapped optimizer, which steps the masters in
+    place of the half parameters. Parameters that are already as precise as the masters get no master. `MixedPrecision`
+    needs neither ``amp.initialize`` nor casts. For float16, scale the loss with `ampatch.GradScaler`.
 
-    What is written to a half parameter between two steps counts: its master takes over the elements that differ from
-    its own, rounded. What is written to a master reaches the parameter with the next step, unless both were written to.
+    Writes to a half parameter between two steps count: elements that differ from the rounded master are copied to the
+    master. A write to a master reaches the parameter at the next step, unless both were written to.
 
     Args:
-        optimizer: an optimizer, or what makes one (a class, a ``functools.partial``).
-        dtype: the masters' type: ``torch.float32`` or ``torch.float64``, or its name.
-        masters_from: float32 values to start from: tensors in the order of the optimizer's parameters, a module, or a
-            mapping by the names that the optimizer was given. The half parameters become these values, rounded. None:
-            the masters start as the half weights.
+        optimizer: optimizer, or a function that makes one (a class, a ``functools.partial``).
+        dtype: type of the masters: ``torch.float32`` or ``torch.float64``, or its name.
+        masters_from: initial values of the masters: tensors in the order of the optimizer's parameters, a module, or a
+            mapping by the names that the optimizer was given. The half parameters are set to these values, rounded.
+            None: the masters start with the values of the half parameters.
 
     Attributes:
-        optimizer: the one inside.
+        optimizer: the wrapped optimizer.
 
     Raises:
-        OptionError: it is no optimizer, it has masters already, or ``masters_from`` does not fit.
-        UsageError: amp gives it float32 masters (O2, O5).
+        OptionError: ``optimizer`` is no optimizer or already has masters, or ``masters_from`` does not fit it.
+        UsageError: amp already gives the optimizer float32 masters (O2, O5).
     """
 
-    # It heeds `grad_scale` and `found_inf`.
+    # `step` reads `grad_scale` and `found_inf`.
     _step_supports_amp_scaling = True
 
     optimizer: Any
@@ -78,7 +78,7 @@ class MixedPrecision(torch.optim.Optimizer):
     found_inf: Tensor | None
 
     def __new__(cls, optimizer: Any = None, dtype: torch.dtype | str = torch.float32, masters_from: Any = None) -> Any:
-        """Makes one, or what makes one."""
+        """Returns a new instance; or, if ``optimizer`` makes optimizers, a function that makes wrapped ones."""
         if isinstance(optimizer, _MAKERS):
 
             @functools.wraps(optimizer, updated=())
@@ -95,12 +95,12 @@ class MixedPrecision(torch.optim.Optimizer):
         _check_composition(optimizer)
         self._dtype = _master_type(dtype)
         self.optimizer = optimizer
-        self._in_place: list[tuple[Tensor, Tensor]] = []  # while masters are: parameter and master
+        self._in_place: list[tuple[Tensor, Tensor]] = []  # parameters and masters, while masters are in the groups
         self._noted: dict[int, _Noted] = {}  # by id of the parameter
         self._widened: list[tuple[Tensor, torch.dtype | None]] = []
-        self._versions: list[int] = []  # of the parameters while it steps, when only this may write to them
+        self._versions: list[int] = []  # versions of the parameters in a step, when only this class may write to them
         values = None if masters_from is None else _values(masters_from, optimizer)
-        super().__setstate__({})  # hooks of its own; `__init__` would copy the groups
+        super().__setstate__({})  # creates the hook attributes; `__init__` would also copy the groups
         for number, parameter in enumerate(optimizer_state.parameters_of(optimizer)):
             master = self._master(parameter)
             if master is not None and values is not None:
@@ -109,11 +109,11 @@ class MixedPrecision(torch.optim.Optimizer):
                     parameter.copy_(master)
         self._follow()
 
-    # What is the other's
+    # Attributes of the wrapped optimizer
 
     @property
     def param_groups(self) -> Any:
-        """Returns the groups of the optimizer inside, with the half parameters, also while it steps."""
+        """Groups of the wrapped optimizer, with the half parameters, also during a step."""
         groups = self.optimizer.param_groups
         if not self._in_place:
             return groups
@@ -126,7 +126,7 @@ class MixedPrecision(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """Returns the state of the optimizer inside, with the masters in it."""
+        """State of the wrapped optimizer, with the masters in it."""
         return self.optimizer.state
 
     @state.setter
@@ -135,7 +135,7 @@ class MixedPrecision(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> Any:  # type: ignore[override]
-        """Returns the defaults of the optimizer inside."""
+        """Defaults of the wrapped optimizer; empty if it has none."""
         return getattr(self.optimizer, "defaults", {})
 
     def __getattr__(self, name: str) -> Any:
@@ -147,12 +147,13 @@ class MixedPrecision(torch.optim.Optimizer):
         return f"MixedPrecision({self.optimizer!r}, dtype={self._dtype})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # As torch's, without hooks, and without the `step` that a scheduler sets, which steps the original.
+        # Like torch's optimizers, without hooks. The `step` that a scheduler sets on the instance is left out too: it
+        # would step the original.
         kept = {name: self.__dict__[name] for name in ("optimizer", "_dtype", "_in_place", "_widened", "_versions")}
-        return {**kept, "_noted": {}}  # which is by ids
+        return {**kept, "_noted": {}}  # ids in `_noted` mean nothing in a copy
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the optimizer inside; masters of its half parameters are made."""
+        """Adds a group to the wrapped optimizer, and makes masters for its half parameters."""
         self._check_not_stepping("add groups")
         self.optimizer.add_param_group(param_group)
         for parameter in self._parameters():
@@ -161,16 +162,16 @@ class MixedPrecision(torch.optim.Optimizer):
     # Masters
 
     def master_params(self) -> Iterator[Tensor]:
-        """Yields what is updated, in the order of the groups: masters, and parameters that have none."""
+        """Yields the tensors that a step updates, in the order of the groups: masters, and parameters without one."""
         masters = {id(parameter): master for parameter, master in self._follow()}
         for parameter in list(self._parameters()):
             yield masters.get(id(parameter), parameter)
 
     def master_of(self, parameter: Tensor) -> Tensor:
-        """Returns the master of a parameter of this optimizer; the parameter itself if it has none.
+        """Returns the master of one of the optimizer's parameters; the parameter itself if it has no master.
 
         Raises:
-            OptionError: the optimizer does not have the parameter.
+            OptionError: the optimizer does not update the parameter.
         """
         if not any(parameter is each for each in self._parameters()):
             raise OptionError(
@@ -180,10 +181,11 @@ class MixedPrecision(torch.optim.Optimizer):
         return next((master for each, master in self._follow() if each is parameter), parameter)
 
     def master_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Returns ``model.state_dict()`` with the masters' values in the place of half weights.
+        """Returns ``model.state_dict()`` with copies of the masters in place of half weights.
 
         Args:
-            model: with parameters that this optimizer updates. Others, and buffers, are as they are.
+            model: module with parameters that this optimizer updates. Other parameters and buffers are left as they
+                are.
         """
         masters = {id(parameter): master for parameter, master in self._follow()}
         named = {name: masters.get(id(value)) for name, value in model.state_dict(keep_vars=True).items()}
@@ -193,31 +195,31 @@ class MixedPrecision(torch.optim.Optimizer):
         }
 
     def _parameters(self) -> Iterator[Tensor]:
-        """Yields the parameters, also while masters are in their place."""
+        """Yields the model's parameters, also while masters replace them in the groups."""
         originals = {id(master): parameter for parameter, master in self._in_place}
         for each in optimizer_state.parameters_of(self.optimizer):
             yield originals.get(id(each), each)
 
     def _master(self, parameter: Tensor) -> Tensor | None:
-        """Returns the master of a parameter, and makes it if there is none; None if it needs none."""
-        if self._in_place:  # whose state is the master's at the time
+        """Returns the master of a parameter, and makes it if there is none; None if the parameter needs none."""
+        if self._in_place:  # the state is stored under the masters now
             return next((master for each, master in self._in_place if each is parameter), None)
-        # Types of 8 bits are not promoted, and no optimizer updates them.
+        # torch does not promote 8-bit types, and no optimizer updates them.
         is_narrower = parameter.is_floating_point() and 1 < parameter.dtype.itemsize < self._dtype.itemsize
         if not is_narrower or torch.promote_types(parameter.dtype, self._dtype) is not self._dtype:
             self._retire_master(parameter)
             return None
         state = self.optimizer.state.setdefault(parameter, {})
         if MASTER not in state:
-            # A parameter, as some optimizers look for; its gradient is put there at each step.
-            if state:  # of an optimizer that has stepped before, in half
+            # The master is an nn.Parameter, as some optimizers check for that; each step sets its gradient.
+            if state:  # the optimizer has stepped before, in half
                 state.update(optimizer_state.retyped(dict(state), parameter.dtype, self._dtype, parameter))
             state[MASTER] = nn.Parameter(parameter.detach().to(self._dtype), requires_grad=parameter.requires_grad)
         return state[MASTER]  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def _retire_master(self, parameter: Tensor) -> None:
-        """Gives a parameter that was made precise, as by ``model.float()``, the bits of the master that it had."""
+        """Copies the master's bits to a parameter that was made precise, as by ``model.float()``; drops the master."""
         state = self.optimizer.state.get(parameter, {})
         if MASTER in state:
             master = state.pop(MASTER)
@@ -227,14 +229,14 @@ class MixedPrecision(torch.optim.Optimizer):
     @torch.no_grad()
     @WithoutCasts()
     def _follow(self) -> list[tuple[Tensor, Tensor]]:
-        """Has masters take over what was written to their parameters since these were rounded; returns all pairs."""
+        """Copies user writes to half parameters to their masters; returns all pairs of parameter and master."""
         if self._in_place:
             return self._in_place
         each_once = list({id(each): each for each in self._parameters()}.values())
         pairs = [(each, master) for each in each_once if (master := self._master(each)) is not None]
         for parameter, master in pairs:
             noted = self._noted.get(id(parameter))
-            if noted is not None and noted.dtype is not parameter.dtype:  # as by model.half()
+            if noted is not None and noted.dtype is not parameter.dtype:  # as after model.half()
                 _keep_bits(parameter, master, [noted.dtype])
                 parameter.copy_(master)
         written = [pair for pair in pairs if not self._is_masters_word(*pair)]
@@ -243,19 +245,19 @@ class MixedPrecision(torch.optim.Optimizer):
         return pairs
 
     def _is_masters_word(self, parameter: Tensor, master: Tensor) -> bool:
-        """Returns whether torch has counted a write to a master since the last step, and none to its parameter."""
+        """Returns True if torch has counted a write to the master since `_note`, and none to the parameter."""
         noted = self._noted.get(id(parameter))
         return noted is not None and noted.version == parameter._version and noted.of_master != master._version
 
     def _note(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Takes note that parameters are their masters, rounded."""
+        """Records that parameters now equal their rounded masters."""
         for parameter, master in pairs:
             self._noted[id(parameter)] = _Noted(parameter, parameter.dtype, parameter._version, master._version)
 
     # Steps
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of the parameters."""
+        """Clears the gradients of the parameters: sets them to None, or to zeros with ``set_to_none=False``."""
         for parameter in self._parameters():
             if parameter.grad is None:
                 continue
@@ -267,7 +269,7 @@ class MixedPrecision(torch.optim.Optimizer):
             self._narrow()
 
     def widen_gradients(self) -> None:
-        """Makes half gradients float32 until the next step or `zero_grad`, to be unscaled without loss."""
+        """Casts half gradients to the masters' type until the next step or `zero_grad`, to unscale without loss."""
         for parameter in self._parameters():
             grad = parameter.grad
             if grad is not None and grad.dtype is not self._dtype and self._master(parameter) is not None:
@@ -280,22 +282,28 @@ class MixedPrecision(torch.optim.Optimizer):
         """Undoes `widen_gradients`."""
         for parameter, allowed in self._widened:
             grad, parameter.grad = parameter.grad, None
-            # None follows the parameter's type. The present type would stay where model.float() changes it.
+            # With None, grad_dtype follows the parameter's type. The present type would stay fixed, and would be wrong
+            # after model.float().
             parameter.grad_dtype = None if allowed is parameter.dtype else allowed
             if grad is not None:
                 parameter.grad = grad.to(parameter.dtype)
         self._widened.clear()
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Runs a step of the optimizer inside on the masters, and rounds them to the parameters.
+        """Runs a step of the wrapped optimizer on the masters, and rounds them to the parameters.
 
         Args:
-            closure: evaluates the model again, with the parameters rounded from the masters.
-            args: handed on.
-            kwargs: handed on.
+            closure: function that evaluates the model again, with parameters rounded from the masters.
+            args: other arguments for the wrapped optimizer's step.
+            kwargs: keyword arguments for the wrapped optimizer's step.
 
         Returns:
-            What the optimizer inside returns; None after an overflow that a scaler has found.
+            The result of the wrapped optimizer's step; None if the step was skipped after an overflow that a scaler
+            has found.
+
+        Raises:
+            UsageError: a step is already running; the wrapped optimizer has updated half parameters itself; or the
+                closure clears the gradients of the wrapped optimizer, not of this one.
         """
         self._check_not_stepping("step again")
         inside = self.optimizer
@@ -325,16 +333,16 @@ class MixedPrecision(torch.optim.Optimizer):
         return [parameter._version for parameter, _ in self._in_place]
 
     def _check_not_written(self) -> None:
-        """Raises if the optimizer inside has updated half parameters, which become the masters, rounded, again."""
+        """Raises `UsageError` if the wrapped optimizer has updated half parameters; these are then rounded again."""
         if self._versions_now() != self._versions:
             raise UsageError(
                 f"this {type(self.optimizer).__name__} has updated half parameters, and not their masters, which its "
-                "param_groups hold while it steps: it keeps a list of parameters of its own. Have it update those in "
-                "param_groups. The half parameters are what they were before the step."
+                "param_groups hold while it steps: it keeps a list of parameters of its own. Change it to update the "
+                "parameters in param_groups. The half parameters have their values from before the step."
             )
 
     def _hands_on_the_flag(self, closure: object) -> bool:
-        """Returns whether the optimizer inside skips by itself, without a wait for the device."""
+        """Returns True if the wrapped optimizer can skip by itself, without a sync with the device."""
         inside = self.optimizer
         supports = getattr(inside, "_step_supports_amp_scaling", False)
         return supports and closure is None and optimizer_state.has_state(inside)
@@ -342,7 +350,8 @@ class MixedPrecision(torch.optim.Optimizer):
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         self._check_not_written()
         self._round()
-        # The optimizer inside has masters, and its zero_grad would leave the parameters' gradients to be added to.
+        # The wrapped optimizer has masters now: its zero_grad would clear their gradients, not the parameters', and new
+        # gradients would be added to old ones. These marks detect such a call.
         marks = [master.new_zeros(()).expand(master.shape) for _, master in self._in_place]
         versions = [mark._version for mark in marks]
         for (_, master), mark in zip(self._in_place, marks, strict=True):
@@ -353,7 +362,7 @@ class MixedPrecision(torch.optim.Optimizer):
         if any(map(operator.is_not, now, marks)) or [mark._version for mark in marks] != versions:
             raise UsageError(
                 f"the closure clears gradients by the {type(self.optimizer).__name__} inside of this MixedPrecision, "
-                "whose gradients are not those of the model. Call zero_grad() of the MixedPrecision, or of the model."
+                "but that holds masters now. Call zero_grad() of the MixedPrecision, or of the model."
             )
         self._take_gradients(None)
         return result
@@ -361,7 +370,7 @@ class MixedPrecision(torch.optim.Optimizer):
     @torch.no_grad()
     @WithoutCasts()
     def _take_gradients(self, grad_scale: Tensor | None) -> None:
-        """Gives masters the gradients of their parameters, divided by the scale."""
+        """Copies the parameters' gradients to the masters; divides all gradients by the scale, if one is given."""
         taken = {id(master) for _, master in self._in_place}
         for parameter, master in self._in_place:
             grad = parameter.grad
@@ -373,12 +382,15 @@ class MixedPrecision(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _masters_in_place(self) -> Iterator[None]:
-        """Has masters stand in the groups and the state in the place of their parameters."""
+        """Context in which masters replace their parameters in the wrapped optimizer's groups and state.
+
+        On exit, rounds the masters to the parameters.
+        """
         pairs = self._follow()
         for parameter, master in pairs:
             master.requires_grad_(parameter.requires_grad)
             del self.optimizer.state[parameter][MASTER]
-            if not self.optimizer.state[parameter]:  # which an optimizer may take for state that it has made
+            if not self.optimizer.state[parameter]:  # an optimizer may treat an empty dict as state that it has made
                 del self.optimizer.state[parameter]
         _exchange(self.optimizer, {id(parameter): master for parameter, master in pairs})
         self._in_place = pairs
@@ -406,7 +418,7 @@ class MixedPrecision(torch.optim.Optimizer):
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state dict of the optimizer inside; each half parameter's state has its master as "master"."""
+        """Returns the state dict of the wrapped optimizer; the state of each half parameter has a key "master"."""
         self._check_not_stepping("save its state")
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -419,13 +431,13 @@ class MixedPrecision(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned, or that of the optimizer inside by itself.
+        """Loads a state dict of this class, or of the wrapped optimizer.
 
-        Masters keep all their bits, and parameters become their values, rounded. Parameters that have no master now
-        become the values of saved ones.
+        Masters are loaded with all their bits, and rounded to the half parameters. A parameter without a master gets
+        the saved master's value, if there is one.
 
         Args:
-            state_dict: without masters: these stay as the present weights.
+            state_dict: state dict; if it has no masters, the present masters and weights stay.
 
         Raises:
             OptionError: it is no state dict of an optimizer, or a master in it has another shape; nothing was changed.
@@ -437,7 +449,7 @@ class MixedPrecision(torch.optim.Optimizer):
         saved_masters = self._saved_masters(state_dict)
         states: Mapping[Any, Any] = state_dict["state"]
         bare = {key: {name: v for name, v in each.items() if name != MASTER} for key, each in states.items()}
-        with self._masters_in_place():  # whose type the optimizer gives the state that it loads
+        with self._masters_in_place():  # the optimizer casts loaded state to the type of its parameters, here masters
             self.optimizer.load_state_dict({**state_dict, "state": bare})
         for parameter, saved in zip(list(self._parameters()), saved_masters, strict=True):
             if saved is not None:
@@ -455,7 +467,7 @@ class MixedPrecision(torch.optim.Optimizer):
             raise UsageError(f"the step of this MixedPrecision is under way; {what} before or after it.")
 
     def _saved_masters(self, state_dict: Any) -> list[Tensor | None]:
-        """Returns the masters in a state dict, one for each parameter; None for those that have none."""
+        """Returns the masters in a state dict, one for each parameter; None for parameters without a saved master."""
         parameters = list(self._parameters())
         try:
             keys = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -477,21 +489,23 @@ class MixedPrecision(torch.optim.Optimizer):
 
 
 class _Noted(NamedTuple):
-    """A parameter as it was when it was rounded from its master: its type, and how often torch had counted writes."""
+    """Type and version counters of a parameter and its master when the parameter last equalled the rounded master."""
 
-    parameter: Tensor  # kept, so that its id stays its own
+    parameter: Tensor  # kept alive, so that no other tensor gets its id
     dtype: torch.dtype
     version: int
     of_master: int
 
 
 def _keep_bits(parameter: Tensor, master: Tensor, before: Iterable[torch.dtype]) -> None:
-    """Has a master take over what a parameter is since it changed its type, but for what the change made of it alone.
+    """Copies elements of a parameter to its master after a change of type; others keep the master's bits.
+
+    An element is copied only if it differs from the master rounded to the old type and cast to the new one.
 
     Args:
-        parameter: in its new type.
-        master: changed in place.
-        before: the types that the parameter may have had.
+        parameter: parameter in its new type.
+        master: master of the same shape, changed in place.
+        before: types that the parameter may have had before.
     """
     rounded = [parameter == master.to(dtype).to(parameter.dtype) for dtype in before]
     is_same = torch.stack(rounded).any(dim=0)
@@ -499,7 +513,7 @@ def _keep_bits(parameter: Tensor, master: Tensor, before: Iterable[torch.dtype])
 
 
 class _Shown(MutableMapping[str, Any]):
-    """A group while masters are in it: with the parameters of the model, and otherwise the group itself."""
+    """A view of a group that holds masters: shows the model's parameters instead, and passes on all other keys."""
 
     def __init__(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         self._group, self._parameters = group, parameters
@@ -521,12 +535,12 @@ class _Shown(MutableMapping[str, Any]):
 
 
 def precise_within(optimizer: object) -> MixedPrecision | None:
-    """Returns the `MixedPrecision` that an optimizer is, or wraps; None if there is none."""
+    """Returns the optimizer if it is a `MixedPrecision`, or the one that it wraps; None if there is none."""
     return next((each for each in _chain(optimizer) if isinstance(each, MixedPrecision)), None)
 
 
 def _chain(optimizer: object) -> Iterator[Any]:
-    """Yields an optimizer, and what it wraps."""
+    """Yields an optimizer, then the optimizer that it wraps, and so on."""
     seen: set[int] = set()
     while hasattr(optimizer, "param_groups") and id(optimizer) not in seen:
         seen.add(id(optimizer))
@@ -539,8 +553,8 @@ def _check_composition(optimizer: object) -> None:
     kind = type(optimizer).__name__
     if precise_within(optimizer) is not None:
         raise OptionError(
-            f"this {kind} has masters of its own already, by a MixedPrecision. Hand in the optimizer that is inside of "
-            "that, or leave this one out."
+            f"this {kind} has masters of its own already, by a MixedPrecision. Pass the optimizer inside that "
+            "MixedPrecision, or leave this one out."
         )
     if not isinstance(getattr(optimizer, "state", None), MutableMapping):
         raise OptionError(
@@ -548,8 +562,8 @@ def _check_composition(optimizer: object) -> None:
         )
     if not all(isinstance(group["params"], list) for group in optimizer.param_groups):  # type: ignore[attr-defined]
         raise OptionError(
-            f"the groups of this {kind} do not keep their parameters in lists, in which masters could take their "
-            "place; expected an optimizer like those of torch."
+            f"the groups of this {kind} do not keep their parameters in lists, in which masters could replace them; "
+            "expected an optimizer like those of torch."
         )
     live = runtime.live
     for each in _chain(optimizer):
@@ -568,14 +582,14 @@ def _master_type(dtype: object) -> torch.dtype:
 
 
 def _values(masters_from: Any, optimizer: Any) -> list[Tensor]:
-    """Returns the values to start from, one for each parameter, in its shape."""
+    """Returns the masters' initial values, one for each parameter, in its shape."""
     parameters = list(optimizer_state.parameters_of(optimizer))
     if isinstance(masters_from, Mapping):
         named: list[Any] = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
         if len(named) != len(parameters):
             raise OptionError(
                 f"masters_from is a mapping, and this {type(optimizer).__name__} has no names for its parameters. Make "
-                "it of model.named_parameters(); or give a list of tensors in the order of the parameters."
+                "the optimizer from model.named_parameters(); or give a list of tensors in the order of the parameters."
             )
         missing = [name for name in named if name not in masters_from]
         if missing:
@@ -606,9 +620,9 @@ def _values(masters_from: Any, optimizer: Any) -> list[Tensor]:
 
 
 def _exchange(optimizer: Any, others: Mapping[int, Tensor]) -> None:
-    """Puts other tensors in the place of parameters, in the lists and mappings that are there."""
+    """Replaces parameters by other tensors in an optimizer's groups and state, in place."""
     for group in optimizer.param_groups:
-        # In the list itself: some optimizers (LBFGS) hold on to it.
+        # In place: some optimizers (LBFGS) keep a reference to this list.
         group["params"][:] = [others.get(id(each), each) for each in group["params"]]
     for state in _states(optimizer):
         moved = {others.get(id(key), key): value for key, value in state.items()}
@@ -621,6 +635,6 @@ def _columns(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Ten
 
 
 def _states(optimizer: object) -> list[MutableMapping[Any, Any]]:
-    """Returns the mappings by parameter of an optimizer and of those that it wraps, each once."""
+    """Returns the state mappings of an optimizer and of the optimizers that it wraps, each once."""
     found = [getattr(each, "state", None) for each in _chain(optimizer)]
     return list({id(state): state for state in found if isinstance(state, MutableMapping)}.values())

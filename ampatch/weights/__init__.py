@@ -1,6 +1,6 @@
-"""The weights at O2 to O5: which are converted, the float32 masters behind them, and what an optimizer keeps of them.
+"""The weights at O2 to O5: which tensors are converted, their float32 masters, and the optimizer's state.
 
-Owns every conversion of a parameter, a buffer or an optimizer's state, and the way back. Must not know of the loss
-scale, nor of whether a step is skipped. Begin with `conversion_plan` (which tensor gets which type), then
-`conversion` and `master_weights`.
+Owns every conversion of a parameter, of a buffer or of an optimizer's state, and its undo. Must not know the loss
+scale, nor whether a step is skipped. Begin with `conversion_plan` (the type of each tensor), then `conversion` and
+`master_weights`.
 """

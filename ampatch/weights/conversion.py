@@ -1,8 +1,8 @@
-"""Tensors of a model in another type, with what stands behind them, and the way back.
+"""Converts a model's tensors to another type, keeps their float32 values, and undoes the conversion.
 
-Owns, for every converted tensor, the type it had before and, for as long as somebody needs them, its float32 values:
-the master that an optimizer updates, or what a buffer held before it was narrowed. Tensors stay the objects they were,
-so that what is shared stays shared. Knows optimizers as owners of masters only.
+Owns the previous type of every converted tensor. Also owns its float32 values as long as they are needed: the master
+that an optimizer updates, or a buffer's values before it was narrowed. Tensors stay the same objects, so that shared
+tensors stay shared. Must know optimizers only as owners of masters.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from ampatch.opt_levels import HALVES
 from ampatch.weights.conversion_plan import Plan, own_tensors
 from ampatch.weights.untracked_writes import data_of
 
-# Asked of all tensors of a list by `map`, since a line of Python for each takes several times as long.
+# For `map` over a list of tensors: a line of Python for each tensor takes several times as long.
 _VERSION = operator.attrgetter("_version")
 _ADDRESS = Tensor.data_ptr
 
 
 class Mark:
-    """A moment in the life of a tensor: tells whether it was written to since, as far as torch counts it."""
+    """A tensor's address and version counter at one moment, to detect later writes that torch counts."""
 
     __slots__ = ("_data", "address", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # Held, so that no other data can come to lie at its address.
+        # Keeps the memory alive, so that torch cannot reuse its address for other data.
         self._data = data_of(tensor)
         self.address = tensor.data_ptr()
         self.version = tensor._version
 
     def is_now(self, tensor: Tensor) -> bool:
-        """Returns whether nothing was written since."""
+        """Returns True if the version counter and the address are unchanged."""
         return tensor._version == self.version and tensor.data_ptr() == self.address
 
     def renew(self, tensor: Tensor) -> None:
-        """Notes the version of now."""
+        """Records the present version counter and memory."""
         if tensor.data_ptr() != self.address:
             self._data, self.address = data_of(tensor), tensor.data_ptr()
         self.version = tensor._version
 
 
 class Marks:
-    """The marks of many tensors, which are renewed together, and asked all at once.
+    """Marks of many tensors, renewed and compared together.
 
-    A mark may be renewed by itself as well, by who has written to its tensor.
+    Code that has written to one tensor may also renew the mark of that tensor alone.
 
     Args:
-        marks: of each tensor.
-        tensors: as many.
+        marks: one mark for each tensor.
+        tensors: the tensors, in the same order.
     """
 
     __slots__ = ("_addresses", "_marks", "_tensors", "_versions")
@@ -70,12 +70,12 @@ class Marks:
         self._addresses: list[int] = []
 
     def are_now(self) -> bool:
-        """Returns whether nothing was written since `renew`."""
+        """Returns True if no version counter and no address has changed since `renew`."""
         tensors = self._tensors
         return list(map(_VERSION, tensors)) == self._versions and list(map(_ADDRESS, tensors)) == self._addresses
 
     def renew(self) -> bool:
-        """Notes the versions and addresses of now; returns whether any tensor has other memory than it had."""
+        """Records the present versions and addresses; returns True if the address of any tensor changed."""
         tensors, before = self._tensors, self._addresses
         self._versions, self._addresses = list(map(_VERSION, tensors)), list(map(_ADDRESS, tensors))
         for mark, tensor, version, address in zip(self._marks, tensors, self._versions, self._addresses, strict=True):
@@ -88,16 +88,16 @@ class Marks:
 
 @dataclass(slots=True, eq=False)
 class ConvertedTensor:
-    """Records of one converted tensor: its types, its float32 values, and whether somebody wrote to either.
+    """Record of one converted tensor: its types, its float32 values, and marks that detect writes to either.
 
     Attributes:
-        number: in the order in which tensors were converted.
-        before: the type that the tensor had.
-        dtype: the type that it got.
-        full: its float32 values, where they are kept: behind a parameter that an optimizer updates, the master.
-        owner: whoever updates the master; None: nobody.
-        half_mark: the half tensor when it last was ``full``, rounded.
-        full_mark: ``full`` at that moment.
+        number: position in the order of conversions.
+        before: type of the tensor before the conversion.
+        dtype: type of the tensor since the conversion.
+        full: float32 values, if they are kept; the master if an optimizer updates the parameter.
+        owner: weak reference to the `MasterWeights` that claimed the parameter; None if none did.
+        half_mark: mark of the half tensor when it last was ``full``, rounded.
+        full_mark: mark of ``full`` at that moment.
     """
 
     number: int
@@ -109,7 +109,7 @@ class ConvertedTensor:
     full_mark: Mark | None = None
 
     def note(self, half: Tensor) -> None:
-        """Notes that the half tensor is the float32 values, rounded."""
+        """Records that the half tensor now equals the rounded float32 values."""
         assert self.full is not None
         if self.half_mark is None or self.full_mark is None:
             self.half_mark, self.full_mark = Mark(half), Mark(self.full)
@@ -118,7 +118,7 @@ class ConvertedTensor:
             self.full_mark.renew(self.full)
 
     def is_in_step(self, half: Tensor) -> bool:
-        """Returns whether nobody has written to one of the two since `note`, as far as torch counts it."""
+        """Returns True if torch has counted no write to either tensor since `note`, and the type is unchanged."""
         assert self.full is not None
         assert self.half_mark is not None
         assert self.full_mark is not None
@@ -126,14 +126,15 @@ class ConvertedTensor:
 
     @property
     def was_updated(self) -> bool:
-        """Whether somebody has written to the float32 values since `note`, as far as torch counts it."""
+        """True if torch has counted a write to the float32 values since `note`."""
         return self.full is not None and self.full_mark is not None and not self.full_mark.is_now(self.full)
 
     @torch.no_grad()
     def synchronise(self, half: Tensor) -> None:
-        """Takes over what somebody wrote into one of the two since `note`.
+        """Copies user writes since `note` from the half tensor to the float32 values, or the other way round.
 
-        Where a half element is still its float32 value, rounded, that value stays, with all its bits.
+        The float32 values count if torch has counted a write to them only. Otherwise the half tensor counts; a float32
+        value keeps all its bits if the half element still equals it, rounded.
 
         Raises:
             UsageError: the half tensor was given another type or shape.
@@ -150,7 +151,8 @@ class ConvertedTensor:
         if self.was_updated and self.half_mark is not None and self.half_mark.is_now(half):
             half.copy_(self.full)
         elif self.half_mark is not None and self.half_mark.address != half.data_ptr():
-            # It has other data now. A state dict that was taken before is to keep the values, as in plain torch.
+            # The half tensor has other memory now. A state dict saved before must keep its values, as in plain torch,
+            # so `full` gets other memory too.
             self.full.data = self.values(half)
         else:
             self.full.copy_(self.values(half))
@@ -158,13 +160,13 @@ class ConvertedTensor:
 
     @torch.no_grad()
     def values(self, tensor: Tensor) -> Tensor:
-        """Returns what a tensor stands for, half or converted further by the user: float32 bits where they still count.
+        """Returns a tensor's values, with the float32 bits of each element that still equals ``full``, rounded.
 
         Args:
-            tensor: of the shape of ``full``.
+            tensor: the half tensor, or the type that the user converted it to; of the shape of ``full``.
 
         Returns:
-            Of the wider type of the two, and at least float32.
+            A tensor of the wider type of the two, at least float32.
         """
         assert self.full is not None
         full = self.full.to(tensor.device)
@@ -173,8 +175,13 @@ class ConvertedTensor:
 
     @torch.no_grad()
     def load(self, half: Tensor, values: Tensor) -> None:
-        """Takes over values that the half tensor was loaded with, narrowed, as far as it was."""
-        if values.shape == (1,) and half.dim() == 0:  # as scalars were saved once
+        """Copies loaded values to ``full``, for each element that the half tensor got from them, rounded.
+
+        Args:
+            half: the half tensor, after the load.
+            values: the values that were loaded into it, before rounding.
+        """
+        if values.shape == (1,) and half.dim() == 0:  # old versions of torch saved scalars in this shape
             values = values[0]
         if self.full is not None and values.shape == half.shape == self.full.shape and half.dtype is self.dtype:
             values = values.to(half.device)
@@ -184,31 +191,32 @@ class ConvertedTensor:
 
 
 class Conversion:
-    """What was converted in a session, and the float32 values behind half tensors.
+    """The converted tensors of a session, and their float32 values.
 
-    Tensors are known by identity, and held weakly: a copy of a model is nobody's business here.
+    Tensors are known by identity, and held weakly; copies of a model are not tracked.
 
     Args:
-        is_of_model: whether a tensor is of a model that was converted, if only since.
+        is_of_model: function that returns True if a tensor belongs to a converted model, even if it was added later.
     """
 
     def __init__(self, is_of_model: Callable[[Tensor], bool] = lambda _: False) -> None:
         self._is_of_model = is_of_model
         self._narrowed_buffers: list[tuple[weakref.ref[Tensor], ConvertedTensor]] = []
-        # What state dicts have given away since the last forward of half weights without a master, by id of these.
+        # float32 copies of half weights without a master, given to state dicts since the last forward pass; by id of
+        # the half weight.
         self._given_away: dict[int, _GivenAway] = {}
         self._converted = WeakTensorKeyDictionary()
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, torch.dtype]]]
         self._buffers = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
-        # By id of the half parameter, which its owner keeps alive: it is looked up at every forward.
+        # By id of the half parameter, which its owner keeps alive. An id makes the lookup at every forward pass fast.
         self._owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def convert(self, planned: Plan) -> None:
-        """Gives tensors their types. The float32 values of parameters are kept until `forget_unclaimed`.
+        """Converts tensors to their planned types; keeps float32 values of parameters until `forget_unclaimed`.
 
         Raises:
-            OptionError: a tensor of another model was given another type already.
+            OptionError: a tensor was already converted to another type, for another model that shares it.
         """
         for tensor, dtype in planned.dtypes.values():
             if tensor in self._converted and tensor.dtype is not dtype:
@@ -231,29 +239,29 @@ class Conversion:
                             self._narrowed_buffers.append((weakref.ref(tensor), converted))
 
     def dtype_before(self, tensor: Tensor) -> torch.dtype | None:
-        """Returns the type that a tensor had before it was converted; None if it was not."""
+        """Returns the type of a tensor before it was converted; None if it was not converted."""
         converted = self._converted.get(tensor)
         return None if converted is None else converted.before
 
     def converted(self) -> list[Tensor]:
-        """Returns the tensors that have another type than before."""
+        """Returns the tensors whose type the conversion changed."""
         return [tensor for tensor, converted in self._converted.items() if converted.before is not converted.dtype]
 
     def has_any_of(self, module: nn.Module) -> bool:
-        """Returns whether a parameter or buffer of a module, or of one in it, was converted."""
+        """Returns True if a parameter or buffer of a module or its submodules was converted."""
         return any(tensor in self._converted for tensor in (*module.parameters(), *module.buffers()))
 
     def claim(self, parameter: nn.Parameter, owner: object) -> ConvertedTensor:
-        """Returns what stands behind a half parameter, a master from now on, for the one who updates it.
+        """Returns the record of a half parameter, and makes its float32 values the owner's master.
 
-        The master has the gradient from before the parameter was narrowed, if there was one.
+        The master has the gradient that the parameter had before it was narrowed, if there was one.
 
         Raises:
-            UsageError: somebody else updates it.
+            UsageError: another optimizer has claimed the parameter.
         """
         converted = self._converted.get(parameter) or self._back_late(parameter)
         if converted.owner is not None and converted.owner() is not owner:
-            gc.collect()  # an adopted optimizer refers to itself, and so outlives its last name for a while
+            gc.collect()  # an adopted optimizer is in a reference cycle, and outlives its last reference for a while
             if converted.owner() is not None:
                 raise UsageError(
                     f"a parameter of shape {tuple(parameter.shape)} is in two optimizers, which would update two "
@@ -261,7 +269,7 @@ class Conversion:
                     "(master_weights=False). To replace an optimizer, delete the old one first, with its LR schedulers."
                 )
             assert converted.full is not None
-            converted.full.grad = None  # that of an optimizer that is gone
+            converted.full.grad = None  # a gradient of an optimizer that was deleted
         with torch.inference_mode(False):
             if not isinstance(converted.full, nn.Parameter):
                 converted.full = nn.Parameter(parameter.detach().float())
@@ -269,22 +277,25 @@ class Conversion:
             else:
                 converted.synchronise(parameter)
         converted.full.requires_grad_()
-        vars(converted.full).update(vars(parameter))  # some optimizers go by marks on parameters
+        vars(converted.full).update(vars(parameter))  # some optimizers read attributes that users set on parameters
         converted.owner = weakref.ref(owner)
         self._owners[id(parameter)] = owner
         return converted
 
     def release(self, parameter: nn.Parameter) -> None:
-        """Takes a `claim` back; the values are kept until `forget_unclaimed` or `restore`."""
+        """Undoes a `claim`; the float32 values are kept until `forget_unclaimed` or `restore`."""
         self._converted[parameter].owner = None
         self._owners.pop(id(parameter), None)
 
     def owners_of(self, parameters: Iterable[Tensor]) -> set[Any]:
-        """Returns all who have claimed one of these parameters."""
+        """Returns the owners that have claimed any of these parameters."""
         return {owner for parameter in parameters if (owner := self._owners.get(id(parameter))) is not None}
 
     def forget_unclaimed(self) -> None:
-        """Lets go of the float32 values of parameters that nobody updates: they are what half weights are to save."""
+        """Drops the float32 values of parameters without an owner, to free the memory that half weights save.
+
+        A gradient of the float32 values goes to the parameter, in its type.
+        """
         for tensor, converted in list(self._converted.items()):
             if isinstance(converted.full, nn.Parameter) and converted.owner is None:
                 grad, converted.full, converted.half_mark, converted.full_mark = converted.full.grad, None, None, None
@@ -292,23 +303,24 @@ class Conversion:
                     tensor.grad = grad.to(tensor.dtype)
 
     def float32_of(self, module: nn.Module, name: str, tensor: Tensor) -> Tensor | None:
-        """Returns a half tensor's values in float32, unrounded where they are kept; these share memory with a master.
+        """Returns a half tensor's values in float32, unrounded if they are kept.
 
         Args:
-            module: the module that the tensor is a parameter or buffer of.
-            name: its name there.
-            tensor: float16 or bfloat16.
+            module: the module that holds the tensor as a parameter or buffer.
+            name: the tensor's name in the module.
+            tensor: float16 or bfloat16 tensor.
 
         Returns:
-            The master itself; or float32 values; or None if the tensor was not converted.
+            The kept float32 values themselves, such as the master; or float32 values; or None if the tensor was not
+            converted.
         """
         converted = self._converted.get(tensor)
-        if converted is None:  # a buffer that the module itself has replaced since
+        if converted is None:  # the module may have replaced its buffer
             is_replaced = name in self._buffers.get(module, {})
             return self._give_away(tensor) if is_replaced or self._is_late(tensor) else None
         if converted.full is None or converted.full.shape != tensor.shape:
             return self._give_away(tensor) if tensor.dtype in HALVES else None
-        if tensor.dtype is not converted.dtype:  # converted further by the user
+        if tensor.dtype is not converted.dtype:  # the user converted it again
             values: Tensor = converted.values(tensor)
             full: Tensor = converted.full
             return full if values.dtype is full.dtype and torch.equal(values, full) else values
@@ -318,27 +330,27 @@ class Conversion:
         return tensor.dtype in HALVES and tensor not in self._converted and self._is_of_model(tensor)
 
     def _back_late(self, tensor: Tensor) -> ConvertedTensor:
-        """Takes in a half tensor: of a converted model it stands among what was float32, and is to be that again."""
+        """Records a half tensor that was not converted; `restore` makes it float32 if it is of a converted model."""
         converted = self._back(tensor, tensor.dtype)
         if self._is_of_model(tensor):
             converted.before = torch.float32
         return converted
 
     def take_in_late(self, module: nn.Module) -> None:
-        """Takes in half tensors that have come into a converted model since."""
+        """Records half tensors that were added to a module of a converted model after the conversion."""
         for name, tensor in own_tensors(module):
             if tensor.dtype in HALVES and tensor not in self._converted and not self._buffers.get(module, {}).get(name):
                 self._back_late(tensor)
 
     def _give_away(self, tensor: Tensor) -> Tensor:
-        """Returns a float32 copy of half weights, of which what is written to it is meant for these."""
+        """Returns a float32 copy of half weights; `take_back` copies user writes from it to the half weights."""
         given = self._given_away.get(id(tensor))
         if given is None or not given.is_of(tensor):
             given = self._given_away[id(tensor)] = _GivenAway(tensor)
         return given.copy
 
     def take_back(self) -> None:
-        """Writes into half tensors without a master what was written into the float32 copies that were given away."""
+        """Copies user writes from float32 copies, and from buffers' kept values, to half tensors without a master."""
         if self._given_away:
             given_away, self._given_away = self._given_away, {}
             for given in given_away.values():
@@ -349,7 +361,7 @@ class Conversion:
                 converted.synchronise(buffer)
 
     def full_of(self, tensor: Tensor) -> Tensor | None:
-        """Returns the float32 values of a half tensor that is float32 without amp; None of any other."""
+        """Returns the float32 values of a tensor that was converted from float32 to half; None for any other."""
         converted = self._converted.get(tensor)
         if converted is None or converted.before is not torch.float32 or tensor.dtype is not converted.dtype:
             return None
@@ -358,7 +370,7 @@ class Conversion:
         return self._in_step(tensor, converted)
 
     def _in_step(self, tensor: Tensor, converted: ConvertedTensor) -> Tensor:
-        """Returns the float32 values behind a half tensor, up to date."""
+        """Returns the kept float32 values of a half tensor, after it copied user writes between the two."""
         owner: Any = None if converted.owner is None else converted.owner()
         if owner is not None:
             owner.synchronise_one(tensor)
@@ -368,19 +380,19 @@ class Conversion:
         return converted.full
 
     def load(self, tensor: Tensor, values: Tensor) -> None:
-        """Takes over values that a half tensor was just loaded with by ``load_state_dict``, with all their bits."""
+        """Copies values that ``load_state_dict`` just loaded into a half tensor to its float32 values, unrounded."""
         converted = self._converted.get(tensor)
         if converted is not None:
             converted.load(tensor, values)
             self._note_with_owner(tensor, converted)
 
     def values_behind(self, tensor: Tensor) -> Tensor | None:
-        """Returns the float32 values that are kept of a half tensor, not a copy of them; None if there are none."""
+        """Returns the kept float32 values of a half tensor, without a copy; None if there are none."""
         converted = self._converted.get(tensor)
         return None if converted is None else converted.full
 
     def note(self, tensor: Tensor) -> None:
-        """Notes that a tensor is its `values_behind`, rounded."""
+        """Records that a tensor now equals its `values_behind`, rounded."""
         self._converted[tensor].note(tensor)
         self._note_with_owner(tensor, self._converted[tensor])
 
@@ -390,13 +402,16 @@ class Conversion:
             owner.note_one(tensor)
 
     def mark(self) -> int:
-        """Returns a point in time for `restore`."""
+        """Returns a number for `restore`, which then undoes only later conversions."""
         return next(self._numbers)
 
     def restore(self, since: int = 0) -> None:
-        """Gives what was converted the type that it had, with the float32 values that are kept.
+        """Converts tensors back to the types that they had, with their kept float32 values.
 
-        All of it, also where something raises.
+        If one tensor raises, the others are still restored.
+
+        Args:
+            since: number from `mark`; tensors converted before it stay as they are.
         """
         with torch.inference_mode(False), contextlib.ExitStack() as all_of_it:
             self.take_back()
@@ -406,7 +421,7 @@ class Conversion:
                         del names[name]
                         buffer = module._buffers.get(name)
                         if buffer is not None and buffer not in self._converted and buffer.dtype in HALVES:
-                            # One that the module itself has put there since.
+                            # The module itself replaced its buffer after the conversion.
                             all_of_it.callback(module._buffers.__setitem__, name, buffer.to(before))
             for tensor, converted in list(self._converted.items()):
                 if converted.number >= since:
@@ -419,13 +434,13 @@ class Conversion:
 
 
 class _GivenAway:
-    """A float32 copy of half weights that somebody was given in their stead.
+    """A float32 copy of half weights that user code got in their place.
 
     Args:
         tensor: the half weights.
 
     Attributes:
-        copy: of the same values.
+        copy: float32 tensor of the same values.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -435,19 +450,20 @@ class _GivenAway:
         self._moment = Mark(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Returns whether it still stands for these weights; what was written to it is written to them first."""
+        """Copies user writes to the weights, then returns True if the copy is of this tensor and up to date."""
         self.take_back()
         return self._tensor() is tensor and self._moment.is_now(tensor)
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Writes into the weights what was written to the copy since, and nothing else."""
+        """Copies the elements of the copy that the user has changed to the weights, and no others."""
         tensor = self._tensor()
         if tensor is None or tensor.shape != self.copy.shape:
             return
         values = self.copy.to(tensor)
         is_other = values != self._given
-        # By the value, as ways to write to it are many. Counted only where there is something.
+        # Compared by value, as torch does not count every write to the copy. If nothing has changed, the weights must
+        # not be written to: a write would increment their version counter.
         if bool(is_other.any()):
             tensor.copy_(torch.where(is_other, values, tensor))
             self._given = values
@@ -455,7 +471,7 @@ class _GivenAway:
 
 
 def _set_dtype(tensor: Tensor, dtype: torch.dtype, converted: ConvertedTensor) -> None:
-    full, grad = data_of(tensor), tensor.grad  # not detach(), which counts writes to the two together
+    full, grad = data_of(tensor), tensor.grad  # not detach(): its result would share the version counter
     _replace(tensor, full.to(dtype))
     if full.dtype is torch.float32 and dtype in HALVES:
         converted.full = nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
@@ -472,9 +488,9 @@ def _restore(tensor: Tensor, converted: ConvertedTensor) -> None:
             if not (isinstance(tensor, nn.Parameter) and converted.is_in_step(tensor)):
                 converted.synchronise(tensor)
             values = data_of(converted.full)
-        elif tensor.is_floating_point():  # converted by the user since
+        elif tensor.is_floating_point():  # the user converted it again
             values = converted.values(tensor)
-        # Of an optimizer that is gone the half parameter's gradient is what is left.
+        # If the optimizer was deleted, only the half parameter's gradient counts.
         if grad is None and converted.owner is None:
             grad = converted.full.grad
     if tensor.dtype is not converted.dtype:  # the user's type stays
@@ -486,9 +502,9 @@ def _restore(tensor: Tensor, converted: ConvertedTensor) -> None:
 
 
 def _replace(tensor: Tensor, data: Tensor) -> None:
-    """Puts data of another type in place; the gradient is gone, as it is to be of the parameter's type."""
+    """Sets a tensor's data to data of another type, and drops its gradient, whose type no longer fits."""
     tensor.grad = None
     follows = tensor.is_leaf and tensor.grad_dtype is tensor.dtype
     tensor.data = data
-    if follows and tensor.grad_dtype is not data.dtype:  # somebody has set it, as unscaling half gradients does
+    if follows and tensor.grad_dtype is not data.dtype:  # it was set explicitly, as when half gradients are unscaled
         tensor.grad_dtype = data.dtype

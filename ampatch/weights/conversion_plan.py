@@ -1,6 +1,6 @@
-"""What a conversion of a model's weights would do: which type each tensor is to have, and what stays float32.
+"""Plans the conversion of a model's weights: the type that each tensor gets, and the modules that stay float32.
 
-Only looks, and changes nothing: whatever cannot be converted is found here.
+Owns the checks for tensors that cannot be converted. Must never change a model.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ KeepFloat32 = tuple[str | type[nn.Module], ...]
 
 
 def keeps_statistics(module: nn.Module) -> bool:
-    """Returns whether a module normalises by running statistics: batch norm, synchronised or not, or instance norm.
+    """Returns True if a module normalises by running statistics: batch norm (also synchronised) or instance norm.
 
-    These take half input with float32 weights natively, on the CPU and on CUDA.
+    These modules accept half input with float32 weights natively, on the CPU and on CUDA.
     """
     return isinstance(module, _NormBase) and (not isinstance(module, _InstanceNorm) or module.track_running_stats)
 
 
 def check_keep_fp32(keep_fp32: object) -> KeepFloat32:
-    """Names, patterns and classes as a tuple; one of them alone is a tuple of one.
+    """Returns names, patterns and classes as a tuple; a single one becomes a tuple of one.
 
     Raises:
-        OptionError: anything else.
+        OptionError: ``keep_fp32`` has anything else.
     """
     if keep_fp32 is None:
         return ()
@@ -50,7 +50,7 @@ def check_keep_fp32(keep_fp32: object) -> KeepFloat32:
 
 
 def check_matches(models: Iterable[nn.Module], keep_fp32: KeepFloat32) -> None:
-    """Raises `OptionError`, with the nearest names, where one of ``keep_fp32`` matches no submodule at all."""
+    """Raises `OptionError`, with the nearest names, if an entry of ``keep_fp32`` matches no submodule."""
     submodules = [(name, module) for model in models for name, module in model.named_modules() if name]
     for wanted in keep_fp32:
         if not any(matches(wanted, name, module) for name, module in submodules):
@@ -67,12 +67,12 @@ def check_matches(models: Iterable[nn.Module], keep_fp32: KeepFloat32) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a conversion will do to a model.
+    """A planned conversion of a model.
 
     Attributes:
-        dtypes: each tensor to convert, by ``id``, with the type it is to have.
-        buffers: the names of buffers to convert, by module.
-        guarded: the submodules that compute in float32 among half ones, and need their inputs and outputs cast.
+        dtypes: each tensor to convert, by ``id``, with its new type.
+        buffers: names of the buffers to convert, by module.
+        guarded: float32 submodules among half ones, whose inputs and outputs must be cast.
     """
 
     dtypes: Mapping[int, tuple[Tensor, torch.dtype]]
@@ -81,16 +81,16 @@ class Plan:
 
 
 def plan(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool, keep_fp32: KeepFloat32) -> Plan:
-    """Works out a conversion, and changes nothing.
+    """Plans a conversion; does not change the model.
 
     Args:
         model: any module.
-        dtype: the type of the weights.
-        keep_batchnorm_fp32: whether what `keeps_statistics` is float32 all the same.
-        keep_fp32: what else is.
+        dtype: new type of the weights.
+        keep_batchnorm_fp32: True if modules that `keeps_statistics` accepts stay float32.
+        keep_fp32: names, patterns and classes of other submodules that stay float32.
 
     Raises:
-        OptionError: a tensor that cannot be converted, or that is shared between what is kept and what is not.
+        OptionError: a tensor cannot be converted, or a float32 module and a converted one share it.
     """
     kept: dict[nn.Module, None] = {}
     guarded: dict[nn.Module, None] = {}
@@ -108,8 +108,8 @@ def plan(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool, keep_f
         wanted = torch.float32 if module in kept else dtype
         if isinstance(module, torch.jit.ScriptModule) and dtype in HALVES:
             raise OptionError(
-                f"the model's {prefix!r} was compiled by TorchScript, which has no room for what amp has to add to a "
-                f"module that is converted to {dtype}. Put the module there that it was made of, or use "
+                f"the model's {prefix!r} was compiled by TorchScript, so that amp cannot add the casts that a module "
+                f"needs once it is converted to {dtype}. Use the Python module that it was compiled from, or "
                 "opt_level='O1' or 'O4', which leave it as it is."
             )
         for name, tensor in own_tensors(module):
@@ -132,14 +132,14 @@ def plan(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool, keep_f
 
 
 def matches(wanted: str | type[nn.Module], name: str, module: nn.Module) -> bool:
-    """Returns whether a submodule is meant by a name, a pattern or a class."""
+    """Returns True if a name, a pattern or a class matches a submodule."""
     if isinstance(wanted, str):
         return fnmatch.fnmatchcase(name, wanted) or type(module).__name__ == wanted
     return isinstance(module, wanted)
 
 
 def _callable_roots(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the module itself; of one that only holds others, such as a ``ModuleList``, those that it holds."""
+    """Yields the module itself; for a container without a forward, such as ``ModuleList``, its callable children."""
     if type(module).forward is nn.Module.forward:
         for child in module.children():
             yield from _callable_roots(child)

@@ -1,8 +1,8 @@
-"""Makes deep copies and averages of a converted model float32.
+"""Makes deep copies and weight averages of a converted model float32.
 
-A half copy loses small updates: an average of weights with decay 0.999 would never leave its first value. So a deep
-copy of a converted module has the masters' float32 values, and `torch.optim.swa_utils.AveragedModel` averages the
-masters. Must not know optimizers.
+A half copy loses small updates: a half average of weights with decay 0.999 would never leave its first value. So a
+deep copy of a converted module gets the masters' float32 values, and `torch.optim.swa_utils.AveragedModel` averages
+the masters. Must not know optimizers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ampatch.ledger import PatchLedger
 
-#: Gives the float32 values behind a tensor that was narrowed; None of any other.
+#: Returns the float32 values of a tensor that was narrowed; None for any other tensor.
 FullOf = Callable[[Tensor], Tensor | None]
 
 
@@ -28,7 +28,7 @@ def widen(ledger: PatchLedger, full_of: FullOf) -> None:
 
     Args:
         ledger: records the patches.
-        full_of: looks up the float32 values of a tensor.
+        full_of: function that returns the float32 values of a tensor, or None.
     """
     within = _Within()
     ledger.set(nn.Module, "__deepcopy__", _noting(within))
@@ -44,7 +44,7 @@ def widen(ledger: PatchLedger, full_of: FullOf) -> None:
 
 
 class _Within(threading.local):
-    """How many modules this thread is copying; a tensor outside of any module is copied as it is."""
+    """Number of modules that this thread is copying; a tensor outside of any module is copied as it is."""
 
     modules = 0
 
@@ -53,7 +53,7 @@ def _noting(within: _Within) -> Callable[..., Any]:
     def __deepcopy__(module: nn.Module, memo: dict[int, Any]) -> Any:  # noqa: N807
         within.modules += 1
         try:
-            # As `copy.deepcopy` does it where a class has no way of its own.
+            # As `copy.deepcopy` copies an object whose class has no `__deepcopy__`.
             return copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # type: ignore[attr-defined]
         finally:
             within.modules -= 1

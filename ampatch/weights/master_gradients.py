@@ -1,9 +1,10 @@
 """The gradients of half parameters and of their float32 masters: which of the two copies counts, and when.
 
-Backward leaves half gradients in the model's parameters, where DDP reduces them. The end of a block adds them to the
-masters' gradients in float32. The half parameter then shows the master's gradient, rounded, so that users can read and
-edit it. Torch does not count every write to a tensor, so the values decide, and not the version counters. An element
-that nobody has edited leaves the master its bits. An edited element becomes the master's. The host reads none of this.
+The backward pass writes half gradients to the model's parameters, where DDP reduces them. The end of a block adds them
+to the masters' gradients in float32. The half parameter then shows the master's gradient, rounded, so that users can
+read and edit it. Torch does not count every write to a tensor, so values decide, not version counters. An element that
+the user has not edited leaves the master its bits. An edited element is copied to the master. All of this runs on the
+device, without a sync.
 
 Owns the gradients of the pairs between two blocks. Must know neither scales nor whether a step is skipped.
 """
@@ -27,30 +28,30 @@ from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
 from ampatch.weights.conversion import ConvertedTensor
 
-# Asked of all pairs by `map`, since a line of Python for each takes several times as long.
+# For `map` over all pairs: a line of Python for each pair takes several times as long.
 _GRAD = operator.attrgetter("grad")
 _MASTER = operator.attrgetter("master")
 _VERSION = operator.attrgetter("_version")
 
 
 _BOTH_CHANGED = (
-    "gradients of half parameters were changed after those of their float32 masters had been, by clipping them for "
-    "one, and show what these were before. What the half parameters have counts. Change one of the two only: those of "
-    "the model's parameters, or of amp.master_params(optimizer)."
+    "gradients of half parameters were changed after the gradients of their float32 masters, as by clipping those. "
+    "The half parameters showed the masters' earlier gradients. The half parameters' gradients count. Change only one "
+    "of the two: gradients of the model's parameters, or of amp.master_params(optimizer)."
 )
 _EDITED_WHILE_SCALED = (
-    "gradients that a block of amp.scale_loss had left scaled were changed before the next block. What earlier blocks "
-    "had left stays as it was. Change gradients behind a block that unscales them; or leave all blocks but the last "
+    "gradients that a block of amp.scale_loss had left scaled were changed before the next block. Gradients of earlier "
+    "blocks stay as they were. Change gradients after a block that unscales them; or leave all blocks but the last "
     "scaled, with delay_unscale=True or under no_sync."
 )
 
 
 class _Gradient(enum.Enum):
-    """What a half parameter's gradient is."""
+    """Meaning of a half parameter's gradient."""
 
-    NEW = "from a backward since, or None; the master does not have it yet"
+    NEW = "from a later backward pass, or None; not yet added to the master's gradient"
     SHOWN = "the master's gradient, in half"
-    BASE = "zeros that backward adds to; the master keeps the sum of earlier blocks"
+    BASE = "zeros that the backward pass adds to; the master keeps the sum of earlier blocks"
 
 
 @dataclass(slots=True, eq=False)
@@ -58,13 +59,13 @@ class Pair:
     """A half parameter of the model, and the float32 parameter that the optimizer updates.
 
     Attributes:
-        parameter: the model's.
-        converted: the conversion's record of it.
-        master: the optimizer's.
-        kept: a gradient of the master that the half parameter does not show; a new one is added to it.
-        gradient: what the half parameter's gradient is.
-        left: the half gradient that amp left there, or None.
-        left_version: its version then.
+        parameter: the model's parameter.
+        converted: the conversion's record of the parameter.
+        master: the parameter that the optimizer updates.
+        kept: master's gradient that the half parameter does not show; new half gradients are added to it.
+        gradient: meaning of the half parameter's gradient.
+        left: half gradient that amp last left in the parameter, or None.
+        left_version: version counter of ``left`` at that moment.
     """
 
     parameter: nn.Parameter
@@ -76,7 +77,7 @@ class Pair:
     left_version: int = 0
 
     def leave(self, gradient: _Gradient) -> None:
-        """Records the gradient that the half parameter has now."""
+        """Records the half parameter's present gradient, and its meaning."""
         grad = self.parameter.grad
         self.gradient, self.left, self.left_version = gradient, grad, 0 if grad is None else grad._version
 
@@ -87,34 +88,34 @@ class Pair:
 
     @property
     def was_written(self) -> bool:
-        """Returns whether torch has counted a write to the half gradient, or another tensor is there."""
+        """True if torch has counted a write to the half gradient, or it is another tensor now."""
         grad = self.parameter.grad
         return grad is not self.left or (grad is not None and grad._version != self.left_version)
 
     @property
     def was_cleared(self) -> bool:
-        """Returns whether the user set the half gradient to None, even if there is a new one since."""
+        """True if the user set the half gradient to None, even if a backward pass has made a new one since."""
         left = self.left
         if left is None:
             return False
         grad = self.parameter.grad
         if grad is None or grad is left or self.gradient is _Gradient.SHOWN:
             return grad is None
-        # A new tensor may hold the sum as well: after an addition to the old one, for sparse gradients, and for
-        # gradients with a graph.
+        # A new tensor does not prove clearing. Torch may put a sum into a new tensor: after it added to the old one,
+        # for sparse gradients, and for gradients with a graph.
         return left._version == self.left_version and left.layout is torch.strided and not grad.requires_grad
 
 
 @dataclass(slots=True, eq=False)
 class _Shown:
-    """Dense half gradients of one device that show those of their masters.
+    """Dense half gradients on one device that show the gradients of their masters.
 
     Attributes:
         pairs: the parameters and masters.
         grads: the half gradients.
         fulls: the masters' gradients.
-        fingerprints: of the half gradients, when amp wrote them.
-        versions: of the masters' gradients, then.
+        fingerprints: fingerprints of the half gradients when amp wrote them.
+        versions: version counters of the masters' gradients at that moment.
     """
 
     pairs: list[Pair]
@@ -125,16 +126,16 @@ class _Shown:
 
     @classmethod
     def of(cls, pairs: list[Pair]) -> _Shown:
-        """Takes note of what pairs show now."""
+        """Returns a record of the gradients that pairs show now."""
         grads, fulls = _half_gradients(pairs), _full_gradients(pairs)
         return cls(pairs, grads, fulls, kernels.fingerprints(grads), list(map(_VERSION, fulls)))
 
-    def copy_edits(self) -> Tensor | None:
-        """Copies edited elements of the half gradients into the masters' gradients.
+    def follow(self) -> Tensor | None:
+        """Copies edited elements of the half gradients to the masters' gradients.
 
         Returns:
-            A tensor of 1 element: whether the user wrote to both gradients of some pair. None if torch has counted no
-            write to a master's gradient.
+            A bool tensor of 1 element: True if the user wrote to both gradients of some pair. None if torch has
+            counted no write to a master's gradient.
         """
         now = kernels.fingerprints(self.grads)
         versions = list(map(_VERSION, self.fulls))
@@ -158,7 +159,7 @@ class _Shown:
             return None
         pairs = [self.pairs[index] for index in kept]
         fulls = _full_gradients(pairs)
-        # Another tensor in the master's gradient is a write to it.
+        # A replaced master's gradient counts as written.
         versions = [
             self.versions[index] if full is self.fulls[index] else -1 for full, index in zip(fulls, kept, strict=True)
         ]
@@ -170,43 +171,45 @@ class MasterGradients:
     """The gradients of one optimizer's pairs.
 
     Args:
-        pairs: by id of the half parameter; its owner changes it.
-        halves: these parameters, by anything; likewise.
+        pairs: pairs by id of the half parameter; a dict that its owner updates.
+        halves: half parameters of these pairs, under any keys; also updated by its owner.
     """
 
     def __init__(self, pairs: dict[int, Pair], halves: dict[int, nn.Parameter]) -> None:
         self._pairs = pairs
         self._halves = halves
-        self._is_clear = True  # no pair knows of a gradient
+        self._is_clear = True  # no pair has recorded a gradient
         self._shown: list[_Shown] = []
-        # The pairs whose masters have sums of blocks before a delayed one, with the fingerprint of what that left.
+        # Pairs whose masters have sums of blocks before a delayed one, with the fingerprint of the half gradient that
+        # the delayed block left.
         self._scaled: list[tuple[Pair, Tensor]] = []
-        # Ids of the gradients on both sides, which pairs hold, if kernels follow all of them.
+        # Ids of all half gradients and masters' gradients, if kernels can compare all of them. Pairs keep the
+        # gradients alive.
         self._left: list[int] = []
-        # Warnings, with numbers on their way to the host: whether one of them is not 0.
+        # Messages, each with numbers on their way to the host; amp warns if one of the numbers is not 0.
         self._to_tell: list[tuple[HostCopy, str]] = []
 
-    def are_clear(self) -> bool:
-        """Returns whether the half parameters have no gradient, and none is known of; does not look at the masters'."""
-        return self._is_clear and self.have_no_gradients()
+    def are_at_rest(self) -> bool:
+        """Returns True if no half parameter has a gradient and none is recorded; ignores the masters' gradients."""
+        return self._is_clear and self.are_bare()
 
-    def have_no_gradients(self) -> bool:
-        """Returns whether there is no gradient in the half parameters."""
-        return optimizer_state.have_no_gradients(self._halves.values())
+    def are_bare(self) -> bool:
+        """Returns True if no half parameter has a gradient."""
+        return optimizer_state.are_bare(self._halves.values())
 
     def shows(self, parameter: Tensor) -> bool:
-        """Returns whether a parameter's gradient shows that of its master, and so is not scaled."""
+        """Returns True if a parameter's gradient shows its master's gradient, and so is unscaled."""
         pair = self._pairs.get(id(parameter))
         return pair is not None and pair.gradient is _Gradient.SHOWN
 
     # At the end of a block
 
-    def unscale_to_masters(self, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
-        """Adds what backward left in half parameters to the masters' gradients, and shows these in half.
+    def take(self, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
+        """Adds new half gradients to the masters' gradients, and writes the sums, rounded, to the half gradients.
 
         Args:
-            inv_scale: what it is to be multiplied by, 0-dimensional float32; None: 1.
-            found_inf: 0-dimensional float32, set to 1 if any of it is not finite; None: that is not asked.
+            inv_scale: factor for the half gradients, a 0-dimensional float32 tensor; None: 1.
+            found_inf: 0-dimensional float32 tensor, set to 1 if a half gradient is not finite; None: not checked.
         """
         pairs = self._with_new()
         if not pairs:
@@ -216,7 +219,7 @@ class MasterGradients:
         factor = torch.ones((), dtype=torch.float32, device=device) if inv_scale is None else inv_scale
         found_inf = torch.zeros((), dtype=torch.float32, device=device) if found_inf is None else found_inf
         first: list[Tensor] = []
-        without: list[nn.Parameter] = []  # masters that these are the first gradients of
+        without: list[nn.Parameter] = []  # masters that have no gradient yet
         later: list[Tensor] = []
         later_full: list[Tensor] = []
         strided = torch.strided
@@ -245,28 +248,30 @@ class MasterGradients:
         self._note_shown()
 
     def has_sums(self) -> bool:
-        """Returns whether masters have gradients: those of earlier blocks, where what a block left is not taken yet."""
+        """Returns True if any master has a gradient: before `take`, a sum of earlier blocks."""
         return any(pair.master.grad is not None for pair in self._pairs.values())
 
     def new(self) -> list[Tensor]:
-        """Returns what backward left in half parameters, and `unscale_to_masters` would take."""
+        """Returns the half gradients that `take` would add to the masters' gradients."""
         return [_gradient_of(pair.parameter) for pair in self._with_new()]
 
     def _with_new(self) -> list[Pair]:
-        """Returns the pairs in which there is something that the master is to get."""
+        """Returns the pairs whose half gradient is not yet in the master's gradient."""
         shown = _Gradient.SHOWN
         return [pair for pair in self._pairs.values() if pair.gradient is not shown and pair.parameter.grad is not None]
 
     # Between blocks
 
-    def copy_edits(self, *, takes_new: bool = True) -> None:
-        """Takes over what became of gradients since they were shown: cleared, changed, replaced, or new.
+    def follow(self, *, takes_new: bool = True) -> None:
+        """Applies changes that the user made to half gradients or masters' gradients since amp last wrote them.
+
+        The user may have cleared, edited or replaced gradients, or run a backward pass outside of a block.
 
         Args:
-            takes_new: whether masters get what backward has left outside of blocks.
+            takes_new: True to add gradients of backward passes outside of blocks to the masters' gradients.
 
         Warns:
-            AmpWarning: somebody has set gradients of masters whose half parameters have one by backward.
+            AmpWarning: the user set gradients of masters, and a backward pass outside of blocks made half gradients.
         """
         if self.are_clear():
             return
@@ -285,13 +290,13 @@ class MasterGradients:
         if by_hand:
             warn(
                 "gradients were set on float32 masters by hand, while the model's half parameters have gradients of a "
-                "backward outside of amp.scale_loss. The masters' count. To have the others count, leave the masters' "
-                "to amp, and put every backward into a block of amp.scale_loss."
+                "backward outside of amp.scale_loss. The masters' gradients count, the others are dropped. To use the "
+                "others, leave the masters' gradients to amp, and put every backward into a block of amp.scale_loss."
             )
             self.copy_to_half()
 
     def note_masters(self) -> None:
-        """Takes note of masters' gradients that amp itself has written to."""
+        """Records that amp itself has written to the masters' gradients, so that this does not count as an edit."""
         for shown in self._shown:
             shown.versions = list(map(_VERSION, shown.fulls))
 
@@ -304,21 +309,21 @@ class MasterGradients:
             warn(message)
 
     def were_written(self) -> bool:
-        """Returns whether torch has counted a write to what half parameters show, or something else is there."""
+        """Returns True if torch has counted a write to any half gradient, or one is another tensor now."""
         return any(pair.was_written for pair in self._pairs.values())
 
-    def _copy_edits_of_shown(self) -> bool:
-        """Has masters follow what became of the gradients that showed theirs.
+    def _follow_all_shown(self) -> bool:
+        """Copies the user's changes of shown half gradients to the masters' gradients.
 
         Returns:
-            Whether all gradients are those very tensors, so that there is nothing else.
+            True if all gradients, half and masters', are the tensors that amp recorded, so that none is new.
         """
         is_all_shown = self._are_as_left()
         replaced: list[Pair] = []
         if not is_all_shown:
-            self._left = []  # ids of tensors that may die now
-            self.note_cleared()
-            replaced = self._copy_replaced()
+            self._left = []  # tensors with these ids may be freed from here on
+            self.follow_clearing()
+            replaced = self._follow_replaced()
             self._shown = [part for shown in self._shown if (part := shown.part()) is not None]
         for shown in self._shown:
             both = shown.copy_edits()
@@ -333,11 +338,11 @@ class MasterGradients:
             self._note_shown()
         return is_all_shown
 
-    def _copy_replaced(self) -> list[Pair]:
-        """Follows what was put in the place of gradients, shown ones or their masters'.
+    def _follow_replaced(self) -> list[Pair]:
+        """Applies replacements of shown half gradients, or of their masters' gradients, by other tensors or None.
 
         Returns:
-            The pairs that have another dense half gradient, for the master's to follow element by element.
+            Pairs with another dense half gradient, which the caller copies to the master's gradient by element.
         """
         dense: list[Pair] = []
         for pair in self._pairs.values():
@@ -349,15 +354,15 @@ class MasterGradients:
             elif _is_plain(grad) and _is_plain(full):
                 if grad is not pair.left and grad.numel():
                     dense.append(pair)
-            elif pair.was_written:  # all of the gradient is a new one
+            elif pair.was_written:  # kernels cannot compare elements, so the whole gradient is new
                 pair.master.grad, pair.gradient = None, _Gradient.NEW
         return dense
 
-    def note_cleared(self) -> None:
-        """Drops the masters' gradients where somebody has set those of the half parameters to None.
+    def follow_clearing(self) -> None:
+        """Drops masters' gradients whose half gradients the user has set to None.
 
         Warns:
-            AmpWarning: other gradients are there now, and whether they were to be added to the masters' nobody can say.
+            AmpWarning: half parameters have other gradients now, so amp cannot tell clearing from replacing.
         """
         if self._is_clear:
             return
@@ -371,16 +376,16 @@ class MasterGradients:
         if replaced:
             warn(
                 "gradients of half parameters were replaced by other tensors after a backward inside of "
-                "amp.scale_loss, or after it with delay_unscale=True. What earlier blocks had left for their float32 "
-                "masters is dropped, as if they had been cleared. To add to them write p.grad += grad, in place; to "
-                "clear them, model.zero_grad()."
+                "amp.scale_loss, or after it with delay_unscale=True. Gradients that earlier blocks had left in their "
+                "float32 masters are dropped, as if they had been cleared. To add to them write p.grad += grad, in "
+                "place; to clear them, model.zero_grad()."
             )
 
     def drop_sums(self, ids: set[int]) -> None:
-        """Drops what masters keep of earlier blocks, for half parameters that have zeros for backward now.
+        """Drops the masters' sums of earlier blocks for half parameters that the user has just cleared.
 
         Args:
-            ids: of these parameters.
+            ids: ids of these parameters. Sums of parameters whose gradient is not BASE stay.
         """
         if self._is_clear:
             return
@@ -389,8 +394,8 @@ class MasterGradients:
                 pair.master.grad = None
                 pair.leave(_Gradient.BASE)
 
-    def copy_to_half(self) -> None:
-        """Shows the masters' gradients in the half parameters once more, after they were changed."""
+    def show(self) -> None:
+        """Writes the masters' gradients, rounded, to the half gradients again, after the masters' were changed."""
         dense: list[Pair] = []
         for pair in self._pairs.values():
             if pair.master.grad is None:
@@ -408,7 +413,7 @@ class MasterGradients:
         self._note_shown()
 
     def _note_shown(self) -> None:
-        """Takes the fingerprints of what is shown."""
+        """Records fingerprints of all shown half gradients, and the ids of all gradients."""
         pairs = [
             pair
             for pair in self._pairs.values()
@@ -422,18 +427,21 @@ class MasterGradients:
         self._shown, self._left = [], []
 
     def _identities(self) -> list[int]:
-        """Returns which gradients are there, on both sides."""
+        """Returns the ids of all half gradients, then of all masters' gradients."""
         halves, masters = self._halves.values(), map(_MASTER, self._pairs.values())
         return [*map(id, map(_GRAD, halves)), *map(id, map(_GRAD, masters))]
 
     def _are_as_left(self) -> bool:
-        """Returns whether the very tensors are there that were shown, as in most steps, and nothing else."""
+        """Returns True if all gradients are the tensors that amp recorded, as in most steps."""
         return bool(self._left) and self._identities() == self._left
 
     # In a block
 
-    def clear_for_backward(self) -> None:
-        """Has what is shown make way for what backward will leave: zeros, so that clearing them can be seen."""
+    def make_way(self) -> None:
+        """Zeroes shown half gradients before a backward pass; the masters keep the sums.
+
+        Zeros are used instead of None so that amp can see if the user clears gradients inside of the block.
+        """
         shown = [pair for pair in self._pairs.values() if pair.gradient is _Gradient.SHOWN]
         for pair in shown:
             grad = _gradient_of(pair.parameter)
@@ -441,25 +449,25 @@ class MasterGradients:
                 pair.parameter.grad = None
             else:
                 optimizer_state.writable_gradient(pair.parameter).zero_()
-        for pair in shown:  # only now, as gradients that are pieces of one storage count their writes together
+        for pair in shown:  # in a second loop: gradients that are views of one storage share a version counter
             pair.leave(_Gradient.BASE)
         self._forget_shown()
 
-    def scale_added(self, scale: Tensor) -> None:
-        """Multiplies what backward has left outside of blocks, for more to be added to it.
+    def scale_new(self, scale: Tensor) -> None:
+        """Multiplies half gradients of backward passes outside of blocks, so that scaled ones can be added to them.
 
         Args:
-            scale: 0-dimensional float32.
+            scale: 0-dimensional float32 tensor.
         """
         new = [pair for pair in self._with_new() if pair.gradient is _Gradient.NEW]
         kernels.multiply_(optimizer_state.gradients_of(pair.parameter for pair in new), scale)
         for pair in new:
             pair.leave(_Gradient.BASE)
 
-    def note_zeroed(self) -> None:
-        """Zeroes the masters' gradients where the user has zeroed what a delayed block left in the half parameters.
+    def follow_zeroing(self) -> None:
+        """Zeroes masters' gradients if the user has zeroed the half gradients that a delayed block left.
 
-        Warns later, once the device has told: the user has changed that in another way.
+        If the user has edited those in another way, amp warns later, once the result has arrived from the device.
         """
         scaled, self._scaled = self._scaled, []
         edited: list[Tensor] = []
@@ -468,7 +476,7 @@ class MasterGradients:
             if _is_plain(grad) and _is_plain(full):
                 assert grad is not None
                 assert full is not None
-                # By the value, as torch does not count every write; on the device.
+                # Compared by value, as torch does not count every write; on the device, without a sync.
                 values = kernels.values_of(grad)
                 changed, left = kernels.fingerprints([values])[0] != before, values.any()
                 full.masked_fill_(changed & ~left, 0)
@@ -476,9 +484,9 @@ class MasterGradients:
         if edited and not is_capturing():
             self._to_tell.append((HostCopy(torch.stack(edited)), _EDITED_WHILE_SCALED))
 
-    def note_left_scaled(self) -> None:
-        """Takes note of gradients that stay scaled for a later block, to see whether they are cleared until then."""
-        self.note_cleared()
+    def leave_scaled(self) -> None:
+        """Records gradients that stay scaled for a later block, so that amp can see if the user clears them."""
+        self.follow_clearing()
         self._is_clear = not self._pairs
         for pair in self._pairs.values():
             if pair.gradient is not _Gradient.SHOWN:
@@ -494,9 +502,13 @@ class MasterGradients:
 
     # For good
 
-    def give_back(self, scale: Tensor | None) -> None:
-        """Has masters hold all there is of gradients, at a scale if there is one, for the parameters to take back."""
-        self._copy_edits_of_shown()
+    def surrender(self, scale: Tensor | None) -> None:
+        """Moves all gradients to the masters, from which `Conversion.restore` gives them back to the parameters.
+
+        Args:
+            scale: loss scale of the new half gradients; the masters' sums are multiplied by it first. None: unscaled.
+        """
+        self._follow_all_shown()
         if scale is not None:
             kernels.multiply_(
                 [pair.master.grad for pair in self._pairs.values() if pair.master.grad is not None], scale
@@ -508,8 +520,11 @@ class MasterGradients:
 
     @contextlib.contextmanager
     def clearing(self) -> Iterator[None]:
-        """Has half parameters follow what clears masters' gradients in the block, and masters what clears theirs."""
-        if self.are_clear():
+        """Context in which the optimizer clears masters' gradients; on exit, clears the half gradients of these too.
+
+        Also clears masters' gradients whose half gradients the optimizer has cleared.
+        """
+        if self.are_at_rest():
             yield
             return
         before = [(pair, pair.master.grad) for pair in self._pairs.values()]
@@ -520,8 +535,9 @@ class MasterGradients:
             full = pair.master.grad
             if full is None or full is not was or full._version != version:
                 pair.clear()
-                pair.kept = full  # if it was set to zeros
-        self._shown = [part for shown in self._shown if (part := shown.part()) is not None]  # which hold gradients
+                pair.kept = full  # not None if the optimizer set it to zeros
+        # `_shown` would keep the cleared gradients alive.
+        self._shown = [part for shown in self._shown if (part := shown.part()) is not None]
         self._left.clear()
         self._is_clear = self.have_no_gradients()
 
@@ -540,7 +556,7 @@ def _gradient_of(parameter: Tensor) -> Tensor:
 
 
 def _is_plain(grad: Tensor | None) -> bool:
-    """Returns whether a gradient, of a half parameter or a master, is one that kernels follow element by element."""
+    """Returns True if kernels can compare a gradient by element: it is there, dense, and without a graph."""
     return grad is not None and grad.layout is torch.strided and not grad.requires_grad
 
 
@@ -557,7 +573,7 @@ def _values(grads: list[Any]) -> list[Tensor]:
 
 
 def by_device(pairs: Iterable[Pair]) -> Iterable[list[Pair]]:
-    """Groups pairs by the device that they are on."""
+    """Groups pairs by device."""
     groups: dict[torch.device, list[Pair]] = {}
     for pair in pairs:
         groups.setdefault(pair.master.device, []).append(pair)
@@ -565,16 +581,16 @@ def by_device(pairs: Iterable[Pair]) -> Iterable[list[Pair]]:
 
 
 def _take(pair: Pair, inv_scale: Tensor | None, found_inf: Tensor) -> None:
-    """`MasterGradients.take` of a sparse gradient, or of one with a graph of its own."""
+    """Does what `MasterGradients.take` does, for a sparse gradient or one with a graph of its own."""
     grad, full = _gradient_of(pair.parameter), pair.master.grad
     unscaled = grad.detach().to(torch.float32, copy=True)
     if inv_scale is not None:
         kernels.unscale_([unscaled], inv_scale, found_inf)
     if full is None:
         pair.master.grad = unscaled
-    else:  # torch adds a sparse one to a dense one, and not the other way round
+    else:  # torch implements dense + sparse, not sparse + dense
         pair.master.grad = full + unscaled if unscaled.layout is not torch.strided else unscaled + full
     if grad.layout is not torch.strided or _gradient_of(pair.master).layout is not torch.strided:
         pair.parameter.grad = _gradient_of(pair.master).to(grad.dtype)
     elif inv_scale is not None:
-        kernels.unscale_([grad], inv_scale, found_inf)  # it stays the user's to differentiate
+        kernels.unscale_([grad], inv_scale, found_inf)  # in place, so that the user can still differentiate it

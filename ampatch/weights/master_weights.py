@@ -1,8 +1,8 @@
-"""The float32 masters of one optimizer's half parameters, and what keeps the weights of the two in step.
+"""The float32 masters of one optimizer's half parameters; keeps the values of both the same.
 
-The optimizer's groups hold the masters, and so it updates those; the model keeps its own half parameters. Owns the
-pairs of parameter and master; `ampatch.weights.master_gradients` has their gradients. Knows neither scales nor
-whether a step is skipped.
+The optimizer's groups hold the masters, so the optimizer updates the masters; the model keeps its own half parameters.
+Owns the pairs of parameter and master; `ampatch.weights.master_gradients` owns their gradients. Must know neither
+scales nor whether a step is skipped.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _ALL = slice(None)
 
 
 class _Group:
-    """Pairs of one device, and the fingerprints of their tensors when half weights last were the masters, rounded.
+    """Pairs on one device, and fingerprints of their tensors when the half weights last equalled the rounded masters.
 
     Args:
-        pairs: none of them empty. The memory of neither side may be exchanged for as long as this is in use.
-        watches_masters: whether masters get fingerprints too.
+        pairs: pairs of tensors with at least one element. While the group is in use, these must keep their memory.
+        watches_masters: True to take fingerprints of masters too.
     """
 
     def __init__(self, pairs: list[Pair], *, watches_masters: bool) -> None:
         self.pairs = pairs
         self._of_masters: Tensor | None = None
-        with torch.inference_mode(False):  # they are changed outside of it as well
+        with torch.inference_mode(False):  # code outside of inference mode changes these tensors too
             self._halves = [kernels.values_of(pair.parameter.detach()) for pair in pairs]
             self._masters = [kernels.values_of(pair.master.detach()) for pair in pairs]
             self._of_halves = kernels.fingerprints(self._halves)
@@ -51,24 +51,24 @@ class _Group:
             self.watch_masters()
 
     def watch_masters(self) -> None:
-        """Takes fingerprints of masters from now on."""
+        """Takes fingerprints of masters, now and in each later `note`."""
         with torch.inference_mode(False):
             self._of_masters = kernels.fingerprints(self._masters)
 
     def note(self, places: slice = _ALL) -> None:
-        """Takes note that half weights are the masters, rounded."""
+        """Records that half weights now equal the rounded masters."""
         self._of_halves[places] = kernels.fingerprints(self._halves[places])
         self._note_masters(places)
 
     def renew(self, place: int) -> None:
-        """`note` of one pair, which may have other memory now."""
+        """Records the same as `note` for one pair, whose tensors may have other memory now."""
         pair = self.pairs[place]
         self._halves[place] = kernels.values_of(pair.parameter.detach())
         self._masters[place] = kernels.values_of(pair.master.detach())
         self.note(_only(place))
 
-    def copy_edits(self, places: slice = _ALL) -> None:
-        """Has masters be what was written into half weights since, by whatever means."""
+    def follow(self, places: slice = _ALL) -> None:
+        """Copies elements of half weights that were written to since `note`, counted or not, to the masters."""
         halves, before = self._halves[places], self._of_halves[places]
         now = kernels.fingerprints(halves)
         kernels.copy_edits(halves, self._masters[places], before, now, of_gradients=False)
@@ -80,11 +80,14 @@ class _Group:
             self._of_masters[places] = kernels.fingerprints(self._masters[places])
 
     def was_written(self, place: int) -> bool:
-        """Returns whether somebody has written to a half weight since; waits for the device."""
+        """Returns True if the values of a half weight have changed since `note`; syncs with the device."""
         return bool((kernels.fingerprints(self._halves[_only(place)]) != self._of_halves[_only(place)]).any())
 
     def with_written_master(self) -> list[Pair]:
-        """Returns the pairs to whose masters somebody has written since, if these are watched; waits for the device."""
+        """Returns the pairs whose masters' values have changed since `note`; empty if masters are not watched.
+
+        Syncs with the device.
+        """
         if self._of_masters is None:
             return []
         changed = (kernels.fingerprints(self._masters) != self._of_masters).tolist()
@@ -95,16 +98,16 @@ class MasterWeights:
     """The masters of one optimizer.
 
     Args:
-        optimizer: the user's; referred to weakly.
-        conversion: keeps float32 values from the time before parameters were narrowed, and masters for as long as
-            their parameters live.
-        wanted: whether there are to be any; without, all of this does nothing.
-        name_of: a model's parameter's name, for messages.
+        optimizer: the user's optimizer; held weakly.
+        conversion: record that keeps float32 values from before parameters were narrowed, and each master as long as
+            its parameter lives.
+        wanted: True to make masters; if False, all methods are no-ops.
+        name_of: function that returns the name of a model's parameter, for messages.
 
     Attributes:
-        wanted: as given.
-        gradients: theirs and those of the half parameters.
-        is_stepping: whether the optimizer is at work, which writes to masters and keeps nothing of them.
+        wanted: the argument ``wanted``.
+        gradients: gradients of the masters and of the half parameters.
+        is_stepping: True while the optimizer steps; it then writes to masters, but keeps no tensor of their memory.
     """
 
     def __init__(
@@ -114,9 +117,9 @@ class MasterWeights:
         self.name_of = name_of
         self._is_being_copied = False
         self.is_stepping = False
-        self._heard: set[int] = set()  # ids of half parameters that somebody may have written to unseen since
-        self._are_shared = False  # somebody may have another tensor of a master's memory, and write to it unseen
-        self._storages: set[int] | None = None  # where the masters' memory begins, once it was asked for
+        self._heard: set[int] = set()  # ids of half parameters that user code may have written to uncounted
+        self._are_shared = False  # user code may have another tensor of a master's memory, and write to it uncounted
+        self._storages: set[int] | None = None  # addresses of the masters' storages; None until needed
         self._groups: list[_Group] = []
         self._places: dict[int, tuple[_Group, int]] = {}  # by id of the half parameter
         self._optimizer = weakref.ref(optimizer)
@@ -124,11 +127,11 @@ class MasterWeights:
         self._pairs: dict[int, Pair] = {}  # by id of the half parameter
         self._parameters: dict[int, nn.Parameter] = {}  # by id of the master
         self.gradients = MasterGradients(self._pairs, self._parameters)
-        # Of all pairs, when they were last in step.
+        # Marks of all pairs when the half weights last equalled the rounded masters.
         self._half_marks, self._full_marks = Marks([], []), Marks([], [])
 
     def install(self, ledger: PatchLedger) -> None:
-        """Makes the masters, and has the optimizer's other methods know of them.
+        """Makes the masters, and patches the optimizer's methods that must handle them.
 
         Raises:
             UsageError: a parameter is in two optimizers.
@@ -148,11 +151,11 @@ class MasterWeights:
             ledger.set(optimizer, "__deepcopy__", types.MethodType(self._deepcopy, optimizer))
 
     def complete(self) -> None:
-        """Makes masters for half parameters of the optimizer that have none: of new groups, or unfrozen since."""
+        """Makes masters for half parameters of the optimizer that have none: in new groups, or unfrozen since."""
         optimizer = self._optimizer() if self.wanted else None
         if optimizer is None or HALVES.isdisjoint(map(_DTYPE, optimizer_state.parameters_of(optimizer))):
             return
-        self.synchronise(by_value=True)  # before pairs are noted anew
+        self.synchronise(by_value=True)  # must come before `_note_in_step` records all pairs again
         new: dict[int, Pair] = {}
         back: dict[int, Pair] = {}
         there = set(map(id, optimizer_state.parameters_of(optimizer)))
@@ -161,7 +164,7 @@ class MasterWeights:
                 if parameter.dtype in HALVES and parameter.requires_grad and isinstance(parameter, nn.Parameter):
                     known = self._pairs.get(id(parameter))
                     if known is not None and id(known.master) not in there and id(parameter) not in back:
-                        back[id(parameter)] = known  # its group was made anew, of the model's own parameters
+                        back[id(parameter)] = known  # user code rebuilt its group from the model's own parameters
                         continue
                     if known is not None or id(parameter) in new:
                         raise UsageError(
@@ -185,14 +188,14 @@ class MasterWeights:
             self._note_in_step()
         if new or back:
             placed = {**new, **back}
-            # Its way out is `take_out`, which puts back what has been put in.
+            # `take_out` undoes this.
             optimizer_state.replace_parameters(
                 optimizer,
                 lambda parameter: (placed[id(parameter)].master, torch.float32) if id(parameter) in placed else None,
             )
 
     def take_out(self) -> None:
-        """Gives the optimizer the model's parameters back. What they hold is the conversion's to restore."""
+        """Puts the model's parameters back into the optimizer; `Conversion.restore` restores their values."""
         optimizer = self._optimizer()
         before = {id(pair.master): (pair.parameter, pair.converted.before) for pair in self._pairs.values()}
         if optimizer is not None:
@@ -210,44 +213,44 @@ class MasterWeights:
         return len(self._pairs)
 
     def parameter_of(self, tensor: Tensor) -> Tensor:
-        """Returns the model's parameter behind a master; any other tensor is its own."""
+        """Returns the model's parameter of a master; returns any other tensor as it is."""
         return self._parameters.get(id(tensor), tensor)
 
     def is_master(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor is one of these masters."""
+        """Returns True if a tensor is one of these masters."""
         return id(tensor) in self._parameters
 
     def without_master(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Returns those of an optimizer's parameters that are none of these masters."""
+        """Returns the optimizer's parameters that are not masters."""
         masters = self._parameters
         return [parameter for parameter in parameters if id(parameter) not in masters]
 
     # Weights
 
-    def note_write(self, tensor: Tensor) -> None:
-        """Takes note that somebody may write unseen to a tensor of a pair, or to another one of its memory."""
+    def hear(self, tensor: Tensor) -> None:
+        """Records that user code may write, uncounted, to a half parameter, or to a tensor of a master's memory."""
         if id(tensor) in self._pairs:
             self._heard.add(id(tensor))
         elif not (self.is_stepping or self._are_shared) and self._is_of_master(tensor):
-            self._are_shared = True  # for good: the tensor may be kept, and written to later
+            self._are_shared = True  # for good: user code may keep the tensor, and write to it later
             for group in self._groups:
                 group.watch_masters()
 
     def _is_of_master(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor is a master, or shares memory with one."""
+        """Returns True if a tensor is a master, or shares memory with one."""
         if self._storages is None:
             self._storages = {pair.master.untyped_storage().data_ptr() for pair in self._pairs.values()} - {0}
         return id(tensor) in self._parameters or tensor.untyped_storage().data_ptr() in self._storages
 
     def synchronise(self, by_value: bool = False) -> None:
-        """Takes over what somebody wrote into half weights or masters since `write`.
+        """Copies user writes since `write` from half weights to masters, or from masters to half weights.
 
         Args:
-            by_value: what was written to half weights is found by what they hold, and not only where torch has counted
-                a write: a pass over them.
+            by_value: True to compare the values of all half weights, which also finds writes that torch does not
+                count; reads all half weights once.
 
         Raises:
-            UsageError: the model was converted to another type; or both of a pair were written to.
+            UsageError: the model was converted to another type; or both tensors of a pair were written to.
         """
         is_counted = not (self._half_marks.are_now() and self._full_marks.are_now())
         if not is_counted and not by_value:
@@ -267,14 +270,14 @@ class MasterWeights:
             self._heard.clear()
 
     def _check_not_both_written(self) -> None:
-        """Raises `UsageError` where the user has written to a master by way of ``data``, and to its half parameter."""
+        """Raises `UsageError` if the user wrote to a watched master and to its half parameter, and the two differ."""
         for group in self._groups:
             for pair in group.with_written_master():
                 if self._was_written(pair) and not _are_alike(pair):
                     raise UsageError(self._both_written(pair))
 
     def _follow_by_value(self, but: list[Pair]) -> None:
-        """Has masters be what half weights are, in the elements in which these are not the masters, rounded."""
+        """Copies elements of half weights that differ from the rounded masters to the masters, except pairs ``but``."""
         if not but:
             for group in self._groups:
                 group.copy_edits()
@@ -290,18 +293,18 @@ class MasterWeights:
             group.copy_edits(_only(place))
 
     def synchronise_all(self) -> None:
-        """`synchronise` before a forward: also what somebody may have written unseen, into whichever of the two."""
+        """Synchronises before a forward pass: also finds writes that torch may not have counted, to either tensor."""
         self.synchronise(by_value=bool(self._heard) or self._are_shared)
         if self._are_shared:
             pairs = self._pairs.values()
             with torch.no_grad():
-                # In a way that is not counted: graphs that half weights are part of stay sound where nothing has
-                # changed.
+                # Uncounted: a counted write would break autograd graphs that use the half weights, even if no value
+                # changes.
                 kernels.copy_to_half([pair.master for pair in pairs], [data_of(pair.parameter) for pair in pairs])
             self._note_in_step()
 
     def synchronise_one(self, parameter: Tensor) -> None:
-        """`synchronise` of one pair, by value."""
+        """Synchronises one pair, by value."""
         pair = self._pairs[id(parameter)]
         if not pair.converted.is_in_step(parameter):
             self._synchronise(pair)
@@ -310,15 +313,18 @@ class MasterWeights:
             self._follow_one(parameter)
 
     def note_one(self, parameter: Tensor) -> None:
-        """Takes note that a half parameter is its master, rounded."""
+        """Records that a half parameter now equals its rounded master."""
         pair = self._pairs[id(parameter)]
         pair.converted.note(parameter)
         if parameter.numel():
             group, place = self._places[id(parameter)]
             group.renew(place)
 
-    def give_back(self) -> None:
-        """`synchronise` for good: masters have all that half weights are, bar those that were converted since."""
+    def surrender(self) -> None:
+        """Copies the user's last writes to half weights to the masters, before masters are removed.
+
+        Skips pairs with a counted write, and half weights that the user converted: `Conversion.restore` handles them.
+        """
         for pair in self._pairs.values():
             converted, parameter = pair.converted, pair.parameter
             if (
@@ -330,7 +336,7 @@ class MasterWeights:
 
     def _synchronise(self, pair: Pair) -> None:
         converted, parameter = pair.converted, pair.parameter
-        # Asked of the device only where somebody has written to masters.
+        # `_was_written` syncs with the device, so it is called only if torch has counted a write to the master.
         if converted.was_updated and self._was_written(pair) and not _are_alike(pair):
             raise UsageError(self._both_written(pair))
         try:
@@ -340,13 +346,13 @@ class MasterWeights:
 
     def _both_written(self, pair: Pair) -> str:
         return (
-            f"{self.name_of(pair.parameter)}: half weights and their float32 master were both written to since they "
-            "last were the same, and which of the two counts nobody can say. Write to one of them; now, under "
+            f"{self._name_of(pair.parameter)}: half weights and their float32 master were both written to since they "
+            "last were the same, so amp cannot know which of the two counts. Write to only one of them; now, under "
             "torch.no_grad(), type parameter.copy_(master) or master.copy_(parameter)."
         )
 
     def _was_written(self, pair: Pair) -> bool:
-        """Returns whether somebody has written to half weights since they were the master, rounded."""
+        """Returns True if user code has written to a half weight since it equalled its rounded master."""
         half_mark, parameter = pair.converted.half_mark, pair.parameter
         assert half_mark is not None
         if not half_mark.is_now(parameter):
@@ -357,7 +363,7 @@ class MasterWeights:
         return group.was_written(place)
 
     def _note_in_step(self) -> None:
-        """Takes note that half weights are the masters, rounded."""
+        """Records that all half weights now equal the rounded masters."""
         halves_moved, masters_moved = self._half_marks.renew(), self._full_marks.renew()
         self._heard.clear()
         if halves_moved or masters_moved:
@@ -372,7 +378,7 @@ class MasterWeights:
                 group.note()
 
     def check_that_masters_are_updated(self) -> None:
-        """After a step, before `write`.
+        """Checks, after a step and before `write`, that the optimizer has updated the masters.
 
         Raises:
             UsageError: the optimizer has written to half weights of the model, and not to their masters.
@@ -386,16 +392,17 @@ class MasterWeights:
                 continue
             if not _are_alike(pair):
                 raise UsageError(
-                    f"this {type(self._optimizer()).__name__} has written to the model's {self.name_of(parameter)} "
-                    "itself, and not to its float32 master, which is what param_groups hold: it has a list of "
-                    "parameters of its own. Have it update those in param_groups; or use master_weights=False, or "
+                    f"this {type(self._optimizer()).__name__} has written to the model's {self._name_of(parameter)} "
+                    "itself, and not to its float32 master in param_groups: it has a list of parameters of its own. "
+                    "Change it to update the parameters in param_groups; or use master_weights=False, or "
                     "opt_level='O1'."
                 )
 
     def write(self) -> None:
         """Writes the masters into the half weights, rounded."""
-        # An optimizer may write to parameters that have no gradient, and by way of .data, which is not counted. But a
-        # write that is counted breaks graphs that half weights are part of, which are sound where nothing was updated.
+        # All masters are copied: an optimizer may write to parameters without a gradient, and through .data, which
+        # torch does not count. But a counted write breaks autograd graphs that use the half weights. So half weights
+        # whose master was probably not updated are written to uncounted, which keeps their graphs valid.
         if not self._pairs:
             return
         updated: list[Pair] = []
@@ -408,14 +415,14 @@ class MasterWeights:
                 kernels.copy_to_half([pair.master for pair in others], [data_of(pair.parameter) for pair in others])
         self._note_in_step()
 
-    # What the optimizer's own methods do besides
+    # Patched methods of the optimizer
 
     def _replace(self, ledger: PatchLedger, optimizer: Any, name: str, replacement: Callable[..., Any]) -> None:
         original = getattr(optimizer, name)
 
         @functools.wraps(original)
         def method(me: Any, *args: Any, **kwargs: Any) -> Any:
-            if me is not self._optimizer():  # the deep copy of an optimizer whose class copies every attribute
+            if me is not self._optimizer():  # `me` is a deep copy, of an optimizer whose class copies every attribute
                 return getattr(type(me), name)(me, *args, **kwargs)
             return replacement(original, *args, **kwargs)
 
@@ -439,7 +446,7 @@ class MasterWeights:
         return result
 
     def _deepcopy(self, optimizer: Any, memo: dict[int, Any]) -> Any:
-        """Returns a deep copy, in which parameters are float32 copies, and so is their state."""
+        """Returns a deep copy with float32 copies of the masters as parameters, and float32 state."""
         for pair in self._pairs.values():
             if id(pair.parameter) not in memo:
                 self.synchronise_one(pair.parameter)
@@ -451,13 +458,13 @@ class MasterWeights:
             self._is_being_copied = False
 
     def _getstate(self, original: Callable[..., Any]) -> Any:
-        """Returns what a copy or pickle of the optimizer is made of: an ordinary one of the model's own parameters."""
+        """Returns the state for a copy or pickle: that of an ordinary optimizer of the model's own parameters."""
         state = dict(original())
         state["param_groups"] = [
             {**group, "params": [self.parameter_of(parameter) for parameter in group["params"]]}
             for group in state["param_groups"]
         ]
-        # Of a defaultdict, as torch's optimizers have, the copy is one too.
+        # copy.copy keeps the class: torch's optimizers use a defaultdict.
         moved = copy.copy(state["state"])
         moved.clear()
         for key, value in state["state"].items():
@@ -471,9 +478,9 @@ class MasterWeights:
 def dropping_sums(
     original: Callable[..., None], all_masters: Callable[[], Iterable[MasterWeights]]
 ) -> Callable[..., None]:
-    """Returns a `torch.nn.Module.zero_grad` that the masters hear of.
+    """Returns a wrapper of `torch.nn.Module.zero_grad` that also drops the masters' sums of the module's parameters.
 
-    Inside of a block zeros cannot be told from what is zeroed once more, as with ``set_to_none=False``.
+    Without the wrapper, amp would miss ``zero_grad(set_to_none=False)`` in a block, as the gradients are zeros already.
     """
 
     @functools.wraps(original)
@@ -497,6 +504,6 @@ def _marks_of(pair: Pair) -> tuple[Mark, Mark]:
 
 
 def _are_alike(pair: Pair) -> bool:
-    """Returns whether half weights are their master, rounded, as far as the two can be compared."""
+    """Returns True if half weights equal their rounded master, or the two have different shapes."""
     half, full = pair.parameter.detach(), pair.master.detach()
     return half.shape != full.shape or torch.equal(full.to(half), half)

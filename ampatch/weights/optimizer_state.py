@@ -1,7 +1,7 @@
-"""What an optimizer keeps, moved from one parameter to another and brought back, whatever its class.
+"""Reads, moves, casts and restores an optimizer's parameters, gradients and state, for any optimizer class.
 
-Looks at ``param_groups`` and, where there is one, ``state`` (a mapping by parameter), as all of torch's optimizers have
-them. Owns nothing; knows neither masters nor scales.
+Uses ``param_groups`` and, if there is one, ``state`` (a mapping by parameter), as all of torch's optimizers have them.
+Owns nothing. Must know neither masters nor scales.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ _PARAMETERS = operator.itemgetter("params")
 
 
 def parameters_of(optimizer: Any) -> Iterator[Tensor]:
-    """Returns the tensors that an optimizer updates, group by group."""
+    """Returns an iterator over the tensors that an optimizer updates, group by group."""
     return itertools.chain.from_iterable(map(_PARAMETERS, optimizer.param_groups))
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Returns the gradients that are there, each once; makes expanded ones contiguous, so that they can be written."""
+    """Returns the parameters' gradients, each once; makes expanded gradients contiguous, so that they can be written.
+
+    Parameters without a gradient are left out.
+    """
     compiled = calls.compiled()
     if compiled is not None:
         return compiled.gradients_of(parameters, writable_gradient)  # type: ignore[no-any-return]
@@ -45,11 +48,11 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def writable_gradient(parameter: Tensor) -> Tensor:
-    """Returns a parameter's gradient; makes it contiguous first if several elements share one place in memory."""
+    """Returns a parameter's gradient; makes it contiguous first if several elements share one memory location."""
     grad = parameter.grad
     assert grad is not None
     if grad.layout is torch.strided:
-        reach = 0  # of the dimensions with smaller steps
+        reach = 0  # largest offset that the dimensions with smaller strides reach
         for step, size in sorted(zip(grad.stride(), grad.shape, strict=True)):
             if size > 1 and step <= reach:
                 with torch.no_grad():
@@ -60,12 +63,12 @@ def writable_gradient(parameter: Tensor) -> Tensor:
 
 
 def has_gradients(parameters: Iterable[Tensor]) -> bool:
-    """Returns whether there is any gradient."""
-    return not have_no_gradients(parameters)
+    """Returns True if any parameter has a gradient."""
+    return not are_bare(parameters)
 
 
-def have_no_gradients(parameters: Iterable[Tensor], may_be_half: bool = True) -> bool:
-    """Returns whether none of these has a gradient; and none is half, if that may not be."""
+def are_bare(parameters: Iterable[Tensor], may_be_half: bool = True) -> bool:
+    """Returns True if no parameter has a gradient and, with ``may_be_half=False``, none is half."""
     compiled = calls.compiled()
     if compiled is not None:
         return compiled.have_no_gradients(parameters, may_be_half)  # type: ignore[no-any-return]
@@ -73,7 +76,7 @@ def have_no_gradients(parameters: Iterable[Tensor], may_be_half: bool = True) ->
 
 
 def not_finite_gradients(parameters: Iterable[Tensor], name_of: Callable[[Tensor], str]) -> str:
-    """Names the gradients with elements that are inf or NaN, and how many, for a message; waits for the device."""
+    """Returns a text with the names of overflowed gradients and their counts of inf and NaN; syncs with the device."""
     lines = []
     for parameter in parameters:
         if parameter.grad is not None:
@@ -82,13 +85,13 @@ def not_finite_gradients(parameters: Iterable[Tensor], name_of: Callable[[Tensor
             if infs or nans:
                 lines.append(f"{name_of(parameter)} ({infs} inf, {nans} nan of {values.numel()})")
     if not lines:
-        return "the gradients were cleared since, so that none can be named"
+        return "the gradients were cleared since, so none can be named"
     more = f" and {len(lines) - 10} more" if len(lines) > 10 else ""
     return f"gradients that are not finite: {', '.join(lines[:10])}{more}"
 
 
 def names_in(optimizer: Any) -> Callable[[Tensor], str]:
-    """Returns what gives a parameter's name, as the optimizer has it, or its place in the groups; for messages."""
+    """Returns a function that names a parameter for messages, by its name in the optimizer or its place in groups."""
     names: dict[int, str] = {}
     for number, group in enumerate(optimizer.param_groups):
         given = group.get("param_names", ())
@@ -99,27 +102,28 @@ def names_in(optimizer: Any) -> Callable[[Tensor], str]:
 
 
 def replace_parameters(optimizer: Any, replacement_of: Callable[[Tensor], tuple[Tensor, torch.dtype] | None]) -> None:
-    """Puts other tensors in the place of some, and has their state follow.
+    """Replaces parameters of an optimizer, and moves their state to the replacements.
 
     Args:
-        optimizer: anything with ``param_groups``.
-        replacement_of: gives the tensor to take another's place, with the type that its state is to have; or None.
+        optimizer: any object with ``param_groups``.
+        replacement_of: function that returns the replacement of a parameter and the type for its state; or None to
+            keep the parameter.
 
     Raises:
-        OptionError: the optimizer does not keep what is put into its groups; nothing was changed.
+        OptionError: the optimizer ignores a write to its groups. No state is moved then.
     """
     replaced: dict[Tensor, tuple[Tensor, torch.dtype]] = {}
     for index, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             replacement = replacement_of(parameter)
             if replacement is not None:
-                # In the list that is there: some optimizers (LBFGS) hold on to it.
+                # In place: some optimizers (LBFGS) keep a reference to this list.
                 with contextlib.suppress(TypeError):
                     group["params"][place] = replacement[0]
                 if optimizer.param_groups[index]["params"][place] is not replacement[0]:
                     raise OptionError(
-                        f"the param_groups of this {type(optimizer).__name__} cannot be written to, so that it cannot "
-                        "update float32 masters. Hand in the optimizer inside it, or use master_weights=False."
+                        f"the param_groups of this {type(optimizer).__name__} cannot be written to, so it cannot "
+                        "update float32 masters. Pass the optimizer inside it, or use master_weights=False."
                     )
                 replaced[parameter] = replacement
     state = _state(optimizer)
@@ -133,7 +137,7 @@ def replace_parameters(optimizer: Any, replacement_of: Callable[[Tensor], tuple[
 
 
 def retype(optimizer: Any, dtype_before: Callable[[Tensor], torch.dtype | None]) -> None:
-    """Gives the state of parameters whose type has changed the new type, as ``load_state_dict`` would."""
+    """Casts the state of parameters whose type has changed to the new type, as ``load_state_dict`` would."""
     state = _state(optimizer)
     for parameter in parameters_of(optimizer):
         before = dtype_before(parameter)
@@ -142,7 +146,7 @@ def retype(optimizer: Any, dtype_before: Callable[[Tensor], torch.dtype | None])
 
 
 def retyped(value: Any, before: torch.dtype, now: torch.dtype, parameter: Tensor) -> Any:
-    """Returns a parameter's state with its tensors of one type in another; tensors that are mere numbers stay."""
+    """Returns a parameter's state with tensors of type ``before`` cast to ``now``; step counts and scalars stay."""
 
     def cast(tensor: Tensor) -> Tensor:
         is_number = tensor.dim() == 0 and parameter.dim() > 0
@@ -154,15 +158,15 @@ def retyped(value: Any, before: torch.dtype, now: torch.dtype, parameter: Tensor
 
 
 def evaluates_first(optimizer: object) -> bool:
-    """Returns whether a step calls its closure once, before it changes anything, as all but LBFGS of torch do."""
+    """Returns True if a step calls its closure once, before it changes anything: torch's optimizers except LBFGS."""
     kind = type(optimizer)
     return getattr(torch.optim, kind.__name__, None) is kind and kind is not torch.optim.LBFGS
 
 
 def has_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether the optimizer has made its state; a first step that skips in its kernel would make some.
+    """Returns True if the optimizer has made its state; a first step that skips in its kernel would make state.
 
-    SGD with momentum would even go on from memory that nobody has written to (torch 2.13).
+    SGD with momentum would even continue from uninitialised memory (torch 2.13).
     """
     for group in optimizer.param_groups:
         stateless = isinstance(optimizer, torch.optim.SGD) and not group["momentum"]
@@ -175,10 +179,10 @@ def has_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class Snapshot:
-    """What an optimizer and its parameters are at a moment, to go back to.
+    """A copy of an optimizer's parameters, options and state, to restore them later.
 
-    Tensors are brought back by value, and so stay the objects they are. What cannot be copied, such as a lock, is left
-    as it is.
+    Tensors are restored by value, so they stay the same objects. Objects that cannot be copied, such as a lock, are
+    kept as they are.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -191,7 +195,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Brings all of it back, bit for bit."""
+        """Restores parameters, options and state, bit for bit."""
         for tensor, values in self._values.values():
             if tensor.shape == values.shape:
                 tensor.copy_(values)
@@ -212,16 +216,16 @@ class Snapshot:
         return tensor
 
     def _copied(self, value: Any) -> Any:
-        """Returns a deep copy in which tensors are still themselves."""
+        """Returns a deep copy that holds the same tensor objects; records their values for `restore`."""
         if isinstance(value, dict):
-            copied = copy.copy(value)  # of its own class
+            copied = copy.copy(value)  # keeps its class
             copied.update({key: self._copied(item) for key, item in value.items()})
             return copied
         cast_tensors(value, self._keep)
         themselves: dict[int, Any] = {key: tensor for key, (tensor, _) in self._values.items()}
         try:
             return copy.deepcopy(value, themselves)
-        except Exception:  # noqa: BLE001 - whatever its class raises
+        except Exception:  # noqa: BLE001 - a class may raise anything here
             return value
 
 

@@ -1,11 +1,13 @@
-"""Announces writes to tensors that torch does not count: by way of ``Tensor.data``, and by collectives.
+"""Announces writes to tensors that torch does not count: through ``Tensor.data``, and by collectives.
 
-A write through ``Tensor.data`` leaves the tensor's version counter as it was. So do collectives that write into their
-argument, such as `torch.distributed.broadcast`. The cache of casts and the masters go by versions, and would miss these
-writes. While the patches of this module are in place, reading or setting ``data`` announces the tensor, since a write
-may come next, and a collective increments the version of a parameter.
+A write through ``Tensor.data`` does not change the tensor's version counter. Collectives that write to their argument,
+such as `torch.distributed.broadcast`, do not change it either. The cast cache and the masters use version counters, and
+would miss these writes. While the patches of this module are installed, reading or setting ``data`` announces the
+tensor, since a write may come next. A patched collective announces its tensor, and increments the version counter of a
+parameter.
 
-Views of memory (numpy, DLPack, a storage) stay unseen. Must not know what the announcement is for.
+Writes through other views of the memory (numpy, DLPack, a storage) are not seen. Must not know who uses the
+announcements.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _DATA: Any = torch._C.TensorBase.__dict__["data"]
 
 _ORDINARY = frozenset({Tensor, nn.Parameter})
 
-# The collectives that write into what they are given, by the name of that argument.
+# Collectives that write to one of their arguments, with that argument's name.
 _COLLECTIVES = {"all_reduce": "tensor", "broadcast": "tensor", "reduce": "tensor", "recv": "tensor", "irecv": "tensor"}
 
 
@@ -36,7 +38,7 @@ def data_of(tensor: Tensor) -> Tensor:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Returns whether a tensor is an ordinary one, with memory of its own that has an address."""
+    """Returns True if a tensor is a plain dense Tensor or Parameter, whose memory has an address."""
     return (
         type(tensor) in _ORDINARY
         and tensor.layout is torch.strided
@@ -46,11 +48,11 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def announce(ledger: PatchLedger, hear: Callable[[Tensor], object]) -> None:
-    """Calls ``hear`` with every tensor that the user may write to uncounted.
+    """Patches torch to call ``hear`` with every tensor that may be written to uncounted.
 
     Args:
         ledger: records the patches.
-        hear: called before a write by way of ``data``, and after one by a collective.
+        hear: function to call when ``data`` is read or set, and after a write by a collective.
     """
 
     def get(tensor: Tensor) -> Tensor:
@@ -81,7 +83,7 @@ def _counting(collective: Callable[..., Any], argument: str, hear: Callable[[Ten
         result = collective(*args, **kwargs)
         written = args[place] if len(args) > place else kwargs.get(argument)
         if isinstance(written, Tensor) and not torch.compiler.is_compiling():
-            # Counting writes to other tensors could break graphs that are sound without amp.
+            # Only for parameters: to count writes to other tensors could break graphs that are valid without amp.
             if isinstance(written, nn.Parameter) and not written.is_inference():
                 increment_version(written)
             hear(written)
