@@ -579,7 +579,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def get_growth_interval(self) -> int:
         """Returns the number of updates in a row without overflow before the scale grows."""
-        return self._policy.window
+        return self._policy.scale_window
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Sets the number of updates in a row without overflow before the scale grows.

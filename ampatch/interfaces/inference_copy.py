@@ -319,7 +319,7 @@ class _Copy:
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a forward with casts on."""
         if is_dynamo_compiling() and torch.backends.mha._is_fastpath_enabled:
-            # In eager code attention sees the mode, and avoids its fast path (see `autocast_gates`). Dynamo hides the
+            # In eager code attention sees the mode, and avoids its fast path (see `autocast_checks`). Dynamo hides the
             # mode from it, so the fast path is disabled here. Neither this nor the undo is in the compiled program.
             torch.backends.mha._is_fastpath_enabled = False
             try:
@@ -487,11 +487,11 @@ def _reads_in_half(module: nn.Module, name: str, rules: CastRules) -> bool:
 
 
 def _check_input(module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
-    """Checks the input as if it had the weights' type: the lists cast it later, as `autocast_gates` lets a session do.
+    """Checks the input as if it had the weights' type: the lists cast it later, as `autocast_checks` lets a session do.
 
     Replaces `nn.RNNBase.check_input`.
     """
-    type(module).check_input(module, autocast_gates.of_the_weights_type(module, input), batch_sizes)
+    type(module).check_input(module, autocast_checks.of_the_weights_type(module, input), batch_sizes)
 
 
 def _ways_in(module: nn.Module, is_left_out: bool) -> tuple[str, ...]:

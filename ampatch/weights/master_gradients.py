@@ -130,7 +130,7 @@ class _Shown:
         grads, fulls = _half_gradients(pairs), _full_gradients(pairs)
         return cls(pairs, grads, fulls, kernels.fingerprints(grads), list(map(_VERSION, fulls)))
 
-    def follow(self) -> Tensor | None:
+    def copy_edits(self) -> Tensor | None:
         """Copies edited elements of the half gradients to the masters' gradients.
 
         Returns:
@@ -189,13 +189,13 @@ class MasterGradients:
         # Messages, each with numbers on their way to the host; amp warns if one of the numbers is not 0.
         self._to_tell: list[tuple[HostCopy, str]] = []
 
-    def are_at_rest(self) -> bool:
+    def are_clear(self) -> bool:
         """Returns True if no half parameter has a gradient and none is recorded; ignores the masters' gradients."""
-        return self._is_clear and self.are_bare()
+        return self._is_clear and self.have_no_gradients()
 
-    def are_bare(self) -> bool:
+    def have_no_gradients(self) -> bool:
         """Returns True if no half parameter has a gradient."""
-        return optimizer_state.are_bare(self._halves.values())
+        return optimizer_state.have_no_gradients(self._halves.values())
 
     def shows(self, parameter: Tensor) -> bool:
         """Returns True if a parameter's gradient shows its master's gradient, and so is unscaled."""
@@ -204,7 +204,7 @@ class MasterGradients:
 
     # At the end of a block
 
-    def take(self, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
+    def unscale_to_masters(self, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
         """Adds new half gradients to the masters' gradients, and writes the sums, rounded, to the half gradients.
 
         Args:
@@ -248,11 +248,11 @@ class MasterGradients:
         self._note_shown()
 
     def has_sums(self) -> bool:
-        """Returns True if any master has a gradient: before `take`, a sum of earlier blocks."""
+        """Returns True if any master has a gradient: before `unscale_to_masters`, a sum of earlier blocks."""
         return any(pair.master.grad is not None for pair in self._pairs.values())
 
     def new(self) -> list[Tensor]:
-        """Returns the half gradients that `take` would add to the masters' gradients."""
+        """Returns the half gradients that `unscale_to_masters` would add to the masters' gradients."""
         return [_gradient_of(pair.parameter) for pair in self._with_new()]
 
     def _with_new(self) -> list[Pair]:
@@ -262,7 +262,7 @@ class MasterGradients:
 
     # Between blocks
 
-    def follow(self, *, takes_new: bool = True) -> None:
+    def copy_edits(self, *, takes_new: bool = True) -> None:
         """Applies changes that the user made to half gradients or masters' gradients since amp last wrote them.
 
         The user may have cleared, edited or replaced gradients, or run a backward pass outside of a block.
@@ -312,7 +312,7 @@ class MasterGradients:
         """Returns True if torch has counted a write to any half gradient, or one is another tensor now."""
         return any(pair.was_written for pair in self._pairs.values())
 
-    def _follow_all_shown(self) -> bool:
+    def _copy_edits_of_shown(self) -> bool:
         """Copies the user's changes of shown half gradients to the masters' gradients.
 
         Returns:
@@ -322,8 +322,8 @@ class MasterGradients:
         replaced: list[Pair] = []
         if not is_all_shown:
             self._left = []  # tensors with these ids may be freed from here on
-            self.follow_clearing()
-            replaced = self._follow_replaced()
+            self.note_cleared()
+            replaced = self._copy_replaced()
             self._shown = [part for shown in self._shown if (part := shown.part()) is not None]
         for shown in self._shown:
             both = shown.copy_edits()
@@ -338,7 +338,7 @@ class MasterGradients:
             self._note_shown()
         return is_all_shown
 
-    def _follow_replaced(self) -> list[Pair]:
+    def _copy_replaced(self) -> list[Pair]:
         """Applies replacements of shown half gradients, or of their masters' gradients, by other tensors or None.
 
         Returns:
@@ -358,7 +358,7 @@ class MasterGradients:
                 pair.master.grad, pair.gradient = None, _Gradient.NEW
         return dense
 
-    def follow_clearing(self) -> None:
+    def note_cleared(self) -> None:
         """Drops masters' gradients whose half gradients the user has set to None.
 
         Warns:
@@ -394,7 +394,7 @@ class MasterGradients:
                 pair.master.grad = None
                 pair.leave(_Gradient.BASE)
 
-    def show(self) -> None:
+    def copy_to_half(self) -> None:
         """Writes the masters' gradients, rounded, to the half gradients again, after the masters' were changed."""
         dense: list[Pair] = []
         for pair in self._pairs.values():
@@ -437,7 +437,7 @@ class MasterGradients:
 
     # In a block
 
-    def make_way(self) -> None:
+    def clear_for_backward(self) -> None:
         """Zeroes shown half gradients before a backward pass; the masters keep the sums.
 
         Zeros are used instead of None so that amp can see if the user clears gradients inside of the block.
@@ -453,7 +453,7 @@ class MasterGradients:
             pair.leave(_Gradient.BASE)
         self._forget_shown()
 
-    def scale_new(self, scale: Tensor) -> None:
+    def scale_added(self, scale: Tensor) -> None:
         """Multiplies half gradients of backward passes outside of blocks, so that scaled ones can be added to them.
 
         Args:
@@ -464,7 +464,7 @@ class MasterGradients:
         for pair in new:
             pair.leave(_Gradient.BASE)
 
-    def follow_zeroing(self) -> None:
+    def note_zeroed(self) -> None:
         """Zeroes masters' gradients if the user has zeroed the half gradients that a delayed block left.
 
         If the user has edited those in another way, amp warns later, once the result has arrived from the device.
@@ -484,9 +484,9 @@ class MasterGradients:
         if edited and not is_capturing():
             self._to_tell.append((HostCopy(torch.stack(edited)), _EDITED_WHILE_SCALED))
 
-    def leave_scaled(self) -> None:
+    def note_left_scaled(self) -> None:
         """Records gradients that stay scaled for a later block, so that amp can see if the user clears them."""
-        self.follow_clearing()
+        self.note_cleared()
         self._is_clear = not self._pairs
         for pair in self._pairs.values():
             if pair.gradient is not _Gradient.SHOWN:
@@ -502,13 +502,13 @@ class MasterGradients:
 
     # For good
 
-    def surrender(self, scale: Tensor | None) -> None:
+    def give_back(self, scale: Tensor | None) -> None:
         """Moves all gradients to the masters, from which `Conversion.restore` gives them back to the parameters.
 
         Args:
             scale: loss scale of the new half gradients; the masters' sums are multiplied by it first. None: unscaled.
         """
-        self._follow_all_shown()
+        self._copy_edits_of_shown()
         if scale is not None:
             kernels.multiply_(
                 [pair.master.grad for pair in self._pairs.values() if pair.master.grad is not None], scale
@@ -524,7 +524,7 @@ class MasterGradients:
 
         Also clears masters' gradients whose half gradients the optimizer has cleared.
         """
-        if self.are_at_rest():
+        if self.are_clear():
             yield
             return
         before = [(pair, pair.master.grad) for pair in self._pairs.values()]

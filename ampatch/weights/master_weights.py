@@ -67,7 +67,7 @@ class _Group:
         self._masters[place] = kernels.values_of(pair.master.detach())
         self.note(_only(place))
 
-    def follow(self, places: slice = _ALL) -> None:
+    def copy_edits(self, places: slice = _ALL) -> None:
         """Copies elements of half weights that were written to since `note`, counted or not, to the masters."""
         halves, before = self._halves[places], self._of_halves[places]
         now = kernels.fingerprints(halves)
@@ -227,7 +227,7 @@ class MasterWeights:
 
     # Weights
 
-    def hear(self, tensor: Tensor) -> None:
+    def note_write(self, tensor: Tensor) -> None:
         """Records that user code may write, uncounted, to a half parameter, or to a tensor of a master's memory."""
         if id(tensor) in self._pairs:
             self._heard.add(id(tensor))
@@ -320,7 +320,7 @@ class MasterWeights:
             group, place = self._places[id(parameter)]
             group.renew(place)
 
-    def surrender(self) -> None:
+    def give_back(self) -> None:
         """Copies the user's last writes to half weights to the masters, before masters are removed.
 
         Skips pairs with a counted write, and half weights that the user converted: `Conversion.restore` handles them.
@@ -346,7 +346,7 @@ class MasterWeights:
 
     def _both_written(self, pair: Pair) -> str:
         return (
-            f"{self._name_of(pair.parameter)}: half weights and their float32 master were both written to since they "
+            f"{self.name_of(pair.parameter)}: half weights and their float32 master were both written to since they "
             "last were the same, so amp cannot know which of the two counts. Write to only one of them; now, under "
             "torch.no_grad(), type parameter.copy_(master) or master.copy_(parameter)."
         )
@@ -392,7 +392,7 @@ class MasterWeights:
                 continue
             if not _are_alike(pair):
                 raise UsageError(
-                    f"this {type(self._optimizer()).__name__} has written to the model's {self._name_of(parameter)} "
+                    f"this {type(self._optimizer()).__name__} has written to the model's {self.name_of(parameter)} "
                     "itself, and not to its float32 master in param_groups: it has a list of parameters of its own. "
                     "Change it to update the parameters in param_groups; or use master_weights=False, or "
                     "opt_level='O1'."

@@ -64,10 +64,10 @@ def writable_gradient(parameter: Tensor) -> Tensor:
 
 def has_gradients(parameters: Iterable[Tensor]) -> bool:
     """Returns True if any parameter has a gradient."""
-    return not are_bare(parameters)
+    return not have_no_gradients(parameters)
 
 
-def are_bare(parameters: Iterable[Tensor], may_be_half: bool = True) -> bool:
+def have_no_gradients(parameters: Iterable[Tensor], may_be_half: bool = True) -> bool:
     """Returns True if no parameter has a gradient and, with ``may_be_half=False``, none is half."""
     compiled = calls.compiled()
     if compiled is not None:
