@@ -542,7 +542,7 @@ def _check(model: object) -> nn.Module:
         )
     if is_sharded(tensor for _, tensor in tensors):
         raise OptionError(
-            "the model's parameters are sharded over processes, so they cannot be copied. Gather its state dict "
+            "the model's parameters are sharded over ranks, so they cannot be copied. Gather its state dict "
             "(torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True), load that into "
             "an unsharded model, and convert that one."
         )
