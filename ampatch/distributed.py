@@ -57,10 +57,10 @@ class Ranks:
     def __init__(self) -> None:
         self.has_wrappers = False
         # In the order in which they were found, outer wrappers first. The order is the same on every rank.
-        self._replicating: weakref.WeakKeyDictionary[nn.Module, _Replica] = weakref.WeakKeyDictionary()
-        self._flattening: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # of FSDP1
-        self._sharding: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # of FSDP2
-        self._layouts: dict[tuple[Any, tuple[Any, ...]], _Spread] = {}
+        self._ddp: weakref.WeakKeyDictionary[nn.Module, _Replica] = weakref.WeakKeyDictionary()
+        self._fsdp1: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # of FSDP1
+        self._fsdp2: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # of FSDP2
+        self._layouts: dict[tuple[Any, tuple[Any, ...]], _Layout] = {}
 
     def find_wrappers(self, model: nn.Module) -> list[DistributedDataParallel]:
         """Records the wrappers in a model; wrappers made later need another call, or `add`.
@@ -75,26 +75,26 @@ class Ranks:
                 self.add(module)
                 replicating.append(module)
             elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
-                self._flattening[module] = None
+                self._fsdp1[module] = None
                 self.has_wrappers = True
             elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
-                self._sharding[module] = None
+                self._fsdp2[module] = None
                 self.has_wrappers = True
         return replicating
 
     @property
     def gathers_weights(self) -> bool:
         """True if there is an FSDP model, whose layers have whole weights only while they run."""
-        return bool(self._flattening) or bool(self._sharding)
+        return bool(self._fsdp1) or bool(self._fsdp2)
 
     def add(self, wrapper: DistributedDataParallel) -> _Replica:
         """Records a DDP wrapper, if it is new, and returns its record."""
         self.has_wrappers = True
-        replica = self._replicating.get(wrapper)
+        replica = self._ddp.get(wrapper)
         if replica is None:
             ignored = wrapper.parameters_to_ignore
             reduced = (each for name, each in wrapper.module.named_parameters() if name not in ignored)
-            replica = self._replicating[wrapper] = _Replica(frozenset(map(id, reduced)))
+            replica = self._ddp[wrapper] = _Replica(frozenset(map(id, reduced)))
         return replica
 
     def note_forward(self, wrapper: DistributedDataParallel) -> None:
@@ -104,8 +104,8 @@ class Ranks:
         backward pass has run.
         """
         replica = self.add(wrapper)
-        if torch.is_grad_enabled() and replica.next is not _Next.REDUCES:
-            replica.next = _Next.REDUCES if wrapper.require_backward_grad_sync else _Next.POSTPONES
+        if torch.is_grad_enabled() and replica.next is not _NextBackward.REDUCES:
+            replica.next = _NextBackward.REDUCES if wrapper.require_backward_grad_sync else _NextBackward.POSTPONES
 
     def watch_backward(self, wrapper: DistributedDataParallel, outputs: object) -> None:
         """Adds hooks to a forward pass's outputs, which record that the backward pass reduces gradients.
@@ -113,12 +113,12 @@ class Ranks:
         Adds none if the next backward pass does not reduce. The hooks also run outside of a block.
         """
         replica = self.add(wrapper)
-        if replica.next is not _Next.REDUCES:
+        if replica.next is not _NextBackward.REDUCES:
             return
 
         def begun(_: Tensor) -> None:
-            if replica.next is _Next.REDUCES:
-                replica.next = _Next.IS_REDUCED
+            if replica.next is _NextBackward.REDUCES:
+                replica.next = _NextBackward.IS_REDUCED
 
         for tensor in torch.utils._pytree.tree_leaves(outputs):
             if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
@@ -126,16 +126,16 @@ class Ranks:
 
     def begin_block(self) -> None:
         """Begins a block: records if a backward pass before it reduced gradients, and resets that state."""
-        for replica in list(self._replicating.values()):
-            replica.was_reduced = replica.next is _Next.IS_REDUCED
+        for replica in list(self._ddp.values()):
+            replica.was_reduced = replica.next is _NextBackward.IS_REDUCED
             if replica.was_reduced:
-                replica.next = _Next.NONE
+                replica.next = _NextBackward.NONE
 
     def end_block(self, parameters: Iterable[Tensor]) -> None:
         """Ends a block of an optimizer with these parameters: their reducing backward pass is over."""
         for replica in self._replicas_of(parameters):
-            if replica.next in (_Next.REDUCES, _Next.IS_REDUCED):
-                replica.next = _Next.NONE
+            if replica.next in (_NextBackward.REDUCES, _NextBackward.IS_REDUCED):
+                replica.next = _NextBackward.NONE
 
     def are_reduced(self, parameters: Iterable[Tensor]) -> bool:
         """Returns True if a backward pass before the present block has reduced gradients in all wrappers of these."""
@@ -143,17 +143,17 @@ class Ranks:
 
     def _replicas_of(self, parameters: Iterable[Tensor]) -> list[_Replica]:
         """Returns the wrappers that reduce gradients of these parameters."""
-        ids = set(map(id, parameters)) if self._replicating else set()
-        return [replica for replica in list(self._replicating.values()) if not ids.isdisjoint(replica.ids)]
+        ids = set(map(id, parameters)) if self._ddp else set()
+        return [replica for replica in list(self._ddp.values()) if not ids.isdisjoint(replica.ids)]
 
     @property
     def replicates(self) -> bool:
         """True if there is a DDP model, of which each rank has a copy."""
-        return bool(self._replicating)
+        return bool(self._ddp)
 
     def are_replicated(self, parameters: Iterable[Tensor]) -> bool:
         """Returns True if any of these parameters is of a DDP model."""
-        replicated = {id(each) for wrapper in list(self._replicating) for each in wrapper.parameters()}
+        replicated = {id(each) for wrapper in list(self._ddp) for each in wrapper.parameters()}
         return any(id(parameter) in replicated for parameter in parameters)
 
     def is_postponed(self, parameters: Iterable[Tensor]) -> bool:
@@ -163,17 +163,17 @@ class Ranks:
         """
         parameters = list(parameters)
         replicas = self._replicas_of(parameters)
-        if any(replica.next is _Next.POSTPONES for replica in replicas):
+        if any(replica.next is _NextBackward.POSTPONES for replica in replicas):
             return True
-        if not any(replica.next in (_Next.REDUCES, _Next.IS_REDUCED) for replica in replicas):
+        if not any(replica.next in (_NextBackward.REDUCES, _NextBackward.IS_REDUCED) for replica in replicas):
             ids = frozenset().union(*(replica.ids for replica in replicas))
             if any(parameter.grad is not None and id(parameter) in ids for parameter in parameters):
                 return True
         postponed: set[int] = set()
-        for module in list(self._flattening):
+        for module in list(self._fsdp1):
             if not module._sync_gradients:
                 postponed.update(map(id, module.parameters()))
-        for module in list(self._sharding):
+        for module in list(self._fsdp2):
             for group in _parameter_groups(module):
                 if not (group.reduce_grads and (group.all_reduce_grads or not group._is_hsdp)):
                     postponed.update(id(each.sharded_param) for each in group.fsdp_params)
@@ -196,7 +196,7 @@ class Ranks:
         """Returns FSDP2's parameter groups that hold unreduced gradients and contain any of these parameters."""
         keeping = [
             group
-            for module in list(self._sharding)
+            for module in list(self._fsdp2)
             for group in _parameter_groups(module)
             if group._partial_reduce_output is not None  # HSDP has not reduced it over replicas yet
             or any(
@@ -208,17 +208,17 @@ class Ranks:
         ids = set(map(id, parameters)) if keeping else set()
         return (group for group in keeping if any(id(each.sharded_param) in ids for each in group.fsdp_params))
 
-    def agree(self, found_inf: Tensor, parameters: Iterable[Tensor]) -> None:
+    def reduce_overflow_(self, found_inf: Tensor, parameters: Iterable[Tensor]) -> None:
         """All-reduces an overflow flag over the ranks that have these parameters or pieces of them.
 
         Args:
             found_inf: 0-dimensional float32 tensor, not 0 after an overflow on this rank; changed in place.
             parameters: parameters whose gradients were checked, with or without a gradient on this rank.
         """
-        if _is_alone():
+        if _is_single_rank():
             return
         parameters = list(parameters)
-        groups = dict.fromkeys(group for spread in self._spreads(parameters) for group in spread.holders)
+        groups = dict.fromkeys(group for spread in self._layouts_of(parameters) for group in spread.holders)
         groups.update(dict.fromkeys(self._groups_beside(parameters)))
         for group in groups:
             group.reduce_(found_inf, dist.ReduceOp.MAX)
@@ -229,42 +229,42 @@ class Ranks:
         ids = frozenset().union(*(replica.ids for replica in replicas))
         if replicas and not ids.issuperset(map(id, parameters)):
             wrapper: Any
-            for wrapper, replica in list(self._replicating.items()):
+            for wrapper, replica in list(self._ddp.items()):
                 if replica in replicas:
                     yield Group(wrapper.process_group, wrapper.device_type)
 
-    def share(self, parameters: Iterable[Tensor]) -> bool:
+    def are_sharded(self, parameters: Iterable[Tensor]) -> bool:
         """Returns True if other ranks have pieces of these; all ranks must then do the same, gradients or not."""
-        return any(spread.pieces for spread in self._spreads(parameters))
+        return any(spread.pieces for spread in self._layouts_of(parameters))
 
-    def by_pieces(self, parameters: Iterable[Tensor]) -> list[tuple[tuple[Group, ...], list[Tensor]]]:
+    def by_shard_groups(self, parameters: Iterable[Tensor]) -> list[tuple[tuple[Group, ...], list[Tensor]]]:
         """Returns parameters by the groups over which their elements are spread; unsharded ones by an empty tuple."""
         parameters = list(parameters)
-        if _is_alone():
+        if _is_single_rank():
             return [((), parameters)]
         parts: dict[tuple[Group, ...], list[Tensor]] = {}
-        for parameter, spread in zip(parameters, self._spreads(parameters), strict=True):
+        for parameter, spread in zip(parameters, self._layouts_of(parameters), strict=True):
             parts.setdefault(spread.pieces, []).append(parameter)
         return list(parts.items())
 
-    def _spreads(self, parameters: Iterable[Tensor]) -> Iterator[_Spread]:
+    def _layouts_of(self, parameters: Iterable[Tensor]) -> Iterator[_Layout]:
         """Returns an iterator over how each parameter is spread over ranks; an empty one if there is only one rank."""
-        if _is_alone():
+        if _is_single_rank():
             return iter(())
         # Inner modules come later, and overwrite the outer ones: the innermost FSDP module decides.
-        flat = {id(each): module for module in list(self._flattening) for each in module.parameters()}
-        return (self._spread(parameter, flat) for parameter in parameters)
+        flat = {id(each): module for module in list(self._fsdp1) for each in module.parameters()}
+        return (self._layout(parameter, flat) for parameter in parameters)
 
-    def _spread(self, parameter: Any, flat: Mapping[int, Any]) -> _Spread:
+    def _layout(self, parameter: Any, flat: Mapping[int, Any]) -> _Layout:
         if hasattr(parameter, "device_mesh"):
             layout = (parameter.device_mesh, parameter.placements)
             if layout not in self._layouts:
-                self._layouts[layout] = _spread_of(*layout)
+                self._layouts[layout] = _layout_of(*layout)
             return self._layouts[layout]
-        return _spread_within(flat.get(id(parameter))) if hasattr(parameter, "_fsdp_flattened") else _WHOLE
+        return _layout_within(flat.get(id(parameter))) if hasattr(parameter, "_fsdp_flattened") else _WHOLE
 
 
-class _Next(enum.Enum):
+class _NextBackward(enum.Enum):
     """What the next backward pass through a wrapper does with gradients."""
 
     REDUCES = "it reduces them, as decided at a forward pass; no backward pass has run since"
@@ -284,12 +284,12 @@ class _Replica:
     """
 
     ids: frozenset[int]
-    next: _Next = _Next.NONE
+    next: _NextBackward = _NextBackward.NONE
     was_reduced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class _Spread:
+class _Layout:
     """How a parameter is spread over ranks.
 
     Attributes:
@@ -301,17 +301,17 @@ class _Spread:
     pieces: tuple[Group, ...] = ()
 
 
-_WHOLE = _Spread()
+_WHOLE = _Layout()
 
 
-def _spread_of(mesh: Any, placements: tuple[Any, ...]) -> _Spread:
+def _layout_of(mesh: Any, placements: tuple[Any, ...]) -> _Layout:
     """Returns how a DTensor is spread over ranks."""
     groups = [Group(mesh.get_group(axis), mesh.device_type) for axis in range(mesh.ndim)]
     sharded = [not each.is_replicate() and not each.is_partial() for each in placements]
-    return _Spread(tuple(groups), tuple(group for group, is_sharded in zip(groups, sharded, strict=True) if is_sharded))
+    return _Layout(tuple(groups), tuple(group for group, is_sharded in zip(groups, sharded, strict=True) if is_sharded))
 
 
-def _spread_within(module: Any) -> _Spread:
+def _layout_within(module: Any) -> _Layout:
     """Returns how a parameter of a ``FullyShardedDataParallel`` is spread; its tensors do not record that.
 
     Args:
@@ -328,17 +328,17 @@ def _spread_within(module: Any) -> _Spread:
         )
     group = Group(module.process_group, module.compute_device.type)
     is_whole = module.sharding_strategy.name == "NO_SHARD"
-    return _Spread((group,), () if is_whole else (group,))
+    return _Layout((group,), () if is_whole else (group,))
 
 
-def _is_alone() -> bool:
+def _is_single_rank() -> bool:
     """Returns True if torch.distributed is not initialized."""
     return not (_IS_AVAILABLE and dist.is_initialized())
 
 
 def replicating_wrappers() -> list[DistributedDataParallel]:
     """Returns all DDP wrappers on this rank, found among all of Python's objects; none without torch.distributed."""
-    if _is_alone():
+    if _is_single_rank():
         return []
     # issubclass of the type, not isinstance: a lazy proxy imports its module if its __class__ is read.
     return [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
@@ -349,7 +349,7 @@ def is_joining(wrapper: DistributedDataParallel) -> bool:
     return bool(wrapper._join_config.enable)
 
 
-def sent_by(wrapper: DistributedDataParallel) -> Iterator[Tensor]:
+def broadcast_tensors(wrapper: DistributedDataParallel) -> Iterator[Tensor]:
     """Yields the parameters and buffers that DDP broadcast from rank 0."""
     for name, tensor in itertools.chain(wrapper.module.named_parameters(), wrapper.module.named_buffers()):
         if name not in wrapper.parameters_to_ignore:
@@ -357,12 +357,12 @@ def sent_by(wrapper: DistributedDataParallel) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def send_from_first(tensor: Tensor, wrapper: DistributedDataParallel) -> None:
+def broadcast_from_rank_0(tensor: Tensor, wrapper: DistributedDataParallel) -> None:
     """Overwrites a tensor with its value on rank 0 of a wrapper's process group."""
     dist.broadcast(tensor, group=wrapper.process_group, group_src=0)
 
 
-def lay_out_gradient(parameter: Tensor) -> None:
+def redistribute_gradient(parameter: Tensor) -> None:
     """Redistributes a DTensor's gradient like its parameter; the backward pass may leave partial sums."""
     grad: Any = parameter.grad
     if hasattr(parameter, "placements") and grad is not None and grad.placements != parameter.placements:

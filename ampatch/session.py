@@ -282,7 +282,7 @@ class Session:
         # Last, since what is rounded here could not be taken back.
         self.conversion.forget_unclaimed()
         for optimizer in optimizers:
-            optimizer_state.retype(optimizer, self.conversion.dtype_before)
+            optimizer_state.cast_state(optimizer, self.conversion.dtype_before)
 
     def adopt_model(self, model: nn.Module) -> None:
         """Takes a model in: converts its weights, hooks its forward, rebinds the functions that it keeps.
@@ -397,7 +397,7 @@ class Session:
         now = {id(p): p.dtype for each in list(self._optimizers.values()) for p in each.gradients.parameters()}
         self.conversion.restore()
         for optimizer in self.optimizers:
-            optimizer_state.retype(optimizer, lambda parameter: now.get(id(parameter)))
+            optimizer_state.cast_state(optimizer, lambda parameter: now.get(id(parameter)))
         for model in self._models:
             adopted_model.flatten_recurrent(model)
 
@@ -511,7 +511,7 @@ class Session:
     def complete_masters(self) -> None:
         """Has masters be there for all half parameters that are updated: those that were unfrozen too."""
         for adopted in list(self._optimizers.values()):
-            adopted.masters.complete()
+            adopted.masters.make_missing()
 
     def _name_of(self, parameter: Tensor) -> str:
         names = adopted_model.named_parameters(self._models)
@@ -642,15 +642,15 @@ class Session:
         self._hear_forwards_of(wrapper)
         if not has_sent_weights:
             return
-        for tensor in distributed.sent_by(wrapper):
-            full = self.conversion.values_behind(tensor)
+        for tensor in distributed.broadcast_tensors(wrapper):
+            full = self.conversion.kept_float32_values(tensor)
             if full is not None:
-                distributed.send_from_first(full, wrapper)
+                distributed.broadcast_from_rank_0(full, wrapper)
                 self.conversion.note(tensor)
         if self.settings.scale_policy.dynamic:  # a checkpoint may have been loaded in the first one alone
             device = next(wrapper.parameters()).device
             for tensor in [tensor for scaler in self.scalers for tensor in scaler.tensors_on(device)]:
-                distributed.send_from_first(tensor, wrapper)
+                distributed.broadcast_from_rank_0(tensor, wrapper)
 
     def _hear_forwards_of(self, wrapper: DistributedDataParallel) -> None:
         hook = self._hooks.after_replicated_forward

@@ -36,10 +36,10 @@ from ampatch.weights.optimizer_state import Snapshot
 
 # The floor by default. 1 / scale is still finite there, so that gradients of 0 do not become NaN. The scale comes down
 # to it only after more than a hundred overflows in a row.
-_LEAST = 2.0**-126
+_DEFAULT_FLOOR = 2.0**-126
 
 # float16's smallest positive number. The scaler warns once if an overflow comes at this scale or below.
-_OF_NO_USE = 2.0**-24
+_SMALLEST_USEFUL_SCALE = 2.0**-24
 
 
 def _ready() -> dict[str, Any]:
@@ -101,7 +101,7 @@ class GradScaler(torch.amp.GradScaler):
                 init_scale=init_scale,
                 scale_window=growth_interval,
                 hysteresis=hysteresis,
-                min_loss_scale=_LEAST if min_loss_scale is None else min_loss_scale,
+                min_loss_scale=_DEFAULT_FLOOR if min_loss_scale is None else min_loss_scale,
                 max_loss_scale=torch.finfo(torch.float32).max if max_loss_scale is None else max_loss_scale,
                 growth_factor=growth_factor,
                 backoff_factor=backoff_factor,
@@ -165,7 +165,7 @@ class GradScaler(torch.amp.GradScaler):
         if value is None:
             self._loss_scaler = None  # the next `scale` starts from the initial values
         else:
-            self._begun("setting _scale or _growth_tracker").on_device[which].copy_(value)
+            self._scaler_or_raise("setting _scale or _growth_tracker").on_device[which].copy_(value)
 
     @property
     def _growth_factor(self) -> float:
@@ -202,7 +202,7 @@ class GradScaler(torch.amp.GradScaler):
         scaler.set_state(self._first_state)
         self._loss_scaler = scaler
 
-    def _begun(self, what: str) -> LossScaler:
+    def _scaler_or_raise(self, what: str) -> LossScaler:
         if self._loss_scaler is None:
             raise ScalerUsageError(
                 f"{what} comes before any scale(), so there is no scale yet. Type scaler.scale(loss).backward() "
@@ -240,7 +240,7 @@ class GradScaler(torch.amp.GradScaler):
         scale = scales.get(output.device)
         if scale is None:
             # A copy: autograd saves it, and an update before the backward pass would change the scale in place.
-            scale = self._begun("scale()").snapshot().to(output.device, non_blocking=True)
+            scale = self._scaler_or_raise("scale()").snapshot().to(output.device, non_blocking=True)
             scales[output.device] = scale
         return (output.float() if output.dtype in HALVES else output) * scale
 
@@ -260,7 +260,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        scaler = self._begun("unscale_()")
+        scaler = self._scaler_or_raise("unscale_()")
         state = self._state_of(optimizer)
         if state["stage"] is OptState.UNSCALED:
             raise ScalerUsageError(
@@ -311,18 +311,18 @@ class GradScaler(torch.amp.GradScaler):
             for device, grads in _by_device(optimizer_state.gradients_of(parameters)):
                 found[device] = found_inf.to(device, copy=True)
                 kernels.unscale_(grads, inv_scale, found[device])
-        if not found and ranks.share(parameters):
+        if not found and ranks.are_sharded(parameters):
             # Other ranks may have pieces of gradients, and all-reduce their flags with this rank's.
             found[found_inf.device] = found_inf.clone()
         for flag in found.values():
-            ranks.agree(flag, parameters)
+            ranks.reduce_overflow_(flag, parameters)
         LossScaler.uses_by_hand += 1
         return found
 
     @WithoutCasts()
     def _check_inf_per_device(self, optimizer: OptimizerLike) -> dict[Any, Tensor]:
         """Checks gradients for overflow; they stay scaled."""
-        one = torch.ones_like(self._begun("_check_inf_per_device()").no_overflow())
+        one = torch.ones_like(self._scaler_or_raise("_check_inf_per_device()").no_overflow())
         found = self._unscale_grads_(optimizer, one, torch.zeros_like(one), True)
         self._state_of(optimizer)["found_inf_per_device"] = found
         return found
@@ -359,7 +359,7 @@ class GradScaler(torch.amp.GradScaler):
         if not callable(closure) or isinstance(closure, nn.Module):
             closure = None
         if closure is None:  # a closure may contain the first `scale`
-            self._begun("step()")
+            self._scaler_or_raise("step()")
         state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise ScalerUsageError(
@@ -398,7 +398,7 @@ class GradScaler(torch.amp.GradScaler):
                 stacklevel=3,
             )
             return optimizer.step(*args, **kwargs, grad_scaler=self)
-        scaler = self._begun("step()")
+        scaler = self._scaler_or_raise("step()")
         is_unscaled = state["stage"] is OptState.UNSCALED
         if not is_unscaled:
             self._check_inf_per_device(optimizer)
@@ -488,7 +488,7 @@ class GradScaler(torch.amp.GradScaler):
             optimizer._opt_called = True  # type: ignore[attr-defined]
         scale = self.get_scale()
         at_floor = self._has_floor and scale <= self._policy.min_loss_scale
-        if not at_floor and (scale > _OF_NO_USE or self._has_warned):
+        if not at_floor and (scale > _SMALLEST_USEFUL_SCALE or self._has_warned):
             return
         culprits = optimizer_state.not_finite_gradients(
             optimizer_state.parameters_of(optimizer), optimizer_state.names_in(optimizer)
@@ -522,7 +522,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        scaler = self._begun("update()")
+        scaler = self._scaler_or_raise("update()")
         if new_scale is not None:
             try:
                 scaler.set_scale(new_scale)

@@ -309,7 +309,7 @@ class _Weights:
                 weight.kept = found.detach().to("cpu", torch.float32, copy=True)
 
 
-class _Copy:
+class _CopyRunner:
     """Runs the forward passes of a copy under its cast rules and with its weights."""
 
     def __init__(self, rules: CastRules, weights: _Weights) -> None:
@@ -389,10 +389,10 @@ def _check_complete(result: object) -> None:
         )
 
 
-class _Entrance:
-    """Replaces a method of a module of the copy by which users call the module; runs it by way of `_Copy`."""
+class _WrappedMethod:
+    """Replaces a method of a module of the copy by which users call the module; runs it by way of `_CopyRunner`."""
 
-    def __init__(self, made: _Copy, module: nn.Module, method: Callable[..., Any], excluded: bool) -> None:
+    def __init__(self, made: _CopyRunner, module: nn.Module, method: Callable[..., Any], excluded: bool) -> None:
         functools.update_wrapper(self, method)
         self._copy, self._module, self._method, self._excluded = made, module, method, excluded
 
@@ -411,20 +411,20 @@ def convert(
 ) -> nn.Module:
     """Returns the copy; see `amp.convert_model`."""
     source = _check(model)
-    left_out, functions = _sorted_out(source, excluded)
+    left_out, functions = _split_excluded(source, excluded)
     if functions:
         lists = lists.overlaid([{"blacklist": {path.namespace: [path.name]}} for path in functions])
     rules = CastRules(half_dtype, lists.for_half(half_dtype).values(), _registered())
-    _tell_of_what_is_not_cast(source, left_out, rules)
+    _warn_uncast(source, left_out, rules)
     live = runtime.live
-    if live is not None and any(live.conversion.values_behind(each) is not None for each in source.parameters()):
+    if live is not None and any(live.conversion.kept_float32_values(each) is not None for each in source.parameters()):
         source = copy.deepcopy(source)  # a deep copy of a converted model is float32
     with torch.inference_mode(False), torch.no_grad():  # otherwise its weights would work only in inference mode
         made, weights = _copied(source, left_out, rules, _Weights(half_dtype, keep_float32))
-    parts = _Copy(rules, weights)
+    parts = _CopyRunner(rules, weights)
     for path, module in made.named_modules():
-        for name in _ways_in(module, path in left_out):
-            module.__dict__[name] = _Entrance(parts, module, getattr(module, name), path in left_out)
+        for name in _methods_to_wrap(module, path in left_out):
+            module.__dict__[name] = _WrappedMethod(parts, module, getattr(module, name), path in left_out)
         if isinstance(module, nn.RNNBase):
             module.__dict__["check_input"] = functools.partial(_check_input, module)
         if weights.of_module(module):
@@ -435,7 +435,7 @@ def convert(
 
 def check_no_copy(module: nn.Module) -> None:
     """Raises `OptionError` if a module is, or contains, a copy that `convert` has made."""
-    if any(isinstance(each.__dict__.get("forward"), _Entrance) for each in module.modules()):
+    if any(isinstance(each.__dict__.get("forward"), _WrappedMethod) for each in module.modules()):
         raise OptionError(
             f"this {type(module).__name__} is, or contains, what amp.convert_model has made for inference. Pass the "
             "model that it was made from."
@@ -494,7 +494,7 @@ def _check_input(module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) 
     type(module).check_input(module, autocast_checks.of_the_weights_type(module, input), batch_sizes)
 
 
-def _ways_in(module: nn.Module, is_left_out: bool) -> tuple[str, ...]:
+def _methods_to_wrap(module: nn.Module, is_left_out: bool) -> tuple[str, ...]:
     """Returns the methods to replace: ``forward``, and ``_call_impl``, which runs hooks and the forward."""
     if isinstance(module, torch.jit.ScriptModule):
         return ("_call_impl",) if is_left_out else ()
@@ -549,7 +549,7 @@ def _check(model: object) -> nn.Module:
     return module
 
 
-def _sorted_out(model: nn.Module, excluded: object) -> tuple[set[str], list[Path]]:
+def _split_excluded(model: nn.Module, excluded: object) -> tuple[set[str], list[Path]]:
     """Returns the paths of the excluded modules with all their submodules, and of the excluded functions.
 
     Raises:
@@ -620,7 +620,7 @@ def _registered() -> Iterator[tuple[Rule, torch.dtype | None]]:
         yield Rule(Path(namespace, registration.name), registration.treatment, "registered"), registration.dtype
 
 
-def _tell_of_what_is_not_cast(model: nn.Module, left_out: Collection[str], rules: CastRules) -> None:
+def _warn_uncast(model: nn.Module, left_out: Collection[str], rules: CastRules) -> None:
     if rules.outside_torch:
         names = ", ".join(str(rule.path) for rule in rules.outside_torch[:5])
         warn(

@@ -239,12 +239,12 @@ class MixedPrecision(torch.optim.Optimizer):
             if noted is not None and noted.dtype is not parameter.dtype:  # as after model.half()
                 _keep_bits(parameter, master, [noted.dtype])
                 parameter.copy_(master)
-        written = [pair for pair in pairs if not self._is_masters_word(*pair)]
+        written = [pair for pair in pairs if not self._only_master_was_written(*pair)]
         kernels.copy_differing(*_columns(written))
         self._note(written)
         return pairs
 
-    def _is_masters_word(self, parameter: Tensor, master: Tensor) -> bool:
+    def _only_master_was_written(self, parameter: Tensor, master: Tensor) -> bool:
         """Returns True if torch has counted a write to the master since `_note`, and none to the parameter."""
         noted = self._noted.get(id(parameter))
         return noted is not None and noted.version == parameter._version and noted.of_master != master._version
@@ -313,7 +313,7 @@ class MixedPrecision(torch.optim.Optimizer):
                 self._take_gradients(grad_scale)
             else:
                 closure = functools.partial(self._evaluate, closure)
-            if found_inf is not None and not self._hands_on_the_flag(closure):
+            if found_inf is not None and not self._skips_by_itself(closure):
                 if bool(found_inf):
                     return None
                 found_inf = None
@@ -341,7 +341,7 @@ class MixedPrecision(torch.optim.Optimizer):
                 "parameters in param_groups. The half parameters have their values from before the step."
             )
 
-    def _hands_on_the_flag(self, closure: object) -> bool:
+    def _skips_by_itself(self, closure: object) -> bool:
         """Returns True if the wrapped optimizer can skip by itself, without a sync with the device."""
         inside = self.optimizer
         supports = getattr(inside, "_step_supports_amp_scaling", False)
@@ -536,10 +536,10 @@ class _Shown(MutableMapping[str, Any]):
 
 def precise_within(optimizer: object) -> MixedPrecision | None:
     """Returns the optimizer if it is a `MixedPrecision`, or the one that it wraps; None if there is none."""
-    return next((each for each in _chain(optimizer) if isinstance(each, MixedPrecision)), None)
+    return next((each for each in _wrapped_optimizers(optimizer) if isinstance(each, MixedPrecision)), None)
 
 
-def _chain(optimizer: object) -> Iterator[Any]:
+def _wrapped_optimizers(optimizer: object) -> Iterator[Any]:
     """Yields an optimizer, then the optimizer that it wraps, and so on."""
     seen: set[int] = set()
     while hasattr(optimizer, "param_groups") and id(optimizer) not in seen:
@@ -566,7 +566,7 @@ def _check_composition(optimizer: object) -> None:
             "expected an optimizer like those of torch."
         )
     live = runtime.live
-    for each in _chain(optimizer):
+    for each in _wrapped_optimizers(optimizer):
         if live is not None and live.has_adopted(each) and live.adopted(each).masters.wanted:
             raise UsageError(
                 f"amp.initialize gives this {kind} float32 masters, at opt_level="
@@ -636,5 +636,5 @@ def _columns(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Ten
 
 def _states(optimizer: object) -> list[MutableMapping[Any, Any]]:
     """Returns the state mappings of an optimizer and of the optimizers that it wraps, each once."""
-    found = [getattr(each, "state", None) for each in _chain(optimizer)]
+    found = [getattr(each, "state", None) for each in _wrapped_optimizers(optimizer)]
     return list({id(state): state for state in found if isinstance(state, MutableMapping)}.values())

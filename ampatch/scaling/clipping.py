@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
-from ampatch.distributed import Group, Ranks, lay_out_gradient
+from ampatch.distributed import Group, Ranks, redistribute_gradient
 from ampatch.errors import UsageError
 from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
@@ -92,7 +92,7 @@ def _left_to_unscale(
     for each in together:
         each.masters.gradients.note_cleared()
         each.masters.gradients.note_zeroed()
-    if not (gradients.exist() or gradients.ranks.share(gradients.parameters())):
+    if not (gradients.exist() or gradients.ranks.are_sharded(gradients.parameters())):
         gradients.note_unscaled()
         return None
     return Unscaling(scale_use, together, gradients.ranks)
@@ -142,7 +142,7 @@ def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, ranks: Ranks) -
     one = torch.ones((), dtype=torch.float32, device=grads[0].device if grads else None)
     found_inf = torch.zeros_like(one)
     norm = _norm(parts, one, found_inf)
-    ranks.agree(found_inf, parameters)
+    ranks.reduce_overflow_(found_inf, parameters)
     if not math.isinf(max_norm):
         with torch.no_grad():
             kernels.multiply_(grads, _factor(norm, max_norm, found_inf))
@@ -162,7 +162,7 @@ def _clip_scaled(optimizer: AdoptedOptimizer, unscaling: Unscaling, max_norm: fl
         inv_scale, found_inf = scale_use.scale.reciprocal(), scale_use.scaler.no_overflow()
         parts = [*_parts(gradients.parameters(), gradients.ranks), ((), gradients.masters.gradients.new())]
         norm = _norm(parts, inv_scale, found_inf)
-        gradients.ranks.agree(found_inf, gradients.parameters())
+        gradients.ranks.reduce_overflow_(found_inf, gradients.parameters())
         factor = _factor(norm, max_norm, found_inf)
         defers = optimizer.may_defer()
         if not defers:
@@ -178,9 +178,9 @@ def _clip_scaled(optimizer: AdoptedOptimizer, unscaling: Unscaling, max_norm: fl
 
 
 def _parts(parameters: Iterable[Tensor], ranks: Ranks) -> Iterator[_Part]:
-    for groups, part in ranks.by_pieces(parameters):
+    for groups, part in ranks.by_shard_groups(parameters):
         for parameter in part:
-            lay_out_gradient(parameter)
+            redistribute_gradient(parameter)
         yield groups, gradients_of(part)
 
 

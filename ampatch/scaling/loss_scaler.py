@@ -286,7 +286,7 @@ class LossScaler:
                 kernels.multiply_(there, self._scale.reciprocal())
             return self.no_overflow()
         found_inf = kernels.unscale_by_(there, self._scale)
-        Ranks().agree(found_inf, there)
+        Ranks().reduce_overflow_(found_inf, there)
         self.note(found_inf)
         return found_inf
 

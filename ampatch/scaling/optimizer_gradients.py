@@ -136,7 +136,7 @@ class OptimizerGradients:
         Args:
             weights_too: whether to copy changed weights as well.
         """
-        self.masters.complete()
+        self.masters.make_missing()
         if weights_too:
             self.masters.synchronise(by_value=True)
         if self.scaled_by is None:
@@ -324,7 +324,7 @@ class OptimizerGradients:
     def forget_if_cleared(self) -> None:
         """Forgets the verdicts of blocks if all gradients are gone."""
         if optimizer_state.have_no_gradients(self.parameters()) and not (
-            self.exist() or self.ranks.share(self.parameters())
+            self.exist() or self.ranks.are_sharded(self.parameters())
         ):
             self.pending = [scale_use for scale_use in self.pending if scale_use.is_of_others]
 
@@ -342,7 +342,7 @@ class OptimizerGradients:
         factor, sum_of_squares = torch.full_like(found, 2.0**64), torch.zeros_like(found, dtype=torch.float64)
         kernels.found_inf_norm(grads, factor, found, sum_of_squares)
         found.masked_fill_(sum_of_squares != 0, 1)
-        self.ranks.agree(found, self.model_parameters())
+        self.ranks.reduce_overflow_(found, self.model_parameters())
         return found
 
     # The end of a session, and of an optimizer

@@ -227,7 +227,7 @@ class ScaledBlock(Generic[_L]):
         }
         try:
             for each in unscaled:
-                each.masters.complete()
+                each.masters.make_missing()
                 if each.pending:
                     each.forget_cleared_verdict()
             found = [] if self.scale_use.is_one else [each for each in unscaled if has_gradients(each.parameters())]
@@ -337,7 +337,7 @@ class ScaledBlock(Generic[_L]):
             for each in self._gradients
             for parameter in (
                 # Half gradients that wait for the backward pass are taken as the user leaves them, unscaled.
-                each.masters.without_master(each.parameters())
+                each.masters.parameters_without_master(each.parameters())
                 if each.masters.gradients in self._waiting
                 else each.model_parameters()
             )

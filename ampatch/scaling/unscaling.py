@@ -39,7 +39,7 @@ class Unscaling:
         try:
             found_inf = self._unscale()
             if found_inf is not None:
-                self._ranks.agree(found_inf, self.model_parameters())
+                self._ranks.reduce_overflow_(found_inf, self.model_parameters())
             self.settle(found_inf, delay_overflow_check)
         except BaseException:
             self.abandon()
@@ -115,6 +115,6 @@ def without_masters(gradients: Sequence[OptimizerGradients], but: Collection[int
     return gradients_of(
         parameter
         for each in gradients
-        for parameter in each.masters.without_master(each.parameters())
+        for parameter in each.masters.parameters_without_master(each.parameters())
         if id(parameter) not in but
     )

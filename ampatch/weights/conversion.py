@@ -117,7 +117,7 @@ class ConvertedTensor:
             self.half_mark.renew(half)
             self.full_mark.renew(self.full)
 
-    def is_in_step(self, half: Tensor) -> bool:
+    def is_in_sync(self, half: Tensor) -> bool:
         """Returns True if torch has counted no write to either tensor since `note`, and the type is unchanged."""
         assert self.full is not None
         assert self.half_mark is not None
@@ -204,7 +204,7 @@ class Conversion:
         self._narrowed_buffers: list[tuple[weakref.ref[Tensor], ConvertedTensor]] = []
         # float32 copies of half weights without a master, given to state dicts since the last forward pass; by id of
         # the half weight.
-        self._given_away: dict[int, _GivenAway] = {}
+        self._float32_copies: dict[int, _Float32Copy] = {}
         self._converted = WeakTensorKeyDictionary()
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, torch.dtype]]]
         self._buffers = weakref.WeakKeyDictionary()
@@ -317,9 +317,9 @@ class Conversion:
         converted = self._converted.get(tensor)
         if converted is None:  # the module may have replaced its buffer
             is_replaced = name in self._buffers.get(module, {})
-            return self._give_away(tensor) if is_replaced or self._is_late(tensor) else None
+            return self._float32_copy_of(tensor) if is_replaced or self._is_late(tensor) else None
         if converted.full is None or converted.full.shape != tensor.shape:
-            return self._give_away(tensor) if tensor.dtype in HALVES else None
+            return self._float32_copy_of(tensor) if tensor.dtype in HALVES else None
         if tensor.dtype is not converted.dtype:  # the user converted it again
             values: Tensor = converted.values(tensor)
             full: Tensor = converted.full
@@ -342,17 +342,17 @@ class Conversion:
             if tensor.dtype in HALVES and tensor not in self._converted and not self._buffers.get(module, {}).get(name):
                 self._back_late(tensor)
 
-    def _give_away(self, tensor: Tensor) -> Tensor:
+    def _float32_copy_of(self, tensor: Tensor) -> Tensor:
         """Returns a float32 copy of half weights; `take_back` copies user writes from it to the half weights."""
-        given = self._given_away.get(id(tensor))
+        given = self._float32_copies.get(id(tensor))
         if given is None or not given.is_of(tensor):
-            given = self._given_away[id(tensor)] = _GivenAway(tensor)
+            given = self._float32_copies[id(tensor)] = _Float32Copy(tensor)
         return given.copy
 
     def take_back(self) -> None:
         """Copies user writes from float32 copies, and from buffers' kept values, to half tensors without a master."""
-        if self._given_away:
-            given_away, self._given_away = self._given_away, {}
+        if self._float32_copies:
+            given_away, self._float32_copies = self._float32_copies, {}
             for given in given_away.values():
                 given.take_back()
         for reference, converted in self._narrowed_buffers:
@@ -374,7 +374,7 @@ class Conversion:
         owner: Any = None if converted.owner is None else converted.owner()
         if owner is not None:
             owner.synchronise_one(tensor)
-        elif not isinstance(tensor, nn.Parameter) or not converted.is_in_step(tensor):
+        elif not isinstance(tensor, nn.Parameter) or not converted.is_in_sync(tensor):
             converted.synchronise(tensor)
         assert converted.full is not None
         return converted.full
@@ -386,19 +386,19 @@ class Conversion:
             converted.load(tensor, values)
             self._note_with_owner(tensor, converted)
 
-    def values_behind(self, tensor: Tensor) -> Tensor | None:
+    def kept_float32_values(self, tensor: Tensor) -> Tensor | None:
         """Returns the kept float32 values of a half tensor, without a copy; None if there are none."""
         converted = self._converted.get(tensor)
         return None if converted is None else converted.full
 
     def note(self, tensor: Tensor) -> None:
-        """Records that a tensor now equals its `values_behind`, rounded."""
+        """Records that a tensor now equals its `kept_float32_values`, rounded."""
         self._converted[tensor].note(tensor)
         self._note_with_owner(tensor, self._converted[tensor])
 
     def _note_with_owner(self, tensor: Tensor, converted: ConvertedTensor) -> None:
         owner: Any = None if converted.owner is None else converted.owner()
-        if owner is not None and converted.is_in_step(tensor):
+        if owner is not None and converted.is_in_sync(tensor):
             owner.note_one(tensor)
 
     def mark(self) -> int:
@@ -433,7 +433,7 @@ class Conversion:
         return converted
 
 
-class _GivenAway:
+class _Float32Copy:
     """A float32 copy of half weights that user code got in their place.
 
     Args:
@@ -485,7 +485,7 @@ def _restore(tensor: Tensor, converted: ConvertedTensor) -> None:
     values, grad = data_of(tensor), tensor.grad
     if converted.full is not None and tensor.shape == converted.full.shape:
         if tensor.dtype is converted.dtype:
-            if not (isinstance(tensor, nn.Parameter) and converted.is_in_step(tensor)):
+            if not (isinstance(tensor, nn.Parameter) and converted.is_in_sync(tensor)):
                 converted.synchronise(tensor)
             values = data_of(converted.full)
         elif tensor.is_floating_point():  # the user converted it again

@@ -142,7 +142,7 @@ class MasterWeights:
         optimizer = self._optimizer()
         assert optimizer is not None
         ledger.on_undo(self.take_out, optimizer)
-        self.complete()
+        self.make_missing()
         self._replace(ledger, optimizer, "zero_grad", self._zero_grad)
         if hasattr(optimizer, "add_param_group"):
             self._replace(ledger, optimizer, "add_param_group", self._add_param_group)
@@ -150,7 +150,7 @@ class MasterWeights:
             self._replace(ledger, optimizer, "__getstate__", self._getstate)
             ledger.set(optimizer, "__deepcopy__", types.MethodType(self._deepcopy, optimizer))
 
-    def complete(self) -> None:
+    def make_missing(self) -> None:
         """Makes masters for half parameters of the optimizer that have none: in new groups, or unfrozen since."""
         optimizer = self._optimizer() if self.wanted else None
         if optimizer is None or HALVES.isdisjoint(map(_DTYPE, optimizer_state.parameters_of(optimizer))):
@@ -220,7 +220,7 @@ class MasterWeights:
         """Returns True if a tensor is one of these masters."""
         return id(tensor) in self._parameters
 
-    def without_master(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+    def parameters_without_master(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Returns the optimizer's parameters that are not masters."""
         masters = self._parameters
         return [parameter for parameter in parameters if id(parameter) not in masters]
@@ -257,7 +257,7 @@ class MasterWeights:
             return
         self._check_not_both_written()
         written = [
-            pair for pair in self._pairs.values() if is_counted and not pair.converted.is_in_step(pair.parameter)
+            pair for pair in self._pairs.values() if is_counted and not pair.converted.is_in_sync(pair.parameter)
         ]
         self._follow_by_value(written)
         for pair in written:
@@ -306,7 +306,7 @@ class MasterWeights:
     def synchronise_one(self, parameter: Tensor) -> None:
         """Synchronises one pair, by value."""
         pair = self._pairs[id(parameter)]
-        if not pair.converted.is_in_step(parameter):
+        if not pair.converted.is_in_sync(parameter):
             self._synchronise(pair)
             self.note_one(parameter)
         else:
@@ -330,7 +330,7 @@ class MasterWeights:
             if (
                 parameter.dtype is converted.dtype
                 and parameter.shape == pair.master.shape
-                and converted.is_in_step(parameter)
+                and converted.is_in_sync(parameter)
             ):
                 self.synchronise_one(parameter)
 
@@ -439,7 +439,7 @@ class MasterWeights:
         known = len(optimizer.param_groups)
         result = original(param_group)
         try:
-            self.complete()
+            self.make_missing()
         except BaseException:
             del optimizer.param_groups[known:]
             raise

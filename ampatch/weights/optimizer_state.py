@@ -136,7 +136,7 @@ def replace_parameters(optimizer: Any, replacement_of: Callable[[Tensor], tuple[
         state.update(moved)
 
 
-def retype(optimizer: Any, dtype_before: Callable[[Tensor], torch.dtype | None]) -> None:
+def cast_state(optimizer: Any, dtype_before: Callable[[Tensor], torch.dtype | None]) -> None:
     """Casts the state of parameters whose type has changed to the new type, as ``load_state_dict`` would."""
     state = _state(optimizer)
     for parameter in parameters_of(optimizer):

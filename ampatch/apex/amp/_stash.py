@@ -71,7 +71,7 @@ class AmpStash:
         if optimizer is None or session is None or not session.has_adopted(optimizer):
             return []
         masters = session.adopted(optimizer).masters
-        masters.complete()
+        masters.make_missing()
         return [
             [(masters.parameter_of(own), own) for own in group["params"] if masters.parameter_of(own).requires_grad]
             for group in optimizer.param_groups

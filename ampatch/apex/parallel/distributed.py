@@ -223,7 +223,7 @@ def _send_parameters(module: nn.Module) -> None:
         flat_dist_call(parameters, dist.broadcast, (0,))
         return
     session.synchronise_weights()
-    values = {parameter: session.conversion.values_behind(parameter) for parameter in parameters}
+    values = {parameter: session.conversion.kept_float32_values(parameter) for parameter in parameters}
     behind = {parameter: full for parameter, full in values.items() if full is not None}
     flat_dist_call([*parameters, *behind.values()], dist.broadcast, (0,))
     for parameter in behind:
