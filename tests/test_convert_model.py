@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import HALF_DTYPES, assert_same_bits, check_rows, dtype_name
+from test_compile import in_a_fresh_process
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
@@ -673,6 +674,32 @@ class TestTracing:
 
         rows = [row for row in FUNCTIONS if row[0] not in NOT_EXPORTED_STRICTLY]
         check_rows(subtests, rows, check)
+
+    @OF_STRICT_EXPORT
+    def test_operators_are_found_after_a_first_conversion_while_torch_is_patched(self):
+        """In a process of its own, since the first conversion looks up torch's operators for all later ones."""
+        printed = in_a_fresh_process("""
+            import torch
+            from ampatch import amp
+
+            class Model(torch.nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.weight = torch.nn.Parameter(torch.ones(4, 4))
+
+                def forward(self, x):
+                    return x == self.weight, 3.0 == self.weight
+
+            lists = {"whitelist": {"torch.Tensor": ["__eq__", "eq"]}}
+            amp.initialize(torch.nn.Linear(2, 2), half_dtype="bfloat16", cast_lists=lists, verbosity=0)
+            amp.convert_model(Model(), "bfloat16", cast_lists=lists)
+            amp.deinitialize()
+            made = amp.convert_model(Model(), "bfloat16", cast_lists=lists)
+            made(torch.ones(4, 4))
+            torch.export.export(made, (torch.ones(4, 4),), strict=True)
+            print("exported")
+        """)
+        assert "exported" in printed
 
     @OF_STRICT_EXPORT
     @pytest.mark.parametrize("strict", [True, False])

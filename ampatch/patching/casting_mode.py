@@ -142,11 +142,11 @@ class CastRules:
                     f"ampatch: {rule.path} is registered for the {rule.treatment.value}.",
                 )
         listed = {function: rule.treatment for rule, function in found}
-        told_as = _told_as()
+        reported = _reported_functions()
         self.reported_as_other = [
-            (rule, told_as[function].__name__)
+            (rule, reported[function].__name__)
             for rule, function in found
-            if told_as.get(function, function) is not function and listed.get(told_as[function]) is not rule.treatment
+            if reported.get(function, function) is not function and listed.get(reported[function]) is not rule.treatment
         ]
         for function in _functions_in_python():
             entry = self.entries.get(function, _UNLISTED)
@@ -158,7 +158,7 @@ class CastRules:
             if function.__name__ != "__get__"
         }
         self.by_operator = {
-            name: tuple(self.entries.get(told_as.get(method), _UNLISTED) for method in methods)
+            name: tuple(self.entries.get(reported.get(method), _UNLISTED) for method in methods)
             for name, *methods in _operators()
         }
 
@@ -360,17 +360,19 @@ def _operators() -> Iterator[tuple[str, Any, Any]]:
         of_both = bare[1:] if bare.startswith("i") and hasattr(operator, f"__{bare[1:]}__") else bare
         left = getattr(Tensor, f"__{bare}__", None) or getattr(Tensor, f"__{of_both}__", None)
         if getattr(function, "__module__", None) == "_operator" and left is not None and bare not in _NO_OPERATORS:
-            yield function.__name__, left, getattr(Tensor, f"__r{of_both}__", None)
+            right = getattr(Tensor, f"__r{of_both}__", None)
+            # A session may be live, and have patched them.
+            yield function.__name__, unwrapped(left), None if right is None else unwrapped(right)
 
 
 @functools.cache
-def _told_as() -> dict[Any, Any]:
+def _reported_functions() -> dict[Any, Any]:
     """Returns the function that torch reports to a mode, by operator method: ``Tensor.add`` for ``x + y``."""
-    told: dict[Any, Any] = {}
+    reported: dict[Any, Any] = {}
 
     class Listening(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            told.setdefault(method, function)
+            reported.setdefault(method, function)
             return args[0]
 
     tensor = torch.ones(())
@@ -378,7 +380,7 @@ def _told_as() -> dict[Any, Any]:
         for args in ((tensor, tensor), (tensor,)):
             with suppress(TypeError), Listening():
                 method(*args)
-    return told
+    return reported
 
 
 def _is_in_place(rule: Rule) -> bool:
