@@ -372,7 +372,7 @@ def _reported_functions() -> dict[Any, Any]:
 
     class Listening(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            reported.setdefault(method, function)
+            reported.setdefault(method, unwrapped(function))
             return args[0]
 
     tensor = torch.ones(())
