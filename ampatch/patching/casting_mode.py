@@ -352,6 +352,9 @@ _METHODS_IN_PYTHON = frozenset(
 
 _NO_OPERATORS = ("call", "delitem", "index", "setitem")
 
+# Python calls these methods of the right operand where the left one is a number: `3.0 < x` is `x.__gt__(3.0)`.
+_MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+
 
 def _operators() -> Iterator[tuple[str, Any, Any]]:
     """Yields the name of each Python operator, and its methods for a tensor on the left and on the right (or None)."""
@@ -360,7 +363,7 @@ def _operators() -> Iterator[tuple[str, Any, Any]]:
         of_both = bare[1:] if bare.startswith("i") and hasattr(operator, f"__{bare[1:]}__") else bare
         left = getattr(Tensor, f"__{bare}__", None) or getattr(Tensor, f"__{of_both}__", None)
         if getattr(function, "__module__", None) == "_operator" and left is not None and bare not in _NO_OPERATORS:
-            right = getattr(Tensor, f"__r{of_both}__", None)
+            right = getattr(Tensor, f"__{_MIRRORED.get(bare, f'r{of_both}')}__", None)
             # A session may be live, and have patched them.
             yield function.__name__, unwrapped(left), None if right is None else unwrapped(right)
 
