@@ -62,7 +62,7 @@ class Properties:
 
 
 @dataclass(frozen=True, slots=True)
-class _Level:
+class Level:
     """A row of the table. ``weights`` is "half", "float32", "bfloat16", or None to leave weights unchanged."""
 
     weights: str | None
@@ -72,15 +72,20 @@ class _Level:
     loss_scale: LossScale
     half_dtype: torch.dtype | None = None  # None: the caller's choice
 
+    @property
+    def converts(self) -> bool:
+        """True if weights become half."""
+        return self.weights not in (None, "float32")
+
 
 # Names and values are Apex's. O4 and O5 are O1 and O2 in bfloat16, named as in ROCm's Apex.
 LEVELS = {
-    "O0": _Level("float32", False, None, False, 1.0),
-    "O1": _Level(None, True, None, None, "dynamic"),
-    "O2": _Level("half", False, True, True, "dynamic"),
-    "O3": _Level("half", False, False, False, 1.0),
-    "O4": _Level(None, True, None, None, 1.0, torch.bfloat16),
-    "O5": _Level("bfloat16", False, True, True, 1.0, torch.bfloat16),
+    "O0": Level("float32", False, None, False, 1.0),
+    "O1": Level(None, True, None, None, "dynamic"),
+    "O2": Level("half", False, True, True, "dynamic"),
+    "O3": Level("half", False, False, False, 1.0),
+    "O4": Level(None, True, None, None, 1.0, torch.bfloat16),
+    "O5": Level("bfloat16", False, True, True, 1.0, torch.bfloat16),
 }
 
 # The overrides allowed if the level leaves the weights unchanged. Any other value contradicts the level.
@@ -148,8 +153,8 @@ def check_opt_level(opt_level: object) -> str:
     """
     if isinstance(opt_level, str) and opt_level in LEVELS:
         return opt_level
-    digit = re.fullmatch(r"[0o]?([0-5])", str(opt_level))  # 1, "1", "01" (with a zero) or "o1"
-    if digit:
+    digit = re.fullmatch(r"[0o]?(\d)", str(opt_level))  # 1, "1", "01" (with a zero) or "o1"
+    if digit and f"O{digit[1]}" in LEVELS:
         hint = f" It starts with the capital letter O: type opt_level='O{digit[1]}'."
     else:
         hint = did_you_mean(opt_level, LEVELS)

@@ -11,16 +11,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ampatch.opt_levels import HALF_DTYPES
+from ampatch.opt_levels import HALF_DTYPES, LEVELS
 
 # The levels that the demo offers, and the half types of each (None: no half type).
 OPT_LEVELS: dict[str, Sequence[str | None]] = {
-    "O0": (None,),
-    "O1": tuple(HALF_DTYPES),
-    "O2": tuple(HALF_DTYPES),
-    "O3": tuple(HALF_DTYPES),
-    "O4": ("bfloat16",),
-    "O5": ("bfloat16",),
+    name: tuple(half for half, dtype in HALF_DTYPES.items() if level.half_dtype in (None, dtype))
+    if level.patched or level.converts
+    else (None,)
+    for name, level in LEVELS.items()
 }
 
 

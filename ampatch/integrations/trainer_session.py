@@ -22,7 +22,7 @@ from ampatch import GradScaler, amp
 from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
-from ampatch.opt_levels import HALVES
+from ampatch.opt_levels import HALVES, LEVELS
 from ampatch.runtime import runtime
 from ampatch.scaling.unscaled_losses import leaves_of
 
@@ -523,7 +523,8 @@ def _without_scale(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _may_convert(options: Mapping[str, Any]) -> bool:
-    return options.get("opt_level", "O1") not in ("O0", "O1", "O4") or options.get("cast_model_type") is not None
+    level = LEVELS.get(str(options.get("opt_level", "O1")))
+    return level is None or level.converts or options.get("cast_model_type") is not None
 
 
 def _floating(models: Sequence[nn.Module]) -> list[Tensor]:
