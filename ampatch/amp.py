@@ -117,10 +117,10 @@ _Optimizers = TypeVar("_Optimizers")
 
 
 def __dir__() -> list[str]:
-    return __all__  # what is imported for it is nothing to complete names with
+    return __all__  # completion offers public names only
 
 
-# A type checker keeps the classes of what is handed in: what comes back are the very same objects.
+# Overloads, so that a type checker knows the classes of the returned objects: they are the ones passed in.
 @overload
 def initialize(
     models: _Models,
@@ -216,54 +216,52 @@ def initialize(
 ) -> Any:
     """Sets up mixed precision for models and their optimizers.
 
-    May be called again: further models join under the same settings. An argument that is a type takes the dtype or its
-    name: "float16", "half" or "fp16"; "bfloat16" or "bf16"; "float32".
+    Further calls with the same settings add models and optimizers. A dtype may be given by its name: "float16",
+    "half" or "fp16"; "bfloat16" or "bf16"; "float32".
 
     Args:
-        models: a module, or a list of modules, not wrapped for several processes or devices, nor compiled by
-            TorchScript.
-        optimizers: an optimizer, a list of them, or None. Anything with ``param_groups``, ``step`` and ``zero_grad``.
-        enabled: False gives everything back untouched, and turns every other call into a no-op.
+        models: a module, or a list of modules. Not wrapped for several ranks or devices, not compiled by TorchScript.
+        optimizers: an optimizer, a list of optimizers, or None. An optimizer is any object with ``param_groups``,
+            ``step`` and ``zero_grad``.
+        enabled: False returns everything unchanged, and makes every other call a no-op.
         opt_level: "O0" (float32), "O1" (functions cast by the lists), "O2" (half weights, float32 masters), "O3" (half
             weights), "O4" and "O5" (O1 and O2 in bfloat16).
-        cast_model_type: the type of the weights, where the level converts them.
-        patch_torch_functions: whether functions cast by the lists; None: as the level says.
-        keep_batchnorm_fp32: whether batch norm stays in float32, where the level converts weights.
-        master_weights: whether the optimizer updates float32 copies, where the level converts weights.
-        loss_scale: a positive number, or "dynamic"; None: as the level says, and 1 for bfloat16.
-        cast_model_outputs: the type of the model's outputs; None: float32 where the level converts weights, else as
-            they are.
-        num_losses: how many losses have a scale of their own.
+        cast_model_type: dtype of the weights, at levels that convert them.
+        patch_torch_functions: whether torch's functions cast by the lists; None: the level's default.
+        keep_batchnorm_fp32: whether batch norm stays float32, at levels that convert weights.
+        master_weights: whether the optimizer updates float32 masters, at levels that convert weights.
+        loss_scale: a positive number, or "dynamic"; None: the level's default, and 1 for bfloat16.
+        cast_model_outputs: dtype of the model's outputs; None: float32 at levels that convert weights, else unchanged.
+        num_losses: number of losses, each with its own scale.
         verbosity: 0 is silent; 1 logs skipped steps to the logger "ampatch".
-        min_loss_scale: the floor of a dynamic scale; None: 2**-24.
-        max_loss_scale: its ceiling.
-        half_dtype: ``torch.float16`` or ``torch.bfloat16``; None: float16 where the parameters are on a GPU, else
+        min_loss_scale: the least value of a dynamic scale; None: 2**-24.
+        max_loss_scale: the greatest value of a dynamic scale.
+        half_dtype: ``torch.float16`` or ``torch.bfloat16``; None: float16 if the parameters are on a GPU, else
             bfloat16.
-        cast_lists: a YAML file, a list of them, or a mapping of the same form, laid over the shipped lists.
-        init_scale: where a dynamic scale starts.
-        scale_factor: by which it grows and backs off; sets the next two.
-        growth_factor: what it is multiplied by when it grows; None: ``scale_factor``.
-        backoff_factor: what it is multiplied by when it backs off; None: 1 / ``scale_factor``.
-        scale_window: clean steps before it grows.
-        hysteresis: overflows before it backs off.
-        exact_hooks: that a skipped step fires none of the optimizer's step hooks, at the price of waiting for the
-            device: optimizers with ``fused=True`` skip in their own kernel otherwise.
-        keep_fp32: submodules that stay in float32, where the level makes weights half: names, patterns (``"*.norm"``)
-            or classes, one or a list.
-        patch_torch_functions_type: the name that ROCm's Apex had for ``half_dtype``.
+        cast_lists: a YAML file, a list of files, or a mapping of the same form; overrides entries of the shipped lists.
+        init_scale: first value of a dynamic scale.
+        scale_factor: factor by which it grows and backs off; sets the next two.
+        growth_factor: factor by which it grows; None: ``scale_factor``.
+        backoff_factor: factor by which it backs off; None: 1 / ``scale_factor``.
+        scale_window: number of steps without overflow before it grows.
+        hysteresis: number of overflows before it backs off.
+        exact_hooks: whether a skipped step fires none of the optimizer's step hooks. This syncs with the device before
+            every step; without it, optimizers with ``fused=True`` skip in their own kernel.
+        keep_fp32: submodules that stay float32, at levels that make weights half: a name, a pattern (``"*.norm"``) or a
+            class, or a list of these.
+        patch_torch_functions_type: the name of ``half_dtype`` in ROCm's Apex.
         profile_casts: whether each cast has a label in ``torch.profiler``, such as "ampatch: cast weight of
-            torch.nn.functional.linear to float16". Calls of patched functions run in Python then, as labels need.
+            torch.nn.functional.linear to float16". Calls of patched functions then run in Python, not in C++.
 
     Returns:
-        The same objects in the shape they were given: a model; or a model and an optimizer; lists where lists were
-        given.
+        The same objects, as they were passed: a model, or a model and an optimizer; a list for a list.
 
     Raises:
-        OptionError: an argument has a value that is not allowed, or that contradicts another.
+        OptionError: an argument has a value that is not allowed, or contradicts another argument.
         CastListError: the cast lists have faults.
-        UsageError: other settings are live, an optimizer was handed in before, or a parameter is in two optimizers
-            that would each have a float32 master of it.
-        KernelError: AMPATCH_KERNELS or AMPATCH_CALLS asks for what was not built.
+        UsageError: amp is set up with other settings, an optimizer was passed before, or a parameter is in two
+            optimizers that would each have a float32 master of it.
+        KernelError: AMPATCH_KERNELS or AMPATCH_CALLS asks for a library that was not built.
     """
     if not _flag("enabled", enabled):
         _disable()
@@ -335,11 +333,11 @@ def initialize(
 
 
 def deinitialize() -> None:
-    """Undoes everything: torch, models and optimizers are as they were. Does nothing where amp is not set up.
+    """Undoes everything: torch, models and optimizers become what they were. A no-op if amp is not set up.
 
     Warns:
-        AmpWarning: gradients were still scaled, after ``delay_unscale=True``, and were set to None; or somebody else
-            replaced what amp had patched, and was left in place.
+        AmpWarning: gradients that ``delay_unscale=True`` had left scaled are None now; or another library has replaced
+            a function that amp had patched, and its replacement stays.
     """
     runtime.disabled = False
     forget_replaced()
@@ -349,13 +347,13 @@ def deinitialize() -> None:
 
 
 class Handle:
-    """What `init` returns: undoes what it did, by `deactivate` or at the end of a ``with`` block."""
+    """Undoes `init`, by `deactivate` or at the end of a ``with`` block."""
 
     def __init__(self, opened: Session | None) -> None:
         self._session = opened
 
     def deactivate(self) -> None:
-        """Takes the patches out; a second call does nothing."""
+        """Undoes the patches; a second call is a no-op."""
         if self._session is not None:
             close_session(self._session)
 
@@ -388,28 +386,27 @@ def init(
 ) -> Handle:
     """Patches torch's functions without adopting a model.
 
-    An optimizer is adopted by the first `scale_loss` that it is given to. A type may be given by its name, as to
-    `initialize`.
+    The first `scale_loss` for an optimizer adopts it. A dtype may be given by its name, as to `initialize`.
 
     Args:
-        enabled: False does nothing.
+        enabled: False makes this a no-op.
         loss_scale: a positive number, or "dynamic".
         enable_caching: whether cast weights are kept for the iteration.
         verbose: whether skipped steps are logged.
         allow_banned: whether banned functions run in float32 instead of raising.
-        half_dtype: ``torch.float16`` or ``torch.bfloat16``; None: float16 where there is a GPU, else bfloat16.
+        half_dtype: ``torch.float16`` or ``torch.bfloat16``; None: float16 if there is a GPU, else bfloat16.
         cast_lists: as for `initialize`.
-        patch_type: the name that ROCm's Apex had for ``half_dtype``.
+        patch_type: the name of ``half_dtype`` in ROCm's Apex.
         profile_casts: as for `initialize`.
 
     Returns:
-        A handle that undoes it.
+        A handle that undoes the patches.
 
     Raises:
         OptionError: an argument has a value that is not allowed.
         CastListError: the cast lists have faults.
         UsageError: amp is set up already.
-        KernelError: AMPATCH_KERNELS or AMPATCH_CALLS asks for what was not built.
+        KernelError: AMPATCH_KERNELS or AMPATCH_CALLS asks for a library that was not built.
     """
     if not _flag("enabled", enabled):
         _disable()
@@ -450,20 +447,19 @@ def scale_loss(
         optimizer.step()
 
     Args:
-        loss: floating, usually 0-dimensional; or several, in nested lists, tuples and dicts.
-        optimizers: one, or a list: those whose parameters receive gradients in the block.
-        loss_id: which of ``num_losses`` scales to use.
-        model: accepted because Apex had it; not needed.
+        loss: floating tensor of any shape, usually 0-dimensional; or nested lists, tuples and dicts of them.
+        optimizers: an optimizer or a list of them, whose parameters receive gradients in the block.
+        loss_id: number of the scale to use, below ``num_losses``.
+        model: ignored; Apex had it.
         delay_unscale: leaves the gradients scaled, for a later block that adds to them and unscales.
-        delay_overflow_check: lets a later block decide about the scale.
+        delay_overflow_check: leaves the reaction of the scale to a later block.
 
     Returns:
-        A context manager, to be entered once, that gives ``loss.float() * scale``, of the shape of ``loss``; of several
-        the same lists, tuples and dicts. With amp disabled the loss itself.
+        A context manager, to be entered once. It gives ``loss.float() * scale``, float32 of the same shape, in the same
+        lists, tuples and dicts. With amp disabled it gives the loss unchanged.
 
     Raises:
-        UsageError: before ``amp.initialize``; gradients of two scales would be added up; or what it returns is entered
-            a second time.
+        UsageError: amp is not set up; gradients of two scales would be summed; or the block is entered a second time.
         OptionError: ``loss_id`` is out of range, or an argument is of the wrong kind.
     """
     if runtime.disabled:
@@ -487,11 +483,11 @@ def disable_casts(function: _F) -> _F: ...
 def disable_casts(function: Any = None) -> Any:
     """Turns casts off in this thread: as a context manager, or as a decorator, with parentheses or without.
 
-    Nests; an exception restores. What it returns can be entered again. Of a generator or a coroutine that it decorates
-    every step runs without casts, and what runs in between does not. It holds for amp that is set up later, too.
+    Blocks may be nested, and one object may be entered again. An exception restores casts. In a decorated generator or
+    coroutine casts are off while it runs, and not between its steps. It also holds if amp is set up later.
 
     Args:
-        function: what to decorate.
+        function: function, generator function or coroutine function to decorate.
 
     Raises:
         OptionError: it decorates something else, such as a class.
@@ -509,29 +505,30 @@ def convert_model(
     *,
     keep_float32: bool = True,
 ) -> _Model:
-    """Makes a copy of a model for inference: half weights, and casts where the lists say, while its forward runs.
+    """Makes a copy of a model for inference, with half weights and a forward pass that casts by the lists.
 
-    Nothing else in the process is patched, the model stays as it is, and `initialize` is not needed. The copy is in
-    evaluation mode, and computes what the model does at O1, bit for bit. Run it where no gradients are recorded: in
+    It patches nothing else in the process, leaves the model unchanged, and does not need `initialize`. The copy is in
+    evaluation mode, and its results equal those of the model at O1 bit for bit. Run it under
     ``torch.inference_mode()`` or ``torch.no_grad()``.
 
-    A weight becomes half if only whitelisted functions read it. Of torch's own layers that is known at once, of others
-    after the first forward. The remaining weights (of embeddings, norms, or shared with one of these) stay float32.
+    A weight becomes half if only whitelisted functions read it. For torch's own layers that is known at once, for
+    other modules after the first forward pass. All other weights (of embeddings, of norms, or shared with one of
+    these) stay float32.
 
     Args:
         model: float32, and not wrapped or compiled.
-        half_dtype: ``torch.float16`` or ``torch.bfloat16``, or its name; None: float16 where the parameters are on a
-            GPU, else bfloat16.
-        excluded: what is to compute in float32. Submodules, their names, patterns (``"*.head"``) or classes: everything
-            in there is left uncast, and its inputs are cast to float32. Functions (``torch.softmax``, or ``"softmax"``
-            for all its spellings, or ``"torch.nn.functional.softmax"`` for one). One of them, or a list.
+        half_dtype: ``torch.float16`` or ``torch.bfloat16``, or its name; None: float16 if the parameters are on a GPU,
+            else bfloat16.
+        excluded: parts that compute in float32, one or a list. A submodule, its name, a pattern (``"*.head"``) or a
+            class: nothing in it is cast, and its inputs are cast to float32. Or a function: ``torch.softmax``,
+            ``"softmax"`` for all its spellings, or ``"torch.nn.functional.softmax"`` for one.
         cast_lists: as for `initialize`.
-        keep_float32: whether the copy keeps, in the memory of the CPU, the float32 values of its half weights: 4 bytes
-            a weight. Without them its state dict is float32 too, of rounded values, and a half weight that turns out to
-            be needed in float32 is a `UsageError`.
+        keep_float32: whether the copy keeps the float32 values of its half weights in main memory, 4 bytes per weight.
+            Without them, its state dict holds rounded values in float32, and a half weight that a function needs in
+            float32 raises `UsageError`.
 
     Returns:
-        The copy, of the same class. Its state dict is float32, and that of the model.
+        A model of the same class. Its state dict is float32 and equals the model's.
 
     Raises:
         OptionError: an argument has a value that is not allowed, or the model cannot be copied.
@@ -544,7 +541,7 @@ def convert_model(
 
 @contextlib.contextmanager
 def frozen_weights(model: nn.Module) -> Iterator[None]:
-    """Keeps the casts of a model's weights from call to call until the block ends, for calls without gradients.
+    """Keeps the casts of a model's weights until the block ends, for calls that record no gradients.
 
     ::
 
@@ -552,20 +549,20 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
             for batch in loader:
                 predictions = model(batch)
 
-    Each weight is then cast once, and not once a call. Calls that record gradients are not concerned. A weight that is
-    changed all the same is cast anew at its next use, unless it was changed through a view of its memory (numpy,
-    DLPack, a storage), which nothing can see: `clear_cache` after that. Blocks nest, for the same model and for
-    several; threads share what is kept. All of it is dropped when the block ends, and by `deinitialize`.
+    Each weight is cast once, and not once per call. Calls that record gradients are unaffected. A weight that changes
+    is cast again at its next use. Writes through a view of its memory (numpy, DLPack, a storage) are invisible to
+    torch: call `clear_cache` after them. Blocks may be nested, for one model or for several. Threads share the casts.
+    The end of the block drops them, and so does `deinitialize`.
 
-    Where no functions are patched, or amp is off, there is nothing to keep. What torch.compile has compiled casts for
-    itself, and keeps nothing either. As a decorator it opens and closes with every call.
+    The block is a no-op if no functions are patched or amp is off. Code compiled by torch.compile makes its own casts,
+    and keeps none. As a decorator it opens and closes a block with every call.
 
     Args:
-        model: one that amp has, a part of it, or a wrapper around it.
+        model: a model passed to ``amp.initialize``, a part of it, or a wrapper around it.
 
     Raises:
-        OptionError: it is no module.
-        UsageError: it was never handed to ``amp.initialize``.
+        OptionError: it is not a module.
+        UsageError: it was never passed to ``amp.initialize``.
     """
     checked = adopted_model.check_module(model)
     live = runtime.live
@@ -574,12 +571,12 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """Iterates over the parameters that an optimizer updates: clip the gradients of these.
+    """Iterates over the parameters that an optimizer updates: the masters, at levels that have them.
 
-    Where a level has float32 masters, these are the masters.
+    Clip the gradients of these.
 
     Raises:
-        OptionError: it is no optimizer.
+        OptionError: it is not an optimizer.
     """
     live = runtime.live
     checked = check_optimizer(optimizer)
@@ -589,34 +586,34 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 
 
 def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
-    """Clips the gradients of an optimizer's parameters by the norm of all of them taken together.
+    """Clips the gradients of an optimizer's parameters by their total norm.
 
-    As ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)``, in fewer passes over the gradients::
+    Like ``torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)``, but with fewer reads::
 
         with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled_loss:
             scaled_loss.backward()
         norm = amp.clip_grad_norm_(optimizer, max_norm=1.0)
         optimizer.step()
 
-    After a block with ``delay_unscale=True`` this ends what the block left: it looks for overflow and takes the norm in
-    one pass, lets the scale react, and unscales and clips in a second one. Where the optimizer is one of torch's with
-    ``fused=True``, has its state, and updates the model's own parameters, its kernel does the latter in the step, and
-    the gradients stay scaled until then. Gradients of several optimizers that share a block are all unscaled when the
-    first of them is clipped, in passes of their own. Gradients that overflowed are left unclipped.
+    After a block with ``delay_unscale=True`` it first reads the gradients once, for overflows and for the norm. The
+    scale reacts. Then it unscales and clips them at once. One of torch's optimizers with ``fused=True`` that has its
+    state and updates the model's own parameters does this in its step; until then the gradients stay scaled. If
+    several optimizers share a block, the first call unscales the gradients of all. Gradients that overflowed are not
+    clipped.
 
     Args:
-        optimizer: one whose gradients are there.
-        max_norm: the most that their 2-norm may be; ``math.inf`` only measures it.
+        optimizer: whose gradients to clip.
+        max_norm: the greatest 2-norm that they keep; ``math.inf`` only measures it.
 
     Returns:
-        The 2-norm of the unscaled gradients before clipping: 0-dimensional float32, on their device. Not finite if they
-        overflowed; the next step is skipped then.
+        The 2-norm of the unscaled gradients before clipping: 0-dimensional float32, on their device. It is inf or NaN
+        after an overflow, and the next step is skipped.
 
     Raises:
-        OptionError: ``optimizer`` is none, or ``max_norm`` is no number from 0 on.
-        UsageError: inside a block; another optimizer has left gradients of the same parameters scaled; they are yet to
-            be reduced over ranks, and ``max_norm`` is not infinite; or they are of a ``FullyShardedDataParallel``
-            that amp does not know.
+        OptionError: ``optimizer`` is not an optimizer, or ``max_norm`` is not a number of at least 0.
+        UsageError: the call is inside a block; another optimizer has left gradients of the same parameters scaled; they
+            are not reduced over ranks yet, and ``max_norm`` is finite; or they belong to a
+            ``FullyShardedDataParallel`` that amp does not know.
     """
     checked = check_optimizer(optimizer)
     most = _max_norm(max_norm)
@@ -627,22 +624,22 @@ def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
 
 
 def unscale_(optimizer: Any) -> None:
-    """Unscales the gradients that ``amp.scale_loss(..., delay_unscale=True)`` has left scaled, here and now.
+    """Unscales the gradients that ``amp.scale_loss(..., delay_unscale=True)`` has left scaled.
 
-    For loops of one's own that look at gradients, or change them, between a block and the step::
+    For loops that read or change gradients between a block and the step::
 
         with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled_loss:
             scaled_loss.backward()
         amp.unscale_(optimizer)
         optimizer.step()
 
-    It looks for overflow, and lets the scale react. Gradients of other optimizers of that block are unscaled too. Does
-    nothing where gradients are unscaled already.
+    It looks for overflows, and the scale reacts. Gradients of the block's other optimizers are unscaled too. A no-op if
+    the gradients are unscaled already.
 
     Raises:
-        OptionError: it is no optimizer.
-        UsageError: it was never handed to ``amp.initialize``; inside a block; or another optimizer has left gradients
-            of the same parameters scaled.
+        OptionError: it is not an optimizer.
+        UsageError: it was never passed to ``amp.initialize``; the call is inside a block; or another optimizer has left
+            gradients of the same parameters scaled.
     """
     checked = check_optimizer(optimizer)
     if not runtime.disabled:
@@ -650,18 +647,18 @@ def unscale_(optimizer: Any) -> None:
 
 
 def grads_are_unscaled(optimizer: Any) -> bool:
-    """Returns whether no gradient of an optimizer is scaled, so that its norm is what it would be without amp.
+    """Returns True if no gradient of an optimizer is scaled.
 
     Raises:
-        OptionError: it is no optimizer.
-        UsageError: it was never handed to ``amp.initialize``.
+        OptionError: it is not an optimizer.
+        UsageError: it was never passed to ``amp.initialize``.
     """
     checked = check_optimizer(optimizer)
     return runtime.disabled or _session_of(checked, "amp.grads_are_unscaled").adopted(checked).gradients.are_unscaled()
 
 
 def state_dict() -> dict[str, dict[str, float | int]]:
-    """Returns the states of the loss scalers as plain numbers, under "loss_scaler0" and on. Waits for the device."""
+    """Returns the loss scalers' states as plain numbers, under "loss_scaler0" and so on. Syncs with the device."""
     if runtime.disabled:
         return {}
     scalers = _require_session("amp.state_dict").scalers
@@ -669,22 +666,21 @@ def state_dict() -> dict[str, dict[str, float | int]]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Takes over what `state_dict` gave, here or in Apex, or what ``torch.amp.GradScaler.state_dict()`` did.
+    """Loads a state dict of amp's, of Apex's, or of ``torch.amp.GradScaler``.
 
-    Settings stay those of `initialize`: a ``GradScaler``'s factors and interval are not loaded, and a static scale
-    keeps its value, since one that was dynamic would overflow unnoticed where nothing is checked. A dynamic scale stays
-    where the saved one was static; else it comes within ``min_loss_scale`` and ``max_loss_scale``, as it would after
-    the next step.
+    The settings stay those of `initialize`: factors and interval of a ``GradScaler`` are not loaded. A static scale
+    keeps its value, since a saved dynamic one could overflow, and a static scale looks for no overflow. A dynamic scale keeps
+    its value if the saved one was static; else it is clamped to ``min_loss_scale`` and ``max_loss_scale``.
 
     Args:
-        state_dict: states of scalers under "loss_scaler0" and on; or the state of a ``GradScaler``, which becomes that
-            of "loss_scaler0".
+        state_dict: states of scalers under "loss_scaler0" and so on; or the state of a ``GradScaler``, which is loaded
+            into "loss_scaler0".
 
     Raises:
-        OptionError: unexpected keys, or values that no scaler can have; nothing was changed.
+        OptionError: it has unexpected keys, or values that no scaler can have; nothing was changed.
 
     Warns:
-        AmpWarning: the names of the scalers differ; those that both have are loaded. Or a ``GradScaler`` had other
+        AmpWarning: the names of the scalers differ, and only those in both are loaded; or a ``GradScaler`` had other
             settings.
     """
     if runtime.disabled:
@@ -694,7 +690,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 
 def get_loss_scale(loss_id: int = 0) -> float:
-    """Returns the present scale of a loss; 1 with amp disabled. Waits for the device.
+    """Returns the present scale of a loss; 1 with amp disabled. Syncs with the device.
 
     Raises:
         OptionError: ``loss_id`` is out of range.
@@ -708,8 +704,8 @@ def step_was_skipped(optimizer: Any) -> bool:
     """Returns whether the last ``optimizer.step()`` was skipped because of an overflow.
 
     Raises:
-        OptionError: it is no optimizer.
-        UsageError: it was never handed to ``amp.initialize``.
+        OptionError: it is not an optimizer.
+        UsageError: it was never passed to ``amp.initialize``.
     """
     if runtime.disabled:
         return False
@@ -718,11 +714,11 @@ def step_was_skipped(optimizer: Any) -> bool:
 
 
 def skipped_steps(optimizer: Any) -> int:
-    """Returns how many steps of an optimizer were skipped since it was handed to ``amp.initialize``.
+    """Returns the number of an optimizer's steps skipped since it was passed to ``amp.initialize``.
 
     Raises:
-        OptionError: it is no optimizer.
-        UsageError: it was never handed to ``amp.initialize``.
+        OptionError: it is not an optimizer.
+        UsageError: it was never passed to ``amp.initialize``.
     """
     if runtime.disabled:
         return 0
@@ -731,29 +727,27 @@ def skipped_steps(optimizer: Any) -> int:
 
 
 def is_on() -> bool:
-    """Tells whether amp is set up: after `initialize` or `init`, and until `deinitialize`.
+    """Returns True if amp is set up: after `initialize` or `init`, until `deinitialize`.
 
     Returns:
-        False before that and after it, and where the last call had ``enabled=False`` and nothing was set up. True
-        inside `disable_casts`, which turns casts off in one thread, and neither loss scales nor masters:
-        ``amp.settings()["casts_here"]`` tells of those.
+        False otherwise, and if the last call had ``enabled=False``. True inside `disable_casts`: that turns casts off
+        in one thread, but neither loss scales nor masters. ``amp.settings()["casts_here"]`` says whether casts are on.
     """
     return runtime.live is not None
 
 
 def settings() -> dict[str, Any]:
-    """Returns what is live as plain data, for logs and checkpoints: text, numbers, True, False, None, lists of them.
+    """Returns the present settings as plain data, for logs and checkpoints.
 
-    Waits for the device, to read the loss scales.
+    Syncs with the device, to read the loss scales.
 
     Returns:
-        A dict. With amp off it has two keys: "is_on", False, and "disabled", whether ``enabled=False`` was given. With
-        amp on, the arguments of `initialize` by their names, as they were resolved: types by name ("float16"),
-        "cast_lists" as the files laid over the shipped lists
-        ("a mapping" for one). Beside them "is_on", "disabled", "set_up_by",
-        "loss_scales" (the present ones, by ``loss_id``), "device_types" (of the tensors that are cast), "num_models"
-        and "num_optimizers" (those still alive), and "casts_here" (whether patched functions cast in this thread, which
-        they do not inside `disable_casts`).
+        A dict of text, numbers, True, False, None and lists of these. With amp off it has two keys: "is_on" (False) and
+        "disabled" (whether ``enabled=False`` was given). With amp on it has the resolved arguments of `initialize` by
+        their names: dtypes by name ("float16"), and "cast_lists" as the files that override the shipped lists ("a
+        mapping" for a mapping). It also has "is_on", "disabled", "set_up_by", "loss_scales" (the present ones, by
+        ``loss_id``), "device_types" (of the tensors that are cast), "num_models" and "num_optimizers" (those not
+        deleted), and "casts_here" (whether patched functions cast in this thread; False inside `disable_casts`).
     """
     live = runtime.live
     if live is None:
@@ -773,8 +767,8 @@ def settings() -> dict[str, Any]:
 def clear_cache() -> None:
     """Drops the cast weights.
 
-    Needed only after a change that no check can see: through a view of a weight's memory (numpy, DLPack, a storage),
-    between two forwards with gradients and no step between them, or inside `frozen_weights`.
+    Needed only after a write to a weight that torch does not count: through a view of its memory (numpy, DLPack, a
+    storage), either between two forward passes with gradients and without a step, or inside `frozen_weights`.
     """
     live = runtime.live
     if live is not None:
@@ -782,60 +776,60 @@ def clear_cache() -> None:
 
 
 def cast_counts() -> CastCounts:
-    """Returns how many tensors were cast since amp was set up, and how often a weight was found cast already.
+    """Returns how many tensors were cast since amp was set up, and how often the cache had the cast of a weight.
 
-    What compiled code casts is not counted.
+    Casts in compiled code are not counted.
     """
     live = runtime.live
     return CastCounts(0, 0) if live is None else live.cache.counts()
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Has a function cast its floating arguments to the half type, from the next ``initialize`` on.
+    """Registers a function to cast its floating arguments to the half type, from the next ``initialize`` on.
 
     Args:
         module: the module or class that owns it, torch's or not.
         name: its name there.
 
     Raises:
-        ValueError: there is no function of that name.
+        ValueError: the module has no function of that name.
         UsageError: amp is set up already.
     """
     _register(module, name, Treatment.WHITELIST)
 
 
 def register_bfloat16_function(module: Any, name: str) -> None:
-    """As `register_half_function`, but to bfloat16 whatever the half type is."""
+    """Does the same as `register_half_function`, but casts to bfloat16 whatever the half type is."""
     _register(module, name, Treatment.WHITELIST, torch.bfloat16)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Has a function cast its half arguments to float32; otherwise as `register_half_function`."""
+    """Registers a function to cast its half arguments to float32; see `register_half_function`."""
     _register(module, name, Treatment.BLACKLIST)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Has a function cast mixed floating arguments to the widest type; otherwise as `register_half_function`."""
+    """Registers a function to cast mixed floating arguments to the widest type; see `register_half_function`."""
     _register(module, name, Treatment.PROMOTE)
 
 
 def half_function(function: _F) -> _F:
-    """Decorator: floating arguments are cast to the half type while amp patches functions; inert otherwise."""
+    """Decorates a function: casts its floating arguments to the half type while amp patches functions."""
     return decorate(function, "whitelist")  # type: ignore[no-any-return]
 
 
 def bfloat16_function(function: _F) -> _F:
-    """Decorator: floating arguments are cast to bfloat16, whatever the half type is; otherwise as `half_function`."""
+    """Decorates a function: casts its floating arguments to bfloat16; see `half_function`."""
     return decorate(function, "bfloat16")  # type: ignore[no-any-return]
 
 
 def float_function(function: _F) -> _F:
-    """Decorator: half arguments are cast to float32; otherwise as `half_function`."""
+    """Decorates a function: casts its half arguments to float32; see `half_function`."""
     return decorate(function, "blacklist")  # type: ignore[no-any-return]
 
 
 def promote_function(function: _F) -> _F:
-    """Decorator: mixed floating arguments are cast to the widest type; otherwise as `half_function`."""
+    """Decorates a function: casts mixed floating arguments to the widest type; see `half_function`."""
     return decorate(function, "promote")  # type: ignore[no-any-return]
 
 
@@ -879,7 +873,7 @@ def _session_of(optimizer: OptimizerLike, what: str) -> Session:
 
 
 def _disable() -> None:
-    """Turns amp off, as ``enabled=False`` asks, unless there is a session that is not to be replaced."""
+    """Turns amp off for ``enabled=False``, unless a session is live that must not be replaced."""
     if runtime.may_replace:
         replace_session("enabled=False")
     runtime.disabled = runtime.live is None
@@ -908,7 +902,7 @@ def _max_norm(value: Any) -> float:
 
 
 def _flag(name: str, value: object) -> bool:
-    """Any truth value; but of strings only those that a script makes of one, since "no" counts as true in Python."""
+    """Returns a flag as bool; of strings accepts only "True" and "False", since bool("no") is True."""
     return bool(opt_levels.check_flag(name, value) if isinstance(value, str) else value)
 
 
@@ -923,7 +917,7 @@ def _half_dtype(
     opt_level: str,
     models: Iterable[nn.Module],
 ) -> torch.dtype:
-    """Returns the half type asked for; else the live session's; else what suits the device."""
+    """Returns the requested half dtype; else the live session's; else the default for the device."""
     checked = None if given is None else opt_levels.check_half_dtype(given)
     if alias is not None:
         also = opt_levels.check_half_dtype(alias, alias_name)
@@ -955,7 +949,7 @@ def _lists(overlay: Overlay | None) -> CastLists:
 
 
 def _check_whole(optimizers: list[Any], models: list[nn.Module], properties: Properties) -> None:
-    """Refuses to convert weights of which a process has pieces only, and to give masters to what is in pieces."""
+    """Raises if weights are sharded: they can be neither converted nor given masters."""
     instead = "Use opt_level='O1' (or 'O4')"
     parameters = {id(each): each for model in models for each in model.parameters()}
     if is_sharded(itertools.chain(parameters.values(), *map(parameters_of, optimizers))):
@@ -987,7 +981,7 @@ def _check_optimizers(
     optimizers: list[Any], models: list[nn.Module], live: Session | None, outgoing: Session | None
 ) -> None:
     known = {id(parameter) for model in models for parameter in model.parameters()}
-    for session in (live, outgoing):  # an optimizer of the outgoing one updates its masters, still
+    for session in (live, outgoing):  # an optimizer of the outgoing session still updates its masters
         known |= session.parameter_ids() if session is not None else set()
     for index, optimizer in enumerate(optimizers):
         if any(optimizer is other for other in optimizers[:index]) or (
