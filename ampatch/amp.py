@@ -669,8 +669,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Loads a state dict of amp's, of Apex's, or of ``torch.amp.GradScaler``.
 
     The settings stay those of `initialize`: factors and interval of a ``GradScaler`` are not loaded. A static scale
-    keeps its value, since a saved dynamic one could overflow, and a static scale looks for no overflow. A dynamic scale keeps
-    its value if the saved one was static; else it is clamped to ``min_loss_scale`` and ``max_loss_scale``.
+    keeps its value, since a saved dynamic one could overflow, and a static scale looks for no overflow. A dynamic scale
+    keeps its value if the saved one was static; else it is clamped to ``min_loss_scale`` and ``max_loss_scale``.
 
     Args:
         state_dict: states of scalers under "loss_scaler0" and so on; or the state of a ``GradScaler``, which is loaded

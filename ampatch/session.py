@@ -1,7 +1,7 @@
-"""The session: the one owner of what lives between ``amp.initialize`` and ``amp.deinitialize``.
+"""The session: the one owner of all state between ``amp.initialize`` and ``amp.deinitialize``.
 
-It holds the ledger of patches, the cache of cast weights, the on/off switch, the loss scalers, the adopted models and
-optimizers. Must not know whether it is the live one: `ampatch.runtime` does.
+It holds the ledger of patches, the cache of cast weights, the switch, the loss scalers, and the adopted models and
+optimizers. Must not know whether it is the live session: `ampatch.runtime` does.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ from ampatch.weights.master_weights import MasterWeights, dropping_sums
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_MOST_WRAPPERS = 8  # around one another; they could go round in a ring
+_MOST_WRAPPERS = 8  # of nested optimizers; a limit, since they could form a ring
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What torch calls around forwards, and when a model is saved and loaded.
+    """The hooks that torch calls around forward passes, and when a model is saved or loaded.
 
-    Functions at the top of a module, so that a model deep-copies and pickles with them: they look for the session.
+    They are functions of a module, so that a model deep-copies and pickles with them, and look up the session when
+    called.
     """
 
     before_forward: Callable[[nn.Module, Any], None]
@@ -84,28 +85,28 @@ def _with_casts_off(method: Callable[Concatenate[Session, _P], _T]) -> Callable[
 
 
 class Session:
-    """Everything that amp installed and keeps.
+    """Everything that amp has installed, and its state.
 
     Args:
-        settings: what the session is to do.
-        device_types: of the tensors that are cast; grows as models join.
-        hooks: what models and wrappers get.
+        settings: the settings of the session.
+        device_types: device types of the tensors to cast; `adopt` adds those of its models.
+        hooks: the hooks for models and wrappers.
 
     Attributes:
         settings: as given.
-        registered: the functions that the user had registered when it was installed.
-        has_masters: whether there are to be float32 masters of half weights.
-        has_half_weights: whether models are converted to a half type.
-        device_types: of the tensors that are cast.
-        verbose: whether the skipped steps of optimizers adopted from now on are logged.
+        registered: the functions that the user had registered when the session was installed.
+        has_masters: True if half weights get float32 masters.
+        has_half_weights: True if models are converted to a half type.
+        device_types: device types of the tensors to cast.
+        verbose: True if skipped steps of optimizers adopted from now on are logged.
         switch: whether casts are on.
         cache: casts of weights.
-        ledger: everything that was installed.
+        ledger: the record of all patches.
         scalers: one for each loss.
-        conversion: what was done to the models' weights.
-        loading: modules in the middle of ``load_state_dict``, with what they load and the prefix of their names in it.
-        adapters: what decorated functions do to their arguments, by kind.
-        ranks: those over which gradients may be spread.
+        conversion: the record of converted weights.
+        loading: modules inside ``load_state_dict``, with the state dict and the prefix of their names in it.
+        adapters: functions that cast the arguments of decorated functions, by kind.
+        ranks: the ranks that may share gradients.
     """
 
     def __init__(self, settings: Settings, device_types: Iterable[str], hooks: Hooks) -> None:
@@ -122,7 +123,7 @@ class Session:
         self.scalers = tuple(LossScaler.from_policy(settings.scale_policy) for _ in range(settings.num_losses))
         self.device_types = set(device_types)
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._optimizers: dict[int, AdoptedOptimizer] = {}  # by id: an optimizer may not be hashable
+        self._optimizers: dict[int, AdoptedOptimizer] = {}  # by id, since some optimizers are not hashable
         is_scaled = not all(scaler.is_one for scaler in self.scalers)
         self._unadopted = UnadoptedOptimizers(
             self._optimizers,
@@ -134,11 +135,11 @@ class Session:
         )
         self._hears_steps = is_scaled or self.has_masters or self.patches_functions
         self._masters: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[MasterWeights], ...]]
-        self._masters = weakref.WeakKeyDictionary()  # those found in a model so far
+        self._masters = weakref.WeakKeyDictionary()  # the masters found in each model so far
         self.ranks = Ranks()
         self.conversion = Conversion(self._is_of_model)
-        self._converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules in models of which weights are half
-        self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those among them that compute in float32
+        self._converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of models with half weights
+        self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules among them that compute in float32
         self._blocks = Blocks(self.ranks, self.cache, self.switch, self._prepare_block)
         self.loading: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
         self._adapters = Adapters(
@@ -154,11 +155,11 @@ class Session:
 
     @property
     def patches_functions(self) -> bool:
-        """Whether functions cast by the lists in this session."""
+        """True if torch's functions cast by the lists in this session."""
         return self.settings.properties.patch_torch_functions
 
     def install(self, registered: Sequence[Registration]) -> None:
-        """Patches what the settings ask for and the user has registered, and turns casts on."""
+        """Patches torch as the settings say, patches registered functions, and turns casts on."""
         hooks, self.registered = self._hooks, tuple(registered)
         self.ledger.set(DistributedDataParallel, "__init__", self._seeing_wrappers(DistributedDataParallel.__init__))
         self.ledger.set(GradScaler, "_unscale_grads_", self._refusing_to_unscale(GradScaler._unscale_grads_))
@@ -174,7 +175,7 @@ class Session:
             rules = self.settings.lists.for_half(self.settings.properties.half_dtype).values()
             self._functions.install(rules, registered)
             autocast_checks.patch_autocast_checks(self.ledger, self.switch)
-            # What a region casts when it is recomputed is needed for its backward, which comes next.
+            # The backward pass that follows needs the casts of a recomputed region, and holds them itself.
             self.switch.patch_checkpoint(self.ledger, self.cache.end_iteration)
             self.switch.patch_data_parallel(self.ledger)
             self.ledger.on_undo(register_optimizer_step_post_hook(self._unadopted.after_step).remove)
@@ -202,7 +203,7 @@ class Session:
 
     @_with_casts_off
     def note_write(self, tensor: Tensor) -> None:
-        """Somebody may write to a tensor in a way that torch does not count."""
+        """Notes that user code may write to a tensor in a way that torch does not count."""
         if isinstance(tensor, nn.Parameter):
             self.cache.forget(tensor)
         if self.has_masters and untracked_writes.has_memory(tensor):
@@ -210,10 +211,10 @@ class Session:
                 adopted.masters.note_write(tensor)
 
     def take_down(self) -> None:
-        """Undoes everything, newest first. Wrappers that somebody kept forward unchanged from now on.
+        """Undoes everything, newest first. Wrappers that user code kept call the originals from now on.
 
         Warns:
-            AmpWarning: somebody else patched on top, and was left in place; or gradients were still scaled.
+            AmpWarning: another library has patched on top, and its patches stay; or gradients were still scaled.
         """
         self.switch.active = False
         cut_off = self.ranks.replicates and self.ranks.are_replicated(self.conversion.converted())
@@ -257,7 +258,7 @@ class Session:
 
     @_with_casts_off
     def adopt(self, models: Iterable[nn.Module], optimizers: Iterable[OptimizerLike]) -> None:
-        """Takes models and optimizers in; if one of them cannot be, then none of them is."""
+        """Adopts models and optimizers; after an error none of them is adopted."""
         mark, first, device_types = self.ledger.mark(), self.conversion.mark(), set(self.device_types)
         known_models, known_optimizers = set(self._models), set(self._optimizers)
         converted, guarded = set(self._converted), set(self._guarded)
@@ -279,13 +280,13 @@ class Session:
             self.device_types &= device_types
             self._accelerator.set_device_types(self.device_types)
             raise
-        # Last, since what is rounded here could not be taken back.
+        # Last, since rounding cannot be undone.
         self.conversion.forget_unclaimed()
         for optimizer in optimizers:
             optimizer_state.cast_state(optimizer, self.conversion.dtype_before)
 
     def adopt_model(self, model: nn.Module) -> None:
-        """Takes a model in: converts its weights, hooks its forward, rebinds the functions that it keeps.
+        """Adopts a model: converts its weights, hooks its forward pass, replaces functions that it keeps.
 
         Raises:
             OptionError: its weights cannot be converted.
@@ -296,7 +297,7 @@ class Session:
         if is_new and self.has_half_weights:
             self._check_is_no_part(model)
         self._models.add(model)
-        self._convert_weights(model)  # of a model that is known, what has come into it since
+        self._convert_weights(model)  # of a known model: modules that were added to it since
         if self.patches_functions:
             self._functions.rebind_model(model)
         if is_new:
@@ -341,12 +342,12 @@ class Session:
         self._converted.update(new)
 
     def _take_in(self, parent: nn.Module, _: str, module: nn.Module | None) -> None:
-        """Has a module that is put into a converted model be saved and loaded as those are that were there."""
+        """Hooks the state dict of a module that user code adds to a converted model."""
         if module is not None and parent in self._converted:
             self._hook_state_dict(module)
 
     def _hook(self, model: nn.Module) -> None:
-        """Has the model's forwards cast, and tell of themselves."""
+        """Hooks the model's forward pass, for casts and for the cache."""
         dtype, outputs = self.settings.properties.cast_model_type, self.settings.cast_model_outputs
         if dtype is not None or outputs is not None:
             adopted_model.hook_casts(
@@ -375,11 +376,11 @@ class Session:
                     "nothing in there is cast. Hand the module that was exported to amp.initialize, and export it "
                     "afterwards, which records the casts."
                 )
-            # A cast's graph holds its weight, and so would keep a model's weights when the model has gone.
+            # The graph of a cast holds its weight, and so would keep the weights of a deleted model alive.
             self.ledger.on_undo(weakref.finalize(model, self.cache.end_iteration).detach, model)
 
     def _find_wrappers(self) -> None:
-        """Looks through all models: those from before may have been sharded since."""
+        """Finds wrappers in all models: earlier ones may have been sharded since."""
         for model in self._models:
             for wrapper in self.ranks.find_wrappers(model):
                 self._hear_forwards_of(wrapper)
@@ -387,11 +388,11 @@ class Session:
             self.cache.disable()
 
     def _is_of_model(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor is a parameter or buffer of a model that was converted, if only since."""
+        """Returns True if a tensor is a parameter or buffer of a converted model, even one added later."""
         return any(tensor is each for module in self._converted for _, each in conversion_plan.own_tensors(module))
 
     def _restore_weights(self) -> None:
-        """Gives weights back the types they had; optimizers that are still there have their state follow."""
+        """Restores the dtypes of weights, and casts the state of optimizers accordingly."""
         for module in list(self._converted):
             self.conversion.take_in_late(module)
         now = {id(p): p.dtype for each in list(self._optimizers.values()) for p in each.gradients.parameters()}
@@ -402,7 +403,7 @@ class Session:
             adopted_model.flatten_recurrent(model)
 
     def adopt_optimizer(self, optimizer: OptimizerLike) -> None:
-        """Takes an optimizer in: its ``step`` learns to skip, and it gets masters of half weights where there are any.
+        """Adopts an optimizer: replaces its ``step`` by one that can skip, and makes masters of half weights.
 
         Raises:
             OptionError: its ``step`` cannot be replaced.
@@ -437,11 +438,11 @@ class Session:
         self.ledger.on_undo(finalizer.detach, optimizer)
 
     def has_adopted(self, optimizer: object) -> bool:
-        """Returns whether the optimizer, or one inside it, is this session's."""
+        """Returns True if the session has adopted the optimizer, or one inside it."""
         return self._find(optimizer) is not None
 
     def _find(self, optimizer: Any) -> AdoptedOptimizer | None:
-        """Returns what is known of an optimizer, or of the one that it is wrapped around, as frameworks do."""
+        """Returns the record of an optimizer, or of the one inside it if a framework wraps it; None if unknown."""
         for _ in range(_MOST_WRAPPERS):
             adopted = self._optimizers.get(id(optimizer))
             if adopted is not None:
@@ -450,10 +451,10 @@ class Session:
         return None
 
     def adopted(self, optimizer: object) -> AdoptedOptimizer:
-        """Returns what is known of an optimizer.
+        """Returns the record of an optimizer.
 
         Raises:
-            UsageError: it was never handed to ``amp.initialize``.
+            UsageError: it was never passed to ``amp.initialize``.
         """
         adopted = self._find(optimizer)
         if adopted is None:
@@ -467,12 +468,12 @@ class Session:
 
     @property
     def models(self) -> list[nn.Module]:
-        """The adopted models that are still there."""
+        """The adopted models that still exist."""
         return list(self._models)
 
     @property
     def optimizers(self) -> list[OptimizerLike]:
-        """The adopted optimizers that are still there."""
+        """The adopted optimizers that still exist."""
         found = (adopted.optimizer for adopted in list(self._optimizers.values()))
         return [optimizer for optimizer in found if optimizer is not None]
 
@@ -483,10 +484,11 @@ class Session:
 
     @_with_casts_off
     def synchronise_weights(self, model: nn.Module | None = None) -> None:
-        """Has half weights and their masters follow what was written into either of them.
+        """Copies writes to half weights or to their masters from one to the other.
 
         Args:
-            model: leaves out optimizers that update nothing of it: another thread may be in the middle of their steps.
+            model: limits this to optimizers that update its parameters, since other optimizers may be in a step in
+                another thread; None: all optimizers.
         """
         self.conversion.take_back()
         if self.has_masters:
@@ -494,22 +496,22 @@ class Session:
                 masters.synchronise_all()
 
     def _masters_of(self, model: nn.Module | None) -> set[MasterWeights]:
-        """Returns the masters of a model's parameters, by optimizer; looks at each parameter once.
+        """Returns the masters of a model's parameters, one object per optimizer.
 
-        They are remembered, since within `torch.func.functional_call` a model has other parameters.
+        Remembers them, since inside `torch.func.functional_call` a model has other parameters.
         """
         if model is None:
             return {adopted.masters for adopted in list(self._optimizers.values())}
         remembered = (reference() for reference in self._masters.get(model, ()))
         found = {masters for masters in remembered if masters is not None}
-        if len(found) < len(self._optimizers):  # where all are known there is nothing to look for
+        if len(found) < len(self._optimizers):  # otherwise all are known
             found |= self.conversion.owners_of(model.parameters())
             self._masters[model] = tuple(map(weakref.ref, found))
         return found
 
     @_with_casts_off
     def complete_masters(self) -> None:
-        """Has masters be there for all half parameters that are updated: those that were unfrozen too."""
+        """Makes missing masters of half parameters, such as unfrozen ones."""
         for adopted in list(self._optimizers.values()):
             adopted.masters.make_missing()
 
@@ -523,7 +525,7 @@ class Session:
         """Returns the scaler of a loss.
 
         Raises:
-            OptionError: there is none of that number.
+            OptionError: ``loss_id`` is out of range.
         """
         if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
             raise OptionError(
@@ -541,7 +543,7 @@ class Session:
     def _prepare_block(
         self, loss: Any, optimizers: Sequence[OptimizerLike], loss_id: int
     ) -> tuple[LossScaler, list[AdoptedOptimizer]]:
-        """Returns the scale of a loss, moved to its device, and what is known of optimizers."""
+        """Returns the scaler of a loss, moved to its device, and the optimizers' records; adopts new ones for amp.init."""
         scaler = self.scaler(loss_id)
         scaler.to_device_of(loss)
         if self.settings.adopts_on_use:
@@ -554,13 +556,13 @@ class Session:
 
     @_with_casts_off
     def judge(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """Ends passes of a loss with a verdict from outside: gradients were unscaled, or reduced, by somebody else.
+        """Replaces the pending verdicts of a loss by one from other code, which has unscaled or reduced the gradients.
 
-        What was found of them here counts no more: other processes may have found something else.
+        The verdicts found here no longer count, since other ranks may have found others.
 
         Args:
-            scaler: the loss's.
-            found_inf: 0-dimensional float32, not 0 after an overflow, for which no step is to be skipped.
+            scaler: the scaler of the loss.
+            found_inf: 0-dimensional float32, not 0 after an overflow; the scale reacts, and no step is skipped for it.
         """
         everyone = list(self._optimizers.values())
         concerned = [each for each in everyone if any(use.scaler is scaler for use in each.gradients.pending)]
@@ -586,12 +588,12 @@ class Session:
 
     @_with_casts_off
     def clip_grad_norm_(self, optimizer: OptimizerLike, max_norm: float) -> Tensor:
-        """`clipping.clip` of an optimizer."""
+        """Clips the gradients of an optimizer; see `clipping.clip`."""
         return clipping.clip(self.adopted(optimizer), max_norm)
 
     @_with_casts_off
     def unscale_(self, optimizer: OptimizerLike) -> None:
-        """`clipping.unscale` of an optimizer."""
+        """Unscales the gradients of an optimizer; see `clipping.unscale`."""
         clipping.unscale(self.adopted(optimizer))
 
     # Inference
@@ -600,9 +602,9 @@ class Session:
         """Returns the block behind ``amp.frozen_weights``.
 
         Raises:
-            UsageError: amp has neither the model, nor a part of it, nor one that it is a part of.
+            UsageError: the session has adopted neither the model, nor a part of it, nor a model around it.
         """
-        # With amp.init no model is ever adopted.
+        # amp.init adopts no models.
         if not self.settings.adopts_on_use and not any(
             adopted in model.modules() or model in adopted.modules() for adopted in self.models
         ):
@@ -612,10 +614,10 @@ class Session:
             )
         return self.cache.frozen(model.parameters()) if self.patches_functions else contextlib.nullcontext()
 
-    # What torch does beside amp
+    # Parts of torch that work beside amp
 
     def _seeing_wrappers(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Returns a `DistributedDataParallel.__init__` that this session knows of."""
+        """Returns a `DistributedDataParallel.__init__` that reports new wrappers to this session."""
         signature, active = inspect.signature(original), self._while_active(lambda session: session)
 
         @functools.wraps(original)
@@ -632,11 +634,11 @@ class Session:
 
     @_with_casts_off
     def _follow_wrapper(self, wrapper: DistributedDataParallel, has_sent_weights: bool) -> None:
-        """Notes that a model was wrapped for several ranks, which go on from the weights and scales of the first.
+        """Notes that DDP has wrapped a model, and broadcasts masters and scales from rank 0.
 
         Args:
-            wrapper: around it.
-            has_sent_weights: whether it has seen to that itself; half weights it has sent, and not the values behind.
+            wrapper: the wrapper.
+            has_sent_weights: whether DDP has broadcast the half weights; it knows no masters.
         """
         self.ranks.add(wrapper)
         self._hear_forwards_of(wrapper)
@@ -647,7 +649,7 @@ class Session:
             if full is not None:
                 distributed.broadcast_from_rank_0(full, wrapper)
                 self.conversion.note(tensor)
-        if self.settings.scale_policy.dynamic:  # a checkpoint may have been loaded in the first one alone
+        if self.settings.scale_policy.dynamic:  # rank 0 alone may have loaded a checkpoint
             device = next(wrapper.parameters()).device
             for tensor in [tensor for scaler in self.scalers for tensor in scaler.tensors_on(device)]:
                 distributed.broadcast_from_rank_0(tensor, wrapper)
@@ -658,10 +660,10 @@ class Session:
             self.ledger.on_undo(wrapper.register_forward_hook(hook).remove, wrapper)
 
     def note_replicated_forward(self, wrapper: DistributedDataParallel) -> None:
-        """Notes that a wrapper runs forward: what it was told decides whether its backward reduces gradients.
+        """Notes a forward pass of a wrapper: its settings then decide whether the backward pass reduces gradients.
 
         Raises:
-            UsageError: processes that have run out of data are to go without what the others do.
+            UsageError: it runs inside ``join()``, where ranks without data skip the backward passes of the others.
         """
         if distributed.is_joining(wrapper) and (self.has_masters or self.settings.scale_policy.dynamic):
             raise UsageError(
@@ -690,7 +692,7 @@ class Session:
         adopted.note_other_scale()
 
     def _refusing_to_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a `GradScaler._unscale_grads_` that says so where amp has the gradients, or has scaled them too."""
+        """Returns a `GradScaler._unscale_grads_` that raises if amp has masters or has scaled the gradients."""
         active = self._while_active(lambda session: session)
 
         @functools.wraps(original)
@@ -703,7 +705,7 @@ class Session:
         return _unscale_grads_
 
     def _while_active(self, method: Callable[Concatenate[Session, _P], _T]) -> Callable[_P, _T | None]:
-        """Binds a method for somebody who may keep it. It returns None once the session is taken down."""
+        """Binds a method weakly, for code that may keep it; it returns None once the session is taken down."""
         reference = weakref.ref(self)
 
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
@@ -714,12 +716,12 @@ class Session:
 
 
 def _is_wrapped_by_scheduler(owner: object, name: str) -> bool:
-    """Returns whether an attribute is an optimizer's step that an LR scheduler counts, above ours."""
+    """Returns True if an attribute is an optimizer's step that an LR scheduler has wrapped on top of amp's."""
     return hasattr(getattr(owner, name, None), "_wrapped_by_lr_sched")
 
 
 def _forget_optimizer(optimizers: dict[int, AdoptedOptimizer], key: int) -> None:
-    """Runs when an adopted optimizer has died."""
+    """Forgets an adopted optimizer that was deleted."""
     adopted = optimizers.pop(key, None)
     if adopted is not None:
         adopted.gradients.optimizer_died()

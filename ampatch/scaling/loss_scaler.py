@@ -1,8 +1,8 @@
-"""The loss scale: its transition as a pure function, and the scaler that keeps it on the device.
+"""The loss scale: its transition as a pure function, and the scaler that keeps its state on the device.
 
 The scheme is that of "Mixed Precision Training" (Micikevicius et al., 2018): halve on overflow, double after a run of
-clean steps; with the hysteresis of Megatron-LM. A static scale answers the same calls, and neither checks nor changes.
-Knows gradients as tensors only, never as parameters or optimizers.
+clean steps; with the hysteresis of Megatron-LM. A static scale has the same methods, and neither checks nor changes.
+Must know gradients only as tensors, never parameters or optimizers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _L = TypeVar("_L")
 
 _GREATEST = torch.finfo(torch.float32).max
 
-# The keys of a saved state. The first two of each are what a scaler cannot do without: the scale and its clean steps.
+# The keys of a saved state. The first two are required: the scale, and its number of clean steps.
 _KEYS = ("loss_scale", "unskipped", "hysteresis_left", "dynamic")
 _GRAD_SCALER_KEYS = (
     "scale",
@@ -48,15 +48,15 @@ class ScalePolicy:
     """How a loss scale behaves.
 
     Attributes:
-        dynamic: whether it reacts to overflows; a static one is neither checked nor changed.
-        init_scale: where it starts. 2**16 is the largest power of two that float16 nearly holds: gradients of 1
-            overflow at once, and the scale comes down to what the model bears in a few steps.
-        growth_factor: what it is multiplied by when it grows. Powers of two leave every mantissa as it was.
-        backoff_factor: what it is multiplied by when it backs off.
-        scale_window: clean steps before it grows; 2000 as in the paper.
-        hysteresis: overflows, not necessarily in a row, before it backs off; refilled when it grows.
-        min_loss_scale: the least scale. 2**-24 is float16's smallest number: below it, scaling has failed.
-        max_loss_scale: the greatest; inf: what float32 holds.
+        dynamic: True if the scale reacts to overflows; a static scale is neither checked nor changed.
+        init_scale: the first scale. 2**16 is just above float16's largest number: gradients of 1 overflow at once, and
+            the scale backs off to a suitable value in a few steps.
+        growth_factor: factor by which the scale grows. Powers of two leave every mantissa unchanged.
+        backoff_factor: factor by which the scale backs off.
+        scale_window: steps without overflow before the scale grows; 2000 as in the paper.
+        hysteresis: overflows, not necessarily in a row, before the scale backs off; refilled when it grows.
+        min_loss_scale: the least scale. 2**-24 is float16's smallest number; a smaller scale cannot help.
+        max_loss_scale: the greatest scale; inf: float32's largest number.
     """
 
     dynamic: bool
@@ -71,12 +71,12 @@ class ScalePolicy:
 
 @dataclass(frozen=True, slots=True)
 class ScaleState:
-    """A moment in the life of a scale.
+    """The state of a scale at one moment.
 
     Attributes:
-        loss_scale: what the loss is multiplied by.
-        unskipped: clean steps since it last changed.
-        hysteresis_left: overflows that are still forgiven, this one included.
+        loss_scale: factor of the loss.
+        unskipped: steps without overflow since the scale last changed.
+        hysteresis_left: overflows until the scale backs off.
     """
 
     loss_scale: float
@@ -99,7 +99,8 @@ def make_policy(
     """Returns a checked policy from the arguments of ``amp.initialize``.
 
     Raises:
-        OptionError: a value out of range, a floor above the ceiling, or ``scale_factor`` beside what it would set.
+        OptionError: a value is out of range, the least scale is above the greatest, or ``scale_factor`` is given with
+            one of the factors that it sets.
     """
     checked: LossScale = check_loss_scale(loss_scale)
     floor = 2.0**-24 if min_loss_scale is None else _checked_scale("min_loss_scale", min_loss_scale)
@@ -115,12 +116,12 @@ def make_policy(
 
 
 def first_state(policy: ScalePolicy) -> ScaleState:
-    """Returns the state that a scale starts in."""
+    """Returns the first state of a scale."""
     return ScaleState(policy.init_scale, 0, policy.hysteresis)
 
 
 def next_state(state: ScaleState, overflow: bool, policy: ScalePolicy) -> ScaleState:
-    """Returns the state after one pass: the reference that `kernels.update_scale` is tested against."""
+    """Returns the state after one step: the reference for the tests of `kernels.update_scale`."""
     if not policy.dynamic:
         return replace(state, unskipped=state.unskipped + 1)
     scale, left = state.loss_scale, state.hysteresis_left
@@ -141,11 +142,11 @@ def scaled(loss: _L, scale: Tensor | None) -> _L:
     """Multiplies losses by a scale.
 
     Args:
-        loss: floating tensors, in nested lists, tuples and dicts.
+        loss: a floating tensor, or nested lists, tuples and dicts of them.
         scale: 0-dimensional float32; None: 1.
 
     Returns:
-        The same in float32, each on its own device.
+        Losses in float32, in the same lists, tuples and dicts, each on its own device.
     """
     if not isinstance(loss, Tensor):
         return cast_tensors(loss, lambda each: scaled(each, scale))  # type: ignore[return-value]
@@ -156,7 +157,7 @@ def scaled(loss: _L, scale: Tensor | None) -> _L:
 
 
 class LossScaler:
-    """A loss scale by itself, for loops that do without ``amp.scale_loss``.
+    """A loss scale for loops that do not use ``amp.scale_loss``.
 
     ::
 
@@ -169,24 +170,24 @@ class LossScaler:
 
     Args:
         loss_scale: "dynamic", or a positive number for a static scale, which is never checked.
-        init_scale: where a dynamic scale starts.
-        scale_factor: by which it grows and backs off.
-        scale_window: clean updates before it grows.
+        init_scale: first value of a dynamic scale.
+        scale_factor: factor by which it grows and backs off.
+        scale_window: updates without overflow before it grows.
         hysteresis: overflows before it backs off.
-        min_loss_scale: the floor; None: 2**-24.
-        max_loss_scale: the ceiling.
-        growth_factor: what it is multiplied by when it grows; None: ``scale_factor``.
-        backoff_factor: what it is multiplied by when it backs off; None: 1 / ``scale_factor``.
+        min_loss_scale: the least scale; None: 2**-24.
+        max_loss_scale: the greatest scale.
+        growth_factor: factor by which it grows; None: ``scale_factor``.
+        backoff_factor: factor by which it backs off; None: 1 / ``scale_factor``.
 
     Attributes:
-        policy: how it behaves.
-        dynamic: whether overflows are looked for.
-        is_one: whether it is static and 1, so that scaling changes nothing and costs nothing.
-        age: how often the scale was set or may have moved, known without asking the device.
-        uses_by_hand: of the class: how often anybody has unscaled gradients with `unscale_`, by whichever scaler.
+        policy: how the scale reacts to overflows.
+        dynamic: True if the scale reacts to overflows.
+        is_one: True if the scale is static and 1, so that scaling changes nothing and costs nothing.
+        age: number of times that the scale was set or may have changed; known without a sync with the device.
+        uses_by_hand: class attribute: number of calls of `unscale_`, of all scalers.
 
     Raises:
-        OptionError: a value out of range.
+        OptionError: a value is out of range.
     """
 
     uses_by_hand: ClassVar[int] = 0
@@ -197,12 +198,12 @@ class LossScaler:
     _scale: Tensor
     _unskipped: Tensor
     _hysteresis_left: Tensor
-    _found_inf: Tensor  # what was noted since the last update
+    _found_inf: Tensor  # overflows noted since the last update
     _has_noted: bool = False
-    _is_replayed: bool = False  # a CUDA graph notes, and nobody hears of its replays
-    _counted: int = 0  # updates of a static scale, which need not be counted on the device
+    _is_replayed: bool = False  # a CUDA graph notes overflows, and its replays do not run this code
+    _counted: int = 0  # updates of a static scale, counted on the host
     _kept: Tensor | None = None  # the snapshot of a static scale
-    _set_to: float  # what the host last set the scale to, which a static one still is
+    _set_to: float  # the scale that the host last set; a static scale still has it
 
     def __init__(
         self,
@@ -233,14 +234,14 @@ class LossScaler:
 
     @classmethod
     def from_policy(cls, policy: ScalePolicy) -> LossScaler:
-        """Returns a scaler of a policy that was checked already."""
+        """Returns a scaler for a checked policy."""
         scaler = cls.__new__(cls)
         scaler._begin(policy)
         return scaler
 
     def _begin(self, policy: ScalePolicy) -> None:
         self.policy, self.dynamic = policy, policy.dynamic
-        with torch.inference_mode(False):  # backward may need them, whoever makes them where
+        with torch.inference_mode(False):  # a backward pass may need them, even if they are made in inference mode
             self._scale = torch.empty((), dtype=torch.float32, device="cpu")
             self._unskipped = torch.empty((), dtype=torch.int32, device="cpu")
             self._hysteresis_left = torch.empty_like(self._unskipped)
@@ -249,19 +250,19 @@ class LossScaler:
 
     @WithoutCasts()
     def scale(self, loss: _L) -> _L:
-        """``loss`` in float32 times the scale.
+        """Multiplies a loss by the scale.
 
         Args:
-            loss: floating, of any shape; or several, in nested lists, tuples and dicts.
+            loss: floating tensor of any shape; or nested lists, tuples and dicts of them.
 
         Returns:
-            float32, of the same shape, on the same device; of several the same lists, tuples and dicts.
+            The scaled loss: float32, of the same shape, on the same device, in the same lists, tuples and dicts.
 
         Raises:
-            OptionError: it is no floating tensor.
+            OptionError: it is not a floating tensor.
         """
         self.to_device_of(loss)
-        # By a copy, since an update before backward would change what autograd keeps.
+        # By a copy: autograd keeps the factor, and an update before the backward pass would change it.
         return scaled(loss, None if self.is_one else self.snapshot())
 
     @WithoutCasts()
@@ -269,15 +270,15 @@ class LossScaler:
         """Divides gradients by the scale in place, and looks for overflow if the scale is dynamic.
 
         Args:
-            grads: floating or complex tensors of any shape, dtype and device; None is passed over, sparse ones are
-                coalesced. Of DTensors every process has to hand in the same, and all hear of an overflow in one.
+            grads: floating or complex tensors of any shape, dtype and device. None is skipped, sparse ones are
+                coalesced. Of DTensors all ranks must pass the same, and all ranks see an overflow on any rank.
 
         Returns:
-            0-dimensional float32, 1 if any element of these gradients was not finite, else 0; always 0 under a static
-            scale. Reading it waits for the device.
+            0-dimensional float32: 1 if any element is inf or NaN, else 0; always 0 under a static scale. Reading it
+            syncs with the device.
 
         Raises:
-            OptionError: there is something else among them, such as a parameter; nothing was changed.
+            OptionError: one of them is not a gradient but, say, a parameter; nothing was changed.
         """
         there = _checked_gradients(grads)
         LossScaler.uses_by_hand += 1
@@ -291,11 +292,11 @@ class LossScaler:
         return found_inf
 
     def no_overflow(self) -> Tensor:
-        """Returns a verdict for kernels to change: 0-dimensional float32, 0."""
+        """Returns a new verdict, for kernels to write: 0-dimensional float32, 0."""
         return torch.zeros_like(self._found_inf)
 
     def note(self, found_inf: Tensor) -> None:
-        """Takes note of a verdict that the next `update` is to heed.
+        """Records a verdict for the next `update`.
 
         Args:
             found_inf: 0-dimensional float32, not 0 after an overflow.
@@ -305,13 +306,13 @@ class LossScaler:
         self._is_replayed = self._is_replayed or is_capturing()
 
     def forget(self) -> None:
-        """Takes back what was noted since the last update."""
+        """Forgets the verdicts recorded since the last update."""
         self._found_inf.zero_()
         self._has_noted = False
 
     @WithoutCasts()
     def update(self) -> None:
-        """Ends a pass: the scale backs off if an `unscale_` since the last update met overflow; else grows or stays."""
+        """Ends a step: the scale backs off after an overflow since the last update; otherwise it grows or stays."""
         if self.dynamic:
             self._react(self._found_inf)
             self.forget()
@@ -321,7 +322,7 @@ class LossScaler:
             self._counted += 1
 
     def update_by(self, found_inf: Tensor) -> None:
-        """`note` and `update` at once."""
+        """Calls `note` and `update`, in one kernel if it can."""
         if self._has_noted or self._is_replayed or not self.dynamic:
             self.note(found_inf)
             self.update()
@@ -345,10 +346,10 @@ class LossScaler:
         self.age += 1
 
     def set_scale(self, scale: float | Tensor) -> None:
-        """Sets the scale of a dynamic scaler, and leaves its clean updates as they are.
+        """Sets the scale of a dynamic scaler; its number of clean updates stays.
 
         Args:
-            scale: a positive number; or a floating tensor of one, whose value is not looked at.
+            scale: a positive number; or a floating tensor of one element, whose value is not checked.
 
         Raises:
             OptionError: it is neither.
@@ -366,19 +367,19 @@ class LossScaler:
         self.age += 1
 
     def snapshot(self) -> Tensor:
-        """Returns the scale as it is now, on the device: 0-dimensional float32, not to be written to."""
+        """Returns a copy of the present scale on the device: 0-dimensional float32; must not be written to."""
         if self.dynamic or is_capturing():
             return self._scale.clone()
         if self._kept is None:
-            with torch.inference_mode(False):  # others will use it, too
+            with torch.inference_mode(False):  # reused outside inference mode
                 self._kept = self._scale.clone()
         return self._kept
 
     def to_device_of(self, loss: object) -> None:
-        """Moves to the device of a loss that is to be scaled, or of the first of several.
+        """Moves the state to the device of a loss, or of the first of several.
 
         Raises:
-            OptionError: it is neither a floating tensor, nor lists, tuples and dicts of such.
+            OptionError: it is neither a floating tensor, nor lists, tuples and dicts of them.
         """
         if isinstance(loss, Tensor):
             _check_loss(loss)
@@ -425,7 +426,7 @@ class LossScaler:
 
     @property
     def state(self) -> ScaleState:
-        """The state as plain numbers; waits for the device."""
+        """The state as plain numbers; reading it syncs with the device."""
         return ScaleState(float(self._scale), int(self._unskipped) + self._counted, int(self._hysteresis_left))
 
     def state_dict(self) -> dict[str, float | int]:
@@ -435,25 +436,25 @@ class LossScaler:
         if self.policy.hysteresis > 1:
             saved["hysteresis_left"] = state.hysteresis_left
         if not self.dynamic:
-            saved["dynamic"] = False  # such a scale is no place for a dynamic one to start from
+            saved["dynamic"] = False  # a dynamic scale must not start from it
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Takes over a saved state: one of `state_dict`, of Apex, or of ``torch.amp.GradScaler``.
+        """Loads a state: one of `state_dict`, of Apex, or of ``torch.amp.GradScaler``.
 
         Raises:
-            OptionError: a key is missing, unknown, or holds no such number; nothing was changed.
+            OptionError: a key is missing or unknown, or its value is out of range; nothing was changed.
         """
         self.set_state(self.read_state_dict(state_dict))
 
     def read_state_dict(self, state_dict: Mapping[str, object]) -> ScaleState:
-        """Returns the state that a dict holds, checked, without taking it over.
+        """Returns the checked state in a dict, without loading it.
 
-        A dynamic scale comes within this policy's floor and ceiling, as it would at the next `update`, and has no more
-        overflows left that are forgiven than this policy gives.
+        A dynamic scale is clamped to this policy's least and greatest scale, and its remaining hysteresis to this
+        policy's.
 
         Raises:
-            OptionError: a key is missing, unknown, or holds no such number.
+            OptionError: a key is missing or unknown, or its value is out of range.
         """
         if not isinstance(state_dict, Mapping):
             raise OptionError(
@@ -481,8 +482,8 @@ class LossScaler:
         return ScaleState(scale, unskipped, min(left, self.policy.hysteresis))
 
     def set_state(self, state: ScaleState) -> None:
-        """Takes over a state that was checked."""
-        # In place, as everything is but the move to a device: a CUDA graph goes on with the tensors that it met.
+        """Loads a checked state."""
+        # In place: a CUDA graph keeps using the tensors that it captured.
         self._set_to = state.loss_scale
         self._scale.fill_(state.loss_scale)
         self._unskipped.fill_(state.unskipped)
@@ -494,14 +495,14 @@ class LossScaler:
 
 
 def is_of_grad_scaler(state_dict: Mapping[Any, object]) -> bool:
-    """Returns whether a saved state is what ``torch.amp.GradScaler.state_dict()`` returns, or a part of it."""
+    """Returns True if a saved state is what ``torch.amp.GradScaler.state_dict()`` returns, or a part of it."""
     return bool(state_dict) and all(key in _GRAD_SCALER_KEYS for key in state_dict)
 
 
 def settings_unlike(policy: ScalePolicy, *state_dicts: Mapping[Any, object]) -> str:
-    """Returns how a saved ``GradScaler`` reacted to overflows otherwise than a policy does, as text.
+    """Returns the settings in which saved ``GradScaler`` states differ from a policy, as text.
 
-    Empty where none did, and for a static scale, which does not react.
+    Empty if none differs, and for a static scale, which reacts to nothing.
     """
     here = {
         "growth_factor": policy.growth_factor,
@@ -600,7 +601,7 @@ def _check_loss(loss: object) -> None:
 
 
 def _checked_losses(losses: object) -> list[Tensor]:
-    """Returns the losses in nested lists, tuples and dicts, which are one at least."""
+    """Returns the losses in nested lists, tuples and dicts; raises if there is none."""
     if isinstance(losses, (list, tuple, dict)):
         items = losses.values() if isinstance(losses, dict) else losses
         found = [each for item in items for each in _checked_losses(item)]
@@ -616,14 +617,14 @@ def _kind(value: object) -> str:
 
 
 def _checked_scale(name: str, value: object) -> float:
-    """Returns a number as float32 holds it; raises if it, or its reciprocal, would be 0 or inf there."""
+    """Returns a number rounded to float32; raises if it, or its reciprocal, is 0 or inf there."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 2.0**-126 <= value <= _GREATEST:
         return _float32(value)
     raise OptionError(f"{name} is {value!r}; expected a number from 2**-126 to {_GREATEST:g}.")
 
 
 def _factors(scale_factor: object, growth_factor: object, backoff_factor: object) -> tuple[float, float]:
-    """Returns what a scale grows and backs off by: as given apart, or as one factor for both."""
+    """Returns the growth factor and the backoff factor, from ``scale_factor`` or given separately."""
     both = _factor("scale_factor", scale_factor)
     if both <= 1:
         raise OptionError(f"scale_factor is {scale_factor!r}; expected a number above 1, such as 2.")
