@@ -543,7 +543,7 @@ class Session:
     def _prepare_block(
         self, loss: Any, optimizers: Sequence[OptimizerLike], loss_id: int
     ) -> tuple[LossScaler, list[AdoptedOptimizer]]:
-        """Returns the scaler of a loss, moved to its device, and the optimizers' records; adopts new ones for amp.init."""
+        """Returns a loss's scaler, moved to its device, and the optimizers' records; adopts new ones for `amp.init`."""
         scaler = self.scaler(loss_id)
         scaler.to_device_of(loss)
         if self.settings.adopts_on_use:
