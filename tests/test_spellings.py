@@ -413,7 +413,7 @@ class TestWhatIsCalled:
         assert called_by(torch.softmax) == {}
 
     def test_of_functions_of_torchs_agrees_with_the_lists(self) -> None:
-        """The three pairs that do not are told of in docs/design/cast-lists.md."""
+        """docs/design/cast-lists.md explains the three pairs that disagree."""
         rules = shipped().for_half(torch.float16)
         by_function = {id(find(path)): path for path in rules}
         disagreeing = {
