@@ -215,7 +215,7 @@ class Ranks:
             found_inf: 0-dimensional float32 tensor, not 0 after an overflow on this rank; changed in place.
             parameters: parameters whose gradients were checked, with or without a gradient on this rank.
         """
-        if _is_single_rank():
+        if _is_not_distributed():
             return
         parameters = list(parameters)
         groups = dict.fromkeys(group for spread in self._layouts_of(parameters) for group in spread.holders)
@@ -240,7 +240,7 @@ class Ranks:
     def by_shard_groups(self, parameters: Iterable[Tensor]) -> list[tuple[tuple[Group, ...], list[Tensor]]]:
         """Returns parameters by the groups over which their elements are spread; unsharded ones by an empty tuple."""
         parameters = list(parameters)
-        if _is_single_rank():
+        if _is_not_distributed():
             return [((), parameters)]
         parts: dict[tuple[Group, ...], list[Tensor]] = {}
         for parameter, spread in zip(parameters, self._layouts_of(parameters), strict=True):
@@ -248,8 +248,8 @@ class Ranks:
         return list(parts.items())
 
     def _layouts_of(self, parameters: Iterable[Tensor]) -> Iterator[_Layout]:
-        """Returns an iterator over how each parameter is spread over ranks; an empty one if there is only one rank."""
-        if _is_single_rank():
+        """Yields how each parameter is spread over ranks; nothing if torch.distributed is not initialized."""
+        if _is_not_distributed():
             return iter(())
         # Inner modules come later, and overwrite the outer ones: the innermost FSDP module decides.
         flat = {id(each): module for module in list(self._fsdp1) for each in module.parameters()}
@@ -331,14 +331,14 @@ def _layout_within(module: Any) -> _Layout:
     return _Layout((group,), () if is_whole else (group,))
 
 
-def _is_single_rank() -> bool:
+def _is_not_distributed() -> bool:
     """Returns True if torch.distributed is not initialized."""
     return not (_IS_AVAILABLE and dist.is_initialized())
 
 
 def replicating_wrappers() -> list[DistributedDataParallel]:
     """Returns all DDP wrappers on this rank, found among all of Python's objects; none without torch.distributed."""
-    if _is_single_rank():
+    if _is_not_distributed():
         return []
     # issubclass of the type, not isinstance: a lazy proxy imports its module if its __class__ is read.
     return [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
