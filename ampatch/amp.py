@@ -37,7 +37,7 @@ from ampatch.errors import (
     did_you_mean,
 )
 from ampatch.interfaces.inference_copy import check_no_copy, convert
-from ampatch.interfaces.mixed_precision import precise_within
+from ampatch.interfaces.mixed_precision import mixed_precision_within
 from ampatch.native import calls, kernels
 from ampatch.opt_levels import Properties
 from ampatch.patching import adopted_model
@@ -964,7 +964,7 @@ def _check_whole(optimizers: list[Any], models: list[nn.Module], properties: Pro
             f"that opt_level={properties.opt_level!r} converts. Call amp.initialize first, then wrap the model."
         )
     for optimizer in optimizers:
-        if properties.master_weights and precise_within(optimizer) is not None:
+        if properties.master_weights and mixed_precision_within(optimizer) is not None:
             raise OptionError(
                 f"the {type(optimizer).__name__} has masters of its own, by a MixedPrecision, and opt_level="
                 f"{properties.opt_level!r} would give it others. Leave MixedPrecision out, or type "

@@ -323,7 +323,7 @@ def _layout_within(module: Any) -> _Layout:
     if module is None:
         raise UsageError(
             "found gradients of parameters that FullyShardedDataParallel has sharded, but amp does not know the "
-            "module, so it cannot find the ranks that share them. Hand it to amp.initialize together with the "
+            "module, so it cannot find the ranks that share them. Pass it to amp.initialize together with the "
             "optimizer, at opt_level='O1' or 'O4'."
         )
     group = Group(module.process_group, module.compute_device.type)

@@ -394,7 +394,7 @@ class Session:
     def _restore_weights(self) -> None:
         """Restores the dtypes of weights, and casts the state of optimizers accordingly."""
         for module in list(self._converted):
-            self.conversion.take_in_late(module)
+            self.conversion.record_late(module)
         now = {id(p): p.dtype for each in list(self._optimizers.values()) for p in each.gradients.parameters()}
         self.conversion.restore()
         for optimizer in self.optimizers:

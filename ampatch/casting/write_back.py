@@ -35,19 +35,19 @@ _OF_MODULES = vars(torch.nn.modules.module)
 
 
 @dataclass(frozen=True, slots=True)
-class _Handed:
+class _Container:
     """A container that was passed to a forward pass.
 
     Attributes:
-        theirs: the caller's container.
-        given: container that the forward pass got; the caller's own if nothing in it was cast.
+        original: the caller's container.
+        passed: container that the forward pass got; the caller's own if nothing in it was cast.
         read: function that returns the contents of a container.
-        items: contents of ``given`` when the forward pass began.
-        outer: contents of ``theirs`` when the forward pass began.
+        items: contents of ``passed`` when the forward pass began.
+        outer: contents of ``original`` when the forward pass began.
     """
 
-    theirs: Any
-    given: Any
+    original: Any
+    passed: Any
     read: Callable[[Any], Items]
     items: Items
     outer: Items
@@ -58,14 +58,14 @@ class _Copy:
     """A tensor whose copy was passed to a forward pass.
 
     Attributes:
-        theirs: the caller's tensor.
-        given: the copy.
+        original: the caller's tensor.
+        passed: the copy.
         version: version counter of the copy when the forward pass began.
         node: ``grad_fn`` of the copy when the forward pass began.
     """
 
-    theirs: Tensor
-    given: Tensor
+    original: Tensor
+    passed: Tensor
     version: int
     node: Node | None
 
@@ -77,17 +77,17 @@ class _Forward:
         module: module that it belongs to.
         frame: frame of the module's call; once it has left the stack, the forward pass has ended. None if torch.compile
             traces it.
-        handed: containers among its arguments, and containers in these.
+        containers: containers among its arguments, and containers in these.
         known: the caller's object for each tensor and container that the forward pass got.
         copies: copies of the caller's tensors that it got, if torch counts the writes to them.
     """
 
-    __slots__ = ("copies", "frame", "handed", "known", "module")
+    __slots__ = ("containers", "copies", "frame", "known", "module")
 
     def __init__(self, module: nn.Module, frame: FrameType | None) -> None:
         self.module = module
         self.frame = frame
-        self.handed: list[_Handed] = []
+        self.containers: list[_Container] = []
         self.known = Replacements()
         self.copies: list[_Copy] = []
 
@@ -102,13 +102,13 @@ _stack = _Stack()
 _traced: list[_Forward] = []
 
 
-def begin(module: nn.Module, theirs: Arguments, given: Arguments) -> None:
+def begin(module: nn.Module, original: Arguments, passed: Arguments) -> None:
     """Records the arguments of a forward pass. Must be called by the hook itself, as `_call` counts stack frames.
 
     Args:
         module: module whose forward pass begins.
-        theirs: arguments as the caller passed them.
-        given: arguments as the forward pass gets them.
+        original: arguments as the caller passed them.
+        passed: arguments as the forward pass gets them.
     """
     if is_exporting():  # an exported program cannot write to its arguments, and torch warns about objects kept here
         return
@@ -117,8 +117,8 @@ def begin(module: nn.Module, theirs: Arguments, given: Arguments) -> None:
     else:
         drop_interrupted()
         forwards, forward = _stack.forwards, _Forward(module, _call())
-    _open_all(forward, theirs[0], given[0])
-    _open_all(forward, list(theirs[1].values()), list(given[1].values()))
+    _track_all(forward, original[0], passed[0])
+    _track_all(forward, list(original[1].values()), list(passed[1].values()))
     forwards.append(forward)
 
 
@@ -142,10 +142,10 @@ def end(module: nn.Module, dtype: torch.dtype | None, result: object) -> object:
         forward = forwards.pop()
         known = forward.known
         for copy in forward.copies:
-            if copy.given._version != copy.version and not _write_tensor(copy):
-                known.forget(copy.given)
-        for handed in forward.handed:
-            _carry_back(handed, lambda item: item if dtype is None else cast_floating(item, dtype, known))
+            if copy.passed._version != copy.version and not _write_tensor(copy):
+                known.forget(copy.passed)
+        for container in forward.containers:
+            _write_container(container, lambda item: item if dtype is None else cast_floating(item, dtype, known))
     return result if dtype is None else cast_floating(result, dtype, known)
 
 
@@ -171,49 +171,49 @@ def _is_running(frame: FrameType | None) -> bool:
     return caller is frame
 
 
-def _open_all(forward: _Forward, theirs: Sequence[Any], given: Sequence[Any]) -> None:
-    for place, inner in enumerate(given):
+def _track_all(forward: _Forward, original: Sequence[Any], passed: Sequence[Any]) -> None:
+    for place, inner in enumerate(passed):
         if type(inner) not in PLAIN:
-            _open(forward, theirs[place], inner)
+            _track(forward, original[place], inner)
 
 
-def _open(forward: _Forward, theirs: Any, given: Any) -> None:
+def _track(forward: _Forward, original: Any, passed: Any) -> None:
     """Records a value and its contents."""
-    if isinstance(given, Tensor):
-        _open_tensor(forward, theirs, given)
+    if isinstance(passed, Tensor):
+        _track_tensor(forward, original, passed)
         return
-    if type(given) is not type(theirs) or not is_opened(given) or forward.known.find(given) is not None:
+    if type(passed) is not type(original) or not is_opened(passed) or forward.known.find(passed) is not None:
         return
-    if isinstance(given, tuple):
-        if len(given) == len(theirs):  # the ``to`` of its class may have made it longer
-            _open_all(forward, theirs, given)
+    if isinstance(passed, tuple):
+        if len(passed) == len(original):  # the ``to`` of its class may have made it longer
+            _track_all(forward, original, passed)
         return
-    forward.known.add(given, theirs)
-    if isinstance(given, list):
-        if len(given) == len(theirs):
-            forward.handed.append(_Handed(theirs, given, list, list(given), list(theirs)))
-            _open_all(forward, theirs, given)
-    elif isinstance(given, dict):
-        _open_items(forward, theirs, given, _by_key)
-    if type(given) not in _WITHOUT_ATTRIBUTES:
-        _open_items(forward, theirs, given, attributes_of)
+    forward.known.add(passed, original)
+    if isinstance(passed, list):
+        if len(passed) == len(original):
+            forward.containers.append(_Container(original, passed, list, list(passed), list(original)))
+            _track_all(forward, original, passed)
+    elif isinstance(passed, dict):
+        _track_items(forward, original, passed, _by_key)
+    if type(passed) not in _WITHOUT_ATTRIBUTES:
+        _track_items(forward, original, passed, attributes_of)
 
 
-def _open_tensor(forward: _Forward, theirs: Any, given: Tensor) -> None:
-    if given is theirs or not isinstance(theirs, Tensor) or is_compiling() or given.is_inference():
+def _track_tensor(forward: _Forward, original: Any, passed: Tensor) -> None:
+    if passed is original or not isinstance(original, Tensor) or is_compiling() or passed.is_inference():
         return
-    if forward.known.find(given) is None:
+    if forward.known.find(passed) is None:
         # `end` replaces the copy by the caller's tensor, after it has copied in-place writes to that.
-        forward.known.add(given, theirs)
-        forward.copies.append(_Copy(theirs, given, given._version, given.grad_fn))
+        forward.known.add(passed, original)
+        forward.copies.append(_Copy(original, passed, passed._version, passed.grad_fn))
 
 
-def _open_items(forward: _Forward, theirs: Any, given: Any, read: Callable[[Any], dict[Any, Any]]) -> None:
-    items, outer = read(given), read(theirs)
-    forward.handed.append(_Handed(theirs, given, read, items, outer))
+def _track_items(forward: _Forward, original: Any, passed: Any, read: Callable[[Any], dict[Any, Any]]) -> None:
+    items, outer = read(passed), read(original)
+    forward.containers.append(_Container(original, passed, read, items, outer))
     for key, item in items.items():
         if type(item) not in PLAIN and key in outer:
-            _open(forward, outer[key], item)
+            _track(forward, outer[key], item)
 
 
 def _by_key(value: dict[Any, Any]) -> dict[Any, Any]:
@@ -228,37 +228,37 @@ def _write_tensor(copy: _Copy) -> bool:
     Returns:
         True if it could; False if the copy has another shape or layout than the caller's tensor.
     """
-    theirs, given = copy.theirs, copy.given
-    if given.shape != theirs.shape or given.layout is not theirs.layout:
+    original, passed = copy.original, copy.passed
+    if passed.shape != original.shape or passed.layout is not original.layout:
         return False
     with torch.no_grad():
-        before = theirs.clone()
-    with contextlib.nullcontext() if given.grad_fn is not copy.node else torch.no_grad():
-        theirs.copy_(given)
-    if given.layout is torch.strided:
+        before = original.clone()
+    with contextlib.nullcontext() if passed.grad_fn is not copy.node else torch.no_grad():
+        original.copy_(passed)
+    if passed.layout is torch.strided:
         with torch.no_grad():
-            theirs.copy_(torch.where(given == before.to(given.dtype), before, theirs))
+            original.copy_(torch.where(passed == before.to(passed.dtype), before, original))
     return True
 
 
-def _carry_back(handed: _Handed, as_theirs: Callable[[Any], Any]) -> None:
-    now, before, theirs = handed.read(handed.given), handed.items, handed.theirs
+def _write_container(container: _Container, as_original: Callable[[Any], Any]) -> None:
+    now, before, original = container.read(container.passed), container.items, container.original
     if isinstance(now, list) or isinstance(before, list):
         if len(now) != len(before) or any(item is not before[place] for place, item in enumerate(now)):
-            theirs[:] = _items_of_list(now, before, list(handed.outer), as_theirs)
+            original[:] = _items_of_list(now, before, list(container.outer), as_original)
         return
-    written = {key: as_theirs(item) for key, item in now.items() if key not in before or item is not before[key]}
+    written = {key: as_original(item) for key, item in now.items() if key not in before or item is not before[key]}
     # An item may be an attribute too, and be gone already.
-    gone = [key for key in before if key not in now and key in handed.read(theirs)]
-    if handed.read is _by_key:
-        _write_items(theirs, written, gone)
+    gone = [key for key in before if key not in now and key in container.read(original)]
+    if container.read is _by_key:
+        _write_items(original, written, gone)
         if list(now) != list(before):
-            _put_in_order(theirs, list(now))
+            _put_in_order(original, list(now))
     else:
-        _write_attributes(theirs, written, gone)
+        _write_attributes(original, written, gone)
 
 
-def _items_of_list(now: Items, before: Items, outer: list[Any], as_theirs: Callable[[Any], Any]) -> Iterator[Any]:
+def _items_of_list(now: Items, before: Items, outer: list[Any], as_original: Callable[[Any], Any]) -> Iterator[Any]:
     """Yields the items for the caller's list: the caller's own for items that it held when the forward pass began."""
     moved = Replacements()
     for place, item in enumerate(before):
@@ -271,39 +271,39 @@ def _items_of_list(now: Items, before: Items, outer: list[Any], as_theirs: Calla
         own = moved.find(item)
         # Used once only: an item that occurs twice may have been written to in a way that torch does not count.
         moved.forget(item)
-        yield as_theirs(item) if own is None else own
+        yield as_original(item) if own is None else own
 
 
 # These use statements, as compilers do not know the functions of ``operator`` that do the same.
 
 
-def _write_items(theirs: dict[Any, Any], written: dict[Any, Any], gone: list[Any]) -> None:
+def _write_items(original: dict[Any, Any], written: dict[Any, Any], gone: list[Any]) -> None:
     for key in gone:
-        del theirs[key]
+        del original[key]
     for key, item in written.items():
-        theirs[key] = item  # noqa: PERF403 - a class may do more than update() does
+        original[key] = item  # noqa: PERF403 - a class may do more than update() does
 
 
-def _put_in_order(theirs: dict[Any, Any], keys: list[Any]) -> None:
-    if list(theirs) != keys:
-        items = [(key, theirs.pop(key)) for key in keys]
+def _put_in_order(original: dict[Any, Any], keys: list[Any]) -> None:
+    if list(original) != keys:
+        items = [(key, original.pop(key)) for key in keys]
         for key, item in items:
-            theirs[key] = item  # noqa: PERF403 - as above
+            original[key] = item  # noqa: PERF403 - as above
 
 
-def _write_attributes(theirs: object, written: dict[Any, Any], gone: list[Any]) -> None:
+def _write_attributes(original: object, written: dict[Any, Any], gone: list[Any]) -> None:
     # Not setattr(): frozen dataclasses refuse it, and a property may hide an attribute. A forward pass can write both.
-    own = getattr(theirs, "__dict__", {})
+    own = getattr(original, "__dict__", {})
     for name in gone:
         if name in own:
             del own[name]
         else:
-            object.__delattr__(theirs, name)
+            object.__delattr__(original, name)
     for name, item in written.items():
-        if _stands_before(theirs, name):
+        if _stands_before(original, name):
             own[name] = item
         else:
-            object.__setattr__(theirs, name, item)
+            object.__setattr__(original, name, item)
 
 
 def _stands_before(value: object, name: str) -> bool:

@@ -23,7 +23,7 @@ from torch.amp.grad_scaler import OptState
 from ampatch.casting.nested import cast_tensors
 from ampatch.distributed import Ranks
 from ampatch.errors import LossScaleError, OptionError, ScalerOptionError, ScalerUsageError, warn
-from ampatch.interfaces.mixed_precision import precise_within
+from ampatch.interfaces.mixed_precision import mixed_precision_within
 from ampatch.native import kernels
 from ampatch.opt_levels import HALVES
 from ampatch.runtime import runtime
@@ -289,7 +289,7 @@ class GradScaler(torch.amp.GradScaler):
         session = runtime.live
         if session is not None and session.switch.active:
             session.let_unscale(optimizer)
-        precise = None if allow_fp16 else precise_within(optimizer)
+        precise = None if allow_fp16 else mixed_precision_within(optimizer)
         if precise is not None:
             precise.widen_gradients()
         parameters = list(optimizer_state.parameters_of(optimizer))
@@ -411,7 +411,7 @@ class GradScaler(torch.amp.GradScaler):
             optimizer.grad_scale = scale if preset is None else scale * preset
         optimizer.found_inf = found_inf
         try:
-            if self._is_to_be_read(optimizer, found_inf) and bool(found_inf):
+            if self._host_must_read(optimizer, found_inf) and bool(found_inf):
                 self._skip(optimizer)
                 if _is_torchs(optimizer):
                     return None
@@ -419,7 +419,7 @@ class GradScaler(torch.amp.GradScaler):
         finally:
             del optimizer.grad_scale, optimizer.found_inf
 
-    def _is_to_be_read(self, optimizer: Any, found_inf: Tensor) -> bool:
+    def _host_must_read(self, optimizer: Any, found_inf: Tensor) -> bool:
         """Returns True if the host must read the overflow flag before a step that could skip by itself."""
         if self._has_floor or found_inf.device.type in scale_use.AT_HAND:
             return True

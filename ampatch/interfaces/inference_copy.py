@@ -282,7 +282,7 @@ class _Weights:
             if weight.kept is None:
                 raise UsageError(
                     f"the converted model's {weight.name!r} is half, a function that is not on the whitelist reads it "
-                    "in float32, and keep_float32=False let those values go. Leave keep_float32=False out, or exclude "
+                    "in float32, and keep_float32=False dropped those values. Leave keep_float32=False out, or exclude "
                     "the module: amp.convert_model(model, excluded=[...])."
                 )
             with torch.inference_mode(False), torch.no_grad():
@@ -411,20 +411,20 @@ def convert(
 ) -> nn.Module:
     """Returns the copy; see `amp.convert_model`."""
     source = _check(model)
-    left_out, functions = _split_excluded(source, excluded)
+    excluded_paths, functions = _split_excluded(source, excluded)
     if functions:
         lists = lists.overlaid([{"blacklist": {path.namespace: [path.name]}} for path in functions])
     rules = CastRules(half_dtype, lists.for_half(half_dtype).values(), _registered())
-    _warn_uncast(source, left_out, rules)
+    _warn_uncast(source, excluded_paths, rules)
     live = runtime.live
     if live is not None and any(live.conversion.kept_float32_values(each) is not None for each in source.parameters()):
         source = copy.deepcopy(source)  # a deep copy of a converted model is float32
     with torch.inference_mode(False), torch.no_grad():  # otherwise its weights would work only in inference mode
-        made, weights = _copied(source, left_out, rules, _Weights(half_dtype, keep_float32))
+        made, weights = _copied(source, excluded_paths, rules, _Weights(half_dtype, keep_float32))
     parts = _CopyRunner(rules, weights)
     for path, module in made.named_modules():
-        for name in _methods_to_wrap(module, path in left_out):
-            module.__dict__[name] = _WrappedMethod(parts, module, getattr(module, name), path in left_out)
+        for name in _methods_to_wrap(module, path in excluded_paths):
+            module.__dict__[name] = _WrappedMethod(parts, module, getattr(module, name), path in excluded_paths)
         if isinstance(module, nn.RNNBase):
             module.__dict__["check_input"] = functools.partial(_check_input, module)
         if weights.of_module(module):
@@ -443,7 +443,7 @@ def check_no_copy(module: nn.Module) -> None:
 
 
 def _copied(
-    source: nn.Module, left_out: Collection[str], rules: CastRules, weights: _Weights
+    source: nn.Module, excluded_paths: Collection[str], rules: CastRules, weights: _Weights
 ) -> tuple[nn.Module, _Weights]:
     """Returns a deep copy, and ``weights`` with its records; weights that torch's layers read in half are half."""
     holders: dict[int, list[tuple[str, str]]] = {}
@@ -460,7 +460,7 @@ def _copied(
         parameter = modules[places[0][0]].get_parameter(places[0][1])
         values = parameter.detach()
         state, kept = _State.UNREAD, None
-        if any(path in left_out for path, _ in places):
+        if any(path in excluded_paths for path, _ in places):
             state = _State.FLOAT32
         elif all(_reads_in_half(modules[path], name, rules) for path, name in places):
             state = _State.HALF
@@ -494,10 +494,10 @@ def _check_input(module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) 
     type(module).check_input(module, autocast_checks.of_the_weights_type(module, input), batch_sizes)
 
 
-def _methods_to_wrap(module: nn.Module, is_left_out: bool) -> tuple[str, ...]:
+def _methods_to_wrap(module: nn.Module, is_excluded: bool) -> tuple[str, ...]:
     """Returns the methods to replace: ``forward``, and ``_call_impl``, which runs hooks and the forward."""
     if isinstance(module, torch.jit.ScriptModule):
-        return ("_call_impl",) if is_left_out else ()
+        return ("_call_impl",) if is_excluded else ()
     has_forward = "forward" in vars(module) or type(module).forward is not nn.Module.forward
     return ("forward", "_call_impl") if has_forward else ()
 
@@ -557,18 +557,18 @@ def _split_excluded(model: nn.Module, excluded: object) -> tuple[set[str], list[
     """
     several = isinstance(excluded, (list, tuple, set, frozenset, Iterator))
     modules = [(path, module) for path, module in model.named_modules() if path]
-    left_out: set[str] = set()
+    excluded_paths: set[str] = set()
     functions: list[Path] = []
     for each in excluded if several else [excluded]:  # type: ignore[attr-defined]
-        found = {path for path, module in modules if _is_meant(each, path, module)}
+        found = {path for path, module in modules if _matches(each, path, module)}
         if found:
-            left_out |= {path for path, _ in modules for above in found if f"{path}.".startswith(f"{above}.")}
+            excluded_paths |= {path for path, _ in modules for above in found if f"{path}.".startswith(f"{above}.")}
         else:
             functions.append(_path_of_function(each, model, modules))
-    return left_out, functions
+    return excluded_paths, functions
 
 
-def _is_meant(excluded: object, path: str, module: nn.Module) -> bool:
+def _matches(excluded: object, path: str, module: nn.Module) -> bool:
     if isinstance(excluded, str) or (isinstance(excluded, type) and issubclass(excluded, nn.Module)):
         return conversion_plan.matches(excluded, path, module)
     return excluded is module
@@ -580,7 +580,7 @@ def _path_of_function(excluded: object, model: nn.Module, modules: Sequence[tupl
     Raises:
         OptionError: ``excluded`` is no function of torch.
     """
-    if _is_meant(excluded, "", model):
+    if _matches(excluded, "", model):
         raise OptionError("excluded has the model itself, so nothing would be left to cast. Name parts of it.")
     if isinstance(excluded, str):
         namespace, _, name = excluded.rpartition(".")
@@ -620,7 +620,7 @@ def _registered() -> Iterator[tuple[Rule, torch.dtype | None]]:
         yield Rule(Path(namespace, registration.name), registration.treatment, "registered"), registration.dtype
 
 
-def _warn_uncast(model: nn.Module, left_out: Collection[str], rules: CastRules) -> None:
+def _warn_uncast(model: nn.Module, excluded_paths: Collection[str], rules: CastRules) -> None:
     if rules.outside_torch:
         names = ", ".join(str(rule.path) for rule in rules.outside_torch[:5])
         warn(
@@ -632,8 +632,8 @@ def _warn_uncast(model: nn.Module, left_out: Collection[str], rules: CastRules) 
             f"the copy does not cast for {rule.path} as {rule.source} says: torch reports its calls as those of "
             f"{name!r}. List torch.Tensor.{name}, too."
         )
-    scripted = [name for name in adopted_model.scripted_parts(model) if name not in left_out]
-    exported = [name for name in adopted_model.exported_parts(model) if name not in left_out]
+    scripted = [name for name in adopted_model.scripted_parts(model) if name not in excluded_paths]
+    exported = [name for name in adopted_model.exported_parts(model) if name not in excluded_paths]
     if scripted or exported:
         warn(
             f"nothing is cast in {', '.join(scripted + exported)}, which TorchScript or torch.export has compiled: it "

@@ -96,7 +96,7 @@ class MixedPrecision(torch.optim.Optimizer):
         self._dtype = _master_type(dtype)
         self.optimizer = optimizer
         self._in_place: list[tuple[Tensor, Tensor]] = []  # parameters and masters, while masters are in the groups
-        self._noted: dict[int, _Noted] = {}  # by id of the parameter
+        self._synced: dict[int, _Synced] = {}  # by id of the parameter
         self._widened: list[tuple[Tensor, torch.dtype | None]] = []
         self._versions: list[int] = []  # versions of the parameters in a step, when only this class may write to them
         values = None if masters_from is None else _values(masters_from, optimizer)
@@ -107,7 +107,7 @@ class MixedPrecision(torch.optim.Optimizer):
                 with torch.no_grad():
                     master.copy_(values[number])
                     parameter.copy_(master)
-        self._follow()
+        self._sync_masters()
 
     # Attributes of the wrapped optimizer
 
@@ -118,7 +118,7 @@ class MixedPrecision(torch.optim.Optimizer):
         if not self._in_place:
             return groups
         originals = {id(master): parameter for parameter, master in self._in_place}
-        return [_Shown(group, [originals.get(id(each), each) for each in group["params"]]) for group in groups]
+        return [_GroupView(group, [originals.get(id(each), each) for each in group["params"]]) for group in groups]
 
     @param_groups.setter
     def param_groups(self, groups: Any) -> None:
@@ -150,7 +150,7 @@ class MixedPrecision(torch.optim.Optimizer):
         # Like torch's optimizers, without hooks. The `step` that a scheduler sets on the instance is left out too: it
         # would step the original.
         kept = {name: self.__dict__[name] for name in ("optimizer", "_dtype", "_in_place", "_widened", "_versions")}
-        return {**kept, "_noted": {}}  # ids in `_noted` mean nothing in a copy
+        return {**kept, "_synced": {}}  # ids in `_synced` mean nothing in a copy
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the wrapped optimizer, and makes masters for its half parameters."""
@@ -163,7 +163,7 @@ class MixedPrecision(torch.optim.Optimizer):
 
     def master_params(self) -> Iterator[Tensor]:
         """Yields the tensors that a step updates, in the order of the groups: masters, and parameters without one."""
-        masters = {id(parameter): master for parameter, master in self._follow()}
+        masters = {id(parameter): master for parameter, master in self._sync_masters()}
         for parameter in list(self._parameters()):
             yield masters.get(id(parameter), parameter)
 
@@ -178,7 +178,7 @@ class MixedPrecision(torch.optim.Optimizer):
                 f"found a tensor of shape {tuple(parameter.shape)} that this {type(self.optimizer).__name__} does not "
                 "update; expected a parameter of the model that it was made for."
             )
-        return next((master for each, master in self._follow() if each is parameter), parameter)
+        return next((master for each, master in self._sync_masters() if each is parameter), parameter)
 
     def master_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Returns ``model.state_dict()`` with copies of the masters in place of half weights.
@@ -187,7 +187,7 @@ class MixedPrecision(torch.optim.Optimizer):
             model: module with parameters that this optimizer updates. Other parameters and buffers are left as they
                 are.
         """
-        masters = {id(parameter): master for parameter, master in self._follow()}
+        masters = {id(parameter): master for parameter, master in self._sync_masters()}
         named = {name: masters.get(id(value)) for name, value in model.state_dict(keep_vars=True).items()}
         return {
             name: value if named.get(name) is None else named[name].clone()  # type: ignore[union-attr]
@@ -228,31 +228,31 @@ class MixedPrecision(torch.optim.Optimizer):
 
     @torch.no_grad()
     @WithoutCasts()
-    def _follow(self) -> list[tuple[Tensor, Tensor]]:
+    def _sync_masters(self) -> list[tuple[Tensor, Tensor]]:
         """Copies user writes to half parameters to their masters; returns all pairs of parameter and master."""
         if self._in_place:
             return self._in_place
         each_once = list({id(each): each for each in self._parameters()}.values())
         pairs = [(each, master) for each in each_once if (master := self._master(each)) is not None]
         for parameter, master in pairs:
-            noted = self._noted.get(id(parameter))
-            if noted is not None and noted.dtype is not parameter.dtype:  # as after model.half()
-                _keep_bits(parameter, master, [noted.dtype])
+            synced = self._synced.get(id(parameter))
+            if synced is not None and synced.dtype is not parameter.dtype:  # as after model.half()
+                _keep_bits(parameter, master, [synced.dtype])
                 parameter.copy_(master)
         written = [pair for pair in pairs if not self._only_master_was_written(*pair)]
-        kernels.copy_differing(*_columns(written))
-        self._note(written)
+        kernels.copy_differing(*_unzip(written))
+        self._record_synced(written)
         return pairs
 
     def _only_master_was_written(self, parameter: Tensor, master: Tensor) -> bool:
-        """Returns True if torch has counted a write to the master since `_note`, and none to the parameter."""
-        noted = self._noted.get(id(parameter))
-        return noted is not None and noted.version == parameter._version and noted.of_master != master._version
+        """Returns True if torch has counted a write to the master since `_record_synced`, and none to the parameter."""
+        synced = self._synced.get(id(parameter))
+        return synced is not None and synced.version == parameter._version and synced.of_master != master._version
 
-    def _note(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def _record_synced(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Records that parameters now equal their rounded masters."""
         for parameter, master in pairs:
-            self._noted[id(parameter)] = _Noted(parameter, parameter.dtype, parameter._version, master._version)
+            self._synced[id(parameter)] = _Synced(parameter, parameter.dtype, parameter._version, master._version)
 
     # Steps
 
@@ -310,7 +310,7 @@ class MixedPrecision(torch.optim.Optimizer):
         found_inf, grad_scale = self.__dict__.get("found_inf"), self.__dict__.get("grad_scale")
         with self._masters_in_place():
             if closure is None:
-                self._take_gradients(grad_scale)
+                self._copy_gradients(grad_scale)
             else:
                 closure = functools.partial(self._evaluate, closure)
             if found_inf is not None and not self._skips_by_itself(closure):
@@ -364,12 +364,12 @@ class MixedPrecision(torch.optim.Optimizer):
                 f"the closure clears gradients by the {type(self.optimizer).__name__} inside of this MixedPrecision, "
                 "but that holds masters now. Call zero_grad() of the MixedPrecision, or of the model."
             )
-        self._take_gradients(None)
+        self._copy_gradients(None)
         return result
 
     @torch.no_grad()
     @WithoutCasts()
-    def _take_gradients(self, grad_scale: Tensor | None) -> None:
+    def _copy_gradients(self, grad_scale: Tensor | None) -> None:
         """Copies the parameters' gradients to the masters; divides all gradients by the scale, if one is given."""
         taken = {id(master) for _, master in self._in_place}
         for parameter, master in self._in_place:
@@ -386,22 +386,22 @@ class MixedPrecision(torch.optim.Optimizer):
 
         On exit, rounds the masters to the parameters.
         """
-        pairs = self._follow()
+        pairs = self._sync_masters()
         for parameter, master in pairs:
             master.requires_grad_(parameter.requires_grad)
             del self.optimizer.state[parameter][MASTER]
             if not self.optimizer.state[parameter]:  # an optimizer may treat an empty dict as state that it has made
                 del self.optimizer.state[parameter]
-        _exchange(self.optimizer, {id(parameter): master for parameter, master in pairs})
+        _replace_parameters(self.optimizer, {id(parameter): master for parameter, master in pairs})
         self._in_place = pairs
         try:
             yield
         finally:
             self._round()
-            self._note(pairs)
+            self._record_synced(pairs)
             for _, master in pairs:
                 master.grad = None
-            _exchange(self.optimizer, {id(master): parameter for parameter, master in pairs})
+            _replace_parameters(self.optimizer, {id(master): parameter for parameter, master in pairs})
             self._in_place = []
             for parameter, master in pairs:
                 self.optimizer.state.setdefault(parameter, {})[MASTER] = master
@@ -409,7 +409,7 @@ class MixedPrecision(torch.optim.Optimizer):
     @torch.no_grad()
     @WithoutCasts()
     def _round(self) -> None:
-        parameters, masters = _columns(self._in_place)
+        parameters, masters = _unzip(self._in_place)
         if self._dtype is torch.float32:
             kernels.copy_to_half(masters, parameters)
         elif masters:
@@ -422,7 +422,7 @@ class MixedPrecision(torch.optim.Optimizer):
         self._check_not_stepping("save its state")
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        self._follow()
+        self._sync_masters()
         saved: dict[str, Any] = self.optimizer.state_dict()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, saved)
@@ -458,7 +458,7 @@ class MixedPrecision(torch.optim.Optimizer):
                     master.copy_(saved)
                 parameter.copy_(saved)
                 if master is not None:
-                    self._note([(parameter, master)])
+                    self._record_synced([(parameter, master)])
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -488,7 +488,7 @@ class MixedPrecision(torch.optim.Optimizer):
         return found
 
 
-class _Noted(NamedTuple):
+class _Synced(NamedTuple):
     """Type and version counters of a parameter and its master when the parameter last equalled the rounded master."""
 
     parameter: Tensor  # kept alive, so that no other tensor gets its id
@@ -512,7 +512,7 @@ def _keep_bits(parameter: Tensor, master: Tensor, before: Iterable[torch.dtype])
     master.copy_(torch.where(is_same, master, parameter.to(master.dtype)))
 
 
-class _Shown(MutableMapping[str, Any]):
+class _GroupView(MutableMapping[str, Any]):
     """A view of a group that holds masters: shows the model's parameters instead, and passes on all other keys."""
 
     def __init__(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
@@ -534,7 +534,7 @@ class _Shown(MutableMapping[str, Any]):
         return len(self._group)
 
 
-def precise_within(optimizer: object) -> MixedPrecision | None:
+def mixed_precision_within(optimizer: object) -> MixedPrecision | None:
     """Returns the optimizer if it is a `MixedPrecision`, or the one that it wraps; None if there is none."""
     return next((each for each in _wrapped_optimizers(optimizer) if isinstance(each, MixedPrecision)), None)
 
@@ -551,7 +551,7 @@ def _wrapped_optimizers(optimizer: object) -> Iterator[Any]:
 
 def _check_composition(optimizer: object) -> None:
     kind = type(optimizer).__name__
-    if precise_within(optimizer) is not None:
+    if mixed_precision_within(optimizer) is not None:
         raise OptionError(
             f"this {kind} has masters of its own already, by a MixedPrecision. Pass the optimizer inside that "
             "MixedPrecision, or leave this one out."
@@ -619,7 +619,7 @@ def _values(masters_from: Any, optimizer: Any) -> list[Tensor]:
     return [value.detach() for value in values]
 
 
-def _exchange(optimizer: Any, others: Mapping[int, Tensor]) -> None:
+def _replace_parameters(optimizer: Any, others: Mapping[int, Tensor]) -> None:
     """Replaces parameters by other tensors in an optimizer's groups and state, in place."""
     for group in optimizer.param_groups:
         # In place: some optimizers (LBFGS) keep a reference to this list.
@@ -630,7 +630,7 @@ def _exchange(optimizer: Any, others: Mapping[int, Tensor]) -> None:
         state.update(moved)
 
 
-def _columns(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+def _unzip(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
     return [parameter for parameter, _ in pairs], [master for _, master in pairs]
 
 

@@ -232,7 +232,7 @@ class Conversion:
                     known.setdefault(name, (next(self._numbers), module._buffers[name].dtype))  # type: ignore[union-attr]
             for tensor, dtype in planned.dtypes.values():
                 if tensor not in self._converted:
-                    converted = self._back(tensor, dtype)
+                    converted = self._record(tensor, dtype)
                     if tensor.dtype is not dtype:
                         _set_dtype(tensor, dtype, converted)
                         if converted.full is not None and not isinstance(tensor, nn.Parameter):
@@ -259,7 +259,7 @@ class Conversion:
         Raises:
             UsageError: another optimizer has claimed the parameter.
         """
-        converted = self._converted.get(parameter) or self._back_late(parameter)
+        converted = self._converted.get(parameter) or self._record_late(parameter)
         if converted.owner is not None and converted.owner() is not owner:
             gc.collect()  # an adopted optimizer is in a reference cycle, and outlives its last reference for a while
             if converted.owner() is not None:
@@ -329,18 +329,18 @@ class Conversion:
     def _is_late(self, tensor: Tensor) -> bool:
         return tensor.dtype in HALVES and tensor not in self._converted and self._is_of_model(tensor)
 
-    def _back_late(self, tensor: Tensor) -> ConvertedTensor:
+    def _record_late(self, tensor: Tensor) -> ConvertedTensor:
         """Records a half tensor that was not converted; `restore` makes it float32 if it is of a converted model."""
-        converted = self._back(tensor, tensor.dtype)
+        converted = self._record(tensor, tensor.dtype)
         if self._is_of_model(tensor):
             converted.before = torch.float32
         return converted
 
-    def take_in_late(self, module: nn.Module) -> None:
+    def record_late(self, module: nn.Module) -> None:
         """Records half tensors that were added to a module of a converted model after the conversion."""
         for name, tensor in own_tensors(module):
             if tensor.dtype in HALVES and tensor not in self._converted and not self._buffers.get(module, {}).get(name):
-                self._back_late(tensor)
+                self._record_late(tensor)
 
     def _float32_copy_of(self, tensor: Tensor) -> Tensor:
         """Returns a float32 copy of half weights; `take_back` copies user writes from it to the half weights."""
@@ -428,7 +428,7 @@ class Conversion:
                     del self._converted[tensor]
                     all_of_it.callback(_restore, tensor, converted)
 
-    def _back(self, tensor: Tensor, dtype: torch.dtype) -> ConvertedTensor:
+    def _record(self, tensor: Tensor, dtype: torch.dtype) -> ConvertedTensor:
         converted = self._converted[tensor] = ConvertedTensor(next(self._numbers), tensor.dtype, dtype)
         return converted
 

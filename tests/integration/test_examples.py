@@ -26,7 +26,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 SCRIPTS = [
-    "adapters",
+    "low_rank_adapters",
     "accumulation",
     pytest.param("compile", marks=NEEDS_COMPILER),
     "convert_model",

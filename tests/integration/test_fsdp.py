@@ -207,7 +207,7 @@ def clipped(kind: str, device: str, how: str) -> Any:
     else:
         backward(model(batch).float().sum(), optimizer, delay_unscale=how == "delayed")
     if how == "off" and kind.startswith("FSDP1"):
-        with pytest.raises(amp.UsageError, match=r"Hand it to amp\.initialize"):
+        with pytest.raises(amp.UsageError, match=r"Pass it to amp\.initialize"):
             amp.clip_grad_norm_(optimizer, 0.25)
         return None
     norm = float(amp.clip_grad_norm_(optimizer, 0.25))
@@ -368,7 +368,7 @@ def unknown(kind: str) -> None:
     model = sharded(Exact(), kind, "cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     amp.init()
-    with pytest.raises(amp.UsageError, match=r"Hand it to amp\.initialize together with the optimizer"):
+    with pytest.raises(amp.UsageError, match=r"Pass it to amp\.initialize together with the optimizer"):
         backward(model(data("cpu", dist.get_rank())[0]).float().sum(), optimizer)
 
 

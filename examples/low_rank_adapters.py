@@ -1,6 +1,6 @@
 """Adapters on a frozen half base: the base costs 2 bytes per weight, and the adapters train with float32 masters.
 
-python examples/adapters.py
+python examples/low_rank_adapters.py
 """
 
 import argparse
