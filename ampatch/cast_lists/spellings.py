@@ -63,6 +63,14 @@ def spellings(name: str) -> list[Path]:
     return [*found, *in_place, *filter(_is_function, forms)]
 
 
+def name_of_operator(method: str) -> str | None:
+    """Returns the function's name for a special method, such as "matmul" for "__rmatmul__"; None if it is of none."""
+    if not (method.startswith("__") and method.endswith("__")):
+        return None
+    bare = method.strip("_")
+    return next((name for name, of in _OPERATORS.items() if bare in (of, f"r{of}", f"i{of}")), None)
+
+
 def known_names() -> set[str]:
     """Returns all names that have a spelling."""
     return {name for namespace in NAMESPACES for name in dir(_owner(namespace)) if _is_function(Path(namespace, name))}

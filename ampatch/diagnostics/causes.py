@@ -1,0 +1,117 @@
+"""Finds the operator that first produced inf or NaN, and what would have kept its result finite.
+
+Judges what a `Watch` recorded, after the fact. Must never watch or change anything itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampatch.diagnostics.watch import Values, WatchedOp, paused
+from ampatch.opt_levels import HALVES
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """What an operator gives on the same inputs in float32.
+
+    Attributes:
+        largest: the greatest absolute value of its results; inf or NaN if they are not finite.
+    """
+
+    largest: float
+
+    @property
+    def is_finite(self) -> bool:
+        """True if float32 would have kept the result finite."""
+        return math.isfinite(self.largest)
+
+
+def origins(ops: Sequence[WatchedOp]) -> dict[int, WatchedOp]:
+    """Returns the origin of each result that is not finite: the operator that made it from finite inputs.
+
+    A result is not blamed on an operator that was given inf on purpose, such as ``masked_fill(mask, -inf)``: it is
+    blamed on the first operator that turns that inf into NaN.
+
+    Args:
+        ops: operators in the order in which they ran, with values that were read.
+
+    Returns:
+        The origins by the id of the `Values` of a result. Results whose inf is on purpose have none.
+    """
+    found: dict[int, WatchedOp] = {}
+    order = {id(op): place for place, op in enumerate(ops)}
+    origin: WatchedOp | None
+    for op in ops:
+        if all(values.is_finite for values in op.outputs):
+            continue
+        given = [values for values in op.inputs if not values.is_finite]
+        earlier = [origin for values in given if (origin := _origin_of(values, found)) is not None]
+        unwatched = [values for values in given if values.writer is None and id(values) not in found]
+        if earlier:
+            origin = min(earlier, key=lambda each: order[id(each)])
+        elif unwatched or not given:
+            # An input that no watched operator wrote was not finite to begin with: this is where it enters.
+            origin = None if not given and op.has_inf_argument else op
+        else:  # inf on purpose, which an operator may turn into NaN
+            makes_nan = any(v.has_nan for v in op.outputs) and not any(v.has_nan for v in given)
+            origin = op if makes_nan else None
+        if origin is not None:
+            for values in op.outputs:
+                if not values.is_finite:
+                    found[id(values)] = origin
+    return found
+
+
+def _origin_of(values: Values, found: dict[int, WatchedOp]) -> WatchedOp | None:
+    """Returns the origin of what is not finite in a tensor, or in the larger or smaller one that was written."""
+    written = () if values.writer is None else values.writer.outputs
+    return next((found[id(each)] for each in (values, *written) if id(each) in found), None)
+
+
+def in_float32(op: WatchedOp) -> Rerun | None:
+    """Runs an operator again on its inputs in float32.
+
+    Returns:
+        The result's largest value; None if the inputs were not kept, or the operator cannot run in float32.
+    """
+    if op.arguments is None:
+        return None
+    args, kwargs = (_widened(each) for each in op.arguments)
+    try:
+        with torch.no_grad(), paused():
+            result = op.op(*args, **kwargs)
+            largest = [float(torch.ops.aten.linalg_vector_norm.default(each, math.inf)) for each in _floating(result)]
+    except (RuntimeError, TypeError, NotImplementedError):  # an operator of half tensors only
+        return None
+    if not largest:
+        return None
+    return Rerun(math.nan if any(map(math.isnan, largest)) else max(largest))
+
+
+def _widened(value: Any) -> Any:
+    """Returns an argument with half tensors and half types as float32."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in HALVES else value
+    if isinstance(value, torch.dtype):
+        return torch.float32 if value in HALVES else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_widened, value))
+    if isinstance(value, dict):
+        return {name: _widened(each) for name, each in value.items()}
+    return value
+
+
+def _floating(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        if result.is_floating_point() and result.numel():
+            yield result
+    elif isinstance(result, (list, tuple)):
+        for each in result:
+            yield from _floating(each)

@@ -1,0 +1,530 @@
+"""Watches the operators of forward and backward passes: which code called each, and the largest values in and out.
+
+Two modes of torch see all of them: a function mode knows the torch function that was called, and a dispatch mode the
+operators below it, those of the backward pass included. The largest values stay on the device until `Watch.read`. Must
+never change a result, and must not judge what it sees: `causes` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import math
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn, overrides
+from torch.autograd import _get_sequence_nr
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
+
+from ampatch.opt_levels import HALVES
+from ampatch.tracing import is_capturing, is_recording
+
+#: The types whose largest values are read.
+_MEASURED = HALVES | {torch.float32, torch.float64, torch.complex64, torch.complex128}
+
+_NOT_USER_CODE = ("ampatch", "torch")
+_ACCUMULATES = "torch::autograd::AccumulateGrad"
+_aten = torch.ops.aten
+#: Operators whose results hold whatever was in memory.
+_UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of the user's code.
+
+    Attributes:
+        file: path of the file.
+        line: number of the line.
+        function: name of the function that the line is in.
+    """
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def source(self) -> str:
+        """The text of the line; empty if the file cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+
+@dataclass(slots=True, eq=False)
+class Values:
+    """What is known of the values of one tensor at one moment.
+
+    Attributes:
+        dtype: its type.
+        shape: its shape.
+        writer: operator that wrote them; None if none was watched: a parameter, or data.
+        largest: the greatest absolute value, inf or NaN; None if the tensor is empty, or `Watch.read` was not called.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    writer: WatchedOp | None = None
+    largest: float | None = None
+    on_device: Tensor | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        """True unless the tensor holds inf or NaN."""
+        return self.largest is None or math.isfinite(self.largest)
+
+    @property
+    def has_nan(self) -> bool:
+        """True if the tensor holds NaN."""
+        return self.largest is not None and math.isnan(self.largest)
+
+
+@dataclass(slots=True, eq=False)
+class WatchedOp:
+    """One operator that ran.
+
+    Attributes:
+        op: the operator.
+        is_backward: True if the autograd engine ran it; False in a forward pass, and where one is recomputed.
+        function: torch function that was called; None if the operator was called by other means.
+        modules: modules that were running, from the outermost.
+        place: innermost line of user code; None in a backward pass that runs no user code.
+        node: name of the autograd node that ran it, such as "AddmmBackward0"; None outside of the backward pass.
+        forward: operator of the forward pass whose gradient this one is for; None if that is unknown.
+        inputs: values of its floating-point inputs.
+        outputs: values of its floating-point outputs.
+        has_inf_argument: True if a number among its arguments is inf, such as the value of a mask.
+        arguments: the arguments, if the watch keeps them; None otherwise.
+        readers: operators that read its results.
+    """
+
+    op: Any
+    is_backward: bool
+    function: Any
+    modules: tuple[nn.Module, ...]
+    place: Place | None
+    node: str | None = None
+    forward: WatchedOp | None = None
+    inputs: list[Values] = field(default_factory=list)
+    outputs: list[Values] = field(default_factory=list)
+    has_inf_argument: bool = False
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    readers: list[WatchedOp] = field(default_factory=list)
+
+    @property
+    def op_name(self) -> str:
+        """The operator's name without namespace and overload, such as "bmm"."""
+        return str(self.op._schema.name).partition("::")[2]
+
+    @property
+    def function_name(self) -> str:
+        """The path of the torch function; the operator's name if there was none."""
+        return _name_of(self.function) if self.function is not None else f"torch.ops.{self.op}"
+
+
+class Watch:
+    """Records the operators that run in one thread, and in the backward passes that it starts.
+
+    Args:
+        keep: returns whether the arguments of an operator are kept alive, given its inputs and outputs; by default none
+            are.
+        always: whether to record without gradients too; otherwise only forward passes that may have a backward pass.
+
+    Attributes:
+        ops: the operators recorded, in the order in which they ran.
+        gradients: each parameter's incoming gradients, in the order of the backward passes.
+        missed_threads: True if a module ran in another thread, which is not watched.
+    """
+
+    def __init__(
+        self, keep: Callable[[Sequence[Any], Sequence[Any]], bool] | None = None, always: bool = False
+    ) -> None:
+        self.ops: list[WatchedOp] = []
+        self.gradients: list[tuple[Tensor, Values]] = []
+        self.missed_threads = False
+        self._keep = keep
+        self._always = always
+        self._written: dict[int, tuple[StorageWeakRef, Values, int]] = {}
+        self._by_node: dict[int, WatchedOp | None] = {}
+        self._last_number = -1
+        self._modules: list[tuple[nn.Module, bool]] = []
+        self._functions: list[Any] = []
+        self._thread: int | None = None
+        self._modes = (_Functions(self), _Operators(self))
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> Watch:
+        self.hook_modules()
+        self.push()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Stops watching. What was recorded stays."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.pop()
+
+    def hook_modules(self) -> None:
+        """Registers the global hooks that tell which modules are running."""
+        module = torch.nn.modules.module
+        self._hooks = [
+            module.register_module_forward_pre_hook(self._enter_module),
+            module.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+
+    def push(self) -> None:
+        """Begins to watch this thread.
+
+        Puts both modes below all others of the thread, so that code that ends a mode finds its own on top.
+        """
+        self._thread = threading.get_ident()
+        functions, operators = self._modes
+        _FUNCTION_STACK.insert(functions)
+        _DISPATCH_STACK.insert(operators)
+
+    def pop(self) -> None:
+        """Removes both modes from this thread's stacks; those of other code stay. In another thread does nothing."""
+        if self.is_this_thread:
+            functions, operators = self._modes
+            _FUNCTION_STACK.remove(functions)
+            _DISPATCH_STACK.remove(operators)
+
+    @property
+    def is_on(self) -> bool:
+        """True if both modes are on this thread's stacks."""
+        functions, operators = self._modes
+        return functions in _FUNCTION_STACK.modes() and operators in _DISPATCH_STACK.modes()
+
+    @property
+    def is_this_thread(self) -> bool:
+        """True in the thread that is watched; in all before `push`."""
+        return self._thread in (None, threading.get_ident())
+
+    @property
+    def is_in_forward(self) -> bool:
+        """True while a module's forward pass runs."""
+        return bool(self._modules)
+
+    # Modules
+
+    def _enter_module(self, module: nn.Module, _: object) -> None:
+        """Notes that a module's forward pass begins."""
+        if not self.is_this_thread and torch._C._current_graph_task_id() == -1:
+            self.missed_threads = True
+            return
+        self._modules.append((module, torch.is_grad_enabled()))
+
+    def _leave_module(self, module: nn.Module, *_: object) -> None:
+        """Notes that a module's forward pass has ended, whether it returned or raised."""
+        while self._modules and any(running is module for running, _ in self._modules):
+            if self._modules.pop()[0] is module:
+                return
+
+    # Operators
+
+    def forget(self) -> None:
+        """Drops what was recorded."""
+        self.ops, self.gradients = [], []
+        self._written.clear()
+        self._by_node.clear()
+        self._last_number = -1
+
+    def read(self) -> None:
+        """Copies the largest values to the host; syncs with each device once."""
+        waiting: dict[torch.device, list[Values]] = {}
+        for values in self._all_values():
+            if values.on_device is not None:
+                waiting.setdefault(values.on_device.device, []).append(values)
+        for of_device in waiting.values():
+            stacked = _aten.stack.default([_as_float(values.on_device) for values in of_device])
+            for values, number in zip(of_device, stacked.cpu().tolist(), strict=True):
+                values.largest, values.on_device = number, None
+
+    def _all_values(self) -> Iterator[Values]:
+        seen: set[int] = set()
+        for op in self.ops:
+            for values in (*op.inputs, *op.outputs):
+                if id(values) not in seen:
+                    seen.add(id(values))
+                    yield values
+        for _, values in self.gradients:
+            if id(values) not in seen:
+                seen.add(id(values))
+                yield values
+
+    def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an operator and records it."""
+        if _thread.paused or is_recording() or is_capturing():
+            return op(*args, **kwargs)
+        node = torch._C._current_autograd_node()
+        number = _get_sequence_nr()
+        has_node = number != self._last_number
+        self._last_number = number
+        is_backward = node is not None and not self._modules
+        if not (is_backward or self._is_recording()):
+            self._forget_written(op, args)
+            return op(*args, **kwargs)
+        if node is not None and node.name() == _ACCUMULATES:
+            self._note_gradient(node, args)
+        if _is_view(op):
+            if node is None and has_node:
+                self._by_node[number - 1] = None
+            return op(*args, **kwargs)
+        given = [each for each in _tensors((args, kwargs)) if each.dtype in _MEASURED]
+        inputs = [self._values_of(each) for each in given]
+        arguments = None
+        if self._keep is not None and _written_positions(op) and self._keep(inputs, ()):
+            arguments = _with_copies_of_written(op, args), kwargs
+        result = op(*args, **kwargs)
+        produced = [each for each in _tensors(result) if each.dtype in _MEASURED]
+        if op._schema.name.partition("::")[2] in _UNINITIALISED:
+            for each in produced:
+                self._written.pop(_key(each), None)
+            return result
+        watched = WatchedOp(
+            op,
+            is_backward,
+            self._functions[-1] if self._functions and not is_backward else None,
+            tuple(module for module, _ in self._modules),
+            _user_place(),
+            None if node is None else node.name(),
+            None if node is None else self._by_node.get(node._sequence_nr()),
+            inputs,
+            has_inf_argument=_has_inf((args, kwargs)),
+            arguments=arguments,
+        )
+        for values in inputs:
+            if values.writer is not None:
+                values.writer.readers.append(watched)
+        watched.outputs = [self._write(each, watched) for each in produced]
+        if self._keep is not None and not _written_positions(op) and self._keep(inputs, watched.outputs):
+            watched.arguments = args, kwargs
+        self.ops.append(watched)
+        if node is None and has_node:
+            self._by_node[number - 1] = watched
+        return result
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a torch function; operators below it are recorded as parts of it."""
+        self._functions.append(function)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._functions.pop()
+
+    def _is_recording(self) -> bool:
+        # In the forward of an autograd.Function gradients are off, so that the outermost module decides.
+        return self._always or (self._modules[0][1] if self._modules else torch.is_grad_enabled())
+
+    def _note_gradient(self, node: Any, args: tuple[Any, ...]) -> None:
+        incoming = [each for each in _tensors(args) if each.dtype in _MEASURED]
+        if incoming:
+            self.gradients.append((node.variable, self._values_of(incoming[-1])))
+
+    def _values_of(self, tensor: Tensor) -> Values:
+        known = self._written.get(_key(tensor))
+        if known is not None and known[2] == tensor.numel() and known[1].dtype is tensor.dtype:
+            return known[1]
+        writer = None if known is None else known[1].writer  # a part of it, or a view in another type
+        values = Values(tensor.dtype, tuple(tensor.shape), writer, on_device=_largest(tensor))
+        if known is None:
+            self._written[_key(tensor)] = StorageWeakRef(_storage(tensor)), values, tensor.numel()
+        return values
+
+    def _write(self, tensor: Tensor, writer: WatchedOp) -> Values:
+        values = Values(tensor.dtype, tuple(tensor.shape), writer, on_device=_largest(tensor))
+        self._written[_key(tensor)] = StorageWeakRef(_storage(tensor)), values, tensor.numel()
+        return values
+
+    def _forget_written(self, op: Any, args: tuple[Any, ...]) -> None:
+        for position in _written_positions(op):
+            for each in _tensors(args[position : position + 1]):
+                self._written.pop(_key(each), None)
+
+
+class _Thread(threading.local):
+    paused = 0
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Context in which this thread's operators are not recorded."""
+    _thread.paused += 1
+    try:
+        yield
+    finally:
+        _thread.paused -= 1
+
+
+class _Functions(TorchFunctionMode):
+    """Reports torch functions to a `Watch`."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = weakref.ref(watch)
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        watch = self._watch()
+        if watch is None:
+            return func(*args, **(kwargs or {}))
+        return watch.call(func, args, kwargs or {})
+
+
+class _Operators(TorchDispatchMode):
+    """Reports operators to a `Watch`."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = weakref.ref(watch)
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        watch = self._watch()
+        if watch is None:
+            return func(*args, **(kwargs or {}))
+        return watch.run(func, args, kwargs or {})
+
+
+#: The code that calls the autograd engine.
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """One of torch's two stacks of modes, by the functions that torch has for it.
+
+    They run no code of the modes, some of which begin anew when they are entered.
+    """
+
+    modes: Callable[[], list[Any]]
+    pushes: Callable[[Any], None]
+    pops: Callable[[], Any]
+
+    def insert(self, mode: Any) -> None:
+        """Puts a mode below all others."""
+        above = [self.pops() for _ in self.modes()]
+        for each in (mode, *reversed(above)):
+            self.pushes(each)
+
+    def remove(self, mode: Any) -> None:
+        """Takes a mode out, wherever it is; without it does nothing."""
+        if mode in self.modes():
+            popped = [self.pops() for _ in self.modes()]
+            for each in reversed(popped):
+                if each is not mode:
+                    self.pushes(each)
+
+
+_FUNCTION_STACK = _Stack(overrides._get_current_function_mode_stack, overrides._push_mode, overrides._pop_mode)
+_DISPATCH_STACK = _Stack(
+    _python_dispatch._get_current_dispatch_mode_stack, _python_dispatch._push_mode, _python_dispatch._pop_mode
+)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yields tensors in arguments or results, those inside of wrapper classes (DTensor) in their place."""
+    if isinstance(value, Tensor):
+        if is_traceable_wrapper_subclass(value):
+            for name in value.__tensor_flatten__()[0]:
+                yield from _tensors(getattr(value, name))
+        elif value.layout is torch.sparse_coo:
+            yield value._values()
+        elif value.layout is torch.strided and value.device.type != "meta":
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+
+
+def _has_inf(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_inf, value))
+    if isinstance(value, dict):
+        return any(map(_has_inf, value.values()))
+    return isinstance(value, float) and math.isinf(value)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()
+
+
+def _key(tensor: Tensor) -> int:
+    # Not the address of the memory, which torch gives to other tensors. The object's address stays taken while a weak
+    # reference to it exists.
+    return tensor.untyped_storage()._cdata
+
+
+def _largest(tensor: Tensor) -> Tensor | None:
+    """Returns the greatest absolute value, on the device; inf and NaN pass through."""
+    if not tensor.numel():
+        return None
+    with torch.no_grad():
+        return _aten.linalg_vector_norm.default(tensor.detach(), math.inf)  # type: ignore[no-any-return]
+
+
+def _as_float(number: Tensor | None) -> Tensor:
+    assert number is not None
+    # float64 keeps what float32 would round to inf.
+    return number.to(torch.float64 if number.device.type in ("cpu", "cuda") else torch.float32)
+
+
+@cache
+def _is_view(op: Any) -> bool:
+    """Returns True if the results of an operator share memory with its arguments, and it writes nothing."""
+    returns = op._schema.returns
+    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
+@cache
+def _written_positions(op: Any) -> tuple[int, ...]:
+    """Returns the positions of the arguments that an operator writes to."""
+    arguments = enumerate(op._schema.arguments)
+    return tuple(place for place, each in arguments if each.alias_info is not None and each.alias_info.is_write)
+
+
+def _with_copies_of_written(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the arguments, with copies of the tensors that the operator is going to write to."""
+    written = _written_positions(op)
+    if not written:
+        return args
+    return tuple(
+        each.detach().clone() if place in written and isinstance(each, Tensor) else each
+        for place, each in enumerate(args)
+    )
+
+
+def _user_place() -> Place | None:
+    """Returns the innermost line that is neither torch's nor amp's; in a backward pass one that the engine called."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not _ENGINE:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_USER_CODE:
+            return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+    return None
+
+
+@cache
+def _name_of(function: Any) -> str:
+    named = resolve_name(function)
+    if named is not None:
+        return str(named)
+    return f"{getattr(function, '__module__', None) or 'torch'}.{getattr(function, '__name__', function)}"
