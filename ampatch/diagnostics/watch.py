@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, overrides
-from torch.autograd import _get_sequence_nr
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _python_dispatch
@@ -192,6 +191,7 @@ class Watch:
         Puts both modes below all others of the thread, so that code that ends a mode finds its own on top.
         """
         self._thread = threading.get_ident()
+        self._own_node()
         functions, operators = self._modes
         _FUNCTION_STACK.insert(functions)
         _DISPATCH_STACK.insert(operators)
@@ -241,7 +241,6 @@ class Watch:
         self.ops, self.gradients = [], []
         self._written.clear()
         self._by_node.clear()
-        self._last_number = -1
 
     def read(self) -> None:
         """Copies the largest values to the host; syncs with each device once."""
@@ -270,31 +269,19 @@ class Watch:
         """Runs an operator and records it."""
         if _thread.paused or is_recording() or is_capturing():
             return op(*args, **kwargs)
-        node = torch._C._current_autograd_node()
-        number = _get_sequence_nr()
-        has_node = number != self._last_number
-        self._last_number = number
+        node: Any = torch._C._current_autograd_node()
+        own_node = self._own_node() if node is None else None
         is_backward = node is not None and not self._modules
         if not (is_backward or self._is_recording()):
-            self._forget_written(op, args)
+            for each in _written_tensors(op, args):
+                self._written.pop(_key(each), None)
             return op(*args, **kwargs)
         if node is not None and node.name() == _ACCUMULATES:
             self._note_gradient(node, args)
         if _is_view(op):
-            if node is None and has_node:
-                self._by_node[number - 1] = None
+            if own_node is not None:
+                self._by_node[own_node] = None
             return op(*args, **kwargs)
-        given = [each for each in _tensors((args, kwargs)) if each.dtype in _MEASURED]
-        inputs = [self._values_of(each) for each in given]
-        arguments = None
-        if self._keep is not None and _written_positions(op) and self._keep(inputs, ()):
-            arguments = _with_copies_of_written(op, args), kwargs
-        result = op(*args, **kwargs)
-        produced = [each for each in _tensors(result) if each.dtype in _MEASURED]
-        if op._schema.name.partition("::")[2] in _UNINITIALISED:
-            for each in produced:
-                self._written.pop(_key(each), None)
-            return result
         watched = WatchedOp(
             op,
             is_backward,
@@ -303,20 +290,38 @@ class Watch:
             _user_place(),
             None if node is None else node.name(),
             None if node is None else self._by_node.get(node._sequence_nr()),
-            inputs,
             has_inf_argument=_has_inf((args, kwargs)),
-            arguments=arguments,
         )
-        for values in inputs:
+        result = self._run_watched(watched, args, kwargs)
+        if own_node is not None:
+            self._by_node[own_node] = watched
+        return result
+
+    def _run_watched(self, watched: WatchedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        op, keep = watched.op, self._keep
+        writes = bool(_written_positions(op))
+        watched.inputs = [self._values_of(each) for each in _measured((args, kwargs))]
+        if keep is not None and writes and keep(watched.inputs, ()):
+            watched.arguments = _with_copies_of_written(op, args), kwargs
+        result = op(*args, **kwargs)
+        if watched.op_name in _UNINITIALISED:
+            for each in _measured(result):
+                self._written.pop(_key(each), None)
+            return result
+        watched.outputs = [self._write(each, watched) for each in _measured(result)]
+        if keep is not None and not writes and keep(watched.inputs, watched.outputs):
+            watched.arguments = args, kwargs
+        for values in watched.inputs:
             if values.writer is not None:
                 values.writer.readers.append(watched)
-        watched.outputs = [self._write(each, watched) for each in produced]
-        if self._keep is not None and not _written_positions(op) and self._keep(inputs, watched.outputs):
-            watched.arguments = args, kwargs
         self.ops.append(watched)
-        if node is None and has_node:
-            self._by_node[number - 1] = watched
         return result
+
+    def _own_node(self) -> int | None:
+        """Returns the number of the node that autograd has just made for the running operator; None if it made none."""
+        number: int = torch._C._autograd._get_sequence_nr()
+        last, self._last_number = self._last_number, number
+        return None if number == last else number - 1
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a torch function; operators below it are recorded as parts of it."""
@@ -331,7 +336,7 @@ class Watch:
         return self._always or (self._modules[0][1] if self._modules else torch.is_grad_enabled())
 
     def _note_gradient(self, node: Any, args: tuple[Any, ...]) -> None:
-        incoming = [each for each in _tensors(args) if each.dtype in _MEASURED]
+        incoming = list(_measured(args))
         if incoming:
             self.gradients.append((node.variable, self._values_of(incoming[-1])))
 
@@ -349,11 +354,6 @@ class Watch:
         values = Values(tensor.dtype, tuple(tensor.shape), writer, on_device=_largest(tensor))
         self._written[_key(tensor)] = StorageWeakRef(_storage(tensor)), values, tensor.numel()
         return values
-
-    def _forget_written(self, op: Any, args: tuple[Any, ...]) -> None:
-        for position in _written_positions(op):
-            for each in _tensors(args[position : position + 1]):
-                self._written.pop(_key(each), None)
 
 
 class _Thread(threading.local):
@@ -391,7 +391,7 @@ class _Operators(TorchDispatchMode):
     """Reports operators to a `Watch`."""
 
     def __init__(self, watch: Watch) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._watch = weakref.ref(watch)
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -440,9 +440,10 @@ _DISPATCH_STACK = _Stack(
 def _tensors(value: Any) -> Iterator[Tensor]:
     """Yields tensors in arguments or results, those inside of wrapper classes (DTensor) in their place."""
     if isinstance(value, Tensor):
-        if is_traceable_wrapper_subclass(value):
-            for name in value.__tensor_flatten__()[0]:
-                yield from _tensors(getattr(value, name))
+        inner: Any = value
+        if is_traceable_wrapper_subclass(inner):
+            for name in inner.__tensor_flatten__()[0]:
+                yield from _tensors(getattr(inner, name))
         elif value.layout is torch.sparse_coo:
             yield value._values()
         elif value.layout is torch.strided and value.device.type != "meta":
@@ -453,6 +454,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for each in value.values():
             yield from _tensors(each)
+
+
+def _measured(value: Any) -> Iterator[Tensor]:
+    return (each for each in _tensors(value) if each.dtype in _MEASURED)
+
+
+def _written_tensors(op: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
+    return _tensors([args[place] for place in _written_positions(op) if place < len(args)])
 
 
 def _has_inf(value: Any) -> bool:
@@ -470,7 +479,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 def _key(tensor: Tensor) -> int:
     # Not the address of the memory, which torch gives to other tensors. The object's address stays taken while a weak
     # reference to it exists.
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _largest(tensor: Tensor) -> Tensor | None:
