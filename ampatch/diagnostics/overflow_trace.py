@@ -21,8 +21,8 @@ from ampatch.diagnostics import causes
 from ampatch.diagnostics.watch import Values, Watch, WatchedOp
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES, Properties
+from ampatch.scaling.loss_scaler import ScalePolicy
 
-_FLOAT16_MAX = 65504.0
 _CAST = "_to_copy"
 
 
@@ -159,15 +159,15 @@ class Examiner:
 
     Args:
         properties: the values of the opt level, on which the remedy depends.
-        dynamic: whether the loss scale is dynamic.
+        policy: how the loss scale behaves.
         name_of_module: returns the name of a module in the user's model.
     """
 
     def __init__(
-        self, properties: Properties, dynamic: bool, name_of_module: Callable[[nn.Module], str | None]
+        self, properties: Properties, policy: ScalePolicy, name_of_module: Callable[[nn.Module], str | None]
     ) -> None:
         self._properties = properties
-        self._dynamic = dynamic
+        self._dynamic, self._min_loss_scale = policy.dynamic, policy.min_loss_scale
         self._name_of_module = name_of_module
 
     def find(self, watch: Watch) -> Finding | None:
@@ -249,8 +249,13 @@ class Examiner:
     ) -> tuple[list[str], None, float | None]:
         if rerun is None or loss_scale is None:
             return ["a lower loss scale"], None, None
-        fits = _power_of_two_below(loss_scale * _FLOAT16_MAX / rerun.largest) if rerun.largest else loss_scale
-        fits = min(fits, loss_scale / 2)
+        greatest = torch.finfo(self._properties.half_dtype).max
+        fits = _power_of_two_below(loss_scale * min(greatest / rerun.largest, 0.5))
+        if fits < self._min_loss_scale:
+            told = (
+                f"no loss scale: it would have to be {fits:g}. Bring this gradient down, or use half_dtype='bfloat16'"
+            )
+            return [told], None, None
         if self._dynamic:
             return [f"a loss scale of {fits:g} or less; the dynamic scale gets there by itself"], None, fits
         return [f"a lower loss scale: amp.initialize(..., loss_scale={fits:g}), or loss_scale='dynamic'"], None, fits
@@ -316,13 +321,15 @@ class OverflowTracer:
 
     Args:
         properties: the values of the opt level.
-        dynamic: whether the loss scale is dynamic.
+        policy: how the loss scale behaves.
         named_modules: returns the names of the adopted models' modules, by the module's id.
     """
 
-    def __init__(self, properties: Properties, dynamic: bool, named_modules: Callable[[], dict[int, str]]) -> None:
+    def __init__(
+        self, properties: Properties, policy: ScalePolicy, named_modules: Callable[[], dict[int, str]]
+    ) -> None:
         self._watch = Watch(keep=_ran_in_half)
-        self._examiner = Examiner(properties, dynamic, lambda module: named_modules().get(id(module)))
+        self._examiner = Examiner(properties, policy, lambda module: named_modules().get(id(module)))
         self._found: Finding | None = None  # of backward passes before the latest forward pass
         self._forwards: list[int] = []  # number of operators recorded when each forward pass began
 

@@ -156,6 +156,7 @@ class Watch:
         self._written: dict[int, tuple[StorageWeakRef, Values, int]] = {}
         self._by_node: dict[int, WatchedOp | None] = {}
         self._last_number = -1
+        self._last_arrival = (-1, 0)
         self._modules: list[tuple[nn.Module, bool]] = []
         self._functions: list[Any] = []
         self._thread: int | None = None
@@ -336,8 +337,10 @@ class Watch:
         return self._always or (self._modules[0][1] if self._modules else torch.is_grad_enabled())
 
     def _note_gradient(self, node: Any, args: tuple[Any, ...]) -> None:
+        arrival = torch._C._current_graph_task_id(), id(node.variable)
         incoming = list(_measured(args))
-        if incoming:
+        if incoming and arrival != self._last_arrival:  # several operators may take a gradient in
+            self._last_arrival = arrival
             self.gradients.append((node.variable, self._values_of(incoming[-1])))
 
     def _values_of(self, tensor: Tensor) -> Values:
