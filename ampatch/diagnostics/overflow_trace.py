@@ -54,8 +54,8 @@ class OverflowTrace:
             no watched operator produced it.
         function: path of the torch function; for the backward pass, of the one whose gradient was computed.
         operator: operator that produced it, such as "bmm".
-        module: name of the innermost module that was running, or was running in the forward pass; None outside of one.
-        module_class: name of its class.
+        module: name of the innermost module that was running in the forward pass; None outside of the adopted models.
+        module_class: name of its class; None if no module was running.
         file: the user's file; None if no user code was running.
         line: number of the line in it.
         source: text of the line.
@@ -94,8 +94,9 @@ class OverflowTrace:
 
     def __str__(self) -> str:
         lines = [self._headline()]
-        if self.module is not None:
-            lines.append(f"  module    {self.module or '(the model)'} ({self.module_class})")
+        if self.module_class is not None:
+            name = "(the model)" if self.module == "" else self.module or "(outside of the model)"
+            lines.append(f"  module    {name} ({self.module_class})")
         if self.file is not None:
             lines.append(f"  line      {self.file}:{self.line}" + (f": {self.source}" if self.source else ""))
         lines += [f"  input     {each}" for each in self.inputs]
@@ -116,11 +117,13 @@ class OverflowTrace:
             return f"The input of {self.function} was not finite to begin with."
         kinds = {"NaN" if each.largest != each.largest else "inf" for each in self.outputs if not _finite(each.largest)}
         kind = " and ".join(sorted(kinds)) or "inf or NaN"
-        what = self.function if self.operator in self.function else f"{self.function} (operator {self.operator})"
+        what = self.function if self.operator in (*self.function.split("."), "cast") else f"{self.function} (operator {self.operator})"
+        if self.direction == "backward":
+            what = f"the backward of {what}"
         if self.operator == "cast":
-            what = f"the cast of an argument for {self.function}"
-        of = "the backward of " if self.direction == "backward" else ""
-        return f"First {kind}: in {of}{what}."
+            what = f"{'a gradient' if self.direction == 'backward' else 'an argument'} for {what}"
+            what = f"the cast to {self.outputs[0].dtype} of {what}"
+        return f"First {kind}: in {what}."
 
 
 def _finite(number: float | None) -> bool:
@@ -199,7 +202,7 @@ class Examiner:
         op, rerun = finding.op, finding.rerun
         if op is None:
             return OverflowTrace("unknown", notes=finding.notes)
-        named = op.forward if op.is_backward and op.forward is not None else op
+        named = _to_name(op)
         place = op.place or named.place  # the user's own backward function, or the forward
         modules = named.modules or op.modules
         direction = "input" if finding.is_input else "backward" if op.is_backward else "forward"
@@ -208,8 +211,7 @@ class Examiner:
             direction,
             _function_name(op, named),
             "cast" if op.op_name == _CAST else op.op_name,
-            self._path(modules) if modules else None,
-            type(modules[-1]).__name__ if modules else None,
+            *self._named_module(modules),
             None if place is None else place.file,
             None if place is None else place.line,
             "" if place is None else place.source,
@@ -223,9 +225,13 @@ class Examiner:
             finding.notes,
         )
 
-    def _path(self, modules: Sequence[nn.Module]) -> str:
-        """Returns the name of the innermost module that the user's model knows."""
-        return next((name for each in reversed(modules) if (name := self._name_of_module(each)) is not None), "")
+    def _named_module(self, modules: Sequence[nn.Module]) -> tuple[str | None, str | None]:
+        """Returns name and class of the innermost module that the user's model knows; else None and a class."""
+        for module in reversed(modules):
+            name = self._name_of_module(module)
+            if name is not None:
+                return name, type(module).__name__
+        return None, type(modules[-1]).__name__ if modules else None
 
     def _remedies(
         self,
@@ -264,7 +270,7 @@ class Examiner:
         told: list[str] = []
         overlay: dict[str, Any] | None = None
         name = _listed_name(op).rpartition(".")[2]
-        path = self._path(op.modules)
+        path, _ = self._named_module(op.modules)
         if self._properties.patch_torch_functions:
             overlay = _overlay(_listed_name(op))
             told.append(f"this function in float32: amp.initialize(..., cast_lists={overlay})")
@@ -275,6 +281,16 @@ class Examiner:
         if self._properties.half_dtype is torch.float16:
             told.append("float32's range: amp.initialize(..., half_dtype='bfloat16')")
         return told, overlay, None
+
+
+def _to_name(op: WatchedOp) -> WatchedOp:
+    """Returns the operator to name for one: in a backward pass that of the forward pass.
+
+    For a gradient that is cast, this is the operator whose result was cast in the forward pass.
+    """
+    named = op.forward if op.is_backward and op.forward is not None else op
+    writers = [values.writer for values in named.inputs if values.writer is not None]
+    return writers[0] if named is not op and named.op_name == _CAST and writers else named
 
 
 def _listed_name(op: WatchedOp) -> str:
