@@ -117,7 +117,11 @@ class OverflowTrace:
             return f"The input of {self.function} was not finite to begin with."
         kinds = {"NaN" if each.largest != each.largest else "inf" for each in self.outputs if not _finite(each.largest)}
         kind = " and ".join(sorted(kinds)) or "inf or NaN"
-        what = self.function if self.operator in (*self.function.split("."), "cast") else f"{self.function} (operator {self.operator})"
+        what = (
+            self.function
+            if self.operator in (*self.function.split("."), "cast")
+            else f"{self.function} (operator {self.operator})"
+        )
         if self.direction == "backward":
             what = f"the backward of {what}"
         if self.operator == "cast":
