@@ -27,6 +27,7 @@ from ampatch.errors import (
     AmpWarning,
     BannedFunctionError,
     CastListError,
+    GradientOverflowError,
     IntegrationError,
     KernelError,
     LossScaleError,
@@ -56,6 +57,7 @@ from ampatch.runtime import (
 from ampatch.scaling.clipping import clip_unscaled
 from ampatch.scaling.loss_scaler import LossScaler, load_states, make_policy
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
+from ampatch.scaling.overflows import NonFiniteGradient, OnOverflow, Overflow, ScaleChange, check_on_overflow
 from ampatch.session import Session
 from ampatch.settings import LiveSettings, Settings
 from ampatch.switch import WithoutCasts, off_in_graph
@@ -68,12 +70,16 @@ __all__ = [
     "BannedFunctionError",
     "CastCounts",
     "CastListError",
+    "GradientOverflowError",
     "Handle",
     "IntegrationError",
     "KernelError",
     "LossScaleError",
     "LossScaler",
+    "NonFiniteGradient",
     "OptionError",
+    "Overflow",
+    "ScaleChange",
     "ScalerOptionError",
     "ScalerUsageError",
     "UsageError",
@@ -103,6 +109,7 @@ __all__ = [
     "settings",
     "skipped_steps",
     "state_dict",
+    "stats",
     "step_was_skipped",
     "unscale_",
 ]
@@ -150,6 +157,8 @@ def initialize(
     keep_fp32: Any = ...,
     patch_torch_functions_type: torch.dtype | str | None = ...,
     profile_casts: bool = ...,
+    on_overflow: OnOverflow = ...,
+    check_finite: bool = ...,
 ) -> _Models: ...
 
 
@@ -182,6 +191,8 @@ def initialize(
     keep_fp32: Any = ...,
     patch_torch_functions_type: torch.dtype | str | None = ...,
     profile_casts: bool = ...,
+    on_overflow: OnOverflow = ...,
+    check_finite: bool = ...,
 ) -> tuple[_Models, _Optimizers]: ...
 
 
@@ -213,6 +224,8 @@ def initialize(
     keep_fp32: Any = None,
     patch_torch_functions_type: torch.dtype | str | None = None,
     profile_casts: bool = False,
+    on_overflow: OnOverflow = "log",
+    check_finite: bool = False,
 ) -> Any:
     """Sets up mixed precision for models and their optimizers.
 
@@ -252,6 +265,20 @@ def initialize(
         patch_torch_functions_type: the name of ``half_dtype`` in ROCm's Apex.
         profile_casts: whether each cast has a label in ``torch.profiler``, such as "ampatch: cast weight of
             torch.nn.functional.linear to float16". Calls of patched functions then run in Python, not in C++.
+        on_overflow: what a skipped step does besides. "log": a line in the log, at verbosity 1. "raise": raises
+            `GradientOverflowError` from ``optimizer.step()``. "trace": logs all of ``str(overflow)`` instead of the
+            line, at any verbosity. A function: is called with the `Overflow`, once for each optimizer that skips; its
+            exceptions leave ``optimizer.step()``. In each case the step is skipped first: weights, masters and
+            optimizer state are as they were. At the floor of the scale `LossScaleError` is raised instead; its
+            attribute ``overflow`` has the same. All but "log" read the verdict before every step, as ``exact_hooks``
+            does: a sync with the device, and no skip or unscaling in the optimizer's own kernel.
+        check_finite: whether each step looks for inf and NaN in its gradients and is skipped if there are any, under a
+            static scale too, which stays as it is. It counts what the optimizer is about to read, so gradients of any
+            backward pass, in a block or not, and after clipping or edits; with a closure, the gradients of each
+            evaluation. Not seen are gradients that the optimizer's own step hooks write, values that the optimizer
+            computes from finite gradients, and optimizers that amp has not adopted. It costs one read of all gradients;
+            an optimizer with ``fused=True`` skips in its own kernel, and others read the verdict, which syncs with the
+            device. The gradients of blocks under a dynamic scale are checked anyway.
 
     Returns:
         The same objects, as they were passed: a model, or a model and an optimizer; a list for a list.
@@ -310,6 +337,8 @@ def initialize(
         cast_model_outputs=opt_levels.check_output_type(cast_model_outputs),
         exact_hooks=_flag("exact_hooks", exact_hooks),
         profile_casts=_flag("profile_casts", profile_casts),
+        on_overflow=check_on_overflow(on_overflow),
+        check_finite=_flag("check_finite", check_finite),
     )
     live, outgoing = _joined_and_replaced(settings)
     _check_optimizers(optimizer_list, model_list, live, outgoing)
@@ -383,6 +412,8 @@ def init(
     cast_lists: Overlay | None = None,
     patch_type: torch.dtype | str | None = None,
     profile_casts: bool = False,
+    on_overflow: OnOverflow = "log",
+    check_finite: bool = False,
 ) -> Handle:
     """Patches torch's functions without adopting a model.
 
@@ -398,6 +429,8 @@ def init(
         cast_lists: as for `initialize`.
         patch_type: the name of ``half_dtype`` in ROCm's Apex.
         profile_casts: as for `initialize`.
+        on_overflow: as for `initialize`.
+        check_finite: as for `initialize`. An optimizer is checked from its first block on, which adopts it.
 
     Returns:
         A handle that undoes the patches.
@@ -423,6 +456,8 @@ def init(
         enable_caching=bool(enable_caching),
         adopts_on_use=True,
         profile_casts=_flag("profile_casts", profile_casts),
+        on_overflow=check_on_overflow(on_overflow),
+        check_finite=_flag("check_finite", check_finite),
     )
     opened = open_session(settings, _all_device_types())
     opened.verbose = bool(verbose)
@@ -724,6 +759,37 @@ def skipped_steps(optimizer: Any) -> int:
         return 0
     checked = check_optimizer(optimizer)
     return _session_of(checked, "amp.skipped_steps").adopted(checked).skipped_steps
+
+
+def stats() -> dict[str, int | float]:
+    """Returns the numbers of a run as one flat dict, for TensorBoard, W&B or a log.
+
+    ::
+
+        for name, value in amp.stats().items():
+            writer.add_scalar(f"amp/{name}", value, step)
+
+    It reads the device once, or each device that has a scaler once, so call it every few steps. A CUDA graph's replays
+    count only in "loss_scale" and "clean_steps".
+
+    Returns:
+        int and float values; empty with amp off or disabled. The keys stay the same for the whole session, as long as
+        amp is given no more optimizers:
+
+        - "loss_scale": the present scale. With ``num_losses`` above 1 "loss_scale/0", "loss_scale/1" and so on; so with
+          the next two.
+        - "clean_steps": updates of the scale without overflow since it last changed, which is one for each block that
+          unscales. Of a static scale, all of them.
+        - "overflows": overflows for which a step was skipped.
+        - "skipped_steps": skipped steps of all optimizers. With several optimizers also "skipped_steps/0" and so on, in
+          the order in which amp got them; a deleted one keeps its number.
+        - "casts", "cache_hits": as in `cast_counts`.
+        - "cache_hit_rate": the share of cache hits in both; 0 before the first cast.
+        - "cached_bytes": memory of the cast weights that are kept at this moment.
+        - "patched_functions": number of functions that are patched.
+    """
+    live = runtime.live
+    return {} if live is None else live.stats()
 
 
 def is_on() -> bool:

@@ -336,6 +336,11 @@ def _is_not_distributed() -> bool:
     return not (_IS_AVAILABLE and dist.is_initialized())
 
 
+def has_other_ranks() -> bool:
+    """Returns True if torch.distributed is initialized for more than one rank."""
+    return not _is_not_distributed() and dist.get_world_size() > 1
+
+
 def replicating_wrappers() -> list[DistributedDataParallel]:
     """Returns all DDP wrappers on this rank, found among all of Python's objects; none without torch.distributed."""
     if _is_not_distributed():

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 class AmpError(Exception):
@@ -29,7 +30,29 @@ class BannedFunctionError(AmpError, NotImplementedError):
 
 
 class LossScaleError(AmpError, RuntimeError):
-    """Raised if gradients still overflow although the loss scale has reached its floor."""
+    """Raised if gradients still overflow although the loss scale has reached its floor.
+
+    Attributes:
+        overflow: the skipped step as an `Overflow`; None if the code that raised has none.
+    """
+
+    def __init__(self, message: str, overflow: Any = None) -> None:
+        super().__init__(message)
+        self.overflow = overflow
+
+
+class GradientOverflowError(AmpError, ArithmeticError):
+    """Raised by a step that was skipped after an overflow, with ``on_overflow="raise"``.
+
+    Weights, masters and optimizer state are as they were before the step, so a loop may catch it and go on.
+
+    Attributes:
+        overflow: the skipped step as an `Overflow`.
+    """
+
+    def __init__(self, message: str, overflow: Any = None) -> None:
+        super().__init__(message)
+        self.overflow = overflow
 
 
 class ScalerOptionError(OptionError, AssertionError):

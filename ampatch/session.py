@@ -35,14 +35,16 @@ from ampatch.patching.cast_labels import LabellingCache
 from ampatch.patching.function_patches import FunctionPatches, Registration
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling import clipping, unscaled_losses
-from ampatch.scaling.loss_scaler import LossScaler
+from ampatch.scaling.loss_scaler import LossScaler, read_states
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.optimizer_step import (
     AdoptedOptimizer,
     OptimizerLike,
+    SkipCount,
     check_not_stepping,
     check_optimizer,
 )
+from ampatch.scaling.overflows import OverflowHandler
 from ampatch.scaling.scaled_block import Blocks, ScaledBlock
 from ampatch.scaling.unadopted_optimizers import UnadoptedOptimizers
 from ampatch.settings import Settings
@@ -103,6 +105,8 @@ class Session:
         cache: casts of weights.
         ledger: the record of all patches.
         scalers: one for each loss.
+        overflows: what happens after a skipped step; a tracer is set here.
+        skip_counts: numbers of skipped steps, one for each optimizer that was adopted, deleted ones included.
         conversion: the record of converted weights.
         loading: modules inside ``load_state_dict``, with the state dict and the prefix of their names in it.
         adapters: functions that cast the arguments of decorated functions, by kind.
@@ -140,7 +144,9 @@ class Session:
         self.conversion = Conversion(self._is_of_model)
         self._converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of models with half weights
         self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules among them that compute in float32
-        self._blocks = Blocks(self.ranks, self.cache, self.switch, self._prepare_block)
+        self._blocks = Blocks(self.ranks, self.cache, self.switch, self._prepare_block, settings.check_finite)
+        self.overflows = OverflowHandler(settings.on_overflow)
+        self.skip_counts: list[SkipCount] = []
         self.loading: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
         self._adapters = Adapters(
             settings.properties.half_dtype,
@@ -261,6 +267,7 @@ class Session:
         """Adopts models and optimizers; after an error none of them is adopted."""
         mark, first, device_types = self.ledger.mark(), self.conversion.mark(), set(self.device_types)
         known_models, known_optimizers = set(self._models), set(self._optimizers)
+        known_counts = len(self.skip_counts)
         converted, guarded = set(self._converted), set(self._guarded)
         try:
             for model in models:
@@ -277,6 +284,7 @@ class Session:
             self._guarded &= guarded
             for key in set(self._optimizers) - known_optimizers:
                 del self._optimizers[key]
+            del self.skip_counts[known_counts:]
             self.device_types &= device_types
             self._accelerator.set_device_types(self.device_types)
             raise
@@ -420,12 +428,16 @@ class Session:
         try:
             masters = MasterWeights(optimizer, self.conversion, wanted, self._name_of)
             adopted = AdoptedOptimizer(
-                OptimizerGradients(optimizer, masters, self.ranks, self._optimizers),
+                OptimizerGradients(
+                    optimizer, masters, self.ranks, self._optimizers, counts_non_finite=settings.on_overflow != "log"
+                ),
                 self.switch,
                 self.cache,
                 dynamic=settings.scale_policy.dynamic,
                 exact_hooks=settings.exact_hooks,
                 announce=self.verbose,
+                on_overflow=None if settings.on_overflow == "log" else self.overflows,
+                checks_by=self.scalers[0] if settings.check_finite else None,
             )
             adopted.install(self.ledger)
         except (AttributeError, TypeError) as error:
@@ -434,6 +446,7 @@ class Session:
                 "optimizer that keeps its own attributes. Hand in the optimizer inside it, if there is one."
             ) from error
         self._optimizers[id(optimizer)] = adopted
+        self.skip_counts.append(adopted.skips)
         finalizer = weakref.finalize(optimizer, _forget_optimizer, self._optimizers, id(optimizer))
         self.ledger.on_undo(finalizer.detach, optimizer)
 
@@ -596,6 +609,34 @@ class Session:
         """Unscales the gradients of an optimizer; see `clipping.unscale`."""
         clipping.unscale(self.adopted(optimizer))
 
+    # Numbers
+
+    @_with_casts_off
+    def stats(self) -> dict[str, int | float]:
+        """Returns the numbers of ``amp.stats``; reads each device once."""
+        states = read_states(self.scalers)
+        for adopted in list(self._optimizers.values()):
+            adopted.read_verdicts()
+        counts = self.cache.counts()
+        uses = counts.casts + counts.cache_hits
+        numbers: dict[str, int | float] = {}
+        for index, (scaler, state) in enumerate(zip(self.scalers, states, strict=True)):
+            suffix = f"/{index}" if len(self.scalers) > 1 else ""
+            numbers[f"loss_scale{suffix}"] = state.loss_scale
+            numbers[f"clean_steps{suffix}"] = state.unskipped
+            numbers[f"overflows{suffix}"] = scaler.overflows
+        numbers["skipped_steps"] = sum(count.skipped for count in self.skip_counts)
+        if len(self.skip_counts) > 1:
+            numbers |= {f"skipped_steps/{index}": count.skipped for index, count in enumerate(self.skip_counts)}
+        return {
+            **numbers,
+            "casts": counts.casts,
+            "cache_hits": counts.cache_hits,
+            "cache_hit_rate": counts.cache_hits / uses if uses else 0.0,
+            "cached_bytes": self.cache.nbytes(),
+            "patched_functions": self._functions.count,
+        }
+
     # Inference
 
     def frozen_weights(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -683,7 +724,7 @@ class Session:
         if adopted is None:
             self._unadopted.exempt(optimizer)
             return
-        if adopted.masters or adopted.gradients.pending:
+        if adopted.masters or any(use.found_inf is not None for use in adopted.gradients.pending):
             raise UsageError(
                 f"a GradScaler cannot unscale for this {type(optimizer).__name__}: amp.scale_loss does, and has it "
                 "skip where gradients overflow. Leave the GradScaler out: with amp.scale_loss(loss, optimizer) as "

@@ -18,6 +18,7 @@ from ampatch.cast_lists import list_edits
 from ampatch.cast_lists.lists import CastLists
 from ampatch.opt_levels import Properties
 from ampatch.scaling.loss_scaler import ScalePolicy
+from ampatch.scaling.overflows import OnOverflow, name_of_choice
 from ampatch.weights.conversion_plan import KeepFloat32
 
 # The arguments of ``amp.initialize`` that are fields of a scale's policy. `dynamic` is ``loss_scale``.
@@ -40,6 +41,8 @@ class Settings:
         cast_model_outputs: dtype of the models' outputs; None: float32 if weights are converted, else unchanged.
         exact_hooks: True if a skipped step fires no hooks, at the cost of a sync with the device.
         profile_casts: True if casts have labels in ``torch.profiler``.
+        on_overflow: what happens after a skipped step.
+        check_finite: True if steps look for inf and NaN in their gradients, whatever the scale.
     """
 
     properties: Properties
@@ -53,6 +56,8 @@ class Settings:
     cast_model_outputs: torch.dtype | None = None
     exact_hooks: bool = False
     profile_casts: bool = False
+    on_overflow: OnOverflow = "log"
+    check_finite: bool = False
 
     def difference(self, asked: Settings) -> str:
         """Returns text that names each argument in which ``asked`` differs, with both values; empty if none does."""
@@ -66,6 +71,7 @@ class Settings:
             both[name] = getattr(self.scale_policy, name), getattr(asked.scale_policy, name)
         for name in _PLAIN_FIELDS:
             both[name] = getattr(self, name), getattr(asked, name)
+        both["on_overflow"] = self._named(asked)
         both["keep_fp32"] = _kept(self.keep_fp32), _kept(asked.keep_fp32)
         told += [f"{name} is {live!r} (this call: {other!r})" for name, (live, other) in both.items() if live != other]
         if self.properties.patch_torch_functions and asked.properties.patch_torch_functions:  # else none are allowed
@@ -91,12 +97,28 @@ class Settings:
             "num_losses": self.num_losses,
             **{name: getattr(self.scale_policy, name) for name in _SCALE_ARGUMENTS},
             **{
-                name: getattr(self, name) for name in ("exact_hooks", "allow_banned", "enable_caching", "profile_casts")
+                name: getattr(self, name)
+                for name in ("exact_hooks", "check_finite", "allow_banned", "enable_caching", "profile_casts")
             },
+            "on_overflow": name_of_choice(self.on_overflow),
         }
 
+    def _named(self, asked: Settings) -> tuple[str, str]:
+        """Returns both choices of ``on_overflow`` as text, which differs if they do."""
+        mine, other = name_of_choice(self.on_overflow), name_of_choice(asked.on_overflow)
+        is_namesake = mine == other and self.on_overflow != asked.on_overflow
+        return mine, f"another {other}" if is_namesake else other
 
-_PLAIN_FIELDS = ("num_losses", "cast_model_outputs", "exact_hooks", "allow_banned", "enable_caching", "profile_casts")
+
+_PLAIN_FIELDS = (
+    "num_losses",
+    "cast_model_outputs",
+    "exact_hooks",
+    "check_finite",
+    "allow_banned",
+    "enable_caching",
+    "profile_casts",
+)
 
 
 class LiveSettings(dict[str, Any]):

@@ -95,6 +95,8 @@ class TestSignatures:
             "keep_fp32",
             "patch_torch_functions_type",
             "profile_casts",
+            "on_overflow",
+            "check_finite",
         }
 
     def test_all_by_position(self, model, optimizer):

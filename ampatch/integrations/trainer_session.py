@@ -150,7 +150,7 @@ class TrainerSession:
         self._scaler = scaler
         self._precise: list[tuple[Tensor, Tensor, torch.dtype]] = []
         self._updated: set[int] = set()  # ids of the parameters that the optimizers update
-        self._is_dynamic = self._is_one = False
+        self._may_skip = self._is_one = False
         self._steps = PatchLedger()
         self._is_in_step = self._is_unscaled = self._has_stepped = self._was_skipped = False
         self._unproven = False
@@ -220,7 +220,7 @@ class TrainerSession:
         self, precise: list[tuple[Tensor, Tensor]], updated: set[int], state: Mapping[str, Any], *, is_first: bool
     ) -> None:
         live = amp.settings()
-        self._is_dynamic = live["loss_scale"] == "dynamic"
+        self._may_skip = live["loss_scale"] == "dynamic" or live["check_finite"]
         self._is_one = self._scaler is None and live["loss_scale"] == 1
         if self._scaler is not None and live["cast_model_type"] in ("float16", "bfloat16") and live["master_weights"]:
             raise OptionError(
@@ -308,7 +308,7 @@ class TrainerSession:
             _thread.stepping, self._is_in_step = outer, False
         if self._scaler is not None:
             self._update_scaler()
-        elif self._is_dynamic:
+        elif self._may_skip:
             self._was_skipped = self._skipped_steps() > skipped
         if self._unproven:
             self._unproven = False
@@ -320,7 +320,7 @@ class TrainerSession:
         return self._was_skipped
 
     def _skipped_steps(self) -> int:
-        if self._scaler is not None or not self._is_dynamic:
+        if self._scaler is not None or not self._may_skip:
             return 0
         return sum(map(amp.skipped_steps, self.optimizers))
 
@@ -518,6 +518,12 @@ def _without_scale(options: Mapping[str, Any]) -> dict[str, Any]:
     if given:
         raise OptionError(
             f"a scaler replaces amp's own scale, which {', '.join(given)} would set. Leave one of the two out."
+        )
+    of_skips = [name for name in ("on_overflow", "check_finite") if name in options]
+    if of_skips:
+        raise OptionError(
+            f"a scaler decides which steps are skipped, so that {' and '.join(of_skips)} would have no effect. Leave "
+            "one of the two out; ampatch.GradScaler takes on_overflow itself."
         )
     return {**options, "loss_scale": 1.0}
 

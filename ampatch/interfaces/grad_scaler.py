@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import math
 import warnings
 from collections import defaultdict
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
+from ampatch import distributed
 from ampatch.casting.nested import cast_tensors
 from ampatch.distributed import Ranks
 from ampatch.errors import LossScaleError, OptionError, ScalerOptionError, ScalerUsageError, warn
@@ -27,12 +29,15 @@ from ampatch.interfaces.mixed_precision import mixed_precision_within
 from ampatch.native import kernels
 from ampatch.opt_levels import HALVES
 from ampatch.runtime import runtime
-from ampatch.scaling import scale_use
-from ampatch.scaling.loss_scaler import LossScaler, ScaleState, make_policy
+from ampatch.scaling import overflows, scale_use
+from ampatch.scaling.loss_scaler import LossScaler, ScaleState, make_policy, next_state, read_states
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
+from ampatch.scaling.overflows import OnOverflow, Overflow, OverflowHandler, ScaleChange, check_on_overflow
 from ampatch.switch import WithoutCasts
 from ampatch.weights import optimizer_state
 from ampatch.weights.optimizer_state import Snapshot
+
+logger = logging.getLogger("ampatch")
 
 # The floor by default. 1 / scale is still finite there, so that gradients of 0 do not become NaN. The scale comes down
 # to it only after more than a hundred overflows in a row.
@@ -77,10 +82,17 @@ class GradScaler(torch.amp.GradScaler):
         min_loss_scale: floor of the scale. An overflow there raises, with the names of the parameters whose gradients
             overflowed. Every step then syncs with the device. None: no floor, as in torch; the scale stays above 0.
         max_loss_scale: ceiling of the scale; None: no ceiling.
+        on_overflow: what a skipped step does besides. "log": a line in the log, but only if the scaler has read the
+            overflow anyway: on the CPU, and of optimizers that do not skip in their own kernel. "raise": raises
+            `GradientOverflowError` from `step`. "trace": logs all of ``str(overflow)``. A function: is called with the
+            `Overflow`. The step is skipped first, and `update` is to be called as after any other step. All but "log"
+            read the overflow before every step, which syncs with the device.
 
     Raises:
         OptionError: a value is out of range.
     """
+
+    _on_overflow: OnOverflow = "log"  # of a scaler that torch has pickled
 
     def __init__(
         self,
@@ -94,8 +106,10 @@ class GradScaler(torch.amp.GradScaler):
         hysteresis: int = 1,
         min_loss_scale: float | None = None,
         max_loss_scale: float | None = None,
+        on_overflow: OnOverflow = "log",
     ) -> None:
         try:
+            self._on_overflow = check_on_overflow(on_overflow)
             policy = make_policy(
                 "dynamic",
                 init_scale=init_scale,
@@ -352,6 +366,7 @@ class GradScaler(torch.amp.GradScaler):
             UsageError: it was already called since the last `update`, the optimizer has no gradients, or `unscale_` was
                 called before a step with a closure; or amp unscales these gradients.
             LossScaleError: an overflow although the scale is at ``min_loss_scale``.
+            GradientOverflowError: the step was skipped, and ``on_overflow`` is "raise".
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -376,6 +391,9 @@ class GradScaler(torch.amp.GradScaler):
             _check_found(optimizer, state)
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
+        overflow = state.pop("overflow", None)
+        if overflow is not None:
+            OverflowHandler(self._on_overflow).handle(overflow)
         return result
 
     def _maybe_opt_step(
@@ -421,7 +439,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _host_must_read(self, optimizer: Any, found_inf: Tensor) -> bool:
         """Returns True if the host must read the overflow flag before a step that could skip by itself."""
-        if self._has_floor or found_inf.device.type in scale_use.AT_HAND:
+        if self._has_floor or self._on_overflow != "log" or found_inf.device.type in scale_use.AT_HAND:
             return True
         return _is_torchs(optimizer) and not optimizer_state.has_state(optimizer)
 
@@ -486,8 +504,15 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(optimizer, torch.optim.Optimizer):
             # Without this flag, an LR scheduler would warn that it steps before the optimizer's first step.
             optimizer._opt_called = True  # type: ignore[attr-defined]
-        scale = self.get_scale()
+        scaler = self._scaler_or_raise("step()")
+        (state,) = read_states([scaler])
+        scale = state.loss_scale
         at_floor = self._has_floor and scale <= self._policy.min_loss_scale
+        change = ScaleChange(0, scale, next_state(state, True, self._policy).loss_scale)
+        if self._on_overflow != "trace" and not at_floor:
+            logger.warning(overflows.LINE, change.loss_id, change.verb, change.after)
+        if self._on_overflow != "log" and not at_floor:
+            self._state_of(optimizer)["overflow"] = _overflow_of(optimizer, change)
         if not at_floor and (scale > _SMALLEST_USEFUL_SCALE or self._has_warned):
             return
         culprits = optimizer_state.not_finite_gradients(
@@ -500,7 +525,8 @@ class GradScaler(torch.amp.GradScaler):
         if at_floor:
             raise LossScaleError(
                 f"the loss scale is at its floor of {self._policy.min_loss_scale:g} and the gradients still overflow, "
-                f"so no scale can help: {culprits}. {advice}"
+                f"so no scale can help: {culprits}. {advice}",
+                _overflow_of(optimizer, change),
             )
         self._has_warned = True
         warn(
@@ -688,6 +714,15 @@ class GradScaler(torch.amp.GradScaler):
             f"GradScaler(scale={scale}, growth_factor={policy.growth_factor}, backoff_factor={policy.backoff_factor}, "
             f"growth_interval={policy.scale_window})"
         )
+
+
+@WithoutCasts()
+def _overflow_of(optimizer: OptimizerLike, change: ScaleChange) -> Overflow:
+    found = overflows.non_finite_gradients(
+        optimizer_state.parameters_of(optimizer), optimizer_state.names_in(optimizer)
+    )
+    remark = overflows.OF_ANOTHER_RANK if distributed.has_other_ranks() else overflows.CLEARED
+    return Overflow(type(optimizer).__name__, (change,), found, remark="" if found else remark)
 
 
 class _ClosureOverflowedError(BaseException):

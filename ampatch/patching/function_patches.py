@@ -105,6 +105,11 @@ class FunctionPatches:
         for namespace in self._later:
             _watch(namespace, self)
 
+    @property
+    def count(self) -> int:
+        """Number of functions that are patched now, each counted once however many names it has."""
+        return len(self._originals)
+
     def rebind(self, owners: Iterable[object]) -> None:
         """Binds names in ``owners`` that still hold an original to its wrapper.
 

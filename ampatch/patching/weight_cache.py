@@ -140,6 +140,11 @@ class WeightCache:
             store.keep(tensor, cast)
         return cast
 
+    def nbytes(self) -> int:
+        """Returns the memory of the kept casts in bytes, without those of forwards that run in other threads."""
+        stores = [self._iteration, self.state.forward, *(block.store for block in list(self._frozen))]
+        return sum(cast.nbytes for store in stores if store is not None for _, _, cast in store.entries())
+
     def clear(self) -> None:
         """Drops every cast, except casts of forwards that run in other threads."""
         self.end_iteration()

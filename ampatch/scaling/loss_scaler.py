@@ -184,6 +184,7 @@ class LossScaler:
         dynamic: True if the scale reacts to overflows.
         is_one: True if the scale is static and 1, so that scaling changes nothing and costs nothing.
         age: number of times that the scale was set or may have changed; known without a sync with the device.
+        overflows: number of overflows for which amp has skipped steps; stays 0 for a scaler that is used by hand.
         uses_by_hand: class attribute: number of calls of `unscale_`, of all scalers.
 
     Raises:
@@ -195,6 +196,7 @@ class LossScaler:
     dynamic: bool
     is_one: bool
     age: int = 0
+    overflows: int = 0
     _scale: Tensor
     _unskipped: Tensor
     _hysteresis_left: Tensor
@@ -401,6 +403,16 @@ class LossScaler:
         """The scale and its clean updates as they are kept: to be read only."""
         return self._scale, self._unskipped
 
+    @property
+    def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The state as it is kept on the device, to be read only; a static scale's updates are in `counted`."""
+        return self._scale, self._unskipped, self._hysteresis_left
+
+    @property
+    def counted(self) -> int:
+        """Number of updates of a static scale that the host has counted."""
+        return self._counted
+
     def tensors_on(self, device: torch.device) -> tuple[Tensor, ...]:
         """Returns the state on its device; writing to it changes the state."""
         self.to(device)
@@ -492,6 +504,21 @@ class LossScaler:
         self._counted, self._kept = 0, None
         self.is_one = not self.policy.dynamic and state.loss_scale == 1
         self.age += 1
+
+
+def read_states(scalers: Iterable[LossScaler]) -> list[ScaleState]:
+    """Returns the states of several scalers as plain numbers; reads each device once."""
+    by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    scalers = list(scalers)
+    for place, scaler in enumerate(scalers):
+        numbers = torch.stack([each.double() for each in scaler.numbers])
+        by_device.setdefault(numbers.device, []).append((place, numbers))
+    states: dict[int, ScaleState] = {}
+    for rows in by_device.values():
+        read = torch.stack([numbers for _, numbers in rows]).tolist()
+        for (place, _), (scale, unskipped, left) in zip(rows, read, strict=True):
+            states[place] = ScaleState(scale, int(unskipped) + scalers[place].counted, int(left))
+    return [states[place] for place in range(len(scalers))]
 
 
 def is_of_grad_scaler(state_dict: Mapping[Any, object]) -> bool:

@@ -18,7 +18,9 @@ from ampatch.distributed import Ranks
 from ampatch.errors import UsageError, warn
 from ampatch.native import kernels
 from ampatch.opt_levels import HALVES
+from ampatch.scaling import overflows
 from ampatch.scaling.deferred_unscaling import DeferredUnscaling
+from ampatch.scaling.overflows import NonFiniteGradient
 from ampatch.scaling.scale_use import ScaleUse
 from ampatch.weights import optimizer_state
 from ampatch.weights.master_weights import MasterWeights
@@ -53,6 +55,7 @@ class OptimizerGradients:
         masters: its float32 masters; empty at levels without masters.
         ranks: the ranks that may share its gradients.
         adopted: all optimizers of the session, by id.
+        counts_non_finite: whether gradients that overflowed are counted before a later block zeroes them.
 
     Attributes:
         masters: as given.
@@ -63,7 +66,12 @@ class OptimizerGradients:
     """
 
     def __init__(
-        self, optimizer: Any, masters: MasterWeights, ranks: Ranks, adopted: Mapping[int, HasGradients]
+        self,
+        optimizer: Any,
+        masters: MasterWeights,
+        ranks: Ranks,
+        adopted: Mapping[int, HasGradients],
+        counts_non_finite: bool = False,
     ) -> None:
         self.masters = masters
         self.ranks = ranks
@@ -71,6 +79,7 @@ class OptimizerGradients:
         self.scaled_by: ScaleUse | None = None
         self._optimizer = weakref.ref(optimizer)
         self._adopted = adopted
+        self._counts_non_finite = counts_non_finite
         self.deferred: DeferredUnscaling | None = None
         self._widened: list[tuple[Tensor, torch.dtype, torch.dtype | None, torch.dtype]] = []
         self._left_scaled: list[TensorWeakRef] = []
@@ -318,6 +327,8 @@ class OptimizerGradients:
         grads = self.tensors()
         self.pending[-1] = last = last.only_where(self.still_exist(last, grads))
         assert last.found_inf is not None
+        if self._counts_non_finite and last.overflowed:
+            last.non_finite = self.non_finite()
         kernels.zero_after_overflow_(grads, last.found_inf)
         self.masters.gradients.note_masters()
 
@@ -344,6 +355,12 @@ class OptimizerGradients:
         found.masked_fill_(sum_of_squares != 0, 1)
         self.ranks.reduce_overflow_(found, self.model_parameters())
         return found
+
+    def non_finite(self) -> tuple[NonFiniteGradient, ...]:
+        """Returns the gradients that the optimizer would read and that are inf or NaN; syncs with the device."""
+        return overflows.non_finite_gradients(
+            self.parameters(), lambda each: self.masters.name_of(self.masters.parameter_of(each))
+        )
 
     # The end of a session, and of an optimizer
 

@@ -14,6 +14,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -22,14 +23,17 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
+from ampatch import distributed
 from ampatch.casting.nested import tensors_in
 from ampatch.errors import LossScaleError, OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
 from ampatch.patching.weight_cache import WeightCache
+from ampatch.scaling import overflows
 from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
-from ampatch.scaling.scale_use import ScaleUse
+from ampatch.scaling.overflows import Overflow, OverflowHandler
+from ampatch.scaling.scale_use import ScaleUse, StepCheck
 from ampatch.switch import Switch
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
@@ -93,6 +97,17 @@ def check_not_stepping(optimizer: OptimizerLike) -> None:
         frame = frame.f_back
 
 
+@dataclass(slots=True)
+class SkipCount:
+    """The number of an optimizer's skipped steps, which may outlive the optimizer.
+
+    Attributes:
+        skipped: number of steps skipped, as far as the host has read.
+    """
+
+    skipped: int = 0
+
+
 class AdoptedOptimizer:
     """What amp knows of one optimizer.
 
@@ -103,11 +118,15 @@ class AdoptedOptimizer:
         dynamic: whether a scale is dynamic, so that a step may have to be undone.
         exact_hooks: whether to read the verdict before every step, so that a skipped step fires no hooks.
         announce: whether to log skipped steps.
+        on_overflow: what else happens after a skipped step; None: nothing. Otherwise every verdict is read before the
+            step, while the gradients are there.
+        checks_by: the scaler to name if gradients of no block are inf or NaN; None: steps look for neither.
 
     Attributes:
         gradients: as given.
         masters: its float32 masters; empty at levels without masters.
         is_at_work: True while its step runs.
+        skips: the number of its skipped steps that the host has read.
     """
 
     def __init__(
@@ -119,6 +138,8 @@ class AdoptedOptimizer:
         dynamic: bool = True,
         exact_hooks: bool = False,
         announce: bool = True,
+        on_overflow: OverflowHandler | None = None,
+        checks_by: LossScaler | None = None,
     ) -> None:
         self.gradients = gradients
         self.masters = gradients.masters
@@ -126,14 +147,18 @@ class AdoptedOptimizer:
         self.is_at_work = False
         self._switch = switch
         self._cache = cache
-        self._dynamic = dynamic
-        self._exact_hooks = exact_hooks
+        self._may_go_back = dynamic or checks_by is not None
+        self._exact_hooks = exact_hooks or on_overflow is not None
         self._announce = announce
+        self._on_overflow = on_overflow
+        self._checks_by = checks_by
+        self._overflow: Overflow | None = None  # of a step that was just skipped
+        self._evaluations = 0
         self._warns_of_no_scale = dynamic  # once: a loop without amp.scale_loss lacks it in every step
         self._has_other_scale = False
         self._uses_by_hand = LossScaler.uses_by_hand
         self._stepped_with: tuple[TensorWeakRef, int] | None = None  # one gradient of the last step, and its version
-        self._skipped_steps = 0
+        self.skips = SkipCount()
         self._last_was_skipped = False
         self._warned_of_loss = False
         self._scaled_in_closure: list[TensorWeakRef] = []
@@ -168,10 +193,29 @@ class AdoptedOptimizer:
             finally:
                 self.is_at_work = was_at_work
 
+        installed: Any = step if self._on_overflow is None else self._reporting(step, self._on_overflow)
         # A bound method: an LR scheduler reads its __func__, and it pickles as the optimizer and this name.
-        step.__name__ = "step"
-        ledger.set(optimizer, "step", types.MethodType(step, optimizer))
+        installed.__name__ = "step"
+        ledger.set(optimizer, "step", types.MethodType(installed, optimizer))
         self.masters.install(ledger)
+
+    def _reporting(self, step: Callable[..., Any], on_overflow: OverflowHandler) -> Callable[..., Any]:
+        """Returns a ``step`` that reports a skipped step once everything is in order again, and casts are on."""
+
+        @functools.wraps(step)
+        def reporting(me: OptimizerLike, *args: Any, **kwargs: Any) -> Any:
+            self._taken_overflow()
+            result = step(me, *args, **kwargs)
+            overflow = self._taken_overflow()
+            if overflow is not None:
+                on_overflow.handle(overflow)
+            return result
+
+        return reporting
+
+    def _taken_overflow(self) -> Overflow | None:
+        overflow, self._overflow = self._overflow, None
+        return overflow
 
     # Results of steps
 
@@ -185,7 +229,11 @@ class AdoptedOptimizer:
     def skipped_steps(self) -> int:
         """Number of steps skipped so far; syncs with the device."""
         self._read_verdicts(wait=True)
-        return self._skipped_steps
+        return self.skips.skipped
+
+    def read_verdicts(self) -> None:
+        """Reads the verdicts of all steps so far; syncs with the device if one has not arrived."""
+        self._read_verdicts(wait=True)
 
     @property
     def optimizer(self) -> OptimizerLike | None:
@@ -199,7 +247,8 @@ class AdoptedOptimizer:
 
     def may_defer(self) -> bool:
         """Returns True if the optimizer's own kernel can unscale and clip the gradients in its step."""
-        return self.gradients.may_be_deferred() and self._divides_by_itself((), {})
+        # A check at the step has to see what the kernel would compute with.
+        return self._checks_by is None and self.gradients.may_be_deferred() and self._divides_by_itself((), {})
 
     def note_other_scale(self) -> None:
         """Notes that another scaler judges the gradients of the next step, so that it needs no warning."""
@@ -240,19 +289,25 @@ class AdoptedOptimizer:
         if self._warns_of_no_scale:
             self._look_for_scale(before_closure=bool(closures))
         pending, self.gradients.pending = self.gradients.pending, []
+        check: StepCheck | None = None
+        judged = pending
         try:
+            if self._checks_by is not None:
+                check = None if closures else self._check(pending, self._checks_by)
+                judged = [each for each in (*pending, check) if each is not None and each.found_inf is not None]
             # An optimizer's kernel that skips by itself is slower: it serves only where reading the verdict would sync.
-            would_wait = not all(map(_IS_AT_HAND, pending))
+            would_wait = not all(map(_IS_AT_HAND, judged))
             if (would_wait or self.gradients.deferred is not None) and self._skips_by_itself(args, kwargs):
-                return self._step_or_skip(original, pending)
+                return self._step_or_skip(original, judged)
             if would_wait and is_capturing():
                 raise UsageError(
                     "whether this step is to be skipped would have to be read from the device, which cannot be done "
                     "while a CUDA graph is captured. Use an optimizer with fused=True (and capturable=True, where it "
-                    "has that), without exact_hooks, that has made a step before; or a static loss_scale."
+                    "has that), without exact_hooks and on_overflow, that has made a step before; or a static "
+                    "loss_scale, without check_finite."
                 )
-            overflowed = self._still_overflowed(pending)
-            self._note_verdicts_read(pending)
+            overflowed = self._still_overflowed(pending, check)
+            self._note_verdicts_read(judged)
             if overflowed:
                 self._skip(overflowed)
                 return None
@@ -270,12 +325,45 @@ class AdoptedOptimizer:
         if self.gradients.pending:
             self.gradients.forget_if_cleared()
 
-    def _still_overflowed(self, pending: Sequence[ScaleUse]) -> list[ScaleUse]:
-        """Returns the uses that overflowed, without a last one whose gradients were cleared or replaced."""
+    def _check(self, pending: Sequence[ScaleUse], first: LossScaler) -> StepCheck | None:
+        """Looks for inf and NaN in the gradients that the optimizer is about to read, without a sync.
+
+        Args:
+            pending: the blocks since the last step.
+            first: the scaler to name if there are none.
+
+        Returns:
+            The verdict, of all ranks that share these gradients; None if there are no parameters.
+        """
+        last = pending[-1] if pending else None
+        scaler = first if last is None else last.scaler
+        if last is None:
+            parameter = next(self.gradients.parameters(), None)
+            if parameter is None:
+                return None
+            scaler.to(parameter.device)
+        found_inf = scaler.no_overflow()
+        one, sum_of_squares = torch.ones_like(found_inf), torch.zeros_like(found_inf, dtype=torch.float64)
+        kernels.found_inf_norm(self.gradients.tensors(), one, found_inf, sum_of_squares)
+        self.gradients.ranks.reduce_overflow_(found_inf, self.gradients.model_parameters())
+        others = getattr(self.optimizer, "found_inf", None)
+        if others is not None:  # a GradScaler has the optimizer skip, and counts that itself
+            found_inf.masked_fill_(others.to(found_inf.device) != 0, 0)
+        return StepCheck(scaler, 0 if last is None else last.scaler_id, found_inf, pending)
+
+    def _still_overflowed(self, pending: Sequence[ScaleUse], check: StepCheck | None) -> list[ScaleUse]:
+        """Returns the uses that overflowed, without a last one whose gradients were cleared or replaced.
+
+        Args:
+            pending: the blocks since the last step.
+            check: the check of the gradients themselves, which decides if no block has; None: there is none.
+        """
         overflowed = list(filter(_OVERFLOWED, pending))
         is_last = len(overflowed) == 1 and overflowed[0] is pending[-1] and not overflowed[0].is_confirmed
         if is_last and not bool(self.gradients.still_exist(overflowed[0], self.gradients.tensors())):
-            return []
+            overflowed = []
+        if check is not None and not overflowed and check.overflowed:
+            return [check]
         return overflowed
 
     def _note_verdicts_read(self, pending: Sequence[ScaleUse]) -> None:
@@ -311,13 +399,21 @@ class AdoptedOptimizer:
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], has_closure: bool
     ) -> Any:
         # If a later evaluation of the closure overflows, the parameters have moved already and have to be restored.
-        may_go_back = has_closure and self._dynamic and not optimizer_state.evaluates_first(self.optimizer)
+        may_go_back = has_closure and self._may_go_back and not optimizer_state.evaluates_first(self.optimizer)
         before = Snapshot(self.optimizer) if may_go_back else None
+        unless_evaluated = None
+        if before is not None and self._checks_by is not None:
+            # An optimizer may leave its closure alone, and use the gradients that are there.
+            self._evaluations, unless_evaluated = 0, self._check((), self._checks_by)
         try:
-            if not (self.masters.wanted and self.masters):
-                return original(*args, **kwargs)
-            with self._writing():
-                return original(*args, **kwargs)
+            if self.masters.wanted and self.masters:
+                with self._writing():
+                    result = original(*args, **kwargs)
+            else:
+                result = original(*args, **kwargs)
+            if unless_evaluated is not None and not self._evaluations and unless_evaluated.overflowed:
+                raise _ClosureOverflowedError([unless_evaluated], None)
+            return result
         except _ClosureOverflowedError as error:
             if before is not None:
                 before.restore()
@@ -408,6 +504,11 @@ class AdoptedOptimizer:
         self.masters.gradients.copy_edits()
         pending, self.gradients.pending = self.gradients.pending, []
         overflowed = list(filter(_OVERFLOWED, pending))
+        if self._checks_by is not None:
+            self._evaluations += 1
+            check = None if overflowed else self._check(pending, self._checks_by)
+            if check is not None and check.overflowed:
+                overflowed = [check]
         if overflowed:
             raise _ClosureOverflowedError(overflowed, result)
         return result
@@ -444,6 +545,7 @@ class AdoptedOptimizer:
             and not kwargs
             and not self._exact_hooks
             and not self._near_floor
+            and (self._checks_by is None or getattr(optimizer, "found_inf", None) is None)  # set by a GradScaler
             and getattr(optimizer, "_step_supports_amp_scaling", False)
             and isinstance(optimizer, torch.optim.Optimizer)
             and all(group.get("fused", True) for group in optimizer.param_groups)  # each group may override it
@@ -472,7 +574,11 @@ class AdoptedOptimizer:
             overflowed = list(filter(_OVERFLOWED, self._unread.popleft()))
             self._last_was_skipped = bool(overflowed)
             if overflowed:
-                self._skipped_steps += 1
+                if len(overflowed) > 1 and isinstance(overflowed[-1], StepCheck):
+                    overflowed.pop()  # blocks have found it already
+                self.skips.skipped += 1
+                for scale_use in overflowed:
+                    scale_use.count()
                 # The next overflow has to raise and to name parameters, which needs their gradients.
                 self._near_floor = any(scale_use.ended_at_floor for scale_use in overflowed)
                 self._announce_skip(overflowed)
@@ -508,41 +614,84 @@ class AdoptedOptimizer:
     def _skip(self, overflowed: Sequence[ScaleUse]) -> None:
         self._read_verdicts(wait=True)
         self._last_was_skipped = True
-        self._skipped_steps += 1
+        self.skips.skipped += 1
         optimizer = self.optimizer
         if isinstance(optimizer, torch.optim.Optimizer):
             # Otherwise an LR scheduler warns that it was stepped before the optimizer.
             optimizer._opt_called = True  # type: ignore[attr-defined]
+        for scale_use in overflowed:
+            scale_use.count()
         self._warn_of_loss(overflowed)
         for scale_use in overflowed:
             if scale_use.began_at_floor:
                 culprits = optimizer_state.not_finite_gradients(
                     self.gradients.parameters(), lambda each: self.masters.name_of(self.masters.parameter_of(each))
                 )
+                overflow = self._overflow_of(overflowed)
+                trace = "" if overflow.trace is None else f"\n{overflow.trace}"
                 raise LossScaleError(
                     f"loss scaler {scale_use.scaler_id} is at its floor of {scale_use.scaler.policy.min_loss_scale:g} "
                     f"and the gradients still overflow, so no scale can help: {culprits}. Look for inputs "
                     "or a loss that are not finite, or a learning rate that is too high; with "
-                    "half_dtype=torch.bfloat16 no loss scale is needed."
+                    f"half_dtype=torch.bfloat16 no loss scale is needed.{trace}",
+                    overflow,
                 )
-        self._announce_skip(overflowed)
+        if self._on_overflow is None:
+            self._announce_skip(overflowed)
+            return
+        self._overflow = self._overflow_of(overflowed)
+        if self._on_overflow.logs_line:
+            self._announce_skip(overflowed)
+
+    def _overflow_of(self, overflowed: Sequence[ScaleUse]) -> Overflow:
+        """Returns the skipped step as a value, while its gradients are there; syncs with the device."""
+        found = self.gradients.non_finite()
+        names = {each.name for each in found}
+        is_anothers = any(use.was_named for use in overflowed)
+        found += tuple(each for use in overflowed for each in use.non_finite if each.name not in names)
+        if found:
+            for use in overflowed:
+                use.note_named()
+        blocks = [block for use in overflowed for block in use.blocks]
+        return Overflow(
+            type(self.optimizer).__name__,
+            tuple(last.change for last in _last_of_each_loss(overflowed)),
+            found,
+            next((loss for use in overflowed if (loss := use.loss_that_is_not_finite) is not None), None),
+            "" if found else overflows.OF_ANOTHER_OPTIMIZER if is_anothers else self._remark(),
+            None if self._on_overflow is None else self._on_overflow.trace_of(blocks),
+        )
+
+    def _remark(self) -> str:
+        """Returns why a skipped step has no gradient that is inf or NaN."""
+        others = (each for each in self.gradients.others() if each is not self.gradients)
+        if any(each.non_finite() for each in others):
+            return overflows.OF_ANOTHER_OPTIMIZER
+        return overflows.OF_ANOTHER_RANK if distributed.has_other_ranks() else overflows.CHANGED_SINCE
 
     def _warn_of_loss(self, overflowed: Sequence[ScaleUse]) -> None:
         """Warns once if a loss is inf or NaN, so that no scale would avoid the overflow."""
         if self._warned_of_loss:
             return
-        losses = [loss for each in overflowed if (loss := each.loss_that_is_not_finite) is not None]
+        losses = [(loss, each) for each in overflowed if (loss := each.loss_that_is_not_finite) is not None]
         if losses:
             self._warned_of_loss = True
+            loss, scale_use = losses[0]
+            if not scale_use.scaler.dynamic:
+                warn(
+                    f"the loss of a skipped step is {loss}. Look for inputs that are not finite, weights that are not "
+                    "(a learning rate that is too high), or values in the forward that leave the range of its types."
+                )
+                return
             warn(
-                f"the loss of a skipped step is {losses[0]} before it is scaled, so that no loss scale can help. Look "
+                f"the loss of a skipped step is {loss} before it is scaled, so that no loss scale can help. Look "
                 "for inputs that are not finite, weights that are not (a learning rate that is too high), or values in "
                 "the forward that leave float16's range: half_dtype=torch.bfloat16 has that of float32."
             )
 
     def _announce_skip(self, overflowed: Sequence[ScaleUse]) -> None:
         if self._announce:
-            for last in {scale_use.scaler_id: scale_use for scale_use in overflowed}.values():
+            for last in _last_of_each_loss(overflowed):
                 last.announce()
 
 
@@ -553,6 +702,10 @@ class _ClosureOverflowedError(BaseException):
         super().__init__()
         self.overflowed = overflowed
         self.result = result
+
+
+def _last_of_each_loss(overflowed: Iterable[ScaleUse]) -> Iterable[ScaleUse]:
+    return {scale_use.scaler_id: scale_use for scale_use in overflowed}.values()
 
 
 def _has_hooks(*hooks: Mapping[int, Callable[..., Any]]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ampatch.casting.nested import tensors_in
 from ampatch.native.host_copy import HostCopy
+from ampatch.scaling import overflows
 from ampatch.scaling.loss_scaler import LossScaler, scaled
+from ampatch.scaling.overflows import NonFiniteGradient, ScaleChange
 
 logger = logging.getLogger("ampatch")
 
@@ -31,6 +33,7 @@ class ScaleUse:
     Args:
         scaler: the scaler of a loss.
         scaler_id: its number, for messages.
+        is_checked: whether steps look for inf and NaN under a static scale too.
 
     Attributes:
         is_open: True inside its block.
@@ -39,6 +42,8 @@ class ScaleUse:
         is_confirmed: True if an overflow counts even after the gradients were cleared.
         is_of_others: True if an optimizer without gradients remembers it.
         is_one: True if the scale is static and 1, so that scaling changes nothing.
+        is_checked: True if a step may be skipped because of these gradients.
+        non_finite: the gradients that overflowed, if they were zeroed for a later backward pass and counted before.
         scale: snapshot of the scale: 0-dimensional float32, on the device.
         found_inf: 0-dimensional float32, not 0 after an overflow; None before unscaling, and under a static scale.
     """
@@ -48,17 +53,20 @@ class ScaleUse:
     is_judged_later = False
     is_confirmed = False
     is_of_others = False
+    non_finite: tuple[NonFiniteGradient, ...] = ()
     found_inf: Tensor | None = None
+    _original: ScaleUse | None = None
     _overflowed: bool | None = None
     _sent: HostCopy | None = None
 
-    def __init__(self, scaler: LossScaler, scaler_id: int) -> None:
+    def __init__(self, scaler: LossScaler, scaler_id: int, is_checked: bool = False) -> None:
         self.scaler = scaler
         self.scaler_id = scaler_id
         self.is_one = scaler.is_one
+        self.is_checked = is_checked or scaler.dynamic
         self.scale = scaler.snapshot()
         self._age = scaler.age
-        self._announced: list[bool] = []  # shared with its copies
+        self._noted: list[str] = []  # shared with its copies: what has been done for all optimizers that skip
         self._losses: list[Tensor] = []
 
     def apply(self, loss: Any) -> Any:
@@ -66,10 +74,8 @@ class ScaleUse:
 
         Remembers their values, to report one that is inf or NaN when a step is skipped.
         """
-        if self.is_one:
-            return scaled(loss, None)
-        result = scaled(loss, self.scale)
-        if self.scaler.dynamic:
+        result = scaled(loss, None if self.is_one else self.scale)
+        if self.is_checked:
             # Sums without graph: a loss may be a view of a large tensor.
             values = (each.detach() for each in tensors_in(result) if not is_functorch_wrapped_tensor(each))
             self._losses = [each.sum() if each.dim() else each for each in values]
@@ -99,7 +105,18 @@ class ScaleUse:
         """
         copied = copy.copy(self)
         copied.is_confirmed, copied.is_of_others = True, of_others
+        copied._original = self.original
         return copied
+
+    @property
+    def original(self) -> ScaleUse:
+        """The object that the block had; this one may be a copy."""
+        return self._original or self
+
+    @property
+    def blocks(self) -> Sequence[ScaleUse]:
+        """The uses by blocks that led to this verdict: itself, as the block had it."""
+        return (self.original,)
 
     def is_same_scale(self, other: ScaleUse) -> bool:
         """Returns True if gradients of both may be summed; syncs with the device only if the scale may have changed."""
@@ -152,15 +169,35 @@ class ScaleUse:
 
         Syncs with the device.
         """
-        return next((loss for loss in self._values[3:] if not math.isfinite(loss)), None)
+        return overflows.non_finite(self._values[3:])
+
+    @property
+    def change(self) -> ScaleChange:
+        """The reaction of the scale until its value was sent; syncs with the device."""
+        _, before, now, *_ = self._values
+        return ScaleChange(self.scaler_id, before, now)
 
     def announce(self) -> None:
         """Logs the skipped step, once for all optimizers that skip."""
-        if not self._announced:
-            self._announced.append(True)
-            _, before, now, *_ = self._values
-            change = "reducing loss scale to" if now < before else "keeping loss scale at"
-            logger.warning("Gradient overflow. Skipping step, loss scaler %d %s %s", self.scaler_id, change, now)
+        if "announced" not in self._noted:
+            self._noted.append("announced")
+            change = self.change
+            logger.warning(overflows.LINE, change.loss_id, change.verb, change.after)
+
+    def note_named(self) -> None:
+        """Notes that an optimizer has gradients of this block that are inf or NaN."""
+        self._noted.append("named")
+
+    @property
+    def was_named(self) -> bool:
+        """True if an optimizer of this rank had gradients of this block that are inf or NaN."""
+        return "named" in self._noted
+
+    def count(self) -> None:
+        """Counts the overflow in the scaler, once for all optimizers that skip."""
+        if "counted" not in self._noted:
+            self._noted.append("counted")
+            self.scaler.overflows += 1
 
     @property
     def _values(self) -> tuple[float, ...]:
@@ -168,3 +205,37 @@ class ScaleUse:
             self.send()
         assert self._sent is not None
         return self._sent.values
+
+
+class StepCheck(ScaleUse):
+    """The verdict on the gradients of a step itself, of whatever backward passes; no scale reacts to it.
+
+    Args:
+        scaler: the scaler of the last loss before the step.
+        scaler_id: its number, for messages.
+        found_inf: 0-dimensional float32, not 0 if a gradient is inf or NaN.
+        blocks: the blocks since the last step.
+    """
+
+    is_confirmed = True
+
+    def __init__(self, scaler: LossScaler, scaler_id: int, found_inf: Tensor, blocks: Sequence[ScaleUse]) -> None:
+        super().__init__(scaler, scaler_id)
+        self.found_inf = found_inf
+        self._blocks = tuple(block.original for block in blocks)
+        self._losses = [loss for block in blocks for loss in block._losses]
+
+    @property
+    def blocks(self) -> Sequence[ScaleUse]:
+        """The blocks since the last step; empty if there was none."""
+        return self._blocks
+
+    @property
+    def began_at_floor(self) -> bool:
+        """False: a smaller scale is no question here."""
+        return False
+
+    @property
+    def ended_at_floor(self) -> bool:
+        """False: a smaller scale is no question here."""
+        return False

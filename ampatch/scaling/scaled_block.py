@@ -43,6 +43,7 @@ class Blocks:
         switch: whether casts are on.
         prepare: returns the scaler for a loss, optimizers and a loss's number, and the adopted optimizers; raises if
             there are none.
+        checks_finite: whether steps look for inf and NaN whatever the scale.
         watched: open blocks that warn of backward passes from other losses.
         warned: numbers of the losses for which the user has been warned.
     """
@@ -51,6 +52,7 @@ class Blocks:
     cache: WeightCache
     switch: Switch
     prepare: Callable[[Any, Sequence[OptimizerLike], int], tuple[LossScaler, list[AdoptedOptimizer]]]
+    checks_finite: bool = False
     watched: list[ScaledBlock[Any]] = field(default_factory=list)
     warned: set[int] = field(default_factory=set)
 
@@ -134,7 +136,7 @@ class ScaledBlock(Generic[_L]):
             self._gradients = [optimizer.gradients for optimizer in self._optimizers]
             if blocks.ranks.has_wrappers:
                 blocks.ranks.begin_block()
-            self.scale_use = scale_use = ScaleUse(self._scaler, self._loss_id)
+            self.scale_use = scale_use = ScaleUse(self._scaler, self._loss_id, blocks.checks_finite)
             self._unscaling = Unscaling(scale_use, self._gradients, blocks.ranks)
             # First what may run out of memory: nothing has begun then.
             scaled = scale_use.apply(loss)

@@ -57,6 +57,9 @@ class Unscaling:
         for each in self.gradients:
             each.note_unscaled()
         if found_inf is None or not scaler.dynamic:
+            if self.scale_use.is_checked:  # at the step, which then names this loss
+                for each in self.gradients:
+                    each.add_verdict(self.scale_use)
             if not delay_overflow_check:
                 scaler.update()
             return

@@ -11,6 +11,7 @@ import copy
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -75,15 +76,48 @@ def have_no_gradients(parameters: Iterable[Tensor], may_be_half: bool = True) ->
     return all(parameter.grad is None and (may_be_half or parameter.dtype not in HALVES) for parameter in parameters)
 
 
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """A gradient with elements that are inf or NaN.
+
+    Attributes:
+        parameter: whose gradient.
+        gradient: the gradient.
+        infs: number of its elements that are inf.
+        nans: number of its elements that are NaN.
+        elements: number of its elements; of a sharded or sparse gradient, of those that are here.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    infs: int
+    nans: int
+    elements: int
+
+
+def count_non_finite(parameters: Iterable[Tensor]) -> list[NonFinite]:
+    """Counts inf and NaN in gradients, and returns those that have any; syncs with each device once."""
+    by_device: dict[torch.device, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None:
+            values = kernels.values_of(grad.detach())
+            by_device.setdefault(values.device, []).append((parameter, grad, values))
+    found = []
+    for rows in by_device.values():
+        counts = [torch.stack([values.isinf().sum(), values.isnan().sum()]) for _, _, values in rows]
+        for (parameter, grad, values), (infs, nans) in zip(rows, torch.stack(counts).tolist(), strict=True):
+            if infs or nans:
+                found.append(NonFinite(parameter, grad, infs, nans, values.numel()))
+    return found
+
+
 def not_finite_gradients(parameters: Iterable[Tensor], name_of: Callable[[Tensor], str]) -> str:
     """Returns a text with the names of overflowed gradients and their counts of inf and NaN; syncs with the device."""
-    lines = []
-    for parameter in parameters:
-        if parameter.grad is not None:
-            values = kernels.values_of(parameter.grad)
-            infs, nans = int(values.isinf().sum()), int(values.isnan().sum())
-            if infs or nans:
-                lines.append(f"{name_of(parameter)} ({infs} inf, {nans} nan of {values.numel()})")
+    lines = [
+        f"{name_of(each.parameter)} ({each.infs} inf, {each.nans} nan of {each.elements})"
+        for each in count_non_finite(parameters)
+    ]
     if not lines:
         return "the gradients were cleared since, so none can be named"
     more = f" and {len(lines) - 10} more" if len(lines) > 10 else ""

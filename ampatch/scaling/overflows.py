@@ -1,0 +1,283 @@
+"""A skipped step as a value, and what happens after it: log, raise, or call the user's function.
+
+Owns the texts about a skipped step, and the choice of ``on_overflow``. Must never decide whether a step is skipped, nor
+change gradients: it counts inf and NaN in them, which syncs with the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ampatch.errors import GradientOverflowError, OptionError, did_you_mean
+from ampatch.weights import optimizer_state
+
+logger = logging.getLogger("ampatch")
+
+#: The log line of a skipped step; the placeholders are the scaler's number, "reducing loss scale to", and the scale.
+LINE = "Gradient overflow. Skipping step, loss scaler %d %s %s"
+
+#: Why an overflow names no gradient.
+OF_ANOTHER_RANK = "no gradient of this rank is inf or NaN: another rank's was"
+OF_ANOTHER_OPTIMIZER = "no gradient of this optimizer is inf or NaN: another optimizer's in the same block was"
+CHANGED_SINCE = (
+    "no gradient of this optimizer is inf or NaN now: they were cleared or changed after the block, or another "
+    "optimizer's in the same block was"
+)
+
+CLEARED = "no gradient of this optimizer is inf or NaN now: they were cleared or changed since"
+
+_CHOICES = ("log", "raise", "trace")
+_MOST_NAMED = 8
+
+_GO_ON = (
+    "The step was skipped: weights and optimizer state are as they were. To go on, type except "
+    "amp.GradientOverflowError: optimizer.zero_grad() around the step. To have skipped steps logged only, leave out "
+    "on_overflow='raise'."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NonFiniteGradient:
+    """A gradient with elements that are inf or NaN.
+
+    Of a sharded gradient only this rank's elements are counted, of a sparse one only its values. A complex element
+    counts as two numbers.
+
+    Attributes:
+        name: name of the parameter in the model.
+        shape: shape of the gradient; of a sharded one, the whole shape.
+        dtype: dtype of the gradient, such as "float32". At O2 it is that of the float32 master.
+        infs: number of elements that are inf or -inf.
+        nans: number of elements that are NaN.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    infs: int
+    nans: int
+
+    def __str__(self) -> str:
+        return f"{self.name}, shape {self.shape}, {self.dtype}: {self.infs} inf, {self.nans} nan"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the attributes as plain data for JSON."""
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "infs": self.infs,
+            "nans": self.nans,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleChange:
+    """The reaction of one loss's scale to an overflow.
+
+    Attributes:
+        loss_id: number of the loss.
+        before: scale by which the loss was multiplied.
+        after: scale of the next block; the same under a static scale. Of a `GradScaler`, what its ``update`` is going
+            to set.
+    """
+
+    loss_id: int
+    before: float
+    after: float
+
+    @property
+    def verb(self) -> str:
+        """The words before the scale in the log line."""
+        return "reducing loss scale to" if self.after < self.before else "keeping loss scale at"
+
+    def __str__(self) -> str:
+        return LINE % (self.loss_id, self.verb, self.after)
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """One skipped step of one optimizer.
+
+    ``str()`` of it is a text of several lines: the log line, the gradients that are not finite, and the trace.
+
+    Attributes:
+        optimizer: name of the optimizer's class.
+        scales: reactions of the scales, one for each loss whose gradients overflowed. With ``check_finite``, of the
+            last loss before the step.
+        gradients: every gradient of the optimizer that is inf or NaN, as they are when the step is skipped. Those that
+            were cleared since, for a later backward pass, are counted as they were.
+        non_finite_loss: a loss that is inf or NaN, or the sum of its elements; None if all losses are finite.
+        remark: why ``gradients`` is empty; empty text if it is not.
+        trace: what a tracer found out about the origin of the overflow: an object with ``str()`` and ``to_dict()``.
+            None if there is none.
+    """
+
+    optimizer: str
+    scales: tuple[ScaleChange, ...]
+    gradients: tuple[NonFiniteGradient, ...]
+    non_finite_loss: float | None = None
+    remark: str = ""
+    trace: Any = None
+
+    @property
+    def loss_ids(self) -> tuple[int, ...]:
+        """Numbers of the losses whose gradients overflowed."""
+        return tuple(change.loss_id for change in self.scales)
+
+    @property
+    def loss_scale_before(self) -> float:
+        """Scale of the first of these losses before the overflow."""
+        return self.scales[0].before
+
+    @property
+    def loss_scale_after(self) -> float:
+        """Scale of the first of these losses after the overflow."""
+        return self.scales[0].after
+
+    @property
+    def loss_is_finite(self) -> bool:
+        """False if a loss itself is inf or NaN, so that no scale could help."""
+        return self.non_finite_loss is None
+
+    def __str__(self) -> str:
+        lines = [str(change) for change in self.scales]
+        if self.non_finite_loss is not None:
+            lines.append(f"  the loss itself is {self.non_finite_loss}: no loss scale could help")
+        if self.gradients:
+            count = len(self.gradients)
+            lines.append(f"  {count} gradient{'s' * (count > 1)} of this {self.optimizer} with inf or NaN:")
+            lines += [f"    {gradient}" for gradient in self.gradients[:_MOST_NAMED]]
+            if count > _MOST_NAMED:
+                lines.append(f"    and {count - _MOST_NAMED} more")
+        else:
+            lines.append(f"  {self.optimizer}: {self.remark}")
+        if self.trace is not None:
+            lines.append(str(self.trace))
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the attributes as plain data for JSON; a loss that is inf or NaN as text, which JSON lacks."""
+        return {
+            "optimizer": self.optimizer,
+            "scales": [
+                {"loss_id": change.loss_id, "before": change.before, "after": change.after} for change in self.scales
+            ],
+            "gradients": [gradient.to_dict() for gradient in self.gradients],
+            "non_finite_loss": None if self.non_finite_loss is None else str(self.non_finite_loss),
+            "remark": self.remark,
+            "trace": None if self.trace is None else self.trace.to_dict(),
+        }
+
+
+#: What ``on_overflow`` may be.
+OnOverflow = str | Callable[[Overflow], object]
+
+
+class Tracer(Protocol):
+    """Finds out where an overflow began."""
+
+    def trace_of(self, scale_use: Any) -> object | None:
+        """Returns what is known of the backward pass of one block; None if nothing is.
+
+        Args:
+            scale_use: the block's `ScaleUse`, the same object that the block had.
+        """
+
+
+class OverflowHandler:
+    """What happens after a skipped step, by the choice of ``on_overflow``.
+
+    Args:
+        choice: a checked ``on_overflow``.
+
+    Attributes:
+        tracer: gives each overflow its trace; None: overflows have none.
+    """
+
+    def __init__(self, choice: OnOverflow) -> None:
+        self.tracer: Tracer | None = None
+        self._choice = choice
+
+    @property
+    def logs_line(self) -> bool:
+        """False if a longer text replaces the log line."""
+        return self._choice != "trace"
+
+    def handle(self, overflow: Overflow) -> None:
+        """Logs a skipped step in full, calls the user's function, or raises.
+
+        Raises:
+            GradientOverflowError: the choice is "raise".
+        """
+        if callable(self._choice):
+            self._choice(overflow)
+        elif self._choice == "raise":
+            raise GradientOverflowError(f"{overflow}\n{_GO_ON}", overflow)
+        elif self._choice == "trace":
+            logger.warning("%s", overflow)
+
+    def trace_of(self, scale_uses: Iterable[Any]) -> object | None:
+        """Returns the first trace that the tracer has of these blocks; None if there is none."""
+        tracer = self.tracer
+        if tracer is None:
+            return None
+        traces = (tracer.trace_of(scale_use) for scale_use in scale_uses)
+        return next((trace for trace in traces if trace is not None), None)
+
+
+def check_on_overflow(choice: Any) -> OnOverflow:
+    """Returns a checked ``on_overflow``.
+
+    Raises:
+        OptionError: it is neither "log", "raise", "trace" nor a function.
+    """
+    if callable(choice) or (isinstance(choice, str) and choice in _CHOICES):
+        return choice  # type: ignore[no-any-return]
+    raise OptionError(
+        f"on_overflow is {choice!r}; expected 'log', 'raise', 'trace', or a function that takes an amp.Overflow."
+        f"{did_you_mean(choice, _CHOICES)}"
+    )
+
+
+def name_of_choice(choice: OnOverflow) -> str:
+    """Returns ``on_overflow`` as text: a function by its qualified name."""
+    if isinstance(choice, str):
+        return choice
+    named = choice if hasattr(choice, "__qualname__") else type(choice)
+    return f"{named.__module__ or 'builtins'}.{named.__qualname__}"
+
+
+def non_finite_gradients(
+    parameters: Iterable[Tensor], name_of: Callable[[Tensor], str]
+) -> tuple[NonFiniteGradient, ...]:
+    """Returns the gradients of parameters that are inf or NaN; syncs with each device once.
+
+    Args:
+        parameters: with gradients of any shape, layout, dtype and device, or with none.
+        name_of: returns the name of one of them.
+    """
+    with torch.no_grad():
+        found = optimizer_state.count_non_finite(parameters)
+    return tuple(
+        NonFiniteGradient(
+            name_of(each.parameter),
+            tuple(each.gradient.shape),
+            str(each.gradient.dtype).removeprefix("torch."),
+            each.infs,
+            each.nans,
+        )
+        for each in found
+    )
+
+
+def non_finite(values: Iterable[float]) -> float | None:
+    """Returns the first number that is inf or NaN; None if all are finite."""
+    return next((value for value in values if not math.isfinite(value)), None)
