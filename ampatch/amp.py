@@ -21,6 +21,7 @@ from ampatch.cast_lists import rules
 from ampatch.cast_lists.lists import CastLists, Overlay, shipped
 from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.rules import Treatment
+from ampatch.diagnostics.overflow_trace import OverflowTracer
 from ampatch.distributed import Ranks, is_sharded, replicating_wrappers
 from ampatch.errors import (
     AmpError,
@@ -266,12 +267,14 @@ def initialize(
         profile_casts: whether each cast has a label in ``torch.profiler``, such as "ampatch: cast weight of
             torch.nn.functional.linear to float16". Calls of patched functions then run in Python, not in C++.
         on_overflow: what a skipped step does besides. "log": a line in the log, at verbosity 1. "raise": raises
-            `GradientOverflowError` from ``optimizer.step()``. "trace": logs all of ``str(overflow)`` instead of the
-            line, at any verbosity. A function: is called with the `Overflow`, once for each optimizer that skips; its
-            exceptions leave ``optimizer.step()``. In each case the step is skipped first: weights, masters and
-            optimizer state are as they were. At the floor of the scale `LossScaleError` is raised instead; its
-            attribute ``overflow`` has the same. All but "log" read the verdict before every step, as ``exact_hooks``
-            does: a sync with the device, and no skip or unscaling in the optimizer's own kernel.
+            `GradientOverflowError` from ``optimizer.step()``. A function: is called with the `Overflow`, once for each
+            optimizer that skips; its exceptions leave ``optimizer.step()``. "trace": watches every operator, finds the
+            function that first produced inf or NaN, and logs all of ``str(overflow)`` at any verbosity; compiled code
+            runs uncompiled, and a step takes two to ten times as long. ("trace", function) or ("trace", "raise"): the
+            overflow has the trace. In each case the step is skipped first: weights, masters and optimizer state are as
+            they were. At the floor of the scale `LossScaleError` is raised instead; its attribute ``overflow`` has the
+            same. All but "log" read the verdict before every step, as ``exact_hooks`` does: a sync with the device,
+            and no skip or unscaling in the optimizer's own kernel.
         check_finite: whether each step looks for inf and NaN in its gradients and is skipped if there are any, under a
             static scale too, which stays as it is. It counts what the optimizer is about to read, so gradients of any
             backward pass, in a block or not, and after clipping or edits; with a closure, the gradients of each
@@ -347,7 +350,7 @@ def initialize(
     conversion_plan.check_matches([*model_list, *(live.models if live is not None else ())], kept)
 
     device_types = set().union(*(adopted_model.device_types(model) for model in model_list)) or _all_device_types()
-    opened = open_session(settings, device_types) if live is None else live
+    opened = _open(settings, device_types) if live is None else live
     opened.verbose = bool(verbosity)
     try:
         opened.adopt(model_list, optimizer_list)
@@ -459,7 +462,7 @@ def init(
         on_overflow=check_on_overflow(on_overflow),
         check_finite=_flag("check_finite", check_finite),
     )
-    opened = open_session(settings, _all_device_types())
+    opened = _open(settings, _all_device_types())
     opened.verbose = bool(verbose)
     runtime.disabled = False
     return Handle(opened)
@@ -936,6 +939,16 @@ def _session_of(optimizer: OptimizerLike, what: str) -> Session:
     if runtime.replaced is not None:
         runtime.replaced.check(optimizer, live)
     return live
+
+
+def _open(settings: Settings, device_types: Iterable[str]) -> Session:
+    """Opens a session, which watches its steps if that was asked for."""
+    opened = open_session(settings, device_types)
+    if opened.overflows.traces:
+        tracer = OverflowTracer(settings.properties, settings.scale_policy, opened.named_modules)
+        opened.overflows.tracer = tracer
+        tracer.install(opened.ledger)
+    return opened
 
 
 def _disable() -> None:

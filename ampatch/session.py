@@ -484,6 +484,10 @@ class Session:
         """The adopted models that still exist."""
         return list(self._models)
 
+    def named_modules(self) -> dict[int, str]:
+        """Returns the names of all modules of the adopted models, by the module's id."""
+        return {id(module): name for model in list(self._models) for name, module in model.named_modules()}
+
     @property
     def optimizers(self) -> list[OptimizerLike]:
         """The adopted optimizers that still exist."""

@@ -46,7 +46,6 @@ def origins(ops: Sequence[WatchedOp]) -> dict[int, WatchedOp]:
         The origins by the id of the `Values` of a result. Results whose inf is on purpose have none.
     """
     found: dict[int, WatchedOp] = {}
-    order = {id(op): place for place, op in enumerate(ops)}
     origin: WatchedOp | None
     for op in ops:
         if all(values.is_finite for values in op.outputs):
@@ -55,7 +54,7 @@ def origins(ops: Sequence[WatchedOp]) -> dict[int, WatchedOp]:
         earlier = [origin for values in given if (origin := _origin_of(values, found)) is not None]
         unwatched = [values for values in given if values.writer is None and id(values) not in found]
         if earlier:
-            origin = min(earlier, key=lambda each: order[id(each)])
+            origin = min(earlier, key=lambda each: each.number)
         elif unwatched or not given:
             # An input that no watched operator wrote was not finite to begin with: this is where it enters.
             origin = None if not given and op.has_inf_argument else op

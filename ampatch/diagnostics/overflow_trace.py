@@ -8,13 +8,12 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch import Tensor, nn
 
 from ampatch.cast_lists import spellings
 from ampatch.diagnostics import causes
@@ -22,6 +21,7 @@ from ampatch.diagnostics.watch import Values, Watch, WatchedOp
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES, Properties
 from ampatch.scaling.loss_scaler import ScalePolicy
+from ampatch.scaling.scale_use import ScaleUse
 
 _CAST = "_to_copy"
 
@@ -143,22 +143,16 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """The operator that first produced inf or NaN.
+class Origin:
+    """The operator that first produced the inf or NaN of one gradient.
 
     Attributes:
         op: the operator; None if no watched operator produced it.
         is_input: True if its input was not finite, and no watched operator wrote that.
-        rerun: its result in float32; None if unknown.
-        others: how many other operators did the same later, and reached a gradient.
-        notes: what was not watched.
     """
 
     op: WatchedOp | None
     is_input: bool = False
-    rerun: causes.Rerun | None = None
-    others: int = 0
-    notes: tuple[str, ...] = ()
 
 
 class Examiner:
@@ -177,39 +171,38 @@ class Examiner:
         self._dynamic, self._min_loss_scale = policy.dynamic, policy.min_loss_scale
         self._name_of_module = name_of_module
 
-    def find(self, watch: Watch) -> Finding | None:
+    def find(self, watch: Watch) -> OverflowTrace | None:
         """Returns where the first inf or NaN in the gradients came from; None if all gradients are finite.
 
-        Syncs with the device once, and runs the guilty operator again in float32.
+        Syncs with the device, and runs the guilty operator again in float32.
         """
-        watch.read()
-        reached = [values for _, values in watch.gradients if not values.is_finite]
-        if not reached:
-            return None
-        notes = ("forward passes in other threads were not watched",) if watch.missed_threads else ()
-        origins = causes.origins(watch.ops)
-        order = {id(op): place for place, op in enumerate(watch.ops)}
-        found = {id(op): op for values in reached if (op := origins.get(id(values))) is not None}
-        if not found:
-            return Finding(None, notes=notes)
-        first = min(found.values(), key=lambda op: order[id(op)])
-        is_input = any(not values.is_finite and values.writer is None for values in first.inputs)
-        return Finding(first, is_input, None if is_input else causes.in_float32(first), len(found) - 1, notes)
+        return self.describe(origins_of_gradients(watch).values(), watch.missed_threads)
 
-    def describe(self, finding: Finding, loss_scale: float | None = None) -> OverflowTrace:
-        """Returns a finding in words.
+    def describe(
+        self, origins: Iterable[Origin], missed_threads: bool = False, loss_scale: float | None = None
+    ) -> OverflowTrace | None:
+        """Returns the first of several origins in words, after it ran again in float32; None if there are none.
 
         Args:
-            finding: what `find` returned.
+            origins: those of an optimizer's gradients.
+            missed_threads: whether forward passes ran in threads that were not watched.
             loss_scale: scale of the loss in the backward pass; None if it is unknown.
         """
-        op, rerun = finding.op, finding.rerun
-        if op is None:
-            return OverflowTrace("unknown", notes=finding.notes)
+        every = list(origins)
+        if not every:
+            return None
+        notes = ("forward passes in other threads were not watched",) if missed_threads else ()
+        found = {origin.op.number: origin for origin in every if origin.op is not None}
+        if not found:
+            return OverflowTrace("unknown", notes=notes)
+        first = found[min(found)]
+        op = first.op
+        assert op is not None
+        rerun = None if first.is_input else causes.in_float32(op)
         named = _to_name(op)
         place = op.place or named.place  # the user's own backward function, or the forward
         modules = named.modules or op.modules
-        direction = "input" if finding.is_input else "backward" if op.is_backward else "forward"
+        direction = "input" if first.is_input else "backward" if op.is_backward else "forward"
         remedies, overlay, scale = self._remedies(op, named, direction, rerun, loss_scale)
         return OverflowTrace(
             direction,
@@ -225,8 +218,8 @@ class Examiner:
             tuple(remedies),
             overlay,
             scale,
-            finding.others,
-            finding.notes,
+            len(found) - 1,
+            notes,
         )
 
     def _named_module(self, modules: Sequence[nn.Module]) -> tuple[str | None, str | None]:
@@ -350,33 +343,38 @@ class OverflowTracer:
     ) -> None:
         self._watch = Watch(keep=_ran_in_half)
         self._examiner = Examiner(properties, policy, lambda module: named_modules().get(id(module)))
-        self._found: Finding | None = None  # of backward passes before the latest forward pass
-        self._forwards: list[int] = []  # number of operators recorded when each forward pass began
+        self._origins: dict[int, Origin] = {}  # by the id of the parameter, since its optimizer's last step
+        self._forwards: list[int] = []  # numbers of operators recorded when each forward pass began
 
     def install(self, ledger: PatchLedger) -> None:
         """Hooks all modules, so that the first forward pass begins to watch; compiled code runs uncompiled."""
         handle = torch.nn.modules.module.register_module_forward_pre_hook(self._before_forward)
         ledger.on_undo(handle.remove)
         self._watch.hook_modules()  # behind that one, which asks whether a module is running
-        ledger.on_undo(register_optimizer_step_post_hook(self._after_step).remove)
         ledger.on_undo(self._watch.stop)
         stance = torch.compiler.set_stance("force_eager")
         ledger.on_undo(functools.partial(stance.__exit__, None, None, None))
 
-    def trace_of(self, loss_scale: float | None) -> OverflowTrace | None:
-        """Returns where the first inf or NaN of the latest backward passes came from, and forgets them.
-
-        Syncs with the device once.
+    def trace_of(self, scale_use: ScaleUse | None, parameters: Iterable[Tensor]) -> OverflowTrace | None:
+        """Returns where the first inf or NaN in the gradients of parameters came from; syncs with the device.
 
         Args:
-            loss_scale: scale of the loss in these backward passes; None if it is unknown.
+            scale_use: the use of a loss scale that overflowed; None if the gradients came from no block.
+            parameters: parameters of a model, as an optimizer has them.
 
         Returns:
-            None if no gradient was watched that is not finite, such as after an overflow on another rank.
+            None if no gradient of theirs was watched that is not finite, such as after an overflow on another rank.
         """
         self._end_backward()
-        found, self._found = self._found, None
-        return None if found is None else self._examiner.describe(found, loss_scale)
+        origins = [self._origins[id(each)] for each in parameters if id(each) in self._origins]
+        scale = 1.0 if scale_use is None else float(scale_use.scale)
+        return self._examiner.describe(origins, self._watch.missed_threads, scale)
+
+    def end_step(self, parameters: Iterable[Tensor]) -> None:
+        """Forgets the gradients of parameters, after a step that used them or was skipped."""
+        self._end_backward()
+        for each in parameters:
+            self._origins.pop(id(each), None)
 
     def _before_forward(self, *_: object) -> None:
         watch = self._watch
@@ -384,9 +382,8 @@ class OverflowTracer:
             return
         if not watch.is_on:
             watch.push()
-        if watch.gradients:
-            self._end_backward()
-        elif not watch.ops:
+        self._end_backward()
+        if not watch.ops:
             self._forwards.clear()
         self._forwards.append(len(watch.ops))
         if len(self._forwards) > _FORWARDS_KEPT:  # such as in an evaluation that records gradients
@@ -395,17 +392,29 @@ class OverflowTracer:
                 op.arguments = None
 
     def _end_backward(self) -> None:
-        """Looks at the gradients of the backward passes that were watched, then forgets all operators."""
+        """Remembers the origins of gradients that are not finite; then forgets the operators of their passes."""
         if self._watch.gradients:
-            self._found = self._found or self._examiner.find(self._watch)
+            self._origins = {**origins_of_gradients(self._watch), **self._origins}
             self._watch.forget()
-
-    def _after_step(self, *_: object) -> None:
-        self._found = None
 
 
 #: Forward passes whose operators keep their arguments, if no backward pass follows any of them.
 _FORWARDS_KEPT = 8
+
+
+def origins_of_gradients(watch: Watch) -> dict[int, Origin]:
+    """Returns the origins of gradients that are not finite, by the id of the parameter; syncs with the device."""
+    watch.read()
+    reached = [(parameter, values) for parameter, values in watch.gradients if not values.is_finite]
+    if not reached:
+        return {}
+    origins = causes.origins(watch.ops)
+    found: dict[int, Origin] = {}
+    for parameter, values in reached:
+        op = origins.get(id(values))
+        is_input = op is not None and any(not each.is_finite and each.writer is None for each in op.inputs)
+        found.setdefault(id(parameter), Origin(op, is_input))
+    return found
 
 
 def _ran_in_half(inputs: Sequence[Values], outputs: Sequence[Values]) -> bool:

@@ -8,6 +8,7 @@ never change a result, and must not judge what it sees: `causes` does.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import linecache
 import math
 import sys
@@ -94,6 +95,7 @@ class WatchedOp:
 
     Attributes:
         op: the operator.
+        number: position among all operators that the watch has recorded.
         is_backward: True if the autograd engine ran it; False in a forward pass, and where one is recomputed.
         function: torch function that was called; None if the operator was called by other means.
         modules: modules that were running, from the outermost.
@@ -108,6 +110,7 @@ class WatchedOp:
     """
 
     op: Any
+    number: int
     is_backward: bool
     function: Any
     modules: tuple[nn.Module, ...]
@@ -155,6 +158,7 @@ class Watch:
         self._always = always
         self._written: dict[int, tuple[StorageWeakRef, Values, int]] = {}
         self._by_node: dict[int, WatchedOp | None] = {}
+        self._numbers = itertools.count()
         self._last_number = -1
         self._last_arrival = (-1, 0)
         self._modules: list[tuple[nn.Module, bool]] = []
@@ -289,6 +293,7 @@ class Watch:
             return op(*args, **kwargs)
         watched = WatchedOp(
             op,
+            next(self._numbers),
             is_backward,
             self._functions[-1] if self._functions and not is_backward else None,
             tuple(module for module, _ in self._modules),

@@ -205,7 +205,10 @@ class AdoptedOptimizer:
         @functools.wraps(step)
         def reporting(me: OptimizerLike, *args: Any, **kwargs: Any) -> Any:
             self._taken_overflow()
-            result = step(me, *args, **kwargs)
+            try:
+                result = step(me, *args, **kwargs)
+            finally:
+                on_overflow.end_step(self.gradients.model_parameters())
             overflow = self._taken_overflow()
             if overflow is not None:
                 on_overflow.handle(overflow)
@@ -659,7 +662,9 @@ class AdoptedOptimizer:
             found,
             next((loss for use in overflowed if (loss := use.loss_that_is_not_finite) is not None), None),
             "" if found else overflows.OF_ANOTHER_OPTIMIZER if is_anothers else self._remark(),
-            None if self._on_overflow is None else self._on_overflow.trace_of(blocks),
+            None
+            if self._on_overflow is None
+            else self._on_overflow.trace_of(blocks, self.gradients.model_parameters()),
         )
 
     def _remark(self) -> str:

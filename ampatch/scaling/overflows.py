@@ -177,19 +177,23 @@ class Overflow:
         }
 
 
-#: What ``on_overflow`` may be.
-OnOverflow = str | Callable[[Overflow], object]
+#: What ``on_overflow`` may be: one choice, or "trace" with another one.
+OnOverflow = str | Callable[[Overflow], object] | tuple[str | Callable[[Overflow], object], ...]
 
 
 class Tracer(Protocol):
     """Finds out where an overflow began."""
 
-    def trace_of(self, scale_use: Any) -> object | None:
-        """Returns what is known of the backward pass of one block; None if nothing is.
+    def trace_of(self, scale_use: Any, parameters: Iterable[Tensor]) -> object | None:
+        """Returns what is known of the gradients of parameters; None if nothing is.
 
         Args:
-            scale_use: the block's `ScaleUse`, the same object that the block had.
+            scale_use: the `ScaleUse` of a block that overflowed; None if the gradients came from no block.
+            parameters: parameters of the model that the optimizer updates.
         """
+
+    def end_step(self, parameters: Iterable[Tensor]) -> None:
+        """Forgets what is known of the gradients of parameters, after a step."""
 
 
 class OverflowHandler:
@@ -204,12 +208,17 @@ class OverflowHandler:
 
     def __init__(self, choice: OnOverflow) -> None:
         self.tracer: Tracer | None = None
-        self._choice = choice
+        self._choices = _choices_of(choice)
+
+    @property
+    def traces(self) -> bool:
+        """True if overflows are to have a trace."""
+        return "trace" in self._choices
 
     @property
     def logs_line(self) -> bool:
         """False if a longer text replaces the log line."""
-        return self._choice != "trace"
+        return self._choices != ("trace",)
 
     def handle(self, overflow: Overflow) -> None:
         """Logs a skipped step in full, calls the user's function, or raises.
@@ -217,42 +226,62 @@ class OverflowHandler:
         Raises:
             GradientOverflowError: the choice is "raise".
         """
-        if callable(self._choice):
-            self._choice(overflow)
-        elif self._choice == "raise":
-            raise GradientOverflowError(f"{overflow}\n{_GO_ON}", overflow)
-        elif self._choice == "trace":
+        if not self.logs_line:
             logger.warning("%s", overflow)
+        for choice in self._choices:
+            if callable(choice):
+                choice(overflow)
+        if "raise" in self._choices:
+            raise GradientOverflowError(f"{overflow}\n{_GO_ON}", overflow)
 
-    def trace_of(self, scale_uses: Iterable[Any]) -> object | None:
+    def trace_of(self, scale_uses: Iterable[Any], parameters: Iterable[Tensor]) -> object | None:
         """Returns the first trace that the tracer has of these blocks; None if there is none."""
         tracer = self.tracer
         if tracer is None:
             return None
-        traces = (tracer.trace_of(scale_use) for scale_use in scale_uses)
+        owned = list(parameters)
+        traces = (tracer.trace_of(scale_use, owned) for scale_use in list(scale_uses) or [None])
         return next((trace for trace in traces if trace is not None), None)
+
+    def end_step(self, parameters: Iterable[Tensor]) -> None:
+        """Ends the tracing of one step."""
+        if self.tracer is not None:
+            self.tracer.end_step(parameters)
+
+
+def _choices_of(choice: OnOverflow) -> tuple[str | Callable[[Overflow], object], ...]:
+    return choice if isinstance(choice, tuple) else (choice,)
 
 
 def check_on_overflow(choice: Any) -> OnOverflow:
-    """Returns a checked ``on_overflow``.
+    """Returns a checked ``on_overflow``; a list becomes a tuple.
 
     Raises:
-        OptionError: it is neither "log", "raise", "trace" nor a function.
+        OptionError: it is neither "log", "raise", "trace", a function, nor "trace" with one other choice.
     """
-    if callable(choice) or (isinstance(choice, str) and choice in _CHOICES):
+    several = tuple(choice) if isinstance(choice, (list, tuple)) else None
+    if several is not None and len(several) == 2 and several.count("trace") == 1:
+        for each in several:
+            check_on_overflow(each)
+        return several
+    if several is None and (callable(choice) or (isinstance(choice, str) and choice in _CHOICES)):
         return choice  # type: ignore[no-any-return]
     raise OptionError(
-        f"on_overflow is {choice!r}; expected 'log', 'raise', 'trace', or a function that takes an amp.Overflow."
-        f"{did_you_mean(choice, _CHOICES)}"
+        f"on_overflow is {choice!r}; expected 'log', 'raise', 'trace', a function that takes an amp.Overflow, or "
+        f"('trace', function).{did_you_mean(choice, _CHOICES)}"
     )
 
 
 def name_of_choice(choice: OnOverflow) -> str:
     """Returns ``on_overflow`` as text: a function by its qualified name."""
+    return " and ".join(map(_name_of, _choices_of(choice)))
+
+
+def _name_of(choice: str | Callable[[Overflow], object]) -> str:
     if isinstance(choice, str):
         return choice
     named = choice if hasattr(choice, "__qualname__") else type(choice)
-    return f"{named.__module__ or 'builtins'}.{named.__qualname__}"
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def non_finite_gradients(
