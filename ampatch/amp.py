@@ -58,7 +58,14 @@ from ampatch.runtime import (
 from ampatch.scaling.clipping import clip_unscaled
 from ampatch.scaling.loss_scaler import LossScaler, load_states, make_policy
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
-from ampatch.scaling.overflows import NonFiniteGradient, OnOverflow, Overflow, ScaleChange, check_on_overflow
+from ampatch.scaling.overflows import (
+    NonFiniteGradient,
+    OnOverflow,
+    Overflow,
+    ScaleChange,
+    check_on_overflow,
+    with_requested_trace,
+)
 from ampatch.session import Session
 from ampatch.settings import LiveSettings, Settings
 from ampatch.switch import WithoutCasts, off_in_graph
@@ -340,7 +347,7 @@ def initialize(
         cast_model_outputs=opt_levels.check_output_type(cast_model_outputs),
         exact_hooks=_flag("exact_hooks", exact_hooks),
         profile_casts=_flag("profile_casts", profile_casts),
-        on_overflow=check_on_overflow(on_overflow),
+        on_overflow=with_requested_trace(check_on_overflow(on_overflow)),
         check_finite=_flag("check_finite", check_finite),
     )
     live, outgoing = _joined_and_replaced(settings)
@@ -459,7 +466,7 @@ def init(
         enable_caching=bool(enable_caching),
         adopts_on_use=True,
         profile_casts=_flag("profile_casts", profile_casts),
-        on_overflow=check_on_overflow(on_overflow),
+        on_overflow=with_requested_trace(check_on_overflow(on_overflow)),
         check_finite=_flag("check_finite", check_finite),
     )
     opened = _open(settings, _all_device_types())

@@ -441,14 +441,14 @@ class TestTheCommandItself:
 
 class TestTheEnvironment:
     def test_the_folder_comes_first_and_once(self) -> None:
-        first = _environment({"PYTHONPATH": "a::b", "HOME": "h"}, force=False, cpu=False)
+        first = _environment({"PYTHONPATH": "a::b", "HOME": "h"}, [])
         assert first == {"PYTHONPATH": f"{_STARTUP}:a::b", "HOME": "h"}
-        assert _environment(first, force=False, cpu=False) == first
-        assert _environment({}, force=False, cpu=False) == {"PYTHONPATH": _STARTUP}
+        assert _environment(first, []) == first
+        assert _environment({}, []) == {"PYTHONPATH": _STARTUP}
 
     def test_what_is_asked_for_stays_for_runs_within(self) -> None:
-        outer = _environment({}, force=True, cpu=True)
-        assert _environment(outer, force=False, cpu=False) == outer
+        outer = _environment({}, ["AMPATCH_RUN_FORCE", "AMPATCH_RUN_CPU"])
+        assert _environment(outer, []) == outer
         assert set(outer) == {"PYTHONPATH", "AMPATCH_RUN_FORCE", "AMPATCH_RUN_CPU"}
 
 

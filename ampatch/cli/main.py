@@ -97,7 +97,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 
 _RUN = "Runs a script that was written for Apex, with ampatch in Apex's place."
-_RUN_USAGE = "ampatch run [-h] [--cpu] [--force] (SCRIPT | -m MODULE) ..."
+_RUN_USAGE = "ampatch run [-h] [--cpu] [--force] [--trace-overflow] (SCRIPT | -m MODULE) ..."
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -107,6 +107,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="keep on the CPU whatever the script sends to a GPU, to try the script on a computer without one",
     )
     parser.add_argument("--force", action="store_true", help="replace Apex even if the installed Apex has amp")
+    parser.add_argument(
+        "--trace-overflow",
+        action="store_true",
+        help="at each skipped step, log the function that first produced inf or NaN, with its line and its remedy",
+    )
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as `python -m` does")
     parser.add_argument(
         "target", type=_not_empty, metavar="SCRIPT | MODULE", help="script or module to run, and then its arguments"
@@ -132,6 +137,7 @@ def _run_script(arguments: argparse.Namespace) -> int:
         is_module=arguments.is_module,
         force=arguments.force,
         cpu=arguments.cpu,
+        trace_overflow=arguments.trace_overflow,
     )
 
 

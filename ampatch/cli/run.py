@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NoReturn
@@ -24,8 +24,12 @@ _STARTUP = str(Path(__file__).parent / "startup")
 _FORCE = "AMPATCH_RUN_FORCE"
 _CPU = "AMPATCH_RUN_CPU"
 
+_TRACE = "AMPATCH_TRACE_OVERFLOW"  # read by ampatch.scaling.overflows, which imports torch
 
-def run(target: str, arguments: Sequence[str], *, is_module: bool, force: bool, cpu: bool) -> NoReturn:
+
+def run(
+    target: str, arguments: Sequence[str], *, is_module: bool, force: bool, cpu: bool, trace_overflow: bool
+) -> NoReturn:
     """Replaces this process with ``python target arguments...``, or ``python -m target arguments...``.
 
     Args:
@@ -34,6 +38,7 @@ def run(target: str, arguments: Sequence[str], *, is_module: bool, force: bool, 
         is_module: True if ``target`` is a module.
         force: True to replace Apex even if the installed Apex has amp.
         cpu: True to keep on the CPU whatever the script sends to a GPU.
+        trace_overflow: True to trace overflows.
 
     Raises:
         OptionError: this Python was started with an option that ignores the environment or start-up modules; or the
@@ -52,7 +57,8 @@ def run(target: str, arguments: Sequence[str], *, is_module: bool, force: bool, 
     if cpu and _CPU not in os.environ and os.environ.get("RANK", "0") == "0":
         print("ampatch: --cpu: whatever the script sends to a GPU stays on the CPU.", file=sys.stderr, flush=True)
     command = [sys.executable, *_options(sys.orig_argv, sys.argv), *(["-m"] if is_module else []), target, *arguments]
-    os.execve(sys.executable, command, _environment(os.environ, force=force, cpu=cpu))
+    wanted = {_FORCE: force, _CPU: cpu, _TRACE: trace_overflow}
+    os.execve(sys.executable, command, _environment(os.environ, [name for name in wanted if wanted[name]]))
 
 
 def _is_installed() -> bool:
@@ -64,13 +70,12 @@ def _is_installed() -> bool:
     )
 
 
-def _environment(environment: Mapping[str, str], *, force: bool, cpu: bool) -> dict[str, str]:
-    """Returns the environment variables of the new Python, given those of this one."""
+def _environment(environment: Mapping[str, str], wanted: Iterable[str]) -> dict[str, str]:
+    """Returns the environment variables of the new Python, given those of this one and the names of those to set."""
     before = environment.get("PYTHONPATH")
     others = [entry for entry in before.split(os.pathsep) if entry != _STARTUP] if before else []
     path = os.pathsep.join([_STARTUP, *others])
-    wanted = {_FORCE: force, _CPU: cpu}
-    return {**environment, "PYTHONPATH": path, **{name: "1" for name, is_wanted in wanted.items() if is_wanted}}
+    return {**environment, "PYTHONPATH": path, **dict.fromkeys(wanted, "1")}
 
 
 def _options(command: Sequence[str], arguments: Sequence[str]) -> list[str]:

@@ -21,7 +21,6 @@ from ampatch.diagnostics.watch import Values, Watch, WatchedOp
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES, Properties
 from ampatch.scaling.loss_scaler import ScalePolicy
-from ampatch.scaling.scale_use import ScaleUse
 
 _CAST = "_to_copy"
 
@@ -355,20 +354,19 @@ class OverflowTracer:
         stance = torch.compiler.set_stance("force_eager")
         ledger.on_undo(functools.partial(stance.__exit__, None, None, None))
 
-    def trace_of(self, scale_use: ScaleUse | None, parameters: Iterable[Tensor]) -> OverflowTrace | None:
+    def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> OverflowTrace | None:
         """Returns where the first inf or NaN in the gradients of parameters came from; syncs with the device.
 
         Args:
-            scale_use: the use of a loss scale that overflowed; None if the gradients came from no block.
             parameters: parameters of a model, as an optimizer has them.
+            loss_scale: scale of the loss in the backward passes.
 
         Returns:
             None if no gradient of theirs was watched that is not finite, such as after an overflow on another rank.
         """
         self._end_backward()
         origins = [self._origins[id(each)] for each in parameters if id(each) in self._origins]
-        scale = 1.0 if scale_use is None else float(scale_use.scale)
-        return self._examiner.describe(origins, self._watch.missed_threads, scale)
+        return self._examiner.describe(origins, self._watch.missed_threads, loss_scale)
 
     def end_step(self, parameters: Iterable[Tensor]) -> None:
         """Forgets the gradients of parameters, after a step that used them or was skipped."""

@@ -134,6 +134,21 @@ class WatchedOp:
         return _name_of(self.function) if self.function is not None else f"torch.ops.{self.op}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A module whose forward pass runs.
+
+    Attributes:
+        module: the module.
+        records: True if gradients were enabled when it began.
+        is_unseen: True if the function mode was put onto the stack for it, in a backward pass that recomputes it.
+    """
+
+    module: nn.Module
+    records: bool
+    is_unseen: bool
+
+
 class Watch:
     """Records the operators that run in one thread, and in the backward passes that it starts.
 
@@ -161,7 +176,7 @@ class Watch:
         self._numbers = itertools.count()
         self._last_number = -1
         self._last_arrival = (-1, 0)
-        self._modules: list[tuple[nn.Module, bool]] = []
+        self._modules: list[_Running] = []
         self._functions: list[Any] = []
         self._thread: int | None = None
         self._modes = (_Functions(self), _Operators(self))
@@ -228,15 +243,23 @@ class Watch:
 
     def _enter_module(self, module: nn.Module, _: object) -> None:
         """Notes that a module's forward pass begins."""
-        if not self.is_this_thread and torch._C._current_graph_task_id() == -1:
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        if not (is_recomputed or self.is_this_thread):
             self.missed_threads = True
             return
-        self._modules.append((module, torch.is_grad_enabled()))
+        # torch has taken the mode off for the call of backward().
+        is_unseen = is_recomputed and self._modes[0] not in _FUNCTION_STACK.modes()
+        if is_unseen:
+            _FUNCTION_STACK.insert(self._modes[0])
+        self._modules.append(_Running(module, torch.is_grad_enabled(), is_unseen))
 
     def _leave_module(self, module: nn.Module, *_: object) -> None:
         """Notes that a module's forward pass has ended, whether it returned or raised."""
-        while self._modules and any(running is module for running, _ in self._modules):
-            if self._modules.pop()[0] is module:
+        while any(running.module is module for running in self._modules):
+            running = self._modules.pop()
+            if running.is_unseen:
+                _FUNCTION_STACK.remove(self._modes[0])
+            if running.module is module:
                 return
 
     # Operators
@@ -296,7 +319,7 @@ class Watch:
             next(self._numbers),
             is_backward,
             self._functions[-1] if self._functions and not is_backward else None,
-            tuple(module for module, _ in self._modules),
+            tuple(running.module for running in self._modules),
             _user_place(),
             None if node is None else node.name(),
             None if node is None else self._by_node.get(node._sequence_nr()),
@@ -343,7 +366,7 @@ class Watch:
 
     def _is_recording(self) -> bool:
         # In the forward of an autograd.Function gradients are off, so that the outermost module decides.
-        return self._always or (self._modules[0][1] if self._modules else torch.is_grad_enabled())
+        return self._always or (self._modules[0].records if self._modules else torch.is_grad_enabled())
 
     def _note_gradient(self, node: Any, args: tuple[Any, ...]) -> None:
         arrival = torch._C._current_graph_task_id(), id(node.variable)

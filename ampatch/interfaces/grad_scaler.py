@@ -84,9 +84,10 @@ class GradScaler(torch.amp.GradScaler):
         max_loss_scale: ceiling of the scale; None: no ceiling.
         on_overflow: what a skipped step does besides. "log": a line in the log, but only if the scaler has read the
             overflow anyway: on the CPU, and of optimizers that do not skip in their own kernel. "raise": raises
-            `GradientOverflowError` from `step`. "trace": logs all of ``str(overflow)``. A function: is called with the
-            `Overflow`. The step is skipped first, and `update` is to be called as after any other step. All but "log"
-            read the overflow before every step, which syncs with the device.
+            `GradientOverflowError` from `step`. A function: is called with the `Overflow`. "trace": logs all of
+            ``str(overflow)``, with the origin if ``amp.initialize(on_overflow="trace")`` watches the steps. The step is
+            skipped first, and `update` is to be called as after any other step. All but "log" read the overflow before
+            every step, which syncs with the device.
 
     Raises:
         OptionError: a value is out of range.
@@ -721,8 +722,14 @@ def _overflow_of(optimizer: OptimizerLike, change: ScaleChange) -> Overflow:
     found = overflows.non_finite_gradients(
         optimizer_state.parameters_of(optimizer), optimizer_state.names_in(optimizer)
     )
+    tracer = None if runtime.live is None else runtime.live.overflows.tracer
+    trace = None
+    if tracer is not None:
+        parameters = list(optimizer_state.parameters_of(optimizer))
+        trace = tracer.trace_of(parameters, change.before)
+        tracer.end_step(parameters)
     remark = overflows.OF_ANOTHER_RANK if distributed.has_other_ranks() else overflows.CLEARED
-    return Overflow(type(optimizer).__name__, (change,), found, remark="" if found else remark)
+    return Overflow(type(optimizer).__name__, (change,), found, remark="" if found else remark, trace=trace)
 
 
 class _ClosureOverflowedError(BaseException):

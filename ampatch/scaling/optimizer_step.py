@@ -655,17 +655,20 @@ class AdoptedOptimizer:
         if found:
             for use in overflowed:
                 use.note_named()
-        blocks = [block for use in overflowed for block in use.blocks]
+        scales = [float(block.scale) for use in overflowed for block in use.blocks]
         return Overflow(
             type(self.optimizer).__name__,
             tuple(last.change for last in _last_of_each_loss(overflowed)),
             found,
             next((loss for use in overflowed if (loss := use.loss_that_is_not_finite) is not None), None),
             "" if found else overflows.OF_ANOTHER_OPTIMIZER if is_anothers else self._remark(),
-            None
-            if self._on_overflow is None
-            else self._on_overflow.trace_of(blocks, self.gradients.model_parameters()),
+            self._trace_of(max(scales, default=1.0)),
         )
+
+    def _trace_of(self, loss_scale: float) -> object | None:
+        if self._on_overflow is None:
+            return None
+        return self._on_overflow.trace_of(self.gradients.model_parameters(), loss_scale)
 
     def _remark(self) -> str:
         """Returns why a skipped step has no gradient that is inf or NaN."""

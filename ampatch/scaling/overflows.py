@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,6 +33,9 @@ CHANGED_SINCE = (
 )
 
 CLEARED = "no gradient of this optimizer is inf or NaN now: they were cleared or changed since"
+
+#: The environment variable that has every session trace overflows, if it is neither empty nor 0.
+TRACE_VARIABLE = "AMPATCH_TRACE_OVERFLOW"
 
 _CHOICES = ("log", "raise", "trace")
 _MOST_NAMED = 8
@@ -184,12 +188,12 @@ OnOverflow = str | Callable[[Overflow], object] | tuple[str | Callable[[Overflow
 class Tracer(Protocol):
     """Finds out where an overflow began."""
 
-    def trace_of(self, scale_use: Any, parameters: Iterable[Tensor]) -> object | None:
+    def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> object | None:
         """Returns what is known of the gradients of parameters; None if nothing is.
 
         Args:
-            scale_use: the `ScaleUse` of a block that overflowed; None if the gradients came from no block.
             parameters: parameters of the model that the optimizer updates.
+            loss_scale: scale of the loss in the backward passes; 1 if it was not scaled.
         """
 
     def end_step(self, parameters: Iterable[Tensor]) -> None:
@@ -234,14 +238,9 @@ class OverflowHandler:
         if "raise" in self._choices:
             raise GradientOverflowError(f"{overflow}\n{_GO_ON}", overflow)
 
-    def trace_of(self, scale_uses: Iterable[Any], parameters: Iterable[Tensor]) -> object | None:
-        """Returns the first trace that the tracer has of these blocks; None if there is none."""
-        tracer = self.tracer
-        if tracer is None:
-            return None
-        owned = list(parameters)
-        traces = (tracer.trace_of(scale_use, owned) for scale_use in list(scale_uses) or [None])
-        return next((trace for trace in traces if trace is not None), None)
+    def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> object | None:
+        """Returns what the tracer knows of an overflow; None if there is none. See `Tracer.trace_of`."""
+        return None if self.tracer is None else self.tracer.trace_of(parameters, loss_scale)
 
     def end_step(self, parameters: Iterable[Tensor]) -> None:
         """Ends the tracing of one step."""
@@ -270,6 +269,13 @@ def check_on_overflow(choice: Any) -> OnOverflow:
         f"on_overflow is {choice!r}; expected 'log', 'raise', 'trace', a function that takes an amp.Overflow, or "
         f"('trace', function).{did_you_mean(choice, _CHOICES)}"
     )
+
+
+def with_requested_trace(choice: OnOverflow) -> OnOverflow:
+    """Returns a checked choice with a trace in addition, if the environment asks for one."""
+    if os.environ.get(TRACE_VARIABLE, "0") in ("", "0") or "trace" in _choices_of(choice):
+        return choice
+    return "trace" if choice == "log" else ("trace", *_choices_of(choice))
 
 
 def name_of_choice(choice: OnOverflow) -> str:

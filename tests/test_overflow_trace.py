@@ -1,0 +1,436 @@
+"""``on_overflow="trace"``: which function it names for faults planted in every kind of place, and its remedies."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import HALF_DTYPES, dtype_name
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ampatch import GradScaler, amp
+
+FLOAT16 = torch.float16
+
+
+class Attention(nn.Module):
+    """Attention whose scores are multiplied by ``factor`` squared before they are divided."""
+
+    def __init__(self, factor: float = 1.0, mask: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.factor, self.mask = factor, mask
+
+    def forward(self, x):
+        query, key = self.query(x) * self.factor, self.key(x) * self.factor
+        scores = query @ key.transpose(-2, -1)
+        scores = scores / math.sqrt(8)
+        if self.mask is not None:
+            scores = scores.masked_fill(self.mask, -math.inf)
+        weights = torch.softmax(scores, dim=-1)
+        return weights @ x
+
+
+class Amplified(torch.autograd.Function):
+    """Multiplies gradients by a number."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+class Applied(nn.Module):
+    """A function as a module between two linear layers."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.first, self.second, self.function = nn.Linear(8, 8), nn.Linear(8, 8), function
+
+    def forward(self, x):
+        return self.second(self.function(self.first(x)))
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+
+
+def in_float32(output: torch.Tensor) -> torch.Tensor:
+    return output.float().sum()  # the gradient of a half loss would be the scale itself
+
+
+def events_of(model: nn.Module, *, loss_fn=in_float32, steps: int = 1, x=None, **options: Any) -> list[Any]:
+    """Trains for some steps, and returns the overflows."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    events: list[Any] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    given = {
+        "half_dtype": FLOAT16,
+        "verbosity": 0,
+        "init_scale": 1024.0,
+        "on_overflow": ("trace", events.append),
+        **options,
+    }
+    model, optimizer = amp.initialize(model, optimizer, **given)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_fn(model(batch() if x is None else x))
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    amp.deinitialize()
+    return events
+
+
+def trace_of(model: nn.Module, **options: Any) -> Any:
+    """Returns the trace of the only overflow of one step."""
+    (event,) = events_of(model, **options)
+    return event.trace
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings_of_losses(recwarn):
+    """A loss that is inf is warned of; that is tested elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ampatch.scaling.optimizer_step.warn", lambda _: None)
+        yield
+
+
+class TestForward:
+    @pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
+    def test_scores_of_attention_are_found_in_the_matmul(self, opt_level):
+        model = nn.Sequential(nn.Linear(8, 8), Attention(1000.0))
+        trace = trace_of(model, opt_level=opt_level, loss_scale="dynamic")
+        assert trace.direction == "forward"
+        assert trace.function in ("torch.Tensor.matmul", "torch.Tensor.__matmul__")
+        assert (trace.module, trace.module_class) == ("1", "Attention")
+        assert trace.source == "scores = query @ key.transpose(-2, -1)"
+        assert trace.file == __file__
+        assert [each.dtype for each in trace.inputs] == ["float16", "float16"]
+        assert all(1000 < each.largest < 65504 for each in trace.inputs)
+        assert 65504 < trace.largest_in_float32 < math.inf
+
+    def test_anomaly_mode_blames_the_loss(self):
+        def loss_fn(output):
+            return F.cross_entropy(output.float().mean(dim=1), torch.tensor([0, 1]))
+
+        model = nn.Sequential(nn.Linear(8, 8), Attention(1000.0))
+        with (
+            pytest.warns(UserWarning, match="Error detected in LogSoftmaxBackward0"),
+            torch.autograd.detect_anomaly(),
+            pytest.raises(RuntimeError, match="'LogSoftmaxBackward0' returned nan values"),
+        ):
+            events_of(model, on_overflow="log", loss_fn=loss_fn)
+        amp.deinitialize()
+        assert trace_of(model, loss_fn=loss_fn).source == "scores = query @ key.transpose(-2, -1)"
+
+    def test_the_blacklist_that_it_suggests_mends_it(self):
+        model = nn.Sequential(nn.Linear(8, 8), Attention(1000.0))
+        trace = trace_of(model)
+        assert trace.cast_lists == {"blacklist": {"*": ["matmul"]}}
+        assert str(trace.cast_lists) in trace.remedies[0]
+        assert not events_of(model, cast_lists=trace.cast_lists, init_scale=1.0)
+
+    def test_the_module_that_it_suggests_mends_it(self):
+        model = nn.Sequential(nn.Linear(8, 8), Attention(1000.0))
+        trace = trace_of(model, opt_level="O2")
+        assert trace.remedies[0].endswith("keep_fp32=['1'])")
+        assert not events_of(model, opt_level="O2", keep_fp32=["1"], init_scale=1.0)
+
+    def test_the_cast_of_a_large_argument_is_found(self):
+        trace = trace_of(Applied(lambda x: torch.exp(x * 0 + 12)))
+        assert (trace.operator, trace.function) == ("cast", "torch.nn.functional.linear")
+        assert trace.inputs[0].largest == pytest.approx(math.exp(12))
+        assert trace.cast_lists == {"blacklist": {"*": ["linear"]}}
+        assert "in the cast to float16 of an argument for torch.nn.functional.linear" in str(trace)
+
+    def test_what_float32_cannot_hold_either_has_no_remedy(self):
+        trace = trace_of(Applied(lambda x: torch.log(x * 0)))
+        assert trace.function == "torch.log"
+        assert trace.remedies == ("none in precision: it is not finite in float32 either",)
+        assert trace.cast_lists is None
+
+    def test_a_function_inside_of_torchs_own_python_is_named_as_lists_know_it(self):
+        attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        class Attending(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.attention = attention
+
+            def forward(self, x):
+                return self.attention(x * 5000, x * 5000, x)[0]
+
+        trace = trace_of(Attending(), init_scale=1.0)
+        assert trace.module == "attention"
+        name = trace.function.rpartition(".")[2]
+        assert trace.cast_lists == {"blacklist": {"*": [name]}}
+
+    def test_of_a_loss_outside_of_the_model(self):
+        trace = trace_of(nn.Linear(8, 8), loss_fn=lambda y: (y.half() * 60000).square().mean())
+        assert trace.direction == "forward"
+        assert trace.module is None
+        assert "square" in trace.source
+
+
+class TestIntendedInf:
+    def test_a_mask_is_not_blamed(self):
+        mask = torch.tensor([False, True, True])
+        trace = trace_of(nn.Sequential(nn.Linear(8, 8), Attention(1000.0, mask)))
+        assert "matmul" in trace.function
+
+    def test_a_mask_alone_is_no_overflow(self):
+        mask = torch.tensor([False, True, True])
+        assert not events_of(Attention(1.0, mask), init_scale=1.0)
+
+    def test_the_softmax_over_a_row_that_is_masked_completely_is_blamed(self):
+        trace = trace_of(nn.Sequential(nn.Linear(8, 8), Attention(1.0, torch.ones(3, dtype=torch.bool))))
+        assert trace.function == "torch.softmax"
+        assert trace.source == "weights = torch.softmax(scores, dim=-1)"
+
+    def test_inf_that_reaches_no_gradient_is_not_blamed(self):
+        def function(x):
+            torch.log(torch.zeros(3, requires_grad=True))
+            return Amplified.apply(x, 1e9)
+
+        assert trace_of(Applied(function)).function == "Amplified"
+
+
+class TestBackward:
+    @pytest.mark.parametrize("opt_level", ["O1", "O2"])
+    def test_of_a_custom_function_is_found_with_its_line(self, opt_level):
+        trace = trace_of(Applied(lambda x: Amplified.apply(x, 1e5)), opt_level=opt_level)
+        assert (trace.direction, trace.function) == ("backward", "Amplified")
+        assert trace.source == "return grad * ctx.factor, None"
+        assert "in the backward of Amplified" in str(trace)
+
+    def test_of_a_listed_function_is_found_with_the_line_of_its_forward(self):
+        def function(x):
+            return torch.sqrt(x.half().abs() * 0 + 1e-7)
+
+        trace = trace_of(Applied(function))
+        assert trace.direction == "backward"
+        assert trace.source == "return torch.sqrt(x.half().abs() * 0 + 1e-7)"
+
+    def test_the_loss_scale_that_it_suggests_is_the_greatest_power_of_two_that_fits(self):
+        def model():
+            return Applied(lambda x: Amplified.apply(x, 1e5))
+
+        fits = trace_of(model()).max_loss_scale
+        assert math.log2(fits).is_integer()
+        assert trace_of(model(), init_scale=2 * fits).function == "Amplified"
+        assert all(event.trace.function != "Amplified" for event in events_of(model(), init_scale=fits))
+
+    def test_no_scale_is_suggested_below_the_floor(self):
+        trace = trace_of(Applied(lambda x: Amplified.apply(x, 1e30)))
+        assert trace.max_loss_scale is None
+        assert "no loss scale" in trace.remedies[0]
+
+    def test_a_static_scale_is_told_what_to_type(self):
+        trace = trace_of(Applied(lambda x: Amplified.apply(x, 1e5)), loss_scale=1024.0, check_finite=True)
+        assert f"loss_scale={trace.max_loss_scale:g}" in trace.remedies[0]
+
+    def test_of_a_gradient_that_is_cast_is_named_by_the_function_behind_it(self):
+        trace = trace_of(nn.Linear(8, 8), loss_fn=lambda y: y.half().mean(), init_scale=2.0**16)
+        assert trace.operator == "cast"
+        assert (
+            trace.source == "trace = trace_of(nn.Linear(8, 8), loss_fn=lambda y: y.half().mean(), init_scale=2.0**16)"
+        )
+        assert "the cast to float16 of a gradient for the backward of torch.Tensor.mean" in str(trace)
+
+
+class TestInputs:
+    def test_data_that_is_not_finite_is_told_of(self):
+        x = batch()
+        x[0, 0, 0] = math.nan
+        trace = trace_of(nn.Linear(8, 8), x=x)
+        assert trace.direction == "input"
+        assert "data" in trace.remedies[0]
+
+    def test_so_is_a_weight(self):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nn.init, "normal_", lambda parameter, std: parameter.data.fill_(math.inf))
+            assert trace_of(model).direction == "input"
+
+
+class TestOtherLoops:
+    def test_gradients_that_accumulate(self):
+        events: list[Any] = []
+        factors = [1.0, 1e9]  # the second backward pass is sound
+        model = Applied(lambda x: Amplified.apply(x, factors.pop()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(
+            model, optimizer, half_dtype=FLOAT16, verbosity=0, init_scale=1.0, on_overflow=("trace", events.append)
+        )
+        for is_last in (False, True):
+            with amp.scale_loss(in_float32(model(batch())), optimizer, delay_unscale=not is_last) as scaled:
+                scaled.backward()
+        optimizer.step()
+        amp.deinitialize()
+        assert [event.trace.function for event in events] == ["Amplified"]
+
+    def test_each_optimizer_gets_the_cause_of_its_own_gradients(self):
+        events: list[Any] = []
+        sound, faulty = nn.Linear(8, 8), Applied(lambda x: Amplified.apply(x, 1e9))
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (sound, faulty)]
+        models, optimizers = amp.initialize(
+            [sound, faulty],
+            optimizers,
+            half_dtype=FLOAT16,
+            num_losses=2,
+            init_scale=1.0,
+            on_overflow=("trace", events.append),
+        )
+        losses = [in_float32(torch.log(models[0](batch()) * 0)), in_float32(models[1](batch()))]
+        for number, optimizer in enumerate(optimizers):
+            with amp.scale_loss(losses[number], optimizer, loss_id=number) as scaled:
+                scaled.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        amp.deinitialize()
+        assert [event.trace.function for event in events] == ["torch.log", "Amplified"]
+
+    def test_an_older_cause_is_not_reported_for_a_later_step(self):
+        is_faulty = [True]
+        model = Applied(lambda x: Amplified.apply(x, 1e9) if is_faulty.pop() else torch.log(x * 0))
+        is_faulty[:] = [False, True]
+        assert [event.trace.function for event in events_of(model, steps=2)] == ["Amplified", "torch.log"]
+
+    def test_a_checkpointed_region(self):
+        class Recomputed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.attention = Attention(1000.0)
+
+            def forward(self, x):
+                return checkpoint(self.attention, x, use_reentrant=False)
+
+        trace = trace_of(Recomputed())
+        assert "matmul" in trace.function
+        assert trace.module == "attention"
+
+    def test_bfloat16_with_check_finite(self):
+        trace = trace_of(Applied(lambda x: torch.log(x * 0)), half_dtype=torch.bfloat16, check_finite=True)
+        assert trace.function == "torch.log"
+
+    def test_a_step_without_a_block(self):
+        events: list[Any] = []
+        model = Applied(lambda x: torch.log(x * 0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(
+            model,
+            optimizer,
+            half_dtype=torch.bfloat16,
+            verbosity=0,
+            check_finite=True,
+            on_overflow=("trace", events.append),
+        )
+        in_float32(model(batch())).backward()
+        optimizer.step()
+        amp.deinitialize()
+        assert [event.trace.function for event in events] == ["torch.log"]
+
+    def test_a_grad_scaler_beside_a_session(self):
+        events: list[Any] = []
+        model = Applied(lambda x: torch.log(x * 0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model = amp.initialize(model, half_dtype=FLOAT16, verbosity=0, on_overflow="trace")
+        scaler = GradScaler("cpu", on_overflow=events.append)
+        scaler.scale(model(batch()).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        amp.deinitialize()
+        assert [event.trace.function for event in events] == ["torch.log"]
+
+    def test_a_compiled_model_is_traced_uncompiled(self):
+        model = torch.compile(nn.Sequential(nn.Linear(8, 8), Attention(1000.0)), backend="eager")
+        assert "matmul" in trace_of(model).function
+        assert torch._dynamo.eval_frame._stance.stance == "default"
+
+    def test_a_forward_in_another_thread_is_told_of(self):
+        def function(x):
+            thread = threading.Thread(target=lambda: nn.Linear(8, 8)(batch()))
+            thread.start()
+            thread.join()
+            return torch.log(x * 0)
+
+        trace = trace_of(Applied(function))
+        assert trace.notes == ("forward passes in other threads were not watched",)
+        assert trace.notes[0] in str(trace)
+
+
+class TestResult:
+    def test_is_plain_data(self):
+        (event,) = events_of(nn.Sequential(nn.Linear(8, 8), Attention(1000.0)))
+        read = json.loads(json.dumps(event.to_dict(), allow_nan=False))["trace"]
+        assert read["direction"] == "forward"
+        assert read["outputs"][0]["largest"] == "inf"
+        assert read["line"] == event.trace.line
+
+    def test_is_logged(self, caplog):
+        with caplog.at_level(logging.WARNING, logger="ampatch"):
+            events_of(nn.Sequential(nn.Linear(8, 8), Attention(1000.0)), on_overflow="trace")
+        (record,) = caplog.records
+        assert "Gradient overflow. Skipping step" in record.message
+        assert "First inf: in torch.Tensor." in record.message
+        assert "  remedy    this function in float32" in record.message
+
+    def test_is_in_the_error(self):
+        with pytest.raises(amp.GradientOverflowError, match=r"First inf: in torch\.Tensor") as caught:
+            events_of(nn.Sequential(nn.Linear(8, 8), Attention(1000.0)), on_overflow=("trace", "raise"))
+        amp.deinitialize()
+        assert caught.value.overflow.trace.module == "1"
+
+    def test_the_environment_adds_it(self, monkeypatch):
+        events: list[Any] = []
+        monkeypatch.setenv("AMPATCH_TRACE_OVERFLOW", "1")
+        events_of(Applied(lambda x: torch.log(x * 0)), on_overflow=events.append)
+        assert [event.trace.function for event in events] == ["torch.log"]
+        monkeypatch.setenv("AMPATCH_TRACE_OVERFLOW", "0")
+        events_of(Applied(lambda x: torch.log(x * 0)), on_overflow=events.append)
+        assert events[1].trace is None
+
+    @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
+    @pytest.mark.parametrize("opt_level", ["O1", "O2"])
+    def test_training_is_the_same(self, opt_level, half_dtype):
+        trained = []
+        for on_overflow in ("log", "trace"):
+            model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), Attention(), nn.LayerNorm(8))
+            events_of(
+                model,
+                steps=3,
+                opt_level=opt_level,
+                half_dtype=half_dtype,
+                on_overflow=on_overflow,
+                loss_fn=lambda y: F.mse_loss(y, batch()),
+            )
+            trained.append([parameter.detach() for parameter in model.parameters()])
+        assert all(map(torch.equal, *trained))
+
+
+class TestMemory:
+    def test_evaluation_with_gradients_keeps_the_arguments_of_a_few_forward_passes(self):
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, half_dtype=FLOAT16, verbosity=0, on_overflow="trace")
+        from ampatch.runtime import runtime
+
+        for _ in range(20):
+            model(batch())
+        tracer: Any = runtime.live.overflows.tracer
+        assert sum(op.arguments is not None for op in tracer._watch.ops) <= 8 * len(tracer._watch.ops) / 20
+        amp.deinitialize()
