@@ -80,7 +80,7 @@ class Settings:
         return "; ".join(told)
 
     def as_plain_data(self) -> dict[str, Any]:
-        """Returns the arguments that lead to these settings, as strings, numbers, booleans, None and lists of these."""
+        """Returns the arguments that lead to these settings, and the function that took them, as plain data."""
         properties = self.properties
         return {
             "set_up_by": _set_up_by(self),

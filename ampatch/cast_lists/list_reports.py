@@ -117,7 +117,7 @@ def faults(error: AmpError) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The report on a file without faults.
+    """The report on a cast-list file that could be read without faults.
 
     Attributes:
         lines: one line for each undone change, and for each change that leaves out other spellings of its function.
@@ -130,7 +130,7 @@ class Checked:
 
 
 def checked(file: str, before: CastLists, after: CastLists) -> Checked:
-    """Returns the report on a file without faults.
+    """Returns the report on a cast-list file that could be read; it may warn that calls undo a change.
 
     Args:
         file: name of the file.

@@ -532,7 +532,7 @@ class GradScaler(torch.amp.GradScaler):
         self._has_warned = True
         warn(
             f"the loss scale has come down to {scale:g} and the gradients still overflow, so no scale can help: "
-            f"{culprits}. {advice} Give min_loss_scale= to have this raise."
+            f"{culprits}. {advice} To get an error instead, type GradScaler(..., min_loss_scale=1)."
         )
 
     @WithoutCasts()

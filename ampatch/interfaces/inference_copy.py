@@ -612,7 +612,7 @@ def _path_of_function(excluded: object, model: nn.Module, modules: Sequence[tupl
 
 
 def _registered() -> Iterator[tuple[Rule, torch.dtype | None]]:
-    """Yields a rule for each function that the user has registered, with the half type that it asks for."""
+    """Yields a rule for each function that the user registered, with the half type given for it, or None."""
     for registration in runtime.registered:
         owner: Any = registration.owner
         of_class = isinstance(owner, type)

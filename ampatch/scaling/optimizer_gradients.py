@@ -340,9 +340,9 @@ class OptimizerGradients:
             self.pending = [scale_use for scale_use in self.pending if scale_use.is_of_others]
 
     def still_exist(self, scale_use: ScaleUse, grads: list[Tensor]) -> Tensor:
-        """Returns whether the gradients of a block that overflowed were not cleared: one is not zero, on any rank.
+        """Returns 1 if any rank still has a gradient other than zero after a block that overflowed, else 0.
 
-        Finite gradients count too, since clipping by value makes an overflow finite.
+        A finite gradient counts too, because clipping by value turns inf into a finite number.
 
         Returns:
             0-dimensional float32, 1 or 0.

@@ -264,10 +264,10 @@ class ScaledBlock(Generic[_L]):
             gradients.note_unscaled()
         elif not earlier.is_same_scale(self.scale_use):
             raise UsageError(
-                f"the gradients of an optimizer are scaled by loss scaler {earlier.scaler_id} at "
-                f"{float(earlier.scale):g}, and this amp.scale_loss would add gradients scaled by loss scaler "
+                f"the gradients of this {type(gradients.optimizer).__name__} are scaled by loss scaler "
+                f"{earlier.scaler_id} at {float(earlier.scale):g}, and this amp.scale_loss would add gradients scaled by loss scaler "
                 f"{self.scale_use.scaler_id} at {float(self.scale_use.scale):g}. Leave out delay_unscale=True in the "
-                "block before."
+                "previous amp.scale_loss."
             )
 
     def _check_may_widen(self, gradients: OptimizerGradients) -> None:

@@ -290,8 +290,9 @@ class MasterGradients:
         if by_hand:
             warn(
                 "gradients were set on float32 masters by hand, while the model's half parameters have gradients of a "
-                "backward outside of amp.scale_loss. The masters' gradients count, the others are dropped. To use the "
-                "others, leave the masters' gradients to amp, and put every backward into a block of amp.scale_loss."
+                "backward outside of amp.scale_loss. The masters' gradients count; amp drops those of the half "
+                "parameters. To use those instead, set no gradients on masters, and put every backward into a block of "
+                "amp.scale_loss."
             )
             self.copy_to_half()
 

@@ -480,7 +480,8 @@ def dropping_sums(
 ) -> Callable[..., None]:
     """Returns a wrapper of `torch.nn.Module.zero_grad` that also drops the masters' sums of the module's parameters.
 
-    Without the wrapper, amp would miss ``zero_grad(set_to_none=False)`` in a block, as the gradients are zeros already.
+    Inside a block the half gradients are zeros, and masters hold the sums of earlier blocks. Writing zeros onto zeros
+    leaves no trace, so amp would miss ``zero_grad(set_to_none=False)`` without the wrapper.
     """
 
     @functools.wraps(original)

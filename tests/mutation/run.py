@@ -107,6 +107,7 @@ def exchange(mutant: Mutant) -> bool:
     """Gives every function object that has a mutant's code the changed code; returns False where Python refuses."""
     new = {code.co_qualname: code for code in _codes(compile(mutant.source(), str(mutant.path), "exec"))}
     here = str(mutant.path)
+    gc.unfreeze()  # conftest.py freezes what was imported, and get_objects leaves that out
     try:
         for function in [found for found in gc.get_objects() if type(found) is FunctionType]:
             old = function.__code__
