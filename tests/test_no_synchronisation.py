@@ -345,6 +345,49 @@ class TestReads:
         assert found == []
         assert [amp.skipped_steps(optimizer) for optimizer in optimizers] == [1, 1]
 
+    @every_fused_at_every_level
+    @pytest.mark.parametrize("loss_scale", [1.0, 8.0])
+    @pytest.mark.covering(1)
+    def test_are_none_where_steps_check_a_static_scale(self, loss_scale, make, options, reads, log):
+        model = network()
+        optimizer = make(model.parameters())
+        initialize(model, optimizer, verbosity=1, check_finite=True, **{**options, "loss_scale": loss_scale})
+        train(model, optimizer, False)
+        with reads as found:
+            train(model, optimizer, False, True, False)
+            optimizer.zero_grad()
+            (loss_of(model, 0) * math.nan).backward()
+            optimizer.step()
+        assert found == []
+        assert amp.skipped_steps(optimizer) == 2
+        assert log() == [f"Gradient overflow. Skipping step, loss scaler 0 keeping loss scale at {loss_scale}"] * 2
+
+    @pytest.mark.parametrize("check_finite", [False, True])
+    def test_are_none_under_a_static_scale_unless_steps_check_it(self, check_finite, reads):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        initialize(model, optimizer, loss_scale=8.0, check_finite=check_finite, opt_level="O1")
+        train(model, optimizer, False)
+        with reads as found:
+            train(model, optimizer, False, False)
+        assert len(found) == 2 * check_finite
+
+    @pytest.mark.parametrize("count", [1, 3])
+    def test_are_one_for_all_numbers_of_stats(self, count, reads):
+        model = network()
+        optimizers = [ADAM(model[0].parameters()), ADAM(model[2].parameters())]
+        initialize(model, optimizers, num_losses=count, opt_level="O1")
+        for overflows in (False, True):
+            for index in range(count):
+                backward(loss_of(model, index), optimizers, loss_id=index, overflows=overflows)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        with reads as found:
+            numbers = amp.stats()
+        assert len(found) == 1
+        assert numbers["skipped_steps"] == 2
+
     def test_are_none_while_what_was_sent_has_not_arrived(self, reads, post):
         model = network()
         optimizer = ADAM(model.parameters())

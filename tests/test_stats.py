@@ -1,0 +1,186 @@
+"""The numbers of `amp.stats`: what they count, and that their names stay the same."""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import HALF_DTYPES, Slotted, dtype_name
+from torch import Tensor, nn
+
+from ampatch import amp
+from ampatch.errors import AmpWarning
+from ampatch.opt_levels import LEVELS
+
+SCALE = 2.0**8
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def begun(**options: Any) -> tuple[nn.Sequential, Any]:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"half_dtype": "float16", "loss_scale": "dynamic", "init_scale": SCALE, "verbosity": 0, **options}
+    amp.initialize(model, optimizer, **settings)
+    return model, optimizer
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(torch.ones(3, 4)).float().square().mean()
+
+
+def train(model: nn.Module, optimizers: Any, *factors: float, **options: Any) -> None:
+    each = optimizers if isinstance(optimizers, list) else [optimizers]
+    for factor in factors:
+        with amp.scale_loss(loss_of(model) * factor, optimizers, **options) as scaled_loss:
+            scaled_loss.backward()
+        for optimizer in each:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Losses here are NaN on purpose."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the loss of a skipped step", AmpWarning)
+        yield
+
+
+def test_of_one_loss_and_one_optimizer() -> None:
+    model, optimizer = begun()
+    train(model, optimizer, 1.0, math.nan, 1.0, 1.0)
+    numbers = amp.stats()
+    counts = amp.cast_counts()
+    assert numbers == {
+        "loss_scale": SCALE / 2,
+        "clean_steps": 2,
+        "overflows": 1,
+        "skipped_steps": 1,
+        "casts": counts.casts,
+        "cache_hits": counts.cache_hits,
+        "cache_hit_rate": counts.cache_hits / (counts.casts + counts.cache_hits),
+        "cached_bytes": 0,
+        "patched_functions": numbers["patched_functions"],
+    }
+    assert numbers["patched_functions"] > 100
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+def test_are_plain_and_have_the_same_names_throughout(level: str, half: torch.dtype) -> None:
+    if level in ("O4", "O5") and half is torch.float16:
+        pytest.skip("the level is bfloat16")
+    model = network()
+    optimizers = [torch.optim.SGD([each], lr=0.1) for each in (model[0].weight, model[2].weight)]
+    amp.initialize(model, optimizers, opt_level=level, half_dtype=half, num_losses=2, verbosity=0)
+    before = amp.stats()
+    names = list(before)
+    assert all(type(value) in (int, float) for value in before.values())
+    train(model, optimizers, 1.0)
+    assert list(amp.stats()) == names
+    train(model, optimizers, math.inf, loss_id=1)
+    del optimizers
+    gc.collect()
+    assert list(amp.stats()) == names
+    assert all(type(value) in (int, float) for value in amp.stats().values())
+
+
+def test_of_several_losses_are_apart() -> None:
+    model, optimizer = begun(num_losses=2)
+    train(model, optimizer, 1.0, math.nan)
+    train(model, optimizer, 1.0, 1.0, loss_id=1)
+    numbers = amp.stats()
+    expected = {
+        "loss_scale/0": SCALE / 2,
+        "loss_scale/1": SCALE,
+        "clean_steps/0": 0,
+        "clean_steps/1": 2,
+        "overflows/0": 1,
+        "overflows/1": 0,
+    }
+    assert {name: numbers[name] for name in expected} == expected
+    assert not {"loss_scale", "clean_steps", "overflows"} & numbers.keys()
+
+
+@pytest.mark.parametrize("far", [False, True], ids=["", "far-away"])
+def test_of_several_optimizers_are_apart_and_outlive_them(far: bool, request: pytest.FixtureRequest) -> None:
+    if far:
+        request.getfixturevalue("far_away")
+    model = network()
+    optimizers = [torch.optim.AdamW(model[index].parameters(), fused=True) for index in (0, 2)]
+    amp.initialize(model, optimizers, half_dtype="float16", verbosity=0)
+    train(model, optimizers, 1.0, math.nan)
+    train(model, optimizers[1], math.nan)
+
+    def skipped() -> dict[str, float]:
+        return {name: value for name, value in amp.stats().items() if "skipped" in name or "overflows" in name}
+
+    assert skipped() == {"overflows": 2, "skipped_steps": 3, "skipped_steps/0": 1, "skipped_steps/1": 2}
+    del optimizers[0]
+    gc.collect()
+    assert skipped() == {"overflows": 2, "skipped_steps": 3, "skipped_steps/0": 1, "skipped_steps/1": 2}
+
+
+def test_count_what_check_finite_skips() -> None:
+    model, optimizer = begun(loss_scale=1.0, check_finite=True)
+    train(model, optimizer, 1.0, math.nan, 1.0)
+    model[0].bias.grad = torch.full_like(model[0].bias, math.nan)
+    optimizer.step()
+    numbers = amp.stats()
+    assert (numbers["loss_scale"], numbers["overflows"], numbers["skipped_steps"]) == (1.0, 2, 2)
+    assert numbers["clean_steps"] == 3
+
+
+def test_of_the_cache_are_those_of_this_moment() -> None:
+    model, _ = begun()
+    model(torch.ones(1, 4))
+    model(torch.ones(1, 4))
+    numbers = amp.stats()
+    assert numbers["cached_bytes"] == 2 * sum(parameter.numel() for parameter in model.parameters())
+    assert numbers["cache_hits"] == 4
+    assert 0 < numbers["cache_hit_rate"] < 1
+    amp.clear_cache()
+    assert amp.stats()["cached_bytes"] == 0
+
+
+def test_of_init_begin_without_an_optimizer() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with amp.init(half_dtype="float16"):
+        names = amp.stats().keys()
+        train(model, optimizer, 1.0)
+        assert amp.stats().keys() == names
+
+
+def test_are_none_where_amp_is_off() -> None:
+    assert amp.stats() == {}
+    amp.initialize(network(), enabled=False)
+    assert amp.stats() == {}
+    amp.deinitialize()
+    begun()
+    assert amp.stats() != {}
+    amp.deinitialize()
+    assert amp.stats() == {}
+
+
+def test_of_an_adoption_that_failed_leave_nothing() -> None:
+    model, _ = begun()
+    with pytest.raises(amp.AmpError):
+        amp.initialize(
+            model,
+            [torch.optim.SGD(model.parameters(), lr=0.1), Slotted(model.parameters())],
+            half_dtype="float16",
+            loss_scale="dynamic",
+            init_scale=SCALE,
+            verbosity=0,
+        )
+    assert "skipped_steps/0" not in amp.stats()
