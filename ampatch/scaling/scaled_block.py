@@ -265,9 +265,9 @@ class ScaledBlock(Generic[_L]):
         elif not earlier.is_same_scale(self.scale_use):
             raise UsageError(
                 f"the gradients of this {type(gradients.optimizer).__name__} are scaled by loss scaler "
-                f"{earlier.scaler_id} at {float(earlier.scale):g}, and this amp.scale_loss would add gradients scaled by loss scaler "
-                f"{self.scale_use.scaler_id} at {float(self.scale_use.scale):g}. Leave out delay_unscale=True in the "
-                "previous amp.scale_loss."
+                f"{earlier.scaler_id} at {float(earlier.scale):g}, and this amp.scale_loss would add gradients scaled "
+                f"by loss scaler {self.scale_use.scaler_id} at {float(self.scale_use.scale):g}. Leave out "
+                "delay_unscale=True in the previous amp.scale_loss."
             )
 
     def _check_may_widen(self, gradients: OptimizerGradients) -> None:
