@@ -287,7 +287,7 @@ def _name_of(choice: str | Callable[[Overflow], object]) -> str:
     if isinstance(choice, str):
         return choice
     named = choice if hasattr(choice, "__qualname__") else type(choice)
-    return f"{named.__module__}.{named.__qualname__}"
+    return f"{named.__module__ or 'builtins'}.{named.__qualname__}"
 
 
 def non_finite_gradients(
