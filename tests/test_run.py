@@ -472,3 +472,26 @@ class TestInterpreterOptions:
 
     def test_a_process_that_was_started_otherwise_has_none(self) -> None:
         assert _options(["python"], [""]) == []
+
+
+OVERFLOWS = """
+import torch
+from apex import amp
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+loss = torch.log(model(torch.ones(2, 4)) * 0).sum()
+with amp.scale_loss(loss, optimizer) as scaled_loss:
+    scaled_loss.backward()
+optimizer.step()
+"""
+
+
+class TestTraceOverflow:
+    def test_says_where_it_began(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(OVERFLOWS)
+        said = ampatch_run(["--trace-overflow", "train.py"], tmp_path)
+        assert said.returncode == 0, said.stderr
+        assert "First inf: in torch.log." in said.stderr
+        assert "train.py:7: loss = torch.log(model(torch.ones(2, 4)) * 0).sum()" in said.stderr
+        assert "First inf" not in ampatch_run(["train.py"], tmp_path).stderr

@@ -173,7 +173,9 @@ class TestValues:
         with Watch() as watch:
             (embedding(torch.tensor([1, 3])) * 7).sum().backward()
         watch.read()
-        assert [(parameter is embedding.weight, values.largest) for parameter, values in watch.gradients] == [(True, 7)]
+        assert [(parameter is embedding.weight, values.largest) for parameter, values, _ in watch.gradients] == [
+            (True, 7)
+        ]
 
 
 class TestGradients:
@@ -183,7 +185,7 @@ class TestGradients:
             for factor in (3, 4):
                 (linear(torch.ones(1, 2)) * factor).sum().backward()
         watch.read()
-        found = [(values.largest, parameter is linear.weight) for parameter, values in watch.gradients]
+        found = [(values.largest, parameter is linear.weight) for parameter, values, _ in watch.gradients]
         assert sorted(found) == [(3, False), (3, True), (4, False), (4, True)]
         assert linear.weight.grad.tolist() == [[7, 7]]
 

@@ -343,6 +343,7 @@ class OverflowTracer:
         self._watch = Watch(keep=_ran_in_half)
         self._examiner = Examiner(properties, policy, lambda module: named_modules().get(id(module)))
         self._origins: dict[int, Origin] = {}  # by the id of the parameter, since its optimizer's last step
+        self._arrived: set[int] = set()  # ids of the parameters with a gradient since then
         self._forwards: list[int] = []  # numbers of operators recorded when each forward pass began
 
     def install(self, ledger: PatchLedger) -> None:
@@ -354,25 +355,28 @@ class OverflowTracer:
         stance = torch.compiler.set_stance("force_eager")
         ledger.on_undo(functools.partial(stance.__exit__, None, None, None))
 
-    def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> OverflowTrace | None:
+    def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> OverflowTrace:
         """Returns where the first inf or NaN in the gradients of parameters came from; syncs with the device.
 
         Args:
             parameters: parameters of a model, as an optimizer has them.
             loss_scale: scale of the loss in the backward passes.
 
-        Returns:
-            None if no gradient of theirs was watched that is not finite, such as after an overflow on another rank.
         """
         self._end_backward()
-        origins = [self._origins[id(each)] for each in parameters if id(each) in self._origins]
-        return self._examiner.describe(origins, self._watch.missed_threads, loss_scale)
+        ids = set(map(id, parameters))
+        origins = [origin for key, origin in self._origins.items() if key in ids]
+        if not origins:
+            note = _FINITE_HERE if ids & self._arrived else _NOT_WATCHED
+            return OverflowTrace("unknown", notes=(note,))
+        return self._examiner.describe(origins, self._watch.missed_threads, loss_scale) or OverflowTrace("unknown")
 
     def end_step(self, parameters: Iterable[Tensor]) -> None:
         """Forgets the gradients of parameters, after a step that used them or was skipped."""
         self._end_backward()
         for each in parameters:
             self._origins.pop(id(each), None)
+            self._arrived.discard(id(each))
 
     def _before_forward(self, *_: object) -> None:
         watch = self._watch
@@ -393,8 +397,14 @@ class OverflowTracer:
         """Remembers the origins of gradients that are not finite; then forgets the operators of their passes."""
         if self._watch.gradients:
             self._origins = {**origins_of_gradients(self._watch), **self._origins}
+            self._arrived.update(id(gradient.parameter) for gradient in self._watch.gradients)
             self._watch.forget()
 
+
+_FINITE_HERE = (
+    "the gradients that this process computed are finite: another rank's are not, or other code changed them afterwards"
+)
+_NOT_WATCHED = "no backward pass of these parameters was watched, such as one in another thread"
 
 #: Forward passes whose operators keep their arguments, if no backward pass follows any of them.
 _FORWARDS_KEPT = 8
@@ -403,15 +413,17 @@ _FORWARDS_KEPT = 8
 def origins_of_gradients(watch: Watch) -> dict[int, Origin]:
     """Returns the origins of gradients that are not finite, by the id of the parameter; syncs with the device."""
     watch.read()
-    reached = [(parameter, values) for parameter, values in watch.gradients if not values.is_finite]
+    reached = [gradient for gradient in watch.gradients if not gradient.values.is_finite]
     if not reached:
         return {}
     origins = causes.origins(watch.ops)
     found: dict[int, Origin] = {}
-    for parameter, values in reached:
-        op = origins.get(id(values))
+    for gradient in reached:
+        # What made the loss inf may have led to the gradient by other numbers: log(0), and then 1 / 0.
+        ops = [origins.get(id(values)) for values in (gradient.values, gradient.loss)]
+        op = min(filter(None, ops), key=lambda each: each.number, default=None)
         is_input = op is not None and any(not each.is_finite and each.writer is None for each in op.inputs)
-        found.setdefault(id(parameter), Origin(op, is_input))
+        found.setdefault(id(gradient.parameter), Origin(op, is_input))
     return found
 
 

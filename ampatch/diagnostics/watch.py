@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn, overrides
@@ -134,6 +134,20 @@ class WatchedOp:
         return _name_of(self.function) if self.function is not None else f"torch.ops.{self.op}"
 
 
+class ArrivedGradient(NamedTuple):
+    """A gradient that arrived at a parameter.
+
+    Attributes:
+        parameter: the parameter.
+        values: what is known of the gradient.
+        loss: what is known of the tensor whose ``backward`` was called; None if `torch.autograd.backward` was.
+    """
+
+    parameter: Tensor
+    values: Values
+    loss: Values | None
+
+
 @dataclass(frozen=True, slots=True)
 class _Running:
     """A module whose forward pass runs.
@@ -167,7 +181,8 @@ class Watch:
         self, keep: Callable[[Sequence[Any], Sequence[Any]], bool] | None = None, always: bool = False
     ) -> None:
         self.ops: list[WatchedOp] = []
-        self.gradients: list[tuple[Tensor, Values]] = []
+        self.gradients: list[ArrivedGradient] = []
+        self._loss: Values | None = None
         self.missed_threads = False
         self._keep = keep
         self._always = always
@@ -287,13 +302,10 @@ class Watch:
 
     def _all_values(self) -> Iterator[Values]:
         seen: set[int] = set()
-        for op in self.ops:
-            for values in (*op.inputs, *op.outputs):
-                if id(values) not in seen:
-                    seen.add(id(values))
-                    yield values
-        for _, values in self.gradients:
-            if id(values) not in seen:
+        of_ops: Iterator[Values | None] = (values for op in self.ops for values in (*op.inputs, *op.outputs))
+        of_gradients = (values for gradient in self.gradients for values in (gradient.values, gradient.loss))
+        for values in itertools.chain(of_ops, of_gradients):
+            if values is not None and id(values) not in seen:
                 seen.add(id(values))
                 yield values
 
@@ -358,11 +370,15 @@ class Watch:
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a torch function; operators below it are recorded as parts of it."""
+        if function is _BACKWARD:
+            self._loss = next((self._values_of(each) for each in _measured(args[:1])), None)
         self._functions.append(function)
         try:
             return function(*args, **kwargs)
         finally:
             self._functions.pop()
+            if function is _BACKWARD:
+                self._loss = None
 
     def _is_recording(self) -> bool:
         # In the forward of an autograd.Function gradients are off, so that the outermost module decides.
@@ -373,7 +389,7 @@ class Watch:
         incoming = _measured(args)
         if incoming and arrival != self._last_arrival:  # several operators may take a gradient in
             self._last_arrival = arrival
-            self.gradients.append((node.variable, self._values_of(incoming[-1])))
+            self.gradients.append(ArrivedGradient(node.variable, self._values_of(incoming[-1]), self._loss))
 
     def _values_of(self, tensor: Tensor) -> Values:
         known = self._written.get(_key(tensor))
@@ -436,6 +452,7 @@ class _Operators(TorchDispatchMode):
         return watch.run(func, args, kwargs or {})
 
 
+_BACKWARD = Tensor.backward
 #: The code that calls the autograd engine.
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
@@ -533,9 +550,10 @@ def _extremes(tensor: Tensor) -> tuple[Tensor, ...]:
     """
     if not tensor.numel():
         return ()
-    if tensor.is_complex():
-        return (_aten.linalg_vector_norm.default(tensor, math.inf),)
-    return _aten.aminmax.default(tensor)  # type: ignore[no-any-return]
+    with torch.no_grad(), paused():
+        if tensor.is_complex():
+            return (_aten.linalg_vector_norm.default(tensor, math.inf),)
+        return _aten.aminmax.default(tensor)  # type: ignore[no-any-return]
 
 
 def _as_float(numbers: Tensor) -> Tensor:
