@@ -260,18 +260,35 @@ class TestASkippedStep:
         scheduler.step()
         assert amp.step_was_skipped(optimizer)
 
-    def test_under_a_dynamic_scale_is_one_skip_for_block_and_step(self, log):
-        model, optimizer = begun(loss_scale="dynamic", verbosity=1)
+    @every_optimizer
+    @pytest.mark.parametrize("far", [False, True], ids=["", "far-away"])
+    def test_under_a_dynamic_scale_is_one_skip_for_block_and_step(self, far, make, log, request):
+        if far:
+            request.getfixturevalue("far_away")
+        model, optimizer = begun(make, loss_scale="dynamic", verbosity=1)
         in_a_block(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
         backward(model, optimizer)
         set_by_hand(model, optimizer)
         optimizer.step()
+        assert amp.stats()["overflows"] == amp.skipped_steps(optimizer) == 2
         assert log() == [
             "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 128.0",
             "Gradient overflow. Skipping step, loss scaler 0 keeping loss scale at 128.0",
         ]
+
+    @every_optimizer
+    def test_is_made_where_unscaling_itself_overflows(self, make):
+        model, optimizer = begun(make, loss_scale=2.0**-4)
+        before = everything(model, optimizer)
+        backward(model, optimizer, delay_unscale=True)
+        for parameter in model.parameters():
+            parameter.grad.fill_(1e38)  # type: ignore[union-attr]
+        amp.clip_grad_norm_(optimizer, math.inf)
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer)
+        assert_same_state(everything(model, optimizer), before)
 
     def test_is_not_made_where_the_user_has_made_the_gradients_finite(self):
         model, optimizer = begun()
@@ -460,6 +477,20 @@ class TestBesideAGradScaler:
         assert scaler.get_scale() == 2.0
         assert amp.skipped_steps(optimizer) == 1
         assert not hasattr(optimizer, "found_inf")
+
+    @pytest.mark.parametrize("kind", [torch.amp.GradScaler, ampatch.GradScaler], ids=["torch", "ampatch"])
+    @pytest.mark.parametrize("check_finite", [False, True])
+    def test_may_scale_in_a_block_at_a_scale_of_one(self, check_finite, kind):
+        model, optimizer = begun(
+            steps=0, opt_level="O1", half_dtype="bfloat16", loss_scale=1, check_finite=check_finite
+        )
+        scaler = kind("cpu", init_scale=4.0)
+        before = model[0].weight.detach().clone()
+        with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+            scaler.scale(scaled_loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert not torch.equal(model[0].weight, before)
 
     @pytest.mark.parametrize("kind", [torch.amp.GradScaler, ampatch.GradScaler], ids=["torch", "ampatch"])
     @pytest.mark.usefixtures("far_away")

@@ -22,6 +22,11 @@ class Net(nn.Module):
         return batch.sum()
 
 
+def note(overflow: amp.Overflow) -> None:
+    """What a user may give as ``on_overflow``."""
+    assert_type(overflow.gradients[0].infs, int)
+
+
 def known(net: Net, head: nn.Linear, sgd: SGD, adam: AdamW) -> None:
     assert_type(amp.initialize(net), Net)
     assert_type(amp.initialize(net, None), Net)
@@ -33,6 +38,9 @@ def known(net: Net, head: nn.Linear, sgd: SGD, adam: AdamW) -> None:
     assert_type(amp.initialize([net]), list[Net])
     assert_type(amp.initialize((net, head), [sgd]), tuple[tuple[Net, nn.Linear], list[SGD]])
     assert_type(amp.initialize([net, head], [sgd, adam]), tuple[list[nn.Module], list[torch.optim.Optimizer]])
+    assert_type(amp.initialize(net, sgd, on_overflow="raise", check_finite=True), tuple[Net, SGD])
+    assert_type(amp.initialize(net, sgd, on_overflow=note), tuple[Net, SGD])
+    assert_type(amp.stats(), dict[str, int | float])
     assert_type(apex_amp.initialize(net, sgd), tuple[Net, SGD])
     model, optimizer = amp.initialize(net, sgd)
     with amp.scale_loss(model.loss(torch.ones(1)), optimizer) as scaled_loss:

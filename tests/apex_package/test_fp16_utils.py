@@ -32,7 +32,7 @@ from ampatch.apex.fp16_utils import (
     to_python_float,
     tofp16,
 )
-from ampatch.errors import LossScaleError, OptionError
+from ampatch.errors import GradientOverflowError, LossScaleError, OptionError
 
 HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 
@@ -197,6 +197,34 @@ class TestSteps:
         assert made[0] is False
         assert made[-1] is True
         assert f"Skipping step, reducing loss scale to {2.0**23}" in caplog.text
+
+    @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+    def test_are_reported_to_a_function_after_a_clean_skip(self, half):
+        seen: list[Any] = []
+        model, optimizer = wrapped(half, dynamic_loss_scale=True, on_overflow=seen.append, verbose=False)
+        before = copy.deepcopy(list(model.parameters()))
+        optimizer.backward(loss_of(model, inputs(1)[0]) * math.nan)
+        optimizer.step()
+        assert_same_state(list(model.parameters()), before)
+        assert (seen[0].loss_scale_before, seen[0].loss_scale_after) == (2.0**16, 2.0**15)
+        assert len(seen[0].gradients) == len(list(model.parameters()))
+
+    def test_raise_if_asked_and_go_on(self):
+        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, on_overflow="raise", verbose=False)
+        optimizer.backward(loss_of(model, inputs(1)[0]) * math.nan)
+        with pytest.raises(GradientOverflowError, match="reducing loss scale to 32768"):
+            optimizer.step()
+        optimizer.zero_grad()
+        before = model[0].weight.detach().clone()
+        train(model, optimizer, inputs(1))
+        assert not torch.equal(model[0].weight, before)
+
+    def test_trace_logs_the_gradients_instead_of_the_line(self, caplog):
+        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, on_overflow="trace")
+        optimizer.backward(loss_of(model, inputs(1)[0]) * math.nan)
+        optimizer.step()
+        assert len(caplog.records) == 1
+        assert "param_groups[0]['params'][0]" in caplog.text
 
     def test_skip_silently_if_asked(self, caplog):
         model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, verbose=False)

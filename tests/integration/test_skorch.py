@@ -606,6 +606,27 @@ class TestCallbacks:
         assert lr("batch") == 0.1
         assert lr("epoch") == 0.1 / 4
 
+    @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+    @pytest.mark.filterwarnings("ignore:the loss of a skipped step")
+    def test_of_batches_hear_of_steps_that_check_finite_has_skipped(self, level: str) -> None:
+        options = {"amp__opt_level": level, "amp__half_dtype": "bfloat16", "amp__check_finite": True}
+        seen: list[Any] = []
+        policy = LRScheduler(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5, step_every="batch")
+        inputs = X.copy()
+        inputs[:1] = np.nan  # in one batch of two
+        net = make(
+            max_epochs=1,
+            batch_size=128,
+            callbacks=[policy],
+            train_split=None,
+            amp__on_overflow=seen.append,
+            **options,
+        )
+        net.fit(inputs, Y)
+        assert net.optimizer_.param_groups[0]["lr"] == 0.1 / 2
+        assert all(bool(each.isfinite().all()) for each in net.module_.parameters())
+        assert [each.loss_is_finite for each in seen] == [False]
+
     @EACH_LEVEL
     def test_checkpoints_carry_the_scale_and_a_resumed_net_has_the_same_bits(self, level: str, tmp_path: Path) -> None:
         def saving() -> TrainEndCheckpoint:
@@ -766,6 +787,8 @@ class TestParameters:
             ({"amp__scaler": ampatch.GradScaler("cpu"), "amp__scaler__init_scale": 3}, "is an instance"),
             ({"amp__scaler": ampatch.GradScaler, "amp__init_scale": 3}, "Leave one of the two out"),
             ({"amp__scaler": ampatch.GradScaler, "amp__opt_level": "O2"}, "opt_level='O2'"),
+            ({"amp__scaler": ampatch.GradScaler, "amp__check_finite": True}, "check_finite would have no effect"),
+            ({"amp__scaler": ampatch.GradScaler, "amp__on_overflow": "raise"}, "on_overflow would have no effect"),
         ],
         ids=lambda value: value if isinstance(value, str) else None,
     )

@@ -19,8 +19,10 @@ from ampatch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from ampatch.errors import LossScaleError, OptionError, did_you_mean
 from ampatch.native import kernels
 from ampatch.opt_levels import HALVES
+from ampatch.scaling import overflows
 from ampatch.scaling.loss_scaler import make_policy
 from ampatch.scaling.optimizer_step import check_optimizer
+from ampatch.scaling.overflows import OnOverflow, Overflow, OverflowHandler, ScaleChange, check_on_overflow
 from ampatch.weights import optimizer_state
 
 logger = logging.getLogger("ampatch")
@@ -65,6 +67,8 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         dynamic_loss_args: settings of the dynamic scale; the defaults are ``init_scale=2**16``, ``scale_factor=2``,
             ``scale_window=2000``, ``min_loss_scale=2**-24`` and ``max_loss_scale=2**24``.
         verbose: True to log skipped steps.
+        on_overflow: as for ``amp.initialize``: "log", "raise", "trace" or a function, for steps that are skipped. A
+            closure that is evaluated again is no skipped step. "trace" logs the gradients, but has no trace.
 
     Attributes:
         optimizer: wrapped optimizer.
@@ -88,8 +92,11 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         dynamic_loss_scale: bool = False,
         dynamic_loss_args: Mapping[str, Any] | None = None,
         verbose: bool = True,
+        *,
+        on_overflow: OnOverflow = "log",
     ) -> None:
         check_optimizer(init_optimizer)
+        self._on_overflow = check_on_overflow(on_overflow)
         self.verbose = verbose
         self.dynamic_loss_scale = dynamic_loss_scale
         self.loss_scaler: LossScaler
@@ -101,6 +108,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         self.overflow = False
         self.first_closure_call_this_step = True
         self._overflowed_at_floor = False
+        self._scale_before = self.loss_scale  # of the gradients that were last unscaled
         # Scale of the gradients that were not cleared yet; None if there are none, or if they have the current scale.
         self._half_scale: float | None = None
         self._full_scale: float | None = None
@@ -223,6 +231,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         kernels.unscale_(full_grads, _number(1 / full_scale, found_inf), found_inf)
         self._half_scale, self._full_scale = half_scale, 1.0
         self.overflow = self.dynamic_loss_scale and bool(found_inf)
+        self._scale_before = half_scale
         self._overflowed_at_floor = self.overflow and self.loss_scale <= self._floor
         self.loss_scaler.update_scale(self.overflow)
 
@@ -264,15 +273,28 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
 
         Raises:
             LossScaleError: the gradients overflowed with the loss scale at its lower limit.
+            GradientOverflowError: the step was skipped, and ``on_overflow`` is "raise".
         """
+        skipped = None
         if self.overflow:
-            self._react_to_overflow("Skipping step")
+            if self._on_overflow != "log":
+                skipped = self._overflow_event()
+            self._react_to_overflow("Skipping step", logs=self._on_overflow != "trace")
             result = None
         else:
             result = self.optimizer.step() if closure is None else self._step_with_closure(closure)
             self._write_masters()
         self._half_scale = self._full_scale = None
+        if skipped is not None:
+            OverflowHandler(self._on_overflow).handle(skipped)
         return result
+
+    def _overflow_event(self) -> Overflow:
+        optimizer, now = self.optimizer, self.loss_scale
+        parameters, name_of = optimizer_state.parameters_of(optimizer), optimizer_state.names_in(optimizer)
+        found = overflows.non_finite_gradients(parameters, name_of)
+        change = ScaleChange(0, self._scale_before, now)
+        return Overflow(type(optimizer).__name__, (change,), found, remark="" if found else overflows.CLEARED)
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         def evaluate() -> Any:
@@ -290,13 +312,13 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         finally:
             self.first_closure_call_this_step = True
 
-    def _react_to_overflow(self, what: str) -> None:
+    def _react_to_overflow(self, what: str, *, logs: bool = True) -> None:
         if self._overflowed_at_floor:
             raise LossScaleError(
                 f"the loss scale is at its floor of {self._floor:g} and the gradients still overflow, so no scale can "
                 "help. Look for a loss that is not finite, or a learning rate that is too high."
             )
-        if self.verbose:
+        if self.verbose and logs:
             logger.warning("Gradient overflow. %s, reducing loss scale to %s", what, self.loss_scale)
 
     @property
