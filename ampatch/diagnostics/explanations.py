@@ -11,6 +11,7 @@ import inspect
 import itertools
 import textwrap
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,13 +39,13 @@ _WIDTH = 96
 
 @dataclass(frozen=True, slots=True)
 class Overridden:
-    """A rule that another one replaces: its list, and its file and line (None: the function was on no list)."""
+    """A rule that another one replaces: its list, and its file and line."""
 
     treatment: str
-    source: str | None
+    source: str
 
     def __str__(self) -> str:
-        return self.treatment if self.source is None else f"{self.treatment} ({self.source})"
+        return f"{self.treatment} ({self.source})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +233,11 @@ class Explanation:
         yield self.asked
         yield from _wrapped(" ".join(self.state))
         sections: dict[str, Iterable[str]] = {
-            "This call": _call_lines(self.call),
+            f"This call, in {self.policy['half_dtype']}": _call_lines(self.call),
             "Spellings": _spelling_lines(self.spellings),
-            "Lists": _meaning_lines(self.spellings),
+            "Lists": _meaning_lines(self.spellings, bool(self.policy["allow_banned"])),
             "Reasons in the lists": _reason_lines([*self.spellings, *self.calls]),
-            "Functions that it calls inside, as far as its code shows": _called_lines(self.calls),
+            "Listed functions that it calls inside, as far as its code shows": _called_lines(self.calls),
             "Where else it is bound": _place_lines(self.places),
             "Notes": itertools.chain.from_iterable(_wrapped(note, "  ") for note in self.notes),
         }
@@ -367,7 +368,7 @@ class _Finder:
             *self._registered_as(name),
         ]
         if not spelled:
-            raise OptionError(self._unknown(given, name))
+            raise OptionError(self._unknown(given))
         return _Subject(given, tuple(spelled))
 
     def _by_dotted_name(self, given: str, path: Path) -> _Subject:
@@ -388,9 +389,13 @@ class _Finder:
         raise OptionError(f"{given!r} cannot be explained: {missing}") from None
 
     def _by_path(self, given: str, path: Path) -> _Subject:
+        try:
+            function = find(path)
+        except PathError as error:
+            raise OptionError(f"{given!r} cannot be explained: {error}") from None
         spelled = _spelled(path, asked=True)
-        if spelled.function is not None:
-            return self._by_object(spelled.function, given, (), {}, spelled)
+        if function is not None:
+            return self._by_object(function, given, (), {}, spelled)
         if path not in self._policy.listed:
             raise OptionError(
                 f"{given!r} cannot be explained: {path.namespace} is not imported, and no list names {path}. Import it "
@@ -414,8 +419,7 @@ class _Finder:
             return self._by_object(target.__func__, given, (target.__self__, *args), kwargs, at)
         if isinstance(getattr(target, "__self__", None), Tensor):
             method = find(Path("torch.Tensor", target.__name__))
-            found = self._by_object(method, given, (target.__self__, *args), kwargs, at)
-            return self._with_bypass(found, method)
+            return self._by_object(method, given, (target.__self__, *args), kwargs, at)
         if getattr(target, "__module__", None) == "_operator" and callable(target):
             path = Path("torch.Tensor", f"__{target.__name__.strip('_')}__")
             if _is_found(path):
@@ -424,7 +428,7 @@ class _Finder:
         function = unwrapped(target)
         spelled = self._spellings_of(function, at)
         found = _Subject(
-            given or spelled[0].text if at or not spelled[0].asked else _asked_text(spelled),
+            given or next((each.text for each in spelled if each.asked), spelled[0].text),
             tuple(spelled),
             args,
             kwargs,
@@ -488,17 +492,13 @@ class _Finder:
         hint = f" Its forward calls {', '.join(inside)}." if inside else ""
         raise OptionError(f"found {shown}; expected a function, or the name of one.{hint}")
 
-    def _unknown(self, given: str, name: str) -> str:
+    def _unknown(self, given: str) -> str:
         known = {each for each in known_names() if not each.startswith("_")}
-        near = did_you_mean(name, known | {path.name for path in self._policy.listed})
+        near = did_you_mean(given, known | {path.name for path in self._policy.listed})
         return (
             f"there is no function named {given!r}; expected a function, its name or its path, such as softmax, "
             f"torch.softmax, F.softmax or '@'.{near}"
         )
-
-
-def _asked_text(spelled: Sequence[_Spelled]) -> str:
-    return next(each.text for each in spelled if each.asked)
 
 
 def _spelled(path: Path, asked: bool = False) -> _Spelled:
@@ -534,7 +534,8 @@ def _paths_of(function: object) -> list[Path]:
 
 def _path_by_itself(function: Any) -> Path:
     home = getattr(function, "__module__", None) or type(function).__module__
-    return Path(str(home), getattr(function, "__qualname__", None) or type(function).__name__)
+    own = "__qualname__" if isinstance(function, (types.FunctionType, types.BuiltinFunctionType)) else "__name__"
+    return Path(str(home), getattr(function, own, None) or type(function).__name__)
 
 
 def _path_in(owner: object, name: str) -> Path:
@@ -594,6 +595,7 @@ class _Policy:
             "opt_level": None if live is None else live.settings.properties.opt_level,
             "half_dtype": _name(self.half_dtype),
             "patches_functions": None if live is None else live.patches_functions,
+            "allow_banned": live is not None and live.settings.allow_banned,
             "casts_here": live is not None and live.patches_functions and not live.switch.is_off(),
             "cast_lists": list(self.lists.files),
         }
@@ -601,7 +603,9 @@ class _Policy:
     def sentences(self) -> Iterator[str]:
         live, named = self.live, " and ".join(["the shipped lists", *self.lists.files])
         if live is None:
-            yield f"amp is off{' (enabled=False)' if runtime.disabled else ''}; this is what {named} would do."
+            off = "amp is off (enabled=False)" if runtime.disabled else "amp is off"
+            half = f" in {_name(self.half_dtypes[0])}" if len(self.half_dtypes) == 1 else ""
+            yield f"{off}; this is what {named} would do{half}."
         else:
             properties = live.settings.properties
             yield f"amp is on at {properties.opt_level} in {_name(properties.half_dtype)}, with {named}."
@@ -637,12 +641,10 @@ class _Policy:
         """Returns the lists' rule for a function."""
         rules = (self.lists if lists is None else lists).rules
         found = rules.get((spelled.path, half_dtype))
-        if found is not None or spelled.path.namespace in NAMESPACES or spelled.function is None:
+        if found is not None or spelled.path in self.listed or spelled.function is None:
             return found
-        # A name outside of torch that holds a listed function is patched with it.
-        for path in self.paths_by_function([spelled.function]):
-            return rules.get((path, half_dtype))
-        return None
+        listed = self.paths_by_function([spelled.function])
+        return rules.get((listed[0], half_dtype)) if listed and _follows(spelled, listed[0]) else None
 
     def spelling(self, spelled: _Spelled) -> Spelling:
         return Spelling(spelled.text, spelled.asked, self.rulings(spelled), self._note(spelled))
@@ -711,6 +713,14 @@ class _Policy:
         return Ruling((), UNLISTED, took[0].source, reason=took[0].reason, overrides=_overridden(before))
 
 
+def _follows(spelled: _Spelled, listed: Path) -> bool:
+    """Returns True if a name that holds a listed function is patched with it."""
+    if isinstance(spelled.owner, type):  # it inherits the method
+        owner = find_owner(listed.namespace)
+        return isinstance(owner, type) and issubclass(spelled.owner, owner) and listed.name == spelled.path.name
+    return any(spelled.owner is module for module in function_places.swept_modules())
+
+
 def _by_registration(known: Registration, rule: Rule | None) -> Ruling:
     casts_to = None if known.dtype is None else _name(known.dtype)
     return Ruling((), known.treatment.value, "registered", casts_to=casts_to, overrides=_overridden(rule))
@@ -722,8 +732,8 @@ def _by_decoration(kind: str) -> Ruling:
     return Ruling((), kind, "decorated")
 
 
-def _overridden(rule: Rule | None) -> Overridden:
-    return Overridden(UNLISTED, None) if rule is None else Overridden(rule.treatment.value, rule.source)
+def _overridden(rule: Rule | None) -> Overridden | None:
+    return None if rule is None else Overridden(rule.treatment.value, rule.source)
 
 
 # What else decides
@@ -789,9 +799,12 @@ def _places(subject: _Subject, policy: _Policy) -> Iterator[BoundPlace]:
         for value in (spelled.function, there) if is_wrapper(there) else (spelled.function,):
             wanted[id(value)] = value
             paths.setdefault(id(value), spelled.text)
+    told: set[tuple[int, str, Kind]] = set()
     for place in function_places.places(wanted) if wanted else ():
-        if (id(place.owner), place.name) in own and place.kind in (Kind.MODULE, Kind.CLASS):
+        key = id(place.owner), place.name, place.kind
+        if key in told or (key[:2] in own and place.kind in (Kind.MODULE, Kind.CLASS)):
             continue
+        told.add(key)  # a module may be loaded under several names
         casts, note = _IF_OFF[place.kind]
         if policy.live is not None:
             casts = is_wrapper(place.held)
@@ -892,8 +905,6 @@ def _call_lines(call: ExplainedCall | None) -> Iterator[str]:
         change = _name(each.before) if each.before is each.after else f"{_name(each.before)} -> {_name(each.after)}"
         rows.append([f"  {each.name}", change, "" if each.why is None else each.why])
     yield from _aligned(rows)
-    if predicted.passes_dtype is not None:
-        yield f"  dtype={_name(predicted.passes_dtype)} is passed to the function."
 
 
 def _spelling_lines(several: Sequence[Spelling]) -> Iterator[str]:
@@ -931,10 +942,11 @@ _MEANING = {
 }
 
 
-def _meaning_lines(several: Sequence[Spelling]) -> Iterator[str]:
+def _meaning_lines(several: Sequence[Spelling], allow_banned: bool) -> Iterator[str]:
+    meanings = {**_MEANING, "banned": "computed in float32, by allow_banned=True"} if allow_banned else _MEANING
     found = [(spelling.path, ruling) for spelling in several for ruling in spelling.rulings]
     treatments = {ruling.treatment for _, ruling in found}
-    yield from _aligned([f"  {name}", meaning] for name, meaning in _MEANING.items() if name in treatments)
+    yield from _aligned([f"  {name}", meaning] for name, meaning in meanings.items() if name in treatments)
     if any(ruling.via_dtype for _, ruling in found):
         yield from _wrapped("via_dtype: the function gets dtype=float32 and the half tensor; its kernel casts.", "  ")
     listed_in_place = [
@@ -957,16 +969,15 @@ def _reason_lines(several: Sequence[Spelling | Called]) -> Iterator[str]:
 
 
 def _called_lines(calls: Sequence[Called]) -> Iterator[str]:
-    several = len({called.caller for called in calls}) > 1
     for caller, group in itertools.groupby(calls, lambda called: called.caller):
-        if several:
-            yield f"  {caller}"
+        yield f"  {caller} calls"
         yield from _aligned(row for called in group for row in _rows(f"    {called.path}", called.rulings))
 
 
 def _place_lines(places: Sequence[BoundPlace]) -> Iterator[str]:
-    for place in places:
-        yield from _wrapped(f"{place.where}: {place.path}, {place.note}", "  ", "    ")
+    for place, count in Counter(places).items():
+        times = f" ({count} of them)" if count > 1 else ""
+        yield from _wrapped(f"{place.where}{times}: {place.path}, {place.note}", "  ", "    ")
 
 
 def _aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:

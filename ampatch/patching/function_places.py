@@ -63,8 +63,8 @@ class Captured:
     held: object
 
 
-def places(wanted: Mapping[int, object]) -> Iterator[Place]:
-    """Yields every place outside of torch and ampatch that holds one of some functions, and those in torch.functional.
+def places(wanted: Mapping[int, object]) -> list[Place]:
+    """Returns every place outside of torch and ampatch that holds one of some functions, and those in torch.functional.
 
     Searches modules, models, classes, functions, and containers and partials in them. Does not search attributes of
     other objects.
@@ -72,6 +72,11 @@ def places(wanted: Mapping[int, object]) -> Iterator[Place]:
     Args:
         wanted: functions to look for, by their ``id``.
     """
+    # A list: gc.get_objects() also returns a tuple that a caller is just building, which must have one reference.
+    return list(_places(wanted))
+
+
+def _places(wanted: Mapping[int, object]) -> Iterator[Place]:
     swept = swept_modules()
     for owner, name, held in bindings(swept, wanted):
         yield Place(Kind.MODULE, owner, name, held)
