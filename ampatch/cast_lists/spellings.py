@@ -65,7 +65,9 @@ _SYMBOLS = {
 
 def method_of_operator(symbol: str) -> Path | None:
     """Returns the method that an operator calls, such as ``__matmul__`` for "@" and ``__imatmul__`` for "@="."""
-    in_place = symbol not in _SYMBOLS and symbol.endswith("=")
+    in_place = symbol.endswith("=") and symbol not in _SYMBOLS
+    if in_place and symbol[-2:-1] in "=!<>":
+        return None
     name = _SYMBOLS.get(symbol[:-1] if in_place else symbol)
     return None if name is None else Path("torch.Tensor", f"__{'i' if in_place else ''}{name}__")
 

@@ -147,7 +147,8 @@ class BoundPlace:
         where: description of the place.
         path: path of the function that it holds.
         kind: kind of the place.
-        casts: True if calls by way of it are cast, or would be if amp were set up.
+        casts: True if the arguments of calls by way of it are cast, or would be if amp were set up. Functions that it
+            calls inside follow their own rules in any case.
         note: condition, or what is wrong.
     """
 
@@ -156,6 +157,9 @@ class BoundPlace:
     kind: str
     casts: bool
     note: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.path}, {self.note}"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data."""
@@ -238,7 +242,7 @@ class Explanation:
             "Lists": _meaning_lines(self.spellings, bool(self.policy["allow_banned"])),
             "Reasons in the lists": _reason_lines([*self.spellings, *self.calls]),
             "Listed functions that it calls inside, as far as its code shows": _called_lines(self.calls),
-            "Where else it is bound": _place_lines(self.places),
+            "Where else it is bound": _place_lines(self.places, bool(self.calls)),
             "Notes": itertools.chain.from_iterable(_wrapped(note, "  ") for note in self.notes),
         }
         for heading, lines in sections.items():
@@ -445,7 +449,10 @@ class _Finder:
         ]
         if not any(map(is_wrapper, here)):
             return found
-        told = "The object itself is the function without amp, bound before amp was set up: its calls are not cast."
+        told = (
+            "The object itself is the function without amp, bound before amp was set up: its arguments are not cast. "
+            "Functions that it calls inside still follow their own rules."
+        )
         return replace(found, is_bypass=True, sentences=(*found.sentences, told))
 
     def _spellings_of(self, function: object, at: _Spelled | None) -> list[_Spelled]:
@@ -974,10 +981,11 @@ def _called_lines(calls: Sequence[Called]) -> Iterator[str]:
         yield from _aligned(row for called in group for row in _rows(f"    {called.path}", called.rulings))
 
 
-def _place_lines(places: Sequence[BoundPlace]) -> Iterator[str]:
+def _place_lines(places: Sequence[BoundPlace], calls_others: bool) -> Iterator[str]:
     for place, count in Counter(places).items():
-        times = f" ({count} of them)" if count > 1 else ""
-        yield from _wrapped(f"{place.where}{times}: {place.path}, {place.note}", "  ", "    ")
+        yield from _wrapped(f"{place}{f' ({count} times)' if count > 1 else ''}", "  ", "    ")
+    if calls_others and not all(place.casts for place in places):
+        yield "  An uncast function still calls patched functions inside: see above."
 
 
 def _aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
