@@ -245,6 +245,14 @@ class TestRules:
         assert removed.overrides.treatment == "blacklist"
         assert ruling(found, "torch.Tensor.exp").treatment == "blacklist"
 
+    def test_a_later_file_for_another_torch_took_nothing_off(self, overlay: Path, tmp_path: Path) -> None:
+        later = tmp_path / "later.yaml"
+        entry = '{torch: [{name: exp, since: "99.0"}]}'
+        later.write_text(f"blacklist: {entry}\nunlisted: {entry}\n")
+        amp.init(half_dtype=torch.float16, cast_lists=[overlay, later])
+        assert ruling(amp.explain(torch.exp), "torch.exp").source == f"{overlay}:10"
+        assert len(amp.explain(torch.exp).notes) == 2
+
     def test_a_mapping_has_no_reasons(self) -> None:
         amp.init(cast_lists={"blacklist": {"torch": ["mm"]}, "unlisted": {"torch": ["bmm"]}})
         for name, treatment in (("mm", "blacklist"), ("bmm", "unlisted")):
@@ -256,11 +264,13 @@ class TestRules:
     def test_a_users_file_may_have_the_name_of_a_shipped_one(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        shipped_source = str(ruling(amp.explain("log"), "torch.log").source)
+        name, _, line = shipped_source.partition(":")
         monkeypatch.chdir(tmp_path)
-        (tmp_path / "blacklist.yaml").write_text("blacklist: {torch: [softmax]}  # ours\n")
-        amp.init(cast_lists="blacklist.yaml")
-        assert ruling(amp.explain("softmax"), "torch.softmax").source == "blacklist.yaml:1"
-        assert ruling(amp.explain("softmax"), "torch.softmax").reason == "ours"
+        (tmp_path / name).write_text("\n" * (int(line) - 1) + "blacklist: {torch: [log]}  # ours\n")
+        amp.init(cast_lists=name)
+        found = ruling(amp.explain("log"), "torch.log")
+        assert (found.source, found.reason) == (shipped_source, "ours")
 
     def test_an_edit_that_an_inner_call_undoes_is_noted(self) -> None:
         with pytest.warns(amp.AmpWarning, match="functions that undo this"):

@@ -686,7 +686,7 @@ class _Policy:
 
     def _by_rule(self, spelled: _Spelled, half_dtype: torch.dtype, rule: Rule) -> Ruling:
         before = self.rule(spelled, half_dtype, shipped())
-        is_shipped = before is not None and rule == before and rule.source == before.source and self._ships(rule)
+        is_shipped = rule is before  # not equality: a user's file may have the name of a shipped one
         entry = entry_of(rule, shipped_entries() if is_shipped else self.user_entries)
         return Ruling(
             (),
@@ -702,10 +702,6 @@ class _Policy:
             None if is_shipped else _overridden(before),
         )
 
-    def _ships(self, rule: Rule) -> bool:
-        """Returns True if a rule is from a shipped file, and not from a user's file of the same name."""
-        return any(known is rule for known in shipped().rules.values())
-
     def _without_rule(self, spelled: _Spelled, half_dtype: torch.dtype) -> Ruling:
         before = self.rule(spelled, half_dtype, shipped())
         if before is None:
@@ -713,7 +709,10 @@ class _Policy:
         took = [
             entry
             for entry in self.user_entries
-            if entry.list_name == UNLISTED and _name(half_dtype) in entry.half_dtypes and entry.covers(spelled.path)
+            if entry.list_name == UNLISTED
+            and entry.is_in_force
+            and _name(half_dtype) in entry.half_dtypes
+            and entry.covers(spelled.path)
         ]
         if not took:
             return Ruling((), UNLISTED, "cast_lists", overrides=_overridden(before))
