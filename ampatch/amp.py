@@ -21,6 +21,8 @@ from ampatch.cast_lists import rules
 from ampatch.cast_lists.lists import CastLists, Overlay, shipped
 from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.rules import Treatment
+from ampatch.diagnostics import explanations
+from ampatch.diagnostics.explanations import Explanation
 from ampatch.diagnostics.overflow_trace import OverflowTracer
 from ampatch.distributed import Ranks, is_sharded, replicating_wrappers
 from ampatch.errors import (
@@ -78,6 +80,7 @@ __all__ = [
     "BannedFunctionError",
     "CastCounts",
     "CastListError",
+    "Explanation",
     "GradientOverflowError",
     "Handle",
     "IntegrationError",
@@ -98,6 +101,7 @@ __all__ = [
     "convert_model",
     "deinitialize",
     "disable_casts",
+    "explain",
     "float_function",
     "frozen_weights",
     "get_loss_scale",
@@ -356,7 +360,9 @@ def initialize(
         _check_whole(optimizer_list, model_list, properties)
     conversion_plan.check_matches([*model_list, *(live.models if live is not None else ())], kept)
 
-    device_types = set().union(*(adopted_model.device_types(model) for model in model_list)) or _all_device_types()
+    device_types = (
+        set().union(*(adopted_model.device_types(model) for model in model_list)) or adopted_model.all_device_types()
+    )
     opened = _open(settings, device_types) if live is None else live
     opened.verbose = bool(verbosity)
     try:
@@ -469,7 +475,7 @@ def init(
         on_overflow=with_requested_trace(check_on_overflow(on_overflow)),
         check_finite=_flag("check_finite", check_finite),
     )
-    opened = _open(settings, _all_device_types())
+    opened = _open(settings, adopted_model.all_device_types())
     opened.verbose = bool(verbose)
     runtime.disabled = False
     return Handle(opened)
@@ -840,6 +846,32 @@ def settings() -> dict[str, Any]:
     )
 
 
+def explain(function_or_name: Any, /, *args: Any, **kwargs: Any) -> Explanation:
+    """Explains what amp does to a function, and by which rule.
+
+    ::
+
+        print(amp.explain(torch.matmul, x, w))
+
+    It says what happens to each spelling of the function, with the file and line of the rule and the comment there;
+    which listed functions it calls inside; and which other names, closures and containers hold it. It runs nothing and
+    changes nothing. With amp on, the settings of the session count; with amp off, the shipped lists.
+
+    Args:
+        function_or_name: the function, bound or not, patched or not; or its name ("softmax", "torch.softmax",
+            "F.softmax") or an operator ("@").
+        args: arguments of a call. For each tensor among them it says which dtype the function would get.
+        kwargs: arguments of the call by keyword.
+
+    Returns:
+        The explanation, which prints as text; ``to_dict()`` returns it as plain data.
+
+    Raises:
+        OptionError: it is no function, and no name of one.
+    """
+    return explanations.explain(function_or_name, args, kwargs)
+
+
 def clear_cache() -> None:
     """Drops the cast weights.
 
@@ -1021,13 +1053,8 @@ def _half_dtype(
     live = runtime.live
     if live is not None and not runtime.may_replace:
         return live.settings.properties.half_dtype
-    types = set().union(*(adopted_model.device_types(model) for model in models)) or _all_device_types()
+    types = adopted_model.device_types_of(models)
     return torch.bfloat16 if types == {"cpu"} else torch.float16
-
-
-def _all_device_types() -> set[str]:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return {"cpu"} if accelerator is None else {"cpu", accelerator.type}
 
 
 def _lists(overlay: Overlay | None) -> CastLists:

@@ -6,9 +6,7 @@ Must never import the modules it reports on, change anything, or sync with a dev
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import platform
 import re
 import types
@@ -32,7 +30,7 @@ from ampatch.cast_lists.rules import Treatment
 from ampatch.errors import AmpError, CastListError
 from ampatch.ledger import MISSING, bindings, loaded_modules
 from ampatch.native import calls, kernels
-from ampatch.patching.container_functions import OPENED
+from ampatch.patching import function_places
 from ampatch.runtime import runtime
 from ampatch.session import Session
 
@@ -325,44 +323,9 @@ def _names(seen: _Seen) -> Iterator[str]:
 
 
 def _captured(paths: Mapping[int, str]) -> Iterator[str]:
-    """Yields descriptions of user functions that hold an unpatched function in a closure or default argument.
-
-    They hold it directly, in a container or partial, or in a container of these. Amp cannot replace it there.
-    """
-    for function in gc.get_objects():
-        if type(function) is types.FunctionType and _captures_any(function) and not _is_torchs_or_amps(function):
-            for name, value in _captures(function):
-                for held in _held_in(value) if type(value) in OPENED else (value,):
-                    if id(held) in paths:
-                        yield f"{_describe(function)}: {paths[id(held)]} as {name}"
-
-
-def _held_in(value: object, deeper: int = 2) -> Iterator[object]:
-    """Yields a value and, if it is a container or a partial, its contents, to a depth of two."""
-    yield value
-    # A dict with `__name__` holds the attributes of a module, and is not searched.
-    if deeper and type(value) in OPENED and not (type(value) is dict and "__name__" in value):
-        for held in gc.get_referents(value):
-            yield from _held_in(held, deeper - 1)
-
-
-def _captures_any(function: types.FunctionType) -> bool:
-    return bool(function.__closure__ or function.__defaults__ or function.__kwdefaults__)
-
-
-def _captures(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    """Yields the names and values of a function's closure and of its default arguments."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # the cell is still empty
-            yield name, cell.cell_contents
-    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
-    # A named tuple's `__new__` has more defaults than arguments.
-    yield from zip(reversed(arguments), reversed(function.__defaults__ or ()), strict=False)
-    yield from (function.__kwdefaults__ or {}).items()
-
-
-def _is_torchs_or_amps(function: types.FunctionType) -> bool:
-    return str(function.__globals__.get("__name__")).partition(".")[0] in ("torch", "ampatch")
+    """Yields descriptions of user functions that hold an unpatched function in a closure or default argument."""
+    for found in function_places.captures(paths):
+        yield f"{_describe(found.function)}: {paths[id(found.held)]} as {found.name}"
 
 
 def _lost(modules: Iterable[object], seen: _Seen, originals: Iterable[int]) -> Iterator[tuple[object, str, str]]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import types
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -168,7 +170,17 @@ def decorate(function: Any, kind: str) -> Any:
             raise
 
     compilers.give_own_code(wrapper, function)
+    _kinds[wrapper] = kind
     return wrapper
+
+
+# The kinds of decorated functions, for messages. A call never looks here.
+_kinds: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def decoration_of(function: object) -> str | None:
+    """Returns the kind that a function was decorated for by `decorate`; None if it was not."""
+    return _kinds.get(function) if type(function) is types.FunctionType else None
 
 
 # Hooks of adopted models: without state, so that a model deep-copies and pickles with them.

@@ -58,7 +58,7 @@ class TestCommandLine:
 
     @pytest.mark.parametrize(
         ("arguments", "commands"),
-        [([], ["demo", "lists", "doctor", "build"]), (["lists"], ["show", "check", "diff"])],
+        [([], ["demo", "lists", "explain", "doctor", "build"]), (["lists"], ["show", "check", "diff"])],
         ids=["top", "lists"],
     )
     def test_help_has_a_sentence_on_each_command(
@@ -110,6 +110,11 @@ class TestCommandLine:
                 "ampatch build: error: argument --device: invalid choice: 'gpu' (choose from 'auto', 'cpu', 'cuda')",
             ),
             (["build", "--output", ""], "ampatch build: error: argument --output: the name of a file is empty"),
+            (["explain"], "ampatch explain: error: the following arguments are required: NAME"),
+            (
+                ["explain", "mm", "--half-dtype", "flaot16"],
+                "ampatch explain: error: argument --half-dtype: the half type is 'flaot16'; expected",
+            ),
             (["demo", "--epochs", "0"], "ampatch demo: error: argument --epochs: '0' is not a whole number"),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -22,7 +22,7 @@ from ampatch import amp
 from ampatch.cast_lists import lists
 from ampatch.cast_lists.paths import find_owner
 from ampatch.errors import AmpWarning
-from ampatch.patching import function_patches
+from ampatch.patching import function_patches, function_places
 from ampatch.runtime import runtime
 
 COLLECTIVES = ("all_reduce", "broadcast", "reduce", "recv", "irecv")
@@ -239,7 +239,8 @@ class TestSearches:
             begun.append(internal)
             return loaded_modules(*internal)
 
-        monkeypatch.setattr(function_patches, "loaded_modules", counting)
+        for module in (function_patches, function_places):
+            monkeypatch.setattr(module, "loaded_modules", counting)
         return begun
 
     def test_initialize_makes_one_and_deinitialize_none(self, searches):

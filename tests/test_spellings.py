@@ -18,7 +18,14 @@ from ampatch.cast_lists import list_edits
 from ampatch.cast_lists.lists import shipped
 from ampatch.cast_lists.paths import Path, find
 from ampatch.cast_lists.rules import Rule, Treatment
-from ampatch.cast_lists.spellings import NAMESPACES, called_by, known_names, spellings
+from ampatch.cast_lists.spellings import (
+    NAMESPACES,
+    called_by,
+    known_names,
+    method_of_operator,
+    plain_name,
+    spellings,
+)
 from ampatch.errors import AmpWarning, BannedFunctionError, CastListError
 from ampatch.opt_levels import HALF_DTYPES
 
@@ -226,6 +233,40 @@ class TestEverySpelling:
 
         (fault,) = found.value.faults
         assert expected in str(fault)
+
+
+class TestPlainNames:
+    @pytest.mark.parametrize("name", ["exp", "matmul", "mul", "div", "sub", "add", "pow", "remainder", "floor_divide"])
+    def test_every_spelling_leads_back_to_the_name(self, name: str) -> None:
+        assert {plain_name(path.name) for path in spellings(name)} == {name}
+
+    @pytest.mark.parametrize("name", ["softmax", "__getitem__", "__invert__", "requires_grad_", "nonsense_", "_", ""])
+    def test_a_name_without_another_stays(self, name: str) -> None:
+        assert plain_name(name) == name
+
+    def test_operators_have_the_method_that_python_calls(self) -> None:
+        called: list[str] = []
+
+        def method(name: str) -> Callable[..., object]:
+            def note(self: object, *_: object) -> object:
+                called.append(name)
+                return self
+
+            return note
+
+        signs = ["@", "+", "-", "*", "/", "//", "%", "**", "==", "!=", "<", "<=", ">", ">="]
+        paths = {sign: method_of_operator(sign) for sign in [*signs, "@=", "+=", "**=", "//="]}
+        names = {path.name for path in paths.values() if path is not None}
+        value = type("Value", (), {name: method(name) for name in names})()
+        for sign, path in paths.items():
+            called.clear()
+            exec(f"value {sign} value", {"value": value})
+            assert path is not None
+            assert called == [path.name], sign
+
+    @pytest.mark.parametrize("text", ["", "=", "mul", "===", "@@", "&"])
+    def test_other_text_is_no_operator(self, text: str) -> None:
+        assert method_of_operator(text) is None
 
 
 class TestAnUndoneEdit:

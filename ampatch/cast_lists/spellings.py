@@ -44,6 +44,42 @@ _OPERATORS = {
     "true_divide": "truediv",
 }
 
+# Python's operators as users type them, with the names of their special methods, without underscores.
+_SYMBOLS = {
+    "@": "matmul",
+    "+": "add",
+    "-": "sub",
+    "*": "mul",
+    "/": "truediv",
+    "//": "floordiv",
+    "%": "mod",
+    "**": "pow",
+    "==": "eq",
+    "!=": "ne",
+    "<": "lt",
+    "<=": "le",
+    ">": "gt",
+    ">=": "ge",
+}
+
+
+def method_of_operator(symbol: str) -> Path | None:
+    """Returns the method that an operator calls, such as ``__matmul__`` for "@" and ``__imatmul__`` for "@="."""
+    in_place = symbol.endswith("=") and symbol not in _SYMBOLS
+    if in_place and symbol[-2:-1] in "=!<>":
+        return None
+    name = _SYMBOLS.get(symbol[:-1] if in_place else symbol)
+    return None if name is None else Path("torch.Tensor", f"__{'i' if in_place else ''}{name}__")
+
+
+def plain_name(name: str) -> str:
+    """Returns the name that stands for all spellings: "exp" for "exp_", "mul" for "__rmul__"."""
+    if name.startswith("__") and name.endswith("__"):
+        bare = name[2:-2]
+        forms = (bare, bare[1:]) if bare[:1] in ("r", "i") else (bare,)
+        return next((known for known, operator in _OPERATORS.items() if operator in forms), name)
+    return name[:-1] if name.endswith("_") and spellings(name[:-1]) else name
+
 
 def spellings(name: str) -> list[Path]:
     """Returns every path that torch has for a function's name, with in-place forms and operators.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -30,6 +31,7 @@ _LISTS = "Shows, checks and compares the cast lists."
 _SHOW = "Prints the rules in force, each with the file and line it comes from."
 _CHECK = "Prints the faults of cast list files, one line per fault."
 _DIFF = "Prints where the casts of another system, or of a file of yours, differ from ampatch's own lists."
+_EXPLAIN = "Explains what amp does to a function: which rule, from which file and line, and why."
 _DOCTOR = "Prints the facts a bug report needs: versions, devices, kernels, and who patched which torch functions."
 _BUILD = "Compiles the extension (kernels, and faster calls of patched functions); amp uses it from then on."
 
@@ -71,14 +73,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
         "(torch.fft) or a pattern ('*_loss')",
     )
     _add_half_dtype(parser, "the half type to show the rules of (default: both)")
-    parser.add_argument(
-        "--cast-lists",
-        type=_file,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a file to lay over ampatch's own lists; may be given several times",
-    )
+    _add_cast_lists(parser)
     parser.set_defaults(run=_show)
 
 
@@ -170,6 +165,39 @@ def _diff(arguments: argparse.Namespace) -> int:
     with _searching_here():
         changed = shipped().overlaid(other)
     _print(list_reports.changes(shipped(), changed, other, half_dtypes))
+    return 0
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "name",
+        metavar="NAME",
+        help="a function's name (softmax), its path (torch.softmax, F.softmax, mypackage.loss) or an operator (@)",
+    )
+    _add_half_dtype(parser, "the half type to explain (default: both)")
+    _add_cast_lists(parser)
+    parser.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a module to import first, to explain a function of it, or to see which names in it are patched; may be "
+        "given several times",
+    )
+    parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
+    parser.set_defaults(run=_explain)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from ampatch.cast_lists.lists import shipped
+    from ampatch.diagnostics import explanations
+
+    _import(arguments.modules)
+    with _searching_here():
+        lists = shipped().overlaid(arguments.cast_lists)
+        found = explanations.explain(arguments.name, lists=lists, half_dtypes=arguments.half_dtype or ())
+    _print([json.dumps(found.to_dict(), indent=2)] if arguments.json else found.lines())
     return 0
 
 
@@ -309,6 +337,17 @@ def _add_half_dtype(parser: argparse.ArgumentParser, help_text: str) -> None:
     )
 
 
+def _add_cast_lists(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cast-lists",
+        type=_file,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a file to lay over ampatch's own lists; may be given several times",
+    )
+
+
 def _half_dtype(text: str) -> tuple[torch.dtype]:
     from ampatch.opt_levels import check_half_dtype
 
@@ -337,6 +376,7 @@ def _print(lines: Iterable[str]) -> None:
 _COMMANDS = {
     "demo": (_DEMO, _add_demo),
     "lists": (_LISTS, _add_lists),
+    "explain": (_EXPLAIN, _add_explain),
     "doctor": (_DOCTOR, _add_doctor),
     "build": (_BUILD, _add_build),
 }

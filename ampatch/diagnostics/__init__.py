@@ -1,5 +1,5 @@
-"""Tells users what amp does, where a number left its range, and what would mend it.
+"""Tells users what amp does and by which rule, where a number left its range, and what would mend it.
 
-Only watches: must never change what a cast, a scale or a step does. Start reading at `watch`, which sees every operator
-of a forward and a backward pass; `causes` finds the first one that produced inf or NaN.
+Owns these reports and their wording. Must never change what amp does, and must run only if the user asks. Start reading
+at `explanations`, or at `watch`, which sees every operator of a forward and a backward pass.
 """

@@ -117,6 +117,17 @@ def _first_parameter(module: nn.Module) -> nn.Parameter | None:
     return None
 
 
+def device_types_of(models: Iterable[nn.Module]) -> set[str]:
+    """Returns the device types of the models' parameters; if they have none, those of `all_device_types`."""
+    return set().union(*map(device_types, models)) or all_device_types()
+
+
+def all_device_types() -> set[str]:
+    """Returns the device types of this machine whose tensors amp casts if no model says which."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return {"cpu"} if accelerator is None else {"cpu", accelerator.type}
+
+
 def device_types(model: nn.Module) -> set[str]:
     """Returns the device types of the model's parameters, except "meta": those have no values yet."""
     return {parameter.device.type for parameter in model.parameters()} - {"meta"}

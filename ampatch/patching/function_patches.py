@@ -27,6 +27,7 @@ from ampatch.ledger import MISSING, PatchLedger, RefusedError, bindings, loaded_
 from ampatch.native.calls import Accelerator
 from ampatch.patching.adapters import Adapter, Adapters, Function
 from ampatch.patching.container_functions import Replacement, replace_in_containers
+from ampatch.patching.function_places import swept_modules
 from ampatch.patching.wrappers import wrap
 from ampatch.switch import Switch
 
@@ -212,8 +213,7 @@ class FunctionPatches:
                 self._rebind_modules()
 
     def _rebind_modules(self) -> None:
-        # Names in torch's own modules stay as they are, except in torch.functional, where users call functions too.
-        self.rebind([torch.functional, *loaded_modules("torch", "ampatch")])
+        self.rebind(swept_modules())
 
     def _patch_imported_rule(self, owner: object, rule: Rule) -> None:
         """Patches a function that could not be checked when the list was read; warns, so that the import succeeds."""

@@ -51,7 +51,7 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> F
         adapted = None
         try:
             if has_torch_function((*args, *kwargs.values()) if kwargs else args):
-                adapted = _adapted_for_override(adapt, args, kwargs)
+                adapted = adapted_for_override(adapt, args, kwargs)
                 return overridden(*adapted[0], **adapted[1])
             adapted = adapt(args, kwargs)
             return original(*adapted[0], **adapted[1])
@@ -111,7 +111,7 @@ def explain(error: Exception, reason: str, given: Arguments, adapted: Arguments 
         error.add_note(reason)
 
 
-def _adapted_for_override(adapt: Adapt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def adapted_for_override(adapt: Adapt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Returns the adapted arguments of a call that an argument's ``__torch_function__`` or a mode may override.
 
     If such an argument is no tensor, it cannot be cast. Then no other argument is cast either.

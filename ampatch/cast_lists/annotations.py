@@ -1,0 +1,248 @@
+"""Reads from the files of the lists what a rule does not hold: reasons in comments, and limits to versions of torch.
+
+YAML's tree has no comments, so they are read from the lines around an entry. Must only read files, and never change a
+list or a rule.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path as FilePath
+
+import torch
+import yaml
+from torch.torch_version import TorchVersion
+
+from ampatch.cast_lists.lists import MAPPING, CastLists, shipped
+from ampatch.cast_lists.paths import Path, identity
+from ampatch.cast_lists.rules import Rule, Treatment
+from ampatch.cast_lists.spellings import EVERY_NAMESPACE, spellings
+from ampatch.cast_lists.yaml_tree import UnreadableError, compose, kind_of, line_of, text_of
+from ampatch.errors import CastListError
+from ampatch.opt_levels import HALF_DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An entry of a list, as it stands in its file.
+
+    Attributes:
+        source: file and line.
+        list_name: name of the list.
+        path: path as it is written; its namespace may be `EVERY_NAMESPACE`.
+        half_dtypes: names of the half dtypes that it is for.
+        since: first version of torch that it is for, if it names one.
+        until: first version of torch that it is no longer for, if it names one.
+        reason: comment on the entry or on its group; None if there is none.
+    """
+
+    source: str
+    list_name: str
+    path: Path
+    half_dtypes: tuple[str, ...]
+    since: str | None
+    until: str | None
+    reason: str | None
+
+    @property
+    def is_in_force(self) -> bool:
+        """True if the entry is for the installed version of torch."""
+        here = TorchVersion(torch.__version__)
+        return (self.since is None or here >= self.since) and (self.until is None or here < self.until)
+
+    def covers(self, path: Path) -> bool:
+        """Returns True if the entry decides about the function at a path."""
+        if self.path.namespace == EVERY_NAMESPACE:
+            return path in spellings(self.path.name)
+        return self.path == path or identity(self.path) is identity(path)
+
+
+def user_entries(lists: CastLists) -> list[Entry]:
+    """Returns the entries of the files that were laid over the shipped lists, the last file first.
+
+    Files are read again. One that cannot be read any more has no entries here, nor has one that no longer agrees with
+    the rules, nor a mapping.
+    """
+    return [entry for file in reversed(lists.files) if file != MAPPING for entry in _entries_of_user(file)]
+
+
+def entry_of(rule: Rule, entries: Iterable[Entry]) -> Entry | None:
+    """Returns the entry that a rule comes from; None if its file has changed since, or was a mapping."""
+    made = (rule.source, rule.treatment.value)
+    return next((each for each in entries if (each.source, each.list_name) == made and each.covers(rule.path)), None)
+
+
+@functools.cache
+def shipped_entries() -> tuple[Entry, ...]:
+    """Returns the entries of the shipped lists, for all versions of torch."""
+    found: list[Entry] = []
+    for treatment in Treatment:
+        name = f"{treatment.value}.yaml"
+        text = (files("ampatch.lists") / name).read_text("utf-8")
+        found += _entries(name, text, {treatment.value: compose(text)})
+    return tuple(found)
+
+
+def _entries_of_user(file: str) -> list[Entry]:
+    try:
+        if not FilePath(file).is_file():  # a pipe would block
+            return []
+        shipped().overlaid(file)  # finds faults: a file that has some was not read like this before
+        text = text_of(file)
+    except (CastListError, UnreadableError, OSError):
+        return []
+    node = compose(text)
+    return _entries(file, text, {} if node is None or kind_of(node) != "map" else {k.value: v for k, v in node.value})
+
+
+def _entries(file: str, text: str, lists: Mapping[str, yaml.Node | None]) -> list[Entry]:
+    comments = Comments(text)
+    return [
+        _entry(file, comments, list_name, namespace.value, node)
+        for list_name, tree in lists.items()
+        for namespace, names in _pairs(tree)
+        for node in _flat(names)
+    ]
+
+
+def _entry(file: str, comments: Comments, list_name: str, namespace: str, node: yaml.Node) -> Entry:
+    options = {key.value: value for key, value in _pairs(node)}
+    line = line_of(node)
+    dtypes = [each.value for each in options["dtypes"].value] if "dtypes" in options else list(HALF_DTYPES)
+    return Entry(
+        f"{file}:{line}",
+        list_name,
+        Path(namespace, options["name"].value if options else node.value),
+        tuple(dtypes),
+        options["since"].value if "since" in options else None,
+        options["until"].value if "until" in options else None,
+        comments.reason(line),
+    )
+
+
+def _pairs(node: yaml.Node | None) -> Sequence[tuple[yaml.Node, yaml.Node]]:
+    return node.value if isinstance(node, yaml.MappingNode) else ()
+
+
+def _flat(node: yaml.Node) -> Iterator[yaml.Node]:
+    """Yields the entries of a list, and of the lists in it. An alias has the node, and so the line, of its anchor."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _flat(item)
+    elif kind_of(node) != "null":
+        yield node
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line with content: its column, whether it begins with a key or a dash, and the comment at its end.
+
+    ``opens`` is True if the line ends by opening a list or a mapping, so that its comment is about that.
+    """
+
+    column: int
+    starts: str
+    comment: str | None
+    opens: bool
+
+
+class Comments:
+    """The comments of a YAML document, by the lines that they are about.
+
+    Args:
+        text: a document that is valid YAML.
+    """
+
+    def __init__(self, text: str) -> None:
+        ends: dict[int, int] = {}
+        lasts: dict[int, yaml.Token] = {}
+        inside: set[int] = set()
+        keys: set[int] = set()
+        for token in yaml.scan(text, Loader=yaml.SafeLoader):
+            start, end = token.start_mark, token.end_mark
+            if isinstance(token, yaml.KeyToken):
+                keys.add(start.index)
+            if start.index < end.index:
+                ends[end.line] = max(ends.get(end.line, 0), end.column)
+                lasts[end.line] = token
+                inside.update(range(start.line + 1, end.line + 1))
+        self._lines: dict[int, _Line] = {}
+        self._alone: dict[int, tuple[int, str]] = {}  # comments that have a line for themselves: column and text
+        offset = 0
+        for number, whole in enumerate(text.splitlines(keepends=True)):
+            line, stripped = whole.rstrip(), whole.strip()
+            column = len(line) - len(line.lstrip())
+            if number not in ends and number not in inside and stripped.startswith("#"):
+                self._alone[number + 1] = column, stripped
+            elif stripped:
+                rest = line[ends.get(number, len(line)) :].strip()
+                first = offset + column
+                self._lines[number + 1] = _Line(
+                    column,
+                    "item" if stripped.startswith("- ") or stripped == "-" else "key" if first in keys else "content",
+                    rest if rest.startswith("#") else None,
+                    isinstance(lasts.get(number), _OPENING),
+                )
+            offset += len(whole)
+
+    def reason(self, line: int) -> str | None:
+        """Returns the comment on an entry that begins in a line, or else on its group; None if there is none.
+
+        The nearest comment counts: at the end of the line, then directly above it, then above earlier items of the same
+        list without a blank line between, then on the list, mapping or key that holds the entry.
+
+        Args:
+            line: number of the line, from 1 on.
+        """
+        at: int | None = line if line in self._lines else None
+        is_within = True  # at the entry itself, or at what holds it, rather than at an item before it
+        while at is not None:
+            here = self._lines[at]
+            if is_within and here.comment is not None and (at == line or here.opens):
+                return _told([here.comment])
+            above = self._block_above(at, here.column)
+            if above:
+                return _told(above)
+            at, is_within = self._next(at)
+        return None
+
+    def _block_above(self, line: int, column: int) -> list[str]:
+        """Returns the comment lines directly above a line, without those that are indented deeper."""
+        block = []
+        while (found := self._alone.get(line - 1)) is not None and found[0] <= column:
+            block.append(found[1])
+            line -= 1
+        return block[::-1]
+
+    def _next(self, line: int) -> tuple[int | None, bool]:
+        """Returns the line whose comment also counts, and True if it holds this line rather than precedes it."""
+        here, is_apart = self._lines[line], self._lines[line].starts == "key"
+        for number in range(line - 1, 0, -1):
+            above = self._lines.get(number)
+            if above is None:
+                is_apart = is_apart or number not in self._alone  # blank: the group ends
+                continue
+            if above.column > here.column:
+                continue
+            if above.column < here.column or (here.starts == "item" and above.starts == "key"):
+                return number, True
+            if not is_apart:
+                return number, False
+        return None, False
+
+
+_OPENING = (
+    yaml.ValueToken,
+    yaml.AnchorToken,
+    yaml.BlockEntryToken,
+    yaml.FlowSequenceStartToken,
+    yaml.FlowMappingStartToken,
+)
+
+
+def _told(lines: Sequence[str]) -> str | None:
+    words = " ".join(line.lstrip("#").strip() for line in lines).split()
+    return " ".join(words) or None

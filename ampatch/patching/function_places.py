@@ -1,0 +1,164 @@
+"""Finds the places that hold a function: in modules, classes, models, containers, closures and default arguments.
+
+Owns which modules are searched for names bound earlier, and what can hold a function where amp does not replace it.
+Must only read, and never call what it finds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import gc
+import types
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ampatch.ledger import bindings, loaded_modules
+from ampatch.patching.container_functions import OPENED
+
+
+def swept_modules() -> list[types.ModuleType]:
+    """Returns the modules in which names bound earlier are replaced."""
+    # Names in torch's own modules stay as they are, except in torch.functional, where users call functions too.
+    return [torch.functional, *loaded_modules("torch", "ampatch")]
+
+
+class Kind(enum.Enum):
+    """The kind of a place that holds a function."""
+
+    MODULE = "name in a module"
+    MODEL = "attribute of a model"
+    CONTAINER = "container of a module"
+    MODEL_CONTAINER = "container of a model"
+    CLASS = "attribute of a class"
+    FUNCTION = "closure or default argument"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place that holds a function.
+
+    Attributes:
+        kind: kind of the place.
+        owner: module, module of a model, class or function.
+        name: name of the attribute, or of the variable or argument.
+        held: the function.
+    """
+
+    kind: Kind
+    owner: object
+    name: str
+    held: object
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A value in a function's closure or default arguments: the function, the name, and the value that was found."""
+
+    function: types.FunctionType
+    name: str
+    held: object
+
+
+def places(wanted: Mapping[int, object]) -> list[Place]:
+    """Returns every place outside of torch and ampatch that holds one of some functions, and those in torch.functional.
+
+    Searches modules, models, classes, functions, and containers and partials in them. Does not search attributes of
+    other objects.
+
+    Args:
+        wanted: functions to look for, by their ``id``.
+    """
+    # A list: gc.get_objects() also returns a tuple that a caller is just building, which must have one reference.
+    return list(_places(wanted))
+
+
+def _places(wanted: Mapping[int, object]) -> Iterator[Place]:
+    swept = swept_modules()
+    for owner, name, held in bindings(swept, wanted):
+        yield Place(Kind.MODULE, owner, name, held)
+    yield from _in_containers(Kind.CONTAINER, swept[1:], wanted)
+    models = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and _has_attributes(each)]
+    for owner, name, held in bindings(models, wanted):
+        yield Place(Kind.MODEL, owner, name, held)
+    yield from _in_containers(Kind.MODEL_CONTAINER, models, wanted)
+    yield from _in_classes(wanted)
+    for captured in captures(wanted):
+        if id(captured.held) in wanted:
+            yield Place(Kind.FUNCTION, captured.function, captured.name, captured.held)
+
+
+def _has_attributes(model: object) -> bool:
+    try:  # not yet initialised, or a proxy
+        return type(object.__getattribute__(model, "__dict__")) is dict
+    except AttributeError:
+        return False
+
+
+def _in_containers(kind: Kind, owners: Iterable[object], wanted: Mapping[int, object]) -> Iterator[Place]:
+    for owner in owners:
+        for name, value in list(object.__getattribute__(owner, "__dict__").items()):
+            if type(value) in OPENED:
+                yield from (Place(kind, owner, name, held) for held in held_in(value) if id(held) in wanted)
+
+
+def _in_classes(wanted: Mapping[int, object]) -> Iterator[Place]:
+    for owner in gc.get_objects():
+        if not issubclass(type(owner), type) or _belongs_to_torch_or_amp(vars(owner).get("__module__")):
+            continue
+        for name, value in list(vars(owner).items()):
+            function = value.__func__ if type(value) in (staticmethod, classmethod) else value
+            for held in held_in(function) if type(function) in OPENED else (function,):
+                if id(held) in wanted:
+                    yield Place(Kind.CLASS, owner, name, held)
+
+
+def captures(wanted: Container[int]) -> Iterator[Captured]:
+    """Yields the functions outside of torch and ampatch that hold one of some objects in a closure or a default.
+
+    They hold it directly, in a container or partial, or in a container of these. Amp cannot replace it there.
+
+    Args:
+        wanted: ids of the objects to look for.
+    """
+    for function in gc.get_objects():
+        if type(function) is types.FunctionType and _captures_any(function) and not _is_torchs_or_amps(function):
+            for name, value in _captures(function):
+                for held in held_in(value) if type(value) in OPENED else (value,):
+                    if id(held) in wanted:
+                        yield Captured(function, name, held)
+
+
+def held_in(value: object, deeper: int = 2) -> Iterator[object]:
+    """Yields a value and, if it is a container or a partial, its contents, to a depth of two."""
+    yield value
+    # A dict with `__name__` holds the attributes of a module, and is not searched.
+    if deeper and type(value) in OPENED and not (type(value) is dict and "__name__" in value):
+        for held in gc.get_referents(value):
+            yield from held_in(held, deeper - 1)
+
+
+def _captures_any(function: types.FunctionType) -> bool:
+    return bool(function.__closure__ or function.__defaults__ or function.__kwdefaults__)
+
+
+def _captures(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    """Yields the names and values of a function's closure and of its default arguments."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # the cell is still empty
+            yield name, cell.cell_contents
+    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+    # A named tuple's `__new__` has more defaults than arguments.
+    yield from zip(reversed(arguments), reversed(function.__defaults__ or ()), strict=False)
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+def _is_torchs_or_amps(function: types.FunctionType) -> bool:
+    return _belongs_to_torch_or_amp(function.__globals__.get("__name__"))
+
+
+def _belongs_to_torch_or_amp(module: object) -> bool:
+    return str(module).partition(".")[0] in ("torch", "ampatch")

@@ -1,0 +1,330 @@
+"""Says what amp would do to the arguments of a call, without the call and without a cast.
+
+The dtypes come from the adapters themselves, which get empty tensors in place of casts. Owns the sentences that say why
+an argument stays as it is. Must never call the function, cast a tensor, or touch the cache of a session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function
+
+from ampatch.cast_lists.paths import Path
+from ampatch.cast_lists.rules import Rule, Treatment, typed_conditions
+from ampatch.cast_lists.signatures import argument_reader, first_argument_reader, parameter_names
+from ampatch.casting.nested import CASTABLE, tensors_in
+from ampatch.errors import BannedFunctionError
+from ampatch.opt_levels import HALVES
+from ampatch.patching.adapters import Adapt, Adapters, Arguments, Function, is_in_place
+from ampatch.patching.wrappers import adapted_for_override
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A tensor among the arguments of a call.
+
+    Attributes:
+        name: name of the argument, with its place in nested arguments: "weight", "tensors[0]".
+        before: dtype that the caller passes.
+        after: dtype that the function gets.
+        why: reason why the dtype does not change; None if it does.
+    """
+
+    name: str
+    before: torch.dtype
+    after: torch.dtype
+    why: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a call would do with its arguments.
+
+    Attributes:
+        arguments: its tensors, in order.
+        passes_dtype: dtype that is passed to the function as ``dtype=`` instead of a cast; None if there is none.
+        error: text of the error that the call would raise; None if it would run.
+    """
+
+    arguments: tuple[Argument, ...]
+    passes_dtype: torch.dtype | None = None
+    error: str | None = None
+
+
+class _Stand:
+    """Gives an empty tensor of the requested dtype in place of a cast."""
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG002 - the interface of a cache
+        return _EMPTY[dtype]
+
+
+_EMPTY = {dtype: torch.empty(0, dtype=dtype, device="meta") for dtype in (*CASTABLE, torch.float64)}
+
+
+def unchanged(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Prediction:
+    """Returns the prediction for a call whose arguments all stay as they are, for one reason."""
+    return Prediction(
+        tuple(Argument(name, tensor.dtype, tensor.dtype, why) for name, tensor in _named(function, args, kwargs))
+    )
+
+
+class Predictor:
+    """Predicts calls for one half dtype.
+
+    Args:
+        half_dtype: type that whitelisted functions compute in.
+        device_types: device types whose tensors are cast.
+        allow_banned: True if banned functions run in float32 instead of raising.
+    """
+
+    def __init__(self, half_dtype: torch.dtype, device_types: Set[str], allow_banned: bool = False) -> None:
+        self._device_types = device_types
+        self._allow_banned = allow_banned
+        self._adapters = Adapters(half_dtype, _Stand(), device_types, allow_banned)
+
+    def by_rule(self, rule: Rule, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prediction:
+        """Predicts a call of a listed function.
+
+        Args:
+            rule: rule of the function.
+            function: the function, without amp.
+            args: arguments by position.
+            kwargs: arguments by keyword.
+        """
+        adapt = self._adapters.for_rule(rule, function).adapt
+        unmet = _unmet(rule, function, args, kwargs)
+        return self._predicted(adapt, function, args, kwargs, rule.path.name, rule.treatment, unmet)
+
+    def by_registration(
+        self,
+        path: Path,
+        treatment: Treatment,
+        dtype: torch.dtype | None,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Prediction:
+        """Predicts a call of a registered function; ``dtype`` is its own half dtype, if it has one."""
+        adapt = self._adapters.for_registration(path, treatment, dtype, function).adapt
+        return self._predicted(adapt, function, args, kwargs, path.name, treatment)
+
+    def by_decoration(self, kind: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prediction:
+        """Predicts a call of a decorated function; ``kind`` is the name of a list or of a half dtype."""
+        adapt = self._adapters.by_kind()[kind]
+        listed = {treatment.value: treatment for treatment in Treatment}
+        treatment = listed.get(kind, Treatment.WHITELIST)
+        return self._predicted(adapt, function, args, kwargs, None, treatment)
+
+    def _predicted(
+        self,
+        adapt: Adapt,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None,
+        treatment: Treatment,
+        unmet: str | None = None,
+    ) -> Prediction:
+        """Runs an adapter; ``name`` is the function's, or None for a decorated one."""
+        is_foreign = False
+        try:
+            adapted: Arguments
+            if name is not None and has_torch_function((*args, *kwargs.values())):
+                adapted = adapted_for_override(adapt, args, kwargs)
+                is_foreign = not all(isinstance(value, Tensor) for value in _overriding(args, kwargs))
+            else:
+                adapted = adapt(args, kwargs)
+        except BannedFunctionError as error:
+            refused = unchanged(function, args, kwargs, "the call raises")
+            return replace(refused, error=str(error))
+        given = _named(function, args, kwargs)
+        after = list(tensors_in([*adapted[0], *adapted[1].values()]))
+        told = adapted[1].get("dtype")
+        passed = None if told is None or told is kwargs.get("dtype") else told
+        call = _Call(self, function, args, kwargs, name, treatment, unmet, is_foreign, passed)
+        arguments = tuple(
+            Argument(label, tensor.dtype, new.dtype, None if new is not tensor else call.reason(tensor))
+            for (label, tensor), new in zip(given, after, strict=True)
+        )
+        return Prediction(arguments, passed if call.explicit_dtype() is None else None)
+
+    def casts_on(self, device: torch.device) -> bool:
+        """Returns True if tensors on a device are cast."""
+        return device.type in self._device_types
+
+    def device_types(self) -> str:
+        """Returns the device types whose tensors are cast, for a message."""
+        return " and ".join(sorted(self._device_types))
+
+    def raises_for_banned(self) -> bool:
+        """Returns True if banned functions raise, rather than run in float32."""
+        return not self._allow_banned
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call whose arguments were adapted; says why a tensor among them stayed as it is."""
+
+    predictor: Predictor
+    function: Function
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str | None
+    treatment: Treatment
+    unmet: str | None
+    is_foreign: bool
+    passed_dtype: torch.dtype | None
+
+    def reason(self, tensor: Tensor) -> str:
+        """Returns why a tensor is not cast: the first reason that holds."""
+        return next(filter(None, (reason(self, tensor) for reason in _REASONS)), "the rule leaves it as it is")
+
+    def explicit_dtype(self) -> object:
+        """Returns the value that the caller passes for ``dtype``; None if there is none."""
+        is_banned = self.treatment is Treatment.BANNED and self.predictor.raises_for_banned()
+        if self.written() is not None or is_banned:
+            return None
+        by_position = (value for value in self.args if isinstance(value, torch.dtype))
+        return _read(self.function, "dtype", self.args, self.kwargs) or next(by_position, None)
+
+    def out(self) -> list[Tensor]:
+        """Returns the tensors in ``out=``."""
+        return list(tensors_in(_read(self.function, "out", self.args, self.kwargs)))
+
+    def written(self) -> Tensor | None:
+        """Returns the tensor that an in-place call writes to; None if the call is not in-place."""
+        if self.name is None:
+            return None  # amp knows nothing of a decorated function
+        if not is_in_place(self.name) and not _read(self.function, "inplace", self.args, self.kwargs):
+            return None
+        reader = first_argument_reader(self.function)
+        first = self.args[0] if self.args else None if reader is None else reader(self.args, self.kwargs)
+        return first if isinstance(first, Tensor) else None
+
+
+def _by_condition(call: _Call, _: Tensor) -> str | None:
+    return call.unmet
+
+
+def _by_override(call: _Call, _: Tensor) -> str | None:
+    return "an argument that is no tensor overrides torch's functions" if call.is_foreign else None
+
+
+def _by_writing(call: _Call, tensor: Tensor) -> str | None:
+    return "the call writes to it, so it keeps its type" if call.written() is tensor else None
+
+
+def _by_out(call: _Call, tensor: Tensor) -> str | None:
+    return "out= is never cast; it decides the type" if any(tensor is each for each in call.out()) else None
+
+
+def _by_type(_: _Call, tensor: Tensor) -> str | None:
+    if tensor.dtype in CASTABLE:
+        return None
+    return "float64 is never cast" if tensor.dtype is torch.float64 else f"{_name(tensor.dtype)} is never cast"
+
+
+def _by_device(call: _Call, tensor: Tensor) -> str | None:
+    if call.predictor.casts_on(tensor.device):
+        return None
+    return f"it is on {tensor.device.type!r}; amp casts on {call.predictor.device_types()}"
+
+
+def _by_explicit_dtype(call: _Call, _: Tensor) -> str | None:
+    dtype = call.explicit_dtype()
+    if not isinstance(dtype, torch.dtype):
+        return None
+    return f"the call's own dtype={_name(dtype)} is obeyed"
+
+
+def _by_passed_dtype(call: _Call, _: Tensor) -> str | None:
+    dtype = call.passed_dtype
+    return None if dtype is None else f"dtype={_name(dtype)} is passed instead: the kernel casts"
+
+
+def _by_target(call: _Call, tensor: Tensor) -> str | None:
+    target = call.written() if call.written() is not None else next(iter(call.out()), None)
+    if target is None:
+        return None
+    if target.dtype is tensor.dtype:
+        return f"the tensor written to is {_name(target.dtype)} too"
+    return f"the tensor written to is {_name(target.dtype)}"
+
+
+def _by_treatment(call: _Call, tensor: Tensor) -> str | None:
+    if call.treatment is Treatment.PROMOTE:
+        return "all that could be cast has one type" if _one_type(call) else f"{_name(tensor.dtype)} is the widest type"
+    if call.treatment is Treatment.BANNED and call.predictor.raises_for_banned():
+        return "the ban is for half tensors only"
+    is_half = call.treatment is Treatment.WHITELIST
+    return f"it is {_name(tensor.dtype)} already" if is_half is (tensor.dtype in HALVES) else None
+
+
+def _one_type(call: _Call) -> bool:
+    found = [each for each in tensors_in([*call.args, *call.kwargs.values()]) if call.predictor.casts_on(each.device)]
+    return len({each.dtype for each in found if each.dtype in (*CASTABLE, torch.float64)}) < 2
+
+
+# In the order in which the adapters check them.
+_REASONS: tuple[Callable[[_Call, Tensor], str | None], ...] = (
+    _by_condition,
+    _by_override,
+    _by_writing,
+    _by_out,
+    _by_type,
+    _by_device,
+    _by_explicit_dtype,
+    _by_passed_dtype,
+    _by_target,
+    _by_treatment,
+)
+
+
+def _overriding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:
+    return [value for value in (*args, *kwargs.values()) if hasattr(type(value), "__torch_function__")]
+
+
+def _unmet(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Returns the condition of a rule that a call does not meet, as a sentence; None if it meets all."""
+    for name, values in rule.when:
+        value = _read(function, name, args, kwargs)
+        if isinstance(value, Tensor) or getattr(value, "ndim", False) or value not in values:
+            found = type(value).__name__ if isinstance(value, Tensor) else repr(value)
+            return f"{name} is {found}; the rule is for {typed_conditions(((name, values),))}"
+    return None
+
+
+def _read(function: Function, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    reader = argument_reader(function, name)
+    return kwargs.get(name) if reader is None else reader(args, kwargs)
+
+
+def _named(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """Returns the tensors in the arguments of a call with the names of their places, in the order of `tensors_in`."""
+    names: dict[int, str] = {}
+    for name in parameter_names(function):
+        reader = argument_reader(function, name)
+        if reader is not None and reader.position is not None:
+            names.setdefault(reader.position, name)
+    given = [(names.get(index, f"argument {index + 1}"), value) for index, value in enumerate(args)]
+    return [found for name, value in (*given, *kwargs.items()) for found in _within(name, value)]
+
+
+def _within(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _within(f"{name}[{index}]", item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _within(f"{name}[{key!r}]", item)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

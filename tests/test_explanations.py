@@ -1,0 +1,648 @@
+"""Of `amp.explain`: what it says of functions, lists, places and calls."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import operator
+import re
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import casts_on
+from torch import Tensor, nn
+
+from ampatch import amp
+from ampatch.cli import main as cli
+from ampatch.diagnostics.explanations import Explanation, Ruling, Spelling
+from ampatch.runtime import runtime
+
+PAGE = Path(__file__).parents[1] / "docs" / "guide" / "debugging.md"
+
+
+def spelling(explanation: Explanation, path: str) -> Spelling:
+    (found,) = (each for each in explanation.spellings if each.path == path)
+    return found
+
+
+def ruling(explanation: Explanation, path: str, half_dtype: str = "float16") -> Ruling:
+    (found,) = (each for each in spelling(explanation, path).rulings if half_dtype in each.half_dtypes)
+    return found
+
+
+def asked(explanation: Explanation) -> list[str]:
+    return [each.path for each in explanation.spellings if each.asked]
+
+
+def changes(explanation: Explanation) -> dict[str, tuple[str, str]]:
+    """The types before and after, by the name of the argument."""
+    assert explanation.call is not None
+    told = explanation.call.to_dict()["arguments"]
+    return {each["name"]: (each["before"], each["after"]) for each in told}
+
+
+def reasons(explanation: Explanation) -> list[str | None]:
+    assert explanation.call is not None
+    return [each.why for each in explanation.call.prediction.arguments]
+
+
+@pytest.fixture
+def neighbour(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A module of a user's, that holds functions in every way."""
+    made = types.ModuleType("neighbour")
+    monkeypatch.setitem(sys.modules, "neighbour", made)
+    exec(
+        "import functools, torch, torch.nn.functional as F\n"
+        "soft = F.softmax\n"
+        "table = {'soft': [F.softmax]}\n"
+        "part = functools.partial(F.softmax, dim=-1)\n"
+        "def default(x, act=F.softmax): return act(x, dim=-1)\n"
+        "log = torch.log\n"
+        "def default_log(x, log=torch.log): return log(x)\n"
+        "def product(a, b): return a @ b\n"
+        "def loss(x, y): return F.cross_entropy(F.linear(x, x), y).exp()\n"
+        "class Holder:\n"
+        "    act = staticmethod(F.softmax)\n"
+        "    log = staticmethod(torch.log)\n",
+        vars(made),
+    )
+    return made
+
+
+@pytest.fixture
+def overlay(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "whitelist:\n"
+        '  "*": [softmax]  # small here\n'
+        "blacklist:\n"
+        "  torch:\n"
+        "    # overflows in our head\n"
+        '    - {name: mm, since: "2.0"}\n'
+        '    - {name: bmm, since: "99.0"}\n'
+        "unlisted:\n"
+        "  # fine for us\n"
+        "  torch: [exp]\n"
+    )
+    return file
+
+
+class TestForms:
+    """The forms in which a function can be named."""
+
+    @pytest.mark.parametrize(
+        ("given", "paths"),
+        [
+            (torch.softmax, ["torch.softmax"]),
+            (F.softmax, ["torch.nn.functional.softmax"]),
+            (torch.Tensor.softmax, ["torch.Tensor.softmax"]),
+            (torch.ones(2).softmax, ["torch.Tensor.softmax"]),
+            (functools.partial(F.softmax, dim=-1), ["torch.nn.functional.softmax"]),
+            (torch.conv2d, ["torch.conv2d", "torch.nn.functional.conv2d"]),
+            (torch.linalg.norm, ["torch.linalg.norm"]),
+            (torch.Tensor.__matmul__, ["torch.Tensor.__matmul__"]),
+            (torch.ones(2).__rmatmul__, ["torch.Tensor.__rmatmul__"]),
+            (operator.matmul, ["torch.Tensor.__matmul__"]),
+            (operator.imul, ["torch.Tensor.__imul__"]),
+            ("softmax", []),
+            ("torch.softmax", ["torch.softmax"]),
+            ("F.softmax", ["torch.nn.functional.softmax"]),
+            ("functional.softmax", ["torch.nn.functional.softmax"]),
+            (" Tensor.softmax ", ["torch.Tensor.softmax"]),
+            ("linalg.norm", ["torch.linalg.norm"]),
+            ("exp_", ["torch.exp_", "torch.Tensor.exp_"]),
+            ("@", ["torch.Tensor.__matmul__"]),
+            ("*=", ["torch.Tensor.__imul__"]),
+            ("torch.nn.Parameter.softmax", ["torch.nn.Parameter.softmax", "torch.Tensor.softmax"]),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("on", [False, True], ids=["off", "on"])
+    def test_lead_to_the_function_among_its_spellings(self, given: Any, paths: list[str], on: bool) -> None:
+        if on:
+            amp.init(half_dtype=torch.float16)
+        found = amp.explain(given)
+        assert sorted(asked(found)) == sorted(paths)
+
+    def test_every_spelling_is_there_with_operators_and_in_place_forms(self) -> None:
+        assert [each.path for each in amp.explain("@").spellings] == [
+            "torch.matmul",
+            "torch.Tensor.matmul",
+            "torch.linalg.matmul",
+            "torch.Tensor.__matmul__",
+            "torch.Tensor.__rmatmul__",
+        ]
+        assert {each.path for each in amp.explain(torch.exp).spellings} == {
+            "torch.exp",
+            "torch.Tensor.exp",
+            "torch.exp_",
+            "torch.Tensor.exp_",
+        }
+        assert "torch._VF.lstm" in {each.path for each in amp.explain("lstm").spellings}
+
+    def test_a_patched_function_is_found_through_its_wrapper(self) -> None:
+        amp.init()
+        assert asked(amp.explain(F.linear)) == ["torch.nn.functional.linear"]
+        assert asked(amp.explain(torch.ones(2, 2).matmul)) == ["torch.Tensor.matmul"]
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ("sofmax", "there is no function named 'sofmax'.*Did you mean 'softmax'"),
+            ("", "there is no function named ''"),
+            ("softmax()", "Did you mean 'softmax'"),
+            ("torch.nn.functional.softmx", "'torch.nn.functional' has no 'softmx'. Did you mean 'softmax'"),
+            ("nope.softmax", "there is no module 'nope'"),
+            ("@=", "'torch.Tensor' has no '__imatmul__'"),
+            ("torch.float32", "found 'torch.float32'; expected a function"),
+            ("torch.nn.Linear", "a class; expected a function.* calls torch.nn.functional.linear"),
+            (nn.CrossEntropyLoss, "a class; expected a function.* calls torch.nn.functional.cross_entropy"),
+            (nn.Linear(2, 2), "found a Linear; .* calls torch.nn.functional.linear"),
+            (None, "found NoneType; expected a function"),
+            (3, "found int; expected a function"),
+        ],
+        ids=str,
+    )
+    def test_what_is_no_function_is_one_clear_error(self, given: Any, message: str) -> None:
+        with pytest.raises(amp.OptionError, match=message) as raised:
+            amp.explain(given)
+        assert "\n" not in str(raised.value)
+
+    @pytest.fixture
+    def later(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+        (tmp_path / "imported_later.py").write_text("def product(a, b): return a @ b\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        importlib.invalidate_caches()
+        return "imported_later.product"
+
+    def test_a_function_of_a_module_that_is_not_imported(self, later: str) -> None:
+        with pytest.raises(amp.OptionError, match="imported_later is not imported, and no list names"):
+            amp.explain(later)
+        amp.init(cast_lists={"whitelist": {"imported_later": ["product"]}})
+        for name in (later, "product"):
+            found = amp.explain(name)
+            assert ruling(found, later).treatment == "whitelist"
+        assert "imported_later is not imported yet; amp patches it then." in amp.explain(later).state
+        with pytest.raises(amp.OptionError, match="before its module is imported"):
+            amp.explain(later, torch.ones(2, 2))
+        assert "imported_later" not in sys.modules
+
+
+class TestRules:
+    def test_a_shipped_rule_has_file_line_and_reason(self) -> None:
+        found = ruling(amp.explain("softmax"), "torch.Tensor.softmax")
+        assert (found.treatment, found.via_dtype) == ("blacklist", True)
+        assert re.fullmatch(r"blacklist\.yaml:\d+", str(found.source))
+        assert found.reason == "Probabilities and their logarithms: a half softmax turns small ones into zero."
+        assert found.overrides is None
+
+    def test_half_types_with_different_rules_have_one_each(self) -> None:
+        found = amp.explain(torch.exp)
+        assert ruling(found, "torch.exp", "float16").treatment == "blacklist"
+        assert ruling(found, "torch.exp", "bfloat16") == Ruling(("bfloat16",), "unlisted")
+        assert [each.half_dtypes for each in spelling(amp.explain("mm"), "torch.mm").rulings] == [
+            ("float16", "bfloat16")
+        ]
+
+    def test_conditions_and_advice(self) -> None:
+        found = ruling(amp.explain(F.interpolate), "torch.nn.functional.interpolate")
+        assert found.when == (("mode", ("area", "bicubic", "bilinear", "linear", "trilinear")),)
+        assert "binary_cross_entropy_with_logits" in str(
+            ruling(amp.explain(F.binary_cross_entropy), "torch.nn.functional.binary_cross_entropy").instead
+        )
+
+    def test_limits_to_versions_of_torch(self, overlay: Path) -> None:
+        amp.init(cast_lists=overlay)
+        assert ruling(amp.explain("mm"), "torch.mm").since == "2.0"
+        (note,) = amp.explain("bmm").notes
+        assert note.startswith(f"{overlay}:7 has torch.bmm in 'blacklist' from torch 99.0 on; this is torch ")
+        assert ruling(amp.explain("bmm"), "torch.bmm").treatment == "whitelist"
+
+    def test_a_users_rule_has_its_reason_and_what_it_replaced(self, overlay: Path) -> None:
+        amp.init(half_dtype=torch.float16, cast_lists=overlay)
+        soft = ruling(amp.explain("softmax"), "torch.nn.functional.softmax")
+        assert (soft.treatment, soft.source, soft.reason) == ("whitelist", f"{overlay}:2", "small here")
+        assert soft.overrides is not None
+        assert (soft.overrides.treatment, soft.overrides.source[:15]) == ("blacklist", "blacklist.yaml:")
+        sparse = ruling(amp.explain("softmax"), "torch.sparse.softmax")
+        assert (sparse.treatment, sparse.overrides) == ("whitelist", None)
+        product = ruling(amp.explain("mm"), "torch.mm")
+        assert (product.source, product.reason) == (f"{overlay}:6", "overflows in our head")
+
+    def test_a_function_taken_off_its_list_has_the_line_that_did_it(self, overlay: Path) -> None:
+        amp.init(half_dtype=torch.float16, cast_lists=overlay)
+        found = amp.explain(torch.exp)
+        removed = ruling(found, "torch.exp")
+        assert (removed.treatment, removed.source, removed.reason) == ("unlisted", f"{overlay}:10", "fine for us")
+        assert removed.overrides is not None
+        assert removed.overrides.treatment == "blacklist"
+        assert ruling(found, "torch.Tensor.exp").treatment == "blacklist"
+
+    def test_a_later_file_for_another_torch_took_nothing_off(self, overlay: Path, tmp_path: Path) -> None:
+        later = tmp_path / "later.yaml"
+        entry = '{torch: [{name: exp, since: "99.0"}]}'
+        later.write_text(f"blacklist: {entry}\nunlisted: {entry}\n")
+        amp.init(half_dtype=torch.float16, cast_lists=[overlay, later])
+        assert ruling(amp.explain(torch.exp), "torch.exp").source == f"{overlay}:10"
+        assert len(amp.explain(torch.exp).notes) == 2
+
+    def test_a_mapping_has_no_reasons(self) -> None:
+        amp.init(cast_lists={"blacklist": {"torch": ["mm"]}, "unlisted": {"torch": ["bmm"]}})
+        for name, treatment in (("mm", "blacklist"), ("bmm", "unlisted")):
+            found = ruling(amp.explain(name), f"torch.{name}")
+            assert (found.treatment, found.source, found.reason) == (treatment, "cast_lists", None)
+            assert found.overrides is not None
+            assert found.overrides.treatment == "whitelist"
+
+    def test_a_users_file_may_have_the_name_of_a_shipped_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shipped_source = str(ruling(amp.explain("log"), "torch.log").source)
+        name, _, line = shipped_source.partition(":")
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / name).write_text("\n" * (int(line) - 1) + "blacklist: {torch: [log]}  # ours\n")
+        amp.init(cast_lists=name)
+        found = ruling(amp.explain("log"), "torch.log")
+        assert (found.source, found.reason) == (shipped_source, "ours")
+
+    def test_an_edit_that_an_inner_call_undoes_is_noted(self) -> None:
+        with pytest.warns(amp.AmpWarning, match="functions that undo this"):
+            amp.init(cast_lists={"whitelist": {"torch.nn.functional": ["softmax"]}})
+        (note,) = amp.explain(F.softmax).notes
+        assert "it calls functions that undo this: torch.Tensor.softmax" in note
+
+    def test_registrations_override_the_lists(self, neighbour: types.ModuleType) -> None:
+        amp.register_float_function(torch, "mm")
+        amp.register_bfloat16_function(neighbour, "product")
+        for _ in ("off", "on"):
+            found = ruling(amp.explain(torch.mm), "torch.mm")
+            assert (found.treatment, found.source) == ("blacklist", "registered")
+            assert found.overrides is not None
+            assert found.overrides.treatment == "whitelist"
+            assert ruling(amp.explain("mm"), "torch.Tensor.mm").source != "registered"
+            for given in (neighbour.product, "neighbour.product", "product"):
+                own = ruling(amp.explain(given), "neighbour.product")
+                assert (own.treatment, own.source, own.casts_to) == ("whitelist", "registered", "bfloat16")
+            amp.deinitialize()
+            amp.init(half_dtype=torch.float16)
+
+    def test_the_method_of_a_class_is_registered_for_its_heirs_too(self) -> None:
+        amp.register_half_function(nn.Bilinear, "forward")
+        assert ruling(amp.explain(nn.Bilinear.forward), "torch.nn.modules.linear.Bilinear.forward").source
+        assert asked(amp.explain(nn.Linear.forward)) == ["torch.nn.modules.linear.Linear.forward"]
+        assert amp.explain(nn.Linear.forward).spellings[0].rulings[0].treatment == "unlisted"
+
+    def test_a_name_in_torchs_own_modules_is_not_patched_and_a_users_name_is(self, neighbour: types.ModuleType) -> None:
+        assert ruling(amp.explain("torch._C._nn.linear"), "torch._C._nn.linear").treatment == "unlisted"
+        assert ruling(amp.explain("neighbour.soft"), "neighbour.soft").treatment == "blacklist"
+        assert ruling(amp.explain("neighbour.Holder.act"), "neighbour.Holder.act").treatment == "unlisted"
+
+    def test_another_tools_patch_on_top_is_noted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with casts_on():
+            assert spelling(amp.explain("linear"), "torch.nn.functional.linear").note is None
+            with monkeypatch.context() as other_tool:
+                other_tool.setattr(F, "linear", functools.partial(F.linear))
+                assert spelling(amp.explain("linear"), "torch.nn.functional.linear").note is not None
+
+
+class TestState:
+    def test_off(self) -> None:
+        assert amp.explain("mm").state == ("amp is off; this is what the shipped lists would do.",)
+        amp.initialize(nn.Linear(2, 2), enabled=False)
+        assert amp.explain("mm").state[0].startswith("amp is off (enabled=False)")
+
+    def test_live(self, overlay: Path) -> None:
+        amp.init(half_dtype=torch.float16, cast_lists=overlay)
+        found = amp.explain("mm")
+        assert found.state == (f"amp is on at O1 in float16, with the shipped lists and {overlay}.",)
+        assert found.policy["cast_lists"] == [str(overlay)]
+
+    def test_casts_are_off_here(self) -> None:
+        amp.init()
+        with amp.disable_casts():
+            found = amp.explain(torch.mm, torch.ones(2, 2), torch.ones(2, 2))
+        assert "Casts are off here." in found.state
+        assert reasons(found) == ["casts are off here"] * 2
+        assert reasons(amp.explain(torch.mm, torch.ones(2, 2), torch.ones(2, 2))) == [None, None]
+
+    @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+    def test_a_level_that_patches_nothing(self, level: str) -> None:
+        amp.initialize(nn.Linear(2, 2), opt_level=level, half_dtype="bfloat16", verbosity=0)
+        found = amp.explain(torch.mm, torch.ones(2, 2), torch.ones(2, 2))
+        assert f"{level} patches no functions, so none of this is applied." in found.state
+        assert reasons(found) == [f"{level} patches no functions"] * 2
+        assert found.places == ()
+
+    def test_allowed_banned_functions(self) -> None:
+        half = torch.ones(2, dtype=torch.bfloat16)
+        amp.init(allow_banned=True, half_dtype="bfloat16")
+        found = amp.explain(F.binary_cross_entropy, half, half)
+        assert changes(found) == {"input": ("bfloat16", "float32"), "target": ("bfloat16", "float32")}
+        assert "banned  computed in float32, by allow_banned=True" in str(found)
+
+
+class TestCalls:
+    """What a call would do. That the types are right for every function, `tests/test_predictions.py` shows."""
+
+    @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize(
+        ("function", "method"),
+        [(torch.mm, False), (F.linear, False), (torch.Tensor.matmul, True), (torch.log, False), (torch.dot, False)],
+        ids=["mm", "linear", "matmul", "log", "dot"],
+    )
+    def test_the_live_call_gets_these_types(
+        self, half: torch.dtype, function: Callable[..., Any], method: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Through the public function, against the dtype of the live result."""
+        one = torch.ones(2) if function is torch.dot else torch.ones(2, 2)
+        mixed = (one,) if function is torch.log else (one, one.to(half))
+        path = "torch.Tensor.matmul" if method else asked(amp.explain(function))[0]
+        with casts_on(half):
+            patched = functools.reduce(getattr, path.split(".")[1:], torch)
+            found = set(changes(amp.explain(patched, *mixed)).values())
+            result = patched(*mixed)
+        assert {after for _, after in found} == {str(result.dtype).removeprefix("torch.")}
+
+    def test_without_amp_the_default_half_type_counts(self) -> None:
+        found = amp.explain(torch.mm, torch.ones(2, 2), mat2=torch.ones(2, 2))
+        assert found.call is not None
+        half = "float16" if torch.cuda.is_available() else "bfloat16"
+        assert found.call.half_dtype == half
+        assert changes(found) == {"input": ("float32", half), "mat2": ("float32", half)}
+
+    def test_the_tensor_of_a_bound_method_and_the_arguments_of_a_partial_count(self) -> None:
+        amp.init(half_dtype=torch.float16)
+        half = torch.ones(2, 2, dtype=torch.float16)
+        assert changes(amp.explain(half.log)) == {"input": ("float16", "float32")}
+        assert changes(amp.explain(functools.partial(torch.mm, half), torch.ones(2, 2))) == {
+            "input": ("float16", "float16"),
+            "mat2": ("float32", "float16"),
+        }
+        assert amp.explain(functools.partial(F.softmax, dim=-1)).call is None
+
+    def test_an_unlisted_function_casts_nothing(self) -> None:
+        amp.init()
+        assert reasons(amp.explain(torch.relu, torch.ones(2))) == ["the function is on no list"]
+
+    def test_a_call_that_would_raise(self) -> None:
+        half = torch.ones(2, dtype=torch.float16)
+        amp.init(half_dtype=torch.float16)
+        for function, args in ((F.binary_cross_entropy, (half, half)), (torch.Tensor.exp_, (half,))):
+            found = amp.explain(function, *args)
+            with pytest.raises(amp.BannedFunctionError) as raised:
+                function(*args) if function is torch.Tensor.exp_ else F.binary_cross_entropy(*args)
+            assert found.call is not None
+            assert found.call.prediction.error == str(raised.value)
+            assert "It would raise BannedFunctionError" in str(found)
+
+    def test_a_function_that_was_bound_before_casts_nothing(self) -> None:
+        kept = [F.linear, torch.ones(2, 2).matmul]
+        amp.init()
+        for function in kept:
+            found = amp.explain(function, torch.ones(2, 2), torch.ones(2, 2))
+            assert set(reasons(found)) == {"this object is the function without amp"}
+            assert sum("bound before amp was set up" in sentence for sentence in found.state) == 1
+        assert "bound before" not in str(amp.explain(F.linear))
+
+    def test_a_decorated_function(self) -> None:
+        @amp.half_function
+        def product(a: Tensor, b: Tensor) -> Tensor:
+            return torch.mm(a, b)
+
+        assert product.__name__ == "product"
+        args = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.float64)
+        amp.init(half_dtype=torch.float16)
+        found = amp.explain(product, *args)
+        assert changes(found) == {"a": ("float32", "float16"), "b": ("float64", "float64")}
+        (own,) = found.spellings[0].rulings
+        assert (own.treatment, own.source) == ("whitelist", "decorated")
+        assert [each.path for each in found.calls] == ["torch.mm"]
+
+    @pytest.mark.parametrize(
+        ("decorate", "treatment", "casts_to"),
+        [
+            (amp.float_function, "blacklist", None),
+            (amp.promote_function, "promote", None),
+            (amp.bfloat16_function, "whitelist", "bfloat16"),
+        ],
+    )
+    def test_each_decorator(self, decorate: Any, treatment: str, casts_to: str | None) -> None:
+        @decorate
+        def function(x: Tensor) -> Tensor:
+            return x
+
+        (own,) = amp.explain(function).spellings[0].rulings
+        assert (own.treatment, own.source, own.casts_to) == (treatment, "decorated", casts_to)
+
+    def test_nothing_runs_and_nothing_changes(self, neighbour: types.ModuleType) -> None:
+        def fails(x: Tensor) -> Tensor:
+            raise AssertionError("it was called")
+
+        neighbour.fails = fails
+        amp.register_half_function(neighbour, "fails")
+        model = amp.initialize(nn.Linear(2, 2), opt_level="O1", half_dtype="bfloat16", verbosity=0)
+        written = torch.ones(2, 2)
+        before, patches = amp.cast_counts(), runtime.live.ledger.patches
+        amp.explain(neighbour.fails, torch.ones(2, 2))
+        amp.explain(torch.Tensor.addmm_, written, torch.ones(2, 2), torch.ones(2, 2))
+        amp.explain(F.linear, torch.ones(2, 2), model.weight)
+        amp.explain(F.softmax)
+        assert (amp.cast_counts(), runtime.live.ledger.patches) == (before, patches)
+        assert len(runtime.live.cache) == 0
+        assert torch.equal(written, torch.ones(2, 2))
+
+
+class TestCalled:
+    def test_listed_functions_inside_compositions(self) -> None:
+        inside = {each.path for each in amp.explain(F.multi_head_attention_forward).calls}
+        assert {"torch.nn.functional.linear", "torch.nn.functional.softmax", "torch.bmm"} <= inside
+
+    def test_in_functions_of_users(self, neighbour: types.ModuleType) -> None:
+        calls = amp.explain(neighbour.loss).calls
+        assert {each.caller for each in calls} == {"neighbour.loss"}
+        assert {each.path: each.rulings[0].treatment for each in calls} == {
+            "torch.Tensor.exp": "blacklist",
+            "torch.nn.functional.cross_entropy": "blacklist",
+            "torch.nn.functional.linear": "whitelist",
+        }
+
+
+class TestPlaces:
+    def noted(self, name: str | Callable[..., Any]) -> dict[str, tuple[bool, str]]:
+        found = amp.explain(name).places
+        return {
+            place.where.partition(" (")[0]: (place.casts, place.note)
+            for place in found
+            if "neighbour" in place.where or "default" in place.where or "Keeping" in place.where
+        }
+
+    def test_with_amp_off_they_are_those_that_would_be_found(self, neighbour: types.ModuleType) -> None:
+        noted = self.noted(F.softmax)
+        assert noted["neighbour.soft"] == (True, "would be patched")
+        assert not noted["neighbour.table"][0]
+        assert not noted["neighbour.part"][0]
+        assert noted["neighbour.Holder.act"] == (False, "would stay uncast")
+        assert noted["act of default"] == (False, "would stay uncast")
+
+    def test_with_amp_on_they_are_patched_or_keep_the_function(self, neighbour: types.ModuleType) -> None:
+        class Keeping(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.act = F.softmax
+
+        model, other = Keeping(), nn.Sequential(Keeping())
+        amp.initialize(model, opt_level="O1", verbosity=0)
+        noted = self.noted("softmax")
+        assert noted["neighbour.soft"] == (True, "patched")
+        assert [noted[name][0] for name in ("neighbour.table", "neighbour.Holder.act", "act of default")] == [False] * 3
+        assert "cannot replace it there" in noted["act of default"][1]
+        casts = [place.casts for place in amp.explain(F.softmax).places if place.where.endswith("Keeping.act")]
+        assert sorted(casts) == [False, True]
+        # What is said is what happens.
+        half = torch.ones(2, 2, dtype=torch.bfloat16)
+        told = {name: casts for name, (casts, _) in self.noted(torch.log).items()}
+        assert told == {"neighbour.log": True, "neighbour.Holder.log": False, "log of default_log": False}
+        assert neighbour.log(half).dtype is torch.float32
+        assert neighbour.Holder.log(half).dtype is neighbour.default_log(half).dtype is torch.bfloat16
+        assert other is not None
+
+    def test_a_module_that_refuses_is_told(self, neighbour: types.ModuleType) -> None:
+        amp.init()
+        neighbour.soft = vars(F.softmax)["__wrapped__"]
+        assert self.noted(F.softmax)["neighbour.soft"][1].startswith("keeps the uncast function: bound since")
+
+    def test_an_unlisted_function_has_none(self, neighbour: types.ModuleType) -> None:
+        neighbour.other = torch.relu
+        assert amp.explain(torch.relu).places == ()
+
+
+class TestOutput:
+    CASES = (F.softmax, "exp", F.interpolate, F.multi_head_attention_forward, torch.relu, F.binary_cross_entropy, "@")
+
+    @pytest.mark.parametrize("given", CASES, ids=lambda given: given if isinstance(given, str) else given.__name__)
+    def test_lines_are_short_and_the_data_plain(self, given: Any) -> None:
+        found = amp.explain(given, *([torch.ones(2, 2)] if given is F.softmax else []))
+        assert max(map(len, str(found).splitlines())) < 100
+        assert repr(found) == str(found)
+        data = found.to_dict()
+        assert json.loads(json.dumps(data)) == data
+
+    def test_it_is_frozen(self) -> None:
+        with pytest.raises(AttributeError):
+            amp.explain("mm").asked = "other"  # type: ignore[misc]
+
+    def test_all_that_was_found_is_in_the_text(self, overlay: Path, neighbour: types.ModuleType) -> None:
+        amp.init(half_dtype=torch.float16, cast_lists=overlay)
+        text = str(amp.explain(F.softmax, torch.ones(2, 2)))
+        words = " ".join(text.split())
+        for part in ("float32 -> float16", f"{overlay}:2", "small here", "instead of blacklist", "neighbour.soft"):
+            assert part in words
+
+
+def calls_of(function: Callable[..., Any], *args: Any) -> list[str]:
+    """The modules whose Python functions run in a call, in order."""
+    names: list[str] = []
+
+    def note(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call":
+            names.append(f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}")
+
+    sys.setprofile(note)
+    try:
+        function(*args)
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+def test_a_patched_call_does_nothing_more_for_it() -> None:
+    x = torch.ones(2, 2)
+    with casts_on():
+        F.linear(x, x)
+        before = calls_of(F.linear, x, x)
+        amp.explain(F.linear, x, x)
+        after = calls_of(F.linear, x, x)
+    assert before == after
+    assert before
+    assert not [name for name in before if "diagnostics" in name or "predictions" in name]
+
+
+class TestCommand:
+    def test_it_prints_the_same_text(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["explain", "exp"]) == 0
+        assert capsys.readouterr().out == f"{amp.explain('exp')}\n"
+
+    def test_options(self, overlay: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        asked = ["explain", "softmax", "--half-dtype", "float16", "--cast-lists", str(overlay)]
+        assert cli.main(asked) == 0
+        assert "would do in float16." in " ".join(capsys.readouterr().out.split())
+        assert cli.main([*asked, "--json"]) == 0
+        (own, *_) = json.loads(capsys.readouterr().out)["spellings"][0]["rulings"]
+        assert (own["treatment"], own["half_dtypes"], own["reason"]) == ("whitelist", ["float16"], "small here")
+
+    def test_modules_can_be_imported_first(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "explained_module.py").write_text("import torch\nproduct = torch.mm\n")
+        monkeypatch.chdir(tmp_path)
+        importlib.invalidate_caches()
+        try:
+            assert cli.main(["explain", "explained_module.product", "--import", "explained_module"]) == 0
+        finally:
+            sys.modules.pop("explained_module", None)
+        assert "* explained_module.product  whitelist" in capsys.readouterr().out
+
+    def test_an_unknown_name_is_status_1_and_a_line(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["explain", "sofmax"]) == 1
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith("ampatch: error: there is no function named 'sofmax'")
+        assert "Did you mean 'softmax'" in printed.err
+
+
+class TestGuide:
+    """The commands and the code of the page work, and print what stands below them."""
+
+    SECTION = PAGE.read_text().partition("## Why did this run in float32?")[2].partition("\n## ")[0]
+
+    def blocks(self, language: str) -> list[str]:
+        found = re.findall(r"^```(\w*)\n(.*?)^```\n", self.SECTION, re.DOTALL | re.MULTILINE)
+        return [text for each, text in found if each == language]
+
+    def test_the_text_of_the_first_command(self, capsys: pytest.CaptureFixture[str]) -> None:
+        command, text = self.blocks("sh")[0], self.blocks("")[0]
+        assert cli.main(command.split()[1:]) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith(text)
+
+    def test_the_other_commands(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "casts.yaml").write_text("blacklist:\n  torch.nn.functional: [linear]  # ours\n")
+        (tmp_path / "mymodel.py").write_text("import torch\ndef loss(x): return torch.log(x)\n")
+        monkeypatch.chdir(tmp_path)
+        importlib.invalidate_caches()
+        try:
+            for line in self.blocks("sh")[1].splitlines():
+                words = line.partition("#")[0].replace('"', "").split()
+                assert cli.main(words[1:]) == 0, line
+        finally:
+            sys.modules.pop("mymodel", None)
+        printed = capsys.readouterr().out
+        assert "casts.yaml:2" in printed
+        assert "torch.log" in printed
+        assert "torch.Tensor.__matmul__" in printed
+
+    def test_the_scripts(self, capsys: pytest.CaptureFixture[str]) -> None:
+        first, second = self.blocks("python")
+        exec(first, {})
+        assert self.blocks("")[1] in capsys.readouterr().out
+        exec(compile(second, "train.py", "exec"), {"__name__": "train"})
+        assert "layer of head (train.py:5)" in capsys.readouterr().out

@@ -1,0 +1,100 @@
+"""Of the search for the places that hold a function."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from ampatch.patching.function_places import Kind, places, swept_modules
+
+
+class Model(nn.Module):
+    def __init__(self, act: object) -> None:
+        super().__init__()
+        self.act = act
+        self.table = {"act": act}
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    made = types.ModuleType("a_module_of_users")
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    return made
+
+
+def found(function: object) -> set[tuple[Kind, str]]:
+    return {(place.kind, place.name) for place in places({id(function): function})}
+
+
+def fresh() -> types.FunctionType:
+    """A function that nothing else holds."""
+    return types.FunctionType((lambda x: x).__code__, {"__name__": "elsewhere"})
+
+
+def test_a_function_that_nothing_holds_is_in_no_place() -> None:
+    assert found(fresh()) == set()
+
+
+def test_names_in_modules(module: types.ModuleType) -> None:
+    module.other = fresh()
+    assert found(module.other) == {(Kind.MODULE, "other")}
+
+
+def test_containers_and_partials_of_modules(module: types.ModuleType) -> None:
+    function = fresh()
+    module.table = {"deep": [function]}
+    module.part = functools.partial(function, 1)
+    assert found(function) == {(Kind.CONTAINER, "table"), (Kind.CONTAINER, "part")}
+
+
+def test_closures_and_default_arguments() -> None:
+    function = fresh()
+
+    def closure() -> object:
+        return function
+
+    def default(x: object, act: object = function, *, other: object = function) -> object:
+        return x
+
+    held = {(place.owner, place.name) for place in places({id(function): function})}
+    assert {(closure, "function"), (default, "act"), (default, "other")} <= held
+
+
+def test_attributes_of_classes_static_methods_too() -> None:
+    function = fresh()
+    holder = type("Holder", (), {"plain": function, "static": staticmethod(function), "table": [function]})
+    assert found(function) == {(Kind.CLASS, name) for name in ("plain", "static", "table")}
+    assert holder.plain is function
+
+
+def test_attributes_and_containers_of_models() -> None:
+    function = fresh()
+    model = Model(function)
+    assert found(function) == {(Kind.MODEL, "act"), (Kind.MODEL_CONTAINER, "table")}
+    assert model.act is function
+
+
+def test_models_that_are_not_initialised_are_searched_too() -> None:
+    function, unfinished = fresh(), Model.__new__(Model)
+    vars(unfinished)["act"] = function
+    assert found(function) == {(Kind.MODEL, "act")}
+
+
+def test_torchs_own_modules_are_left_out_but_for_one() -> None:
+    swept = swept_modules()
+    assert swept[0] is torch.functional
+    assert not [module for module in swept[1:] if module.__name__.partition(".")[0] in ("torch", "ampatch")]
+    function = torch.nn.functional.linear
+    assert not any(place.owner is torch.nn.functional for place in places({id(function): function}))
+
+
+def test_a_caller_may_build_a_tuple_from_them() -> None:
+    """The garbage collector also returns a tuple that is just being built, which then could not grow."""
+    function = fresh()
+    holders = [type("Holder", (), {"plain": function}) for _ in range(50)]
+    assert len(tuple(place for place in places({id(function): function}))) == len(holders)

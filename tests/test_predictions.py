@@ -1,0 +1,239 @@
+"""What is predicted of calls, against what the patched functions do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import HALF_DTYPES, casts_on, check_rows, dtype_name
+from samples import SAMPLES, TORCH_WARNINGS, Maker, Sample, is_method, lacks, resolve
+from torch.overrides import TorchFunctionMode
+
+from ampatch.cast_lists.lists import shipped
+from ampatch.cast_lists.paths import Path, unwrapped
+from ampatch.cast_lists.rules import Rule
+from ampatch.casting.nested import tensors_in
+from ampatch.errors import BannedFunctionError
+from ampatch.patching.predictions import Prediction, Predictor
+
+pytestmark = [pytest.mark.filterwarnings(warning) for warning in TORCH_WARNINGS]
+
+# What torch reports to a mode under another function, or not at all.
+UNSEEN = {f"torch.nn.functional.{name}" for name in ("grouped_mm", "upsample", "upsample_bilinear")}
+
+
+class Recording(TorchFunctionMode):
+    """Keeps the arguments with which a function itself is called: those that the patch hands on."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self._function = function
+        self.received: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is self._function and self.received is None:
+            self.received = args, kwargs or {}
+        return function(*args, **(kwargs or {}))
+
+
+def mixes(half: torch.dtype) -> list[tuple[torch.dtype, ...]]:
+    return [(half, torch.float32), (torch.float32, half), (half,), (torch.float32,), (torch.float64,)]
+
+
+def rows(rules: dict[Path, Rule], half: torch.dtype, few: bool) -> Iterator[tuple[Any, ...]]:
+    for path, samples in SAMPLES.items():
+        rule = None if lacks(path) else rules.get(Path(*path.rpartition(".")[::2]))
+        for number, sample in enumerate(samples[:1] if few else samples):
+            for form in () if rule is None else sample.forms()[:1] if few else sample.forms():
+                for mix in mixes(half)[: 1 if few else None]:
+                    name = f"{path}-{number}-{form}-{'-'.join(map(dtype_name, mix))}"
+                    yield name, path, rule, sample, form, mix
+
+
+def check(path: str, rule: Rule, sample: Sample, form: str, mix: tuple[torch.dtype, ...], predictor: Predictor) -> None:
+    args, kwargs = sample.arguments(Maker(mix), method=is_method(path), form=form)
+    patched = resolve(path)
+    assert unwrapped(patched) is not patched
+
+    said = predictor.by_rule(rule, unwrapped(patched), args, kwargs)
+
+    error = None
+    with Recording(unwrapped(patched)) as recording:
+        try:
+            patched(*args, **kwargs)
+        except BannedFunctionError as raised:
+            error = str(raised)
+        except (RuntimeError, ValueError):  # torch itself, on a type that it has no kernel for
+            pass
+    assert said.error == error
+    if error is None and path not in UNSEEN:
+        assert recording.received is not None
+        got = [*recording.received[0], *recording.received[1].values()]
+        assert [each.after for each in said.arguments] == [tensor.dtype for tensor in tensors_in(got)]
+        if "dtype" not in kwargs:
+            assert said.passes_dtype is recording.received[1].get("dtype")
+    for each in said.arguments:
+        assert (each.why is None) is (each.before is not each.after)
+        assert each.why != "the rule leaves it as it is"
+
+
+@pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["one-call", "all-calls"])
+def test_every_listed_function_gets_what_is_predicted(half: torch.dtype, few: bool, subtests: pytest.Subtests) -> None:
+    predictor = Predictor(half, {"cpu"})
+    with casts_on(half):
+        table = rows(shipped().for_half(half), half, few)
+        check_rows(subtests, table, lambda *row: check(*row, predictor))
+
+
+def test_the_last_rows_would_fail_if_a_prediction_were_wrong(subtests: pytest.Subtests) -> None:
+    """The predictions of one half type, against the calls of the other."""
+    path, half = "torch.mm", torch.float16
+    rule = shipped().for_half(half)[Path("torch", "mm")]
+    with casts_on(half), pytest.raises(AssertionError):
+        check(path, rule, SAMPLES[path][0], "positional", (torch.float32,), Predictor(torch.bfloat16, {"cpu"}))
+
+
+X, H = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.float16)
+
+
+def predicted(path: str, *args: Any, allow_banned: bool = False, **kwargs: Any) -> Prediction:
+    rule = shipped().for_half(torch.float16)[Path(*path.rpartition(".")[::2])]
+    return Predictor(torch.float16, {"cpu"}, allow_banned).by_rule(rule, resolve(path), args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("path", "args", "kwargs", "said"),
+    [
+        pytest.param("torch.mm", (X, X), {}, {"input": None, "mat2": None}, id="cast"),
+        pytest.param(
+            "torch.mm",
+            (H, X.double()),
+            {},
+            {"input": "it is float16 already", "mat2": "float64 is never cast"},
+            id="float64",
+        ),
+        pytest.param("torch.mm", (X.int(), X), {}, {"input": "int32 is never cast", "mat2": None}, id="integers"),
+        pytest.param(
+            "torch.mm", (X.to("meta"), X), {}, {"input": "it is on 'meta'; amp casts on cpu", "mat2": None}, id="device"
+        ),
+        pytest.param(
+            "torch.mm",
+            (X, H),
+            {"out": X.clone()},
+            {
+                "input": "the tensor written to is float32 too",
+                "mat2": None,
+                "out": "out= is never cast; it decides the type",
+            },
+            id="out",
+        ),
+        pytest.param(
+            "torch.sum", (H,), {"dtype": torch.float16}, {"input": "the call's own dtype=float16 is obeyed"}, id="dtype"
+        ),
+        pytest.param(
+            "torch.softmax",
+            (H, 0, torch.float16),
+            {},
+            {"input": "the call's own dtype=float16 is obeyed"},
+            id="dtype-by-position",
+        ),
+        pytest.param(
+            "torch.sum", (H,), {}, {"input": "dtype=float32 is passed instead: the kernel casts"}, id="via-dtype"
+        ),
+        pytest.param("torch.log", (X,), {}, {"input": "it is float32 already"}, id="already"),
+        pytest.param(
+            "torch.Tensor.addmm_",
+            (H, X, X),
+            {},
+            {"input": "the call writes to it, so it keeps its type", "mat1": None, "mat2": None},
+            id="in-place",
+        ),
+        pytest.param(
+            "torch.nn.functional.interpolate",
+            (H[None, None],),
+            {"scale_factor": 2},
+            {"input": "mode is 'nearest'; the rule is for mode=area|bicubic|bilinear|linear|trilinear"},
+            id="condition",
+        ),
+        pytest.param(
+            "torch.nn.functional.interpolate",
+            (H[None, None],),
+            {"scale_factor": 2, "mode": "bicubic"},
+            {"input": None},
+            id="condition-holds",
+        ),
+        pytest.param(
+            "torch.lerp",
+            (X, H, 0.5),
+            {},
+            {"input": "float32 is the widest type", "end": None},
+            id="promote",
+        ),
+        pytest.param(
+            "torch.lerp",
+            (X, X, 0.5),
+            {},
+            dict.fromkeys(("input", "end"), "all that could be cast has one type"),
+            id="promote-one-type",
+        ),
+        pytest.param(
+            "torch.meshgrid",
+            ([X[0], H[0]],),
+            {},
+            {"argument 1[0]": "float32 is the widest type", "argument 1[1]": None},
+            id="nested",
+        ),
+        pytest.param(
+            "torch.nn.functional.binary_cross_entropy",
+            (X, X),
+            {},
+            dict.fromkeys(("input", "target"), "the ban is for half tensors only"),
+            id="banned-float32",
+        ),
+    ],
+)
+def test_an_argument_that_stays_has_a_reason(path: str, args: Any, kwargs: Any, said: dict[str, str | None]) -> None:
+    found = {each.name: each.why for each in predicted(path, *args, **kwargs).arguments}
+    assert found == said
+
+
+class Foreign:
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise AssertionError("the function was called")
+
+
+def test_beside_an_argument_that_is_no_tensor_and_overrides_functions_nothing_is_cast() -> None:
+    (only,) = predicted("torch.mm", X, Foreign()).arguments
+    assert (only.after, only.why) == (torch.float32, "an argument that is no tensor overrides torch's functions")
+
+
+def test_what_would_raise_has_the_text_of_the_error() -> None:
+    said = predicted("torch.nn.functional.binary_cross_entropy", H, H)
+    with casts_on(torch.float16), pytest.raises(BannedFunctionError) as raised:
+        F.binary_cross_entropy(H, H)
+    assert said.error == str(raised.value)
+    assert {each.after for each in said.arguments} == {torch.float16}
+
+
+def test_with_allow_banned_a_banned_function_runs_in_float32() -> None:
+    said = predicted("torch.nn.functional.binary_cross_entropy", H, X, allow_banned=True)
+    assert said.error is None
+    assert [each.why for each in said.arguments] == [None, "it is float32 already"]
+
+
+def test_inside_autocast_its_type_counts() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [each.after for each in predicted("torch.mm", X, X).arguments] == [torch.bfloat16] * 2
+
+
+def test_no_value_is_read_or_copied() -> None:
+    """A cast of these would take terabytes."""
+    huge = torch.empty(1).expand(2**40)
+    assert [each.after for each in predicted("torch.mv", huge[None].expand(2, -1), huge).arguments] == [
+        torch.float16
+    ] * 2
