@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import multiprocessing
 import threading
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampatch import GradScaler, amp
+from ampatch.runtime import runtime
 
 FLOAT16 = torch.float16
 
@@ -304,6 +306,36 @@ class TestOtherLoops:
         amp.deinitialize()
         assert [event.trace.function for event in events] == ["torch.log", "Amplified"]
 
+    def test_a_backward_pass_after_the_step_of_another(self):
+        events: list[Any] = []
+        models = [nn.Linear(8, 8), Applied(lambda x: torch.log(x * 0))]
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
+        options: dict[str, Any] = {"half_dtype": FLOAT16, "verbosity": 0, "init_scale": 1.0, "num_losses": 2}
+        amp.initialize(models, optimizers, on_overflow=("trace", events.append), **options)
+        losses = [in_float32(model(batch())) for model in models]
+        for number, (loss, optimizer) in enumerate(zip(losses, optimizers, strict=True)):
+            with amp.scale_loss(loss, optimizer, loss_id=number) as scaled:
+                scaled.backward()
+            optimizer.step()
+        amp.deinitialize()
+        assert [(event.trace.direction, event.trace.function) for event in events] == [("forward", "torch.log")]
+
+    def test_a_forward_pass_that_is_no_longer_watched_is_no_input(self):
+        events: list[Any] = []
+        sound, faulty = nn.Linear(8, 8), Applied(lambda x: torch.log(x * 0))
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (sound, faulty)]
+        options: dict[str, Any] = {"half_dtype": FLOAT16, "verbosity": 0, "init_scale": 1.0}
+        amp.initialize([sound, faulty], optimizers, on_overflow=("trace", events.append), **options)
+        early = in_float32(faulty(batch()))
+        for _ in range(2):
+            with amp.scale_loss(in_float32(sound(batch())), optimizers[0]) as scaled:
+                scaled.backward()
+        with amp.scale_loss(early, optimizers[1]) as scaled:
+            scaled.backward()
+        optimizers[1].step()
+        amp.deinitialize()
+        assert [event.trace.direction for event in events] == ["unknown"]
+
     def test_an_older_cause_is_not_reported_for_a_later_step(self):
         is_faulty = [True]
         model = Applied(lambda x: Amplified.apply(x, 1e9) if is_faulty.pop() else torch.log(x * 0))
@@ -423,14 +455,33 @@ class TestResult:
 
 
 class TestMemory:
-    def test_evaluation_with_gradients_keeps_the_arguments_of_a_few_forward_passes(self):
+    def test_evaluation_with_gradients_keeps_a_few_forward_passes(self):
         model = nn.Linear(8, 8)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = amp.initialize(model, optimizer, half_dtype=FLOAT16, verbosity=0, on_overflow="trace")
-        from ampatch.runtime import runtime
-
+        tracer: Any = runtime.live.overflows.tracer  # type: ignore[union-attr]
+        counts = []
         for _ in range(20):
             model(batch())
-        tracer: Any = runtime.live.overflows.tracer
-        assert sum(op.arguments is not None for op in tracer._watch.ops) <= 8 * len(tracer._watch.ops) / 20
+            counts.append(len(tracer._watch.ops))
         amp.deinitialize()
+        assert counts[-1] == counts[12] < 12 * counts[0]
+
+    def test_a_forked_process_records_nothing(self):
+        model = nn.Linear(8, 8)
+        model = amp.initialize(model, half_dtype=FLOAT16, verbosity=0, on_overflow="trace")
+        tracer: Any = runtime.live.overflows.tracer  # type: ignore[union-attr]
+        model(batch())
+        before = len(tracer._watch.ops)
+        context = multiprocessing.get_context("fork")
+        queue = context.SimpleQueue()
+
+        def work() -> None:
+            torch.ones(3, requires_grad=True) * 2
+            queue.put(len(tracer._watch.ops))
+
+        process = context.Process(target=work)
+        process.start()
+        process.join()
+        amp.deinitialize()
+        assert queue.get() == before > 0

@@ -147,11 +147,19 @@ class Origin:
 
     Attributes:
         op: the operator; None if no watched operator produced it.
-        is_input: True if its input was not finite, and no watched operator wrote that.
+        is_unwritten: True if an input was not finite, and no watched operator wrote that.
     """
 
     op: WatchedOp | None
-    is_input: bool = False
+    is_unwritten: bool = False
+
+    @property
+    def is_input(self) -> bool:
+        """True if data or a parameter was not finite to begin with."""
+        op = self.op
+        if op is None or not self.is_unwritten or op.is_backward:
+            return False
+        return all(values.is_finite or values.writer is not None or values.is_leaf for values in op.inputs)
 
 
 class Examiner:
@@ -197,6 +205,8 @@ class Examiner:
         first = found[min(found)]
         op = first.op
         assert op is not None
+        if first.is_unwritten and not first.is_input:
+            return OverflowTrace("unknown", notes=(*notes, _NO_FORWARD))
         rerun = None if first.is_input else causes.in_float32(op)
         named = _to_name(op)
         place = op.place or named.place  # the user's own backward function, or the forward
@@ -344,7 +354,8 @@ class OverflowTracer:
         self._examiner = Examiner(properties, policy, lambda module: named_modules().get(id(module)))
         self._origins: dict[int, Origin] = {}  # by the id of the parameter, since its optimizer's last step
         self._arrived: set[int] = set()  # ids of the parameters with a gradient since then
-        self._forwards: list[int] = []  # numbers of operators recorded when each forward pass began
+        self._has_gone_backward = False  # since the first of these forward passes
+        self._forwards: list[int] = []  # the number of the first operator of each
 
     def install(self, ledger: PatchLedger) -> None:
         """Hooks all modules, so that the first forward pass begins to watch; compiled code runs uncompiled."""
@@ -361,22 +372,22 @@ class OverflowTracer:
         Args:
             parameters: parameters of a model, as an optimizer has them.
             loss_scale: scale of the loss in the backward passes.
-
         """
-        self._end_backward()
+        self._note_origins()
         ids = set(map(id, parameters))
-        origins = [origin for key, origin in self._origins.items() if key in ids]
+        is_watched = bool(ids & self._arrived)  # sharded parameters get their gradients from other tensors
+        origins = [origin for key, origin in self._origins.items() if key in ids or not is_watched]
         if not origins:
-            note = _FINITE_HERE if ids & self._arrived else _NOT_WATCHED
+            note = _FINITE_HERE if self._arrived else _NOT_WATCHED
             return OverflowTrace("unknown", notes=(note,))
         return self._examiner.describe(origins, self._watch.missed_threads, loss_scale) or OverflowTrace("unknown")
 
     def end_step(self, parameters: Iterable[Tensor]) -> None:
         """Forgets the gradients of parameters, after a step that used them or was skipped."""
-        self._end_backward()
-        for each in parameters:
-            self._origins.pop(id(each), None)
-            self._arrived.discard(id(each))
+        self._note_origins()
+        for key in map(id, parameters):
+            self._origins.pop(key, None)
+            self._arrived.discard(key)
 
     def _before_forward(self, *_: object) -> None:
         watch = self._watch
@@ -384,29 +395,32 @@ class OverflowTracer:
             return
         if not watch.is_on:
             watch.push()
-        self._end_backward()
-        if not watch.ops:
+        self._note_origins()
+        if self._has_gone_backward:
+            watch.forget()
+            self._has_gone_backward = False
             self._forwards.clear()
-        self._forwards.append(len(watch.ops))
+        self._forwards.append(watch.count)
         if len(self._forwards) > _FORWARDS_KEPT:  # such as in an evaluation that records gradients
-            del self._forwards[0]
-            for op in watch.ops[: self._forwards[0]]:
-                op.arguments = None
+            watch.forget(before=self._forwards.pop(0))
 
-    def _end_backward(self) -> None:
-        """Remembers the origins of gradients that are not finite; then forgets the operators of their passes."""
-        if self._watch.gradients:
+    def _note_origins(self) -> None:
+        """Remembers the origins of the gradients that have arrived and are not finite."""
+        arrived = self._watch.gradients
+        if arrived:
             self._origins = {**origins_of_gradients(self._watch), **self._origins}
-            self._arrived.update(id(gradient.parameter) for gradient in self._watch.gradients)
-            self._watch.forget()
+            self._arrived.update(id(gradient.parameter) for gradient in arrived)
+            arrived.clear()
+            self._has_gone_backward = True
 
 
 _FINITE_HERE = (
     "the gradients that this process computed are finite: another rank's are not, or other code changed them afterwards"
 )
-_NOT_WATCHED = "no backward pass of these parameters was watched, such as one in another thread"
+_NOT_WATCHED = "no backward pass of these parameters was watched, such as one in another thread, or without modules"
+_NO_FORWARD = "the forward pass of this backward pass was no longer watched, since others followed"
 
-#: Forward passes whose operators keep their arguments, if no backward pass follows any of them.
+#: Forward passes that are kept if no backward pass follows any of them.
 _FORWARDS_KEPT = 8
 
 
@@ -422,8 +436,8 @@ def origins_of_gradients(watch: Watch) -> dict[int, Origin]:
         # What made the loss inf may have led to the gradient by other numbers: log(0), and then 1 / 0.
         ops = [origins.get(id(values)) for values in (gradient.values, gradient.loss)]
         op = min(filter(None, ops), key=lambda each: each.number, default=None)
-        is_input = op is not None and any(not each.is_finite and each.writer is None for each in op.inputs)
-        found.setdefault(id(gradient.parameter), Origin(op, is_input))
+        is_unwritten = op is not None and any(not each.is_finite and each.writer is None for each in op.inputs)
+        found.setdefault(id(gradient.parameter), Origin(op, is_unwritten))
     return found
 
 

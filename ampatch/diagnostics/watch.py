@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import linecache
 import math
+import os
 import sys
 import threading
 import types
@@ -69,12 +70,14 @@ class Values:
         dtype: its type.
         shape: its shape.
         writer: operator that wrote them; None if none was watched: a parameter, or data.
+        is_leaf: False if autograd knows an operator that made it, whether that was watched or not.
         largest: the greatest absolute value, inf or NaN; None if the tensor is empty, or `Watch.read` was not called.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     writer: WatchedOp | None = None
+    is_leaf: bool = True
     largest: float | None = None
     on_device: tuple[Tensor, ...] = ()  # its extremes, until they are read
 
@@ -188,12 +191,13 @@ class Watch:
         self._always = always
         self._written: dict[int, tuple[StorageWeakRef, Values, int]] = {}
         self._by_node: dict[int, WatchedOp | None] = {}
-        self._numbers = itertools.count()
+        self._count = 0
         self._last_number = -1
         self._last_arrival = (-1, 0)
         self._modules: list[_Running] = []
         self._functions: list[Any] = []
         self._thread: int | None = None
+        self._process = os.getpid()  # workers of a DataLoader are forked with the modes on their stacks
         self._modes = (_Functions(self), _Operators(self))
         self._hooks: list[RemovableHandle] = []
 
@@ -279,11 +283,29 @@ class Watch:
 
     # Operators
 
-    def forget(self) -> None:
-        """Drops what was recorded."""
-        self.ops, self.gradients = [], []
-        self._written.clear()
-        self._by_node.clear()
+    def forget(self, before: int | None = None) -> None:
+        """Drops what was recorded.
+
+        Args:
+            before: drops only operators with smaller numbers.
+        """
+        self.ops = [] if before is None else [op for op in self.ops if op.number >= before]
+        if before is None:
+            self.gradients.clear()
+            self._written.clear()
+            self._by_node.clear()
+            return
+        self._by_node = {node: op for node, op in self._by_node.items() if op is not None and op.number >= before}
+        self._written = {
+            key: entry
+            for key, entry in self._written.items()
+            if entry[1].writer is None or entry[1].writer.number >= before
+        }
+
+    @property
+    def count(self) -> int:
+        """Number of operators recorded so far, forgotten ones included."""
+        return self._count
 
     def read(self) -> None:
         """Copies the largest values to the host; syncs with each device once for each type."""
@@ -311,7 +333,7 @@ class Watch:
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator and records it."""
-        if _thread.paused or is_recording() or is_capturing():
+        if _thread.paused or os.getpid() != self._process or is_recording() or is_capturing():
             return op(*args, **kwargs)
         node: Any = torch._C._current_autograd_node()
         own_node = self._own_node() if node is None else None
@@ -328,7 +350,7 @@ class Watch:
             return op(*args, **kwargs)
         watched = WatchedOp(
             op,
-            next(self._numbers),
+            self._count,
             is_backward,
             self._functions[-1] if self._functions and not is_backward else None,
             tuple(running.module for running in self._modules),
@@ -337,6 +359,7 @@ class Watch:
             None if node is None else self._by_node.get(node._sequence_nr()),
             has_inf_argument=_has_inf((args, kwargs)),
         )
+        self._count += 1
         result = self._run_watched(watched, args, kwargs)
         if own_node is not None:
             self._by_node[own_node] = watched
@@ -396,7 +419,7 @@ class Watch:
         if known is not None and known[2] == tensor.numel() and known[1].dtype is tensor.dtype:
             return known[1]
         writer = None if known is None else known[1].writer  # a part of it, or a view in another type
-        values = Values(tensor.dtype, tuple(tensor.shape), writer, on_device=_extremes(tensor))
+        values = Values(tensor.dtype, tuple(tensor.shape), writer, tensor.grad_fn is None, on_device=_extremes(tensor))
         if known is None:
             self._written[_key(tensor)] = StorageWeakRef(_storage(tensor)), values, tensor.numel()
         return values
