@@ -264,14 +264,18 @@ def _subject(target: str) -> tuple[Any, Any, Any]:
 
     module_name, separator, name = target.partition(":")
     if not (separator and name and module_name) or module_name.endswith(".py") or "/" in module_name:
-        raise OptionError(f"found {target!r}; expected MODULE:FUNCTION, such as train:preflight or package.module:make.")
+        raise OptionError(
+            f"found {target!r}; expected MODULE:FUNCTION, such as train:preflight or package.module:make."
+        )
     _import([module_name])
     module = sys.modules[module_name]
     function = getattr(module, name, None)
     if not callable(function):
         found = "no" if function is None else f"{type(function).__name__!r} as"
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise OptionError(f"the module {module_name!r} has {found} {name!r}; expected a function.{did_you_mean(name, names)}")
+        raise OptionError(
+            f"the module {module_name!r} has {found} {name!r}; expected a function.{did_you_mean(name, names)}"
+        )
     try:
         result = function()
     except Exception as error:  # a user's function may raise anything

@@ -35,7 +35,6 @@ from ampatch.diagnostics.preflight_steps import (
 from ampatch.diagnostics.watch import Watch
 from ampatch.distributed import is_sharded
 from ampatch.errors import OptionError, UsageError
-from ampatch.patching import adopted_model
 from ampatch.runtime import runtime
 
 Level = tuple[str, torch.dtype]
@@ -119,7 +118,9 @@ def _checked(model: nn.Module) -> nn.Module:
                 "every level is compared. Type model.float() first."
             )
         if parameter.device.type not in ("cpu", "cuda"):
-            raise OptionError(f"the model's {name!r} is on {parameter.device.type!r}; expected the CPU or a GPU (cuda).")
+            raise OptionError(
+                f"the model's {name!r} is on {parameter.device.type!r}; expected the CPU or a GPU (cuda)."
+            )
         trainable |= parameter.requires_grad
     if not trainable:
         raise OptionError("the model has no parameter that requires a gradient; expected one to train.")
@@ -212,9 +213,7 @@ class _Flight:
         except Exception as error:
             error.add_note(f"ampatch: {type(subject.model).__name__} raised this in float32, before any opt level.")
             raise
-        gradients = {
-            name: dense(each.grad) for name, each in model.named_parameters() if each.grad is not None
-        }
+        gradients = {name: dense(each.grad) for name, each in model.named_parameters() if each.grad is not None}
         step = Step(float(loss.detach()), gradients)
         if not step.is_finite:
             return step, None, examined(watch, examiner, 1.0), []

@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from ampatch.cast_lists.lists import shipped
 from ampatch.cast_lists.rules import Treatment
 from ampatch.diagnostics.overflow_trace import overlay_for
-from ampatch.diagnostics.preflight_operators import Operators, Suspect
+from ampatch.diagnostics.preflight_operators import Operators
 from ampatch.diagnostics.preflight_report import FAILS, INACCURATE
 from ampatch.diagnostics.preflight_steps import Part, Setup, Trial
 
@@ -56,10 +54,9 @@ def mended(
         if part is None:
             return Mended(None, runs)
         seen.add(part)
-        others = [each for each in current.setup.parts if part.argument != "loss_scale" or each.argument != "loss_scale"]
-        trial = run(replace(current.setup, parts=(*others, part)))
+        trial = run(replace(current.setup, parts=(*_without_scale_for(part, current.setup.parts), part)))
         runs += 1
-        if trial.verdict != FAILS or current.verdict == FAILS:
+        if trial.verdict != FAILS or (current.verdict == FAILS and not trial.is_refused):
             current = trial
     if not current.stands:
         return Mended(None, runs)
@@ -69,6 +66,11 @@ def mended(
         if fewer.stands:
             current = fewer
     return Mended(current, runs)
+
+
+def _without_scale_for(part: Part, parts: Sequence[Part]) -> list[Part]:
+    """Returns the parts beside which a new one can stand: a change has one loss scale."""
+    return [each for each in parts if not each.argument == part.argument == "loss_scale"]
 
 
 def _candidates(trial: Trial, operators: Operators, flushed: float | None, banned: Sequence[str]) -> Iterator[Part]:
@@ -84,10 +86,11 @@ def _candidates(trial: Trial, operators: Operators, flushed: float | None, banne
 
 def _of_functions(trial: Trial, operators: Operators, banned: Sequence[str]) -> Iterator[Part]:
     if trial.verdict == FAILS:
-        paths = [*banned]
-        for each in operators.unlisted:
-            paths.append(f"{each.function}.apply" if each.kind == "autograd.Function" else each.function)
-        for path in paths:
+        unlisted = (
+            f"{each.function}.apply" if each.kind == "autograd.Function" else each.function
+            for each in operators.unlisted
+        )
+        for path in [*banned, *unlisted]:
             yield from _blacklisting(overlay_for(path))
         return
     if trial.trace is not None:

@@ -124,7 +124,7 @@ class Unlisted:
     Attributes:
         kind: "custom operator", "autograd.Function" or "torch function".
         function: its path.
-        calls: number of its calls.
+        count: number of its calls; for a torch function, of the operators that it ran.
         module: name of the module that called it first; None outside of one, or if unknown.
         file: file of that call; for an autograd.Function the one that defines it.
         line: number of the line in it.
@@ -132,7 +132,7 @@ class Unlisted:
 
     kind: str
     function: str
-    calls: int
+    count: int
     module: str | None = None
     file: str | None = None
     line: int | None = None
@@ -291,7 +291,7 @@ def _lines(result: Preflight) -> Iterator[str]:
         f"Beyond float16's range of {torch.finfo(torch.float16).max:g}, in float32", result.out_of_range, _beyond
     )
     yield from _section("Gradients with values that float16 flushes to zero", result.underflows, _flushed)
-    skipped = f" ({result.uncompared} operators not compared)" if result.uncompared else ""
+    skipped = f" (not compared: {result.uncompared})" if result.uncompared else ""
     yield from _section(
         f"More than {result.tolerance:.0%} lost to bfloat16's precision{skipped}", result.imprecise, _lost
     )
@@ -416,7 +416,8 @@ def _beyond(row: OutOfRange) -> tuple[str, str]:
 
 
 def _lost(row: Imprecise) -> tuple[str, str]:
-    return f"{_called(row.location)}: error {row.error:.0%}{_times(row.calls)}", _place(row.location)
+    lost = f"error {row.error:.0%}" if row.error < 1 else "nothing of the result remains"
+    return f"{_called(row.location)}: {lost}{_times(row.calls)}", _place(row.location)
 
 
 def _flushed(row: Underflow) -> tuple[str, str]:
@@ -429,8 +430,8 @@ def _unlisted(row: Unlisted) -> tuple[str, str]:
     where = "" if row.file is None else f"{_shown(row.file)}:{row.line}"
     module = "" if row.module is None else f"module {row.module or '(the model)'}"
     if row.kind == "torch function":
-        return f"{row.function}{_times(row.calls)}" + (f", {module}" if module else ""), ""
-    return f"{kind}{row.function}{_times(row.calls)}", ", ".join(filter(None, (module, where)))
+        return ", ".join(filter(None, (row.function, module))), ""
+    return f"{kind}{row.function}{_times(row.count)}", ", ".join(filter(None, (module, where)))
 
 
 def _called(location: Location) -> str:

@@ -14,9 +14,8 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampatch.cast_lists.lists import shipped
 from ampatch.diagnostics import causes
 from ampatch.diagnostics.overflow_trace import Examiner, Finding, OverflowTrace
+from ampatch.diagnostics.peak_memory import peak_allocated
 from ampatch.diagnostics.preflight_report import FAILS, INACCURATE, OVERFLOWS, STANDS, call_of
 from ampatch.diagnostics.watch import Values, Watch
 from ampatch.errors import AmpWarning, LossScaleError, OptionError
@@ -154,6 +154,9 @@ class _RandomInFloat32(TorchDispatchMode):
 
     On a GPU, one seed gives other masks for other types, as kernels draw as many numbers at once as fit a register.
     """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -326,7 +329,6 @@ class Step:
         return sum(small for small, _ in counts) / nonzero if nonzero else 0.0
 
 
-
 def flushed_of(gradient: Tensor, scale: float) -> tuple[int, int]:
     """Returns how many elements float16 flushes to zero at a loss scale, and how many are not zero."""
     nonzero = gradient != 0
@@ -353,9 +355,9 @@ class Trial:
         gradient_error: error of its gradients.
         error: text of what was raised.
         trace: where the first inf or NaN arose in the first step.
-        finding: the same for the program: with the operator.
-        failed_in: names of the modules that were running when it raised, the innermost first.
+        around: names of the modules around that place, or around the place that raised; the innermost first.
         notes: warnings that amp gave.
+        is_refused: True if amp refused the setup, before any step.
     """
 
     setup: Setup
@@ -368,6 +370,7 @@ class Trial:
     trace: OverflowTrace | None = None
     around: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    is_refused: bool = False
 
     @property
     def stands(self) -> bool:
@@ -388,13 +391,16 @@ class _Opened:
             scaled.backward()
         return loss.detach()
 
+    def whole_step(self, subject: Subject, arguments: Any) -> None:
+        """Runs a training step as a user's loop does."""
+        self.step_of(subject, arguments)
+        self.optimizer.step()
+
     def outcome(self, loss: Tensor) -> Step:
         names = [name for name, each in self.model.named_parameters() if each.requires_grad]
         updated = list(self.session.master_params(self.optimizer))
         gradients = {
-            name: dense(each.grad).float()
-            for name, each in zip(names, updated, strict=True)
-            if each.grad is not None
+            name: dense(each.grad).float() for name, each in zip(names, updated, strict=True) if each.grad is not None
         }
         return Step(float(loss), gradients)
 
@@ -437,24 +443,26 @@ def tried(subject: Subject, reference: Step, setup: Setup, state: RandomState) -
     """
     notes: list[str] = []
     around: list[str] = []
+    is_refused = True
     try:
         with _noting_warnings(notes), _opened(subject, setup) as opened:
             names = {id(module): name for name, module in opened.model.named_modules()}
+            is_refused = False
             try:
                 step, scale, trace = _until_finite(subject, opened, setup, state, names)
             except Exception as error:
                 around += _around(error, names)
                 raise
     except Exception as error:  # noqa: BLE001 - a model may raise anything, and that is a verdict
-        return Trial(setup, FAILS, error=_text_of(error), around=tuple(around), notes=tuple(notes))
-    errors = reference.loss_error(step), reference.gradient_error(step)
-    if not step.is_finite:
-        verdict = OVERFLOWS
-    else:
-        verdict = STANDS if errors[1] <= GRADIENT_BOUND else INACCURATE
+        told = _text_of(error)
+        return Trial(setup, FAILS, error=told, around=tuple(around), notes=tuple(notes), is_refused=is_refused)
     modules = () if trace is None or trace.module is None else enclosing(trace.module)
-    finite = errors if step.is_finite else (None, None)
-    return Trial(setup, verdict, scale, step, *finite, "", trace, modules, tuple(notes))
+    trial = Trial(setup, OVERFLOWS, scale, step, trace=trace, around=modules, notes=tuple(notes))
+    if not step.is_finite:
+        return trial
+    lost = reference.gradient_error(step)
+    verdict = STANDS if lost <= GRADIENT_BOUND else INACCURATE
+    return replace(trial, verdict=verdict, loss_error=reference.loss_error(step), gradient_error=lost)
 
 
 def _until_finite(
@@ -549,7 +557,7 @@ class Measured:
 
     Attributes:
         seconds: the time of each step.
-        peak_bytes: peak memory of a step: weights, masters, gradients and what the step allocates; None if unknown.
+        peak_bytes: peak memory of a step, with the weights; None if unknown.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -568,56 +576,53 @@ def measured(subject: Subject, setups: Sequence[Setup], state: RandomState) -> l
     first. A setup whose step raises gets no numbers.
     """
     found = [Measured() for _ in setups]
-    for last in [False] * (_ROUNDS - 1) + [True]:
+    for _ in range(_ROUNDS):
         for setup, numbers in zip(setups, found, strict=True):
             with contextlib.suppress(Exception), _noting_warnings([]):
-                _measure(subject, setup, state, numbers, last)
+                numbers.seconds.append(_seconds(subject, setup, state))
+    for setup, numbers in zip(setups, found, strict=True):
+        if numbers.seconds:
+            with contextlib.suppress(Exception), _noting_warnings([]):
+                numbers.peak_bytes = _peak_bytes(subject, setup, state)
     return found
 
 
-def _measure(subject: Subject, setup: Setup, state: RandomState, numbers: Measured, with_memory: bool) -> None:
-    device = next((each.device for each in subject.model.parameters() if each.is_cuda), None)
-    before = 0 if device is None else torch.cuda.memory_allocated(device)
+def _seconds(subject: Subject, setup: Setup, state: RandomState) -> float:
+    """Returns the time of a step, after one to warm up."""
+    gpus = {each.device for each in subject.model.parameters() if each.is_cuda}
     with _opened(subject, setup) as opened:
-
-        def step(arguments: Any) -> None:
-            opened.step_of(subject, arguments)
-            opened.optimizer.step()
-
-        def prepare() -> Any:
-            opened.optimizer.zero_grad(set_to_none=True)
-            state.restore()
-            return subject.arguments()
-
-        step(prepare())
-        arguments = prepare()
-        if device is not None:
-            torch.cuda.reset_peak_memory_stats(device)
+        state.restore()
+        opened.whole_step(subject, subject.arguments())
+        opened.optimizer.zero_grad(set_to_none=True)
+        arguments = subject.arguments()
+        state.restore()
+        for device in gpus:
             torch.cuda.synchronize(device)
         begun = time.perf_counter()
-        step(arguments)
-        if device is not None:
+        opened.whole_step(subject, arguments)
+        for device in gpus:
             torch.cuda.synchronize(device)
-        numbers.seconds.append(time.perf_counter() - begun)
-        if device is not None:
-            numbers.peak_bytes = torch.cuda.max_memory_allocated(device) - before
-        elif with_memory:
-            arguments = prepare()
-            tensors = [*opened.model.parameters(), *opened.model.buffers()]
-            tensors += opened.session.master_params(opened.optimizer)
-            numbers.peak_bytes = _held(tensors) + _peak_on_cpu(lambda: step(arguments))
+        return time.perf_counter() - begun
 
 
-def _held(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of the memory behind tensors."""
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
-    return sum(storages.values())
+def _peak_bytes(subject: Subject, setup: Setup, state: RandomState) -> int:
+    """Returns the peak memory of a step, with the weights of the copy, and without the user's own model."""
+    gpu = next((each.device for each in subject.model.parameters() if each.is_cuda), None)
+    before = 0 if gpu is None else torch.cuda.memory_allocated(gpu)
+    with contextlib.ExitStack() as stack:
 
+        def prepare() -> Callable[[], object]:
+            opened = stack.enter_context(_opened(subject, setup))
+            state.restore()
+            opened.whole_step(subject, subject.arguments())
+            opened.optimizer.zero_grad(set_to_none=True)
+            arguments = subject.arguments()
+            state.restore()
+            return functools.partial(opened.whole_step, subject, arguments)
 
-def _peak_on_cpu(step: Callable[[], None]) -> int:
-    """Returns the peak of the bytes that a step allocates and has not freed, as torch's profiler sees them."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        if gpu is None:
+            return peak_allocated(prepare)
+        step = prepare()
+        torch.cuda.reset_peak_memory_stats(gpu)
         step()
-    events = [each for each in profiler.profiler.kineto_results.events() if each.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(accumulate((event.nbytes() for event in events), initial=0))
+        return torch.cuda.max_memory_allocated(gpu) - before
