@@ -204,10 +204,11 @@ class _Flight:
         names = {id(module): name for name, module in model.named_modules()}
         setup = Setup("O0", torch.float16)
         examiner = Examiner(setup.properties, False, lambda module: names.get(id(module)))
+        arguments = subject.arguments()
         self._state.restore()
         try:
             with watch:
-                loss = subject.loss_of(model)
+                loss = subject.loss_of(model, arguments)
                 functions = autograd_functions(loss)
                 loss.backward()
         except Exception as error:

@@ -49,6 +49,9 @@ FLUSHED_BELOW = 2.0**-24
 
 _ROUNDS = 3
 
+#: Positional arguments and keyword arguments.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
 
 @dataclass(frozen=True, slots=True)
 class Subject:
@@ -73,27 +76,32 @@ class Subject:
             OptionError: it cannot be copied.
         """
         try:
-            model = copy.deepcopy(self.model)
+            with (
+                torch.no_grad()
+            ):  # otherwise parts in TorchScript would be copied into a graph of the user's parameters
+                model = copy.deepcopy(self.model)
         except Exception as error:
             raise OptionError(
                 f"the model cannot be copied by copy.deepcopy ({type(error).__name__}: {error}), and preflight runs "
                 "copies only. Give it a model that has not run yet: tensors that a forward pass computed, kept as "
                 "attributes, cannot be copied."
             ) from error
+        for mine, original in zip(model.parameters(), self.model.parameters(), strict=True):
+            mine.requires_grad_(original.requires_grad)
         model.zero_grad(set_to_none=True)
         return model
 
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self) -> Arguments:
         """Returns copies of the inputs, since a forward pass may write to them."""
         return _copied(self.args), _copied(self.kwargs)
 
-    def loss_of(self, model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> Tensor:
+    def loss_of(self, model: nn.Module, arguments: Arguments) -> Tensor:
         """Runs the forward pass of a copy, and returns its loss.
 
         Raises:
             OptionError: ``loss_fn`` returns no scalar that depends on a parameter.
         """
-        args, kwargs = self.arguments() if arguments is None else arguments
+        args, kwargs = arguments
         loss = self.loss_fn(model(*args, **kwargs))
         if not isinstance(loss, Tensor):
             raise OptionError(
@@ -384,14 +392,14 @@ class _Opened:
     model: nn.Module
     optimizer: torch.optim.SGD
 
-    def step_of(self, subject: Subject, arguments: Any = None) -> Tensor:
+    def step_of(self, subject: Subject, arguments: Arguments) -> Tensor:
         """Runs forward and backward pass; returns the loss."""
         loss = subject.loss_of(self.model, arguments)
         with self.session.scale_loss(loss, [self.optimizer], 0) as scaled:
             scaled.backward()
         return loss.detach()
 
-    def whole_step(self, subject: Subject, arguments: Any) -> None:
+    def whole_step(self, subject: Subject, arguments: Arguments) -> None:
         """Runs a training step as a user's loop does."""
         self.step_of(subject, arguments)
         self.optimizer.step()
@@ -474,9 +482,10 @@ def _until_finite(
     examiner = Examiner(setup.properties, dynamic, lambda module: names.get(id(module)))
     watch = Watch(keep=_ran_in_half)
     scale = opened.scale
+    arguments = subject.arguments()
     state.restore()
     with watch, _RandomInFloat32():
-        loss = opened.step_of(subject)
+        loss = opened.step_of(subject, arguments)
     step = opened.outcome(loss)
     trace = None if step.is_finite else examined(watch, examiner, scale)
     del watch
@@ -490,10 +499,10 @@ def _until_finite(
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        scale = opened.scale
+        scale, arguments = opened.scale, subject.arguments()
         state.restore()
         with _RandomInFloat32():
-            loss = opened.step_of(subject)
+            loss = opened.step_of(subject, arguments)
         step = opened.outcome(loss)
     return step, scale, trace
 
