@@ -7,7 +7,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,17 +106,17 @@ class Offset(nn.Module):
 
 
 class RunningSum(nn.Module):
-    """Adds numbers to a sum that grows large, and returns the little that they differ from ten by."""
+    """Adds numbers to a sum that grows large, and returns the little by which they differ from a hundred."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lift = nn.Linear(4, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        total = torch.zeros(len(x))
-        for column in (self.lift(x) + 10).unbind(-1):
+        total, *columns = (self.lift(x) + 100).unbind(-1)
+        for column in columns:
             total = total + column
-        return total - 320
+        return total - 3200
 
 
 def doubled(x: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def operator() -> Iterator[Any]:
     with torch.library._scoped_library("preflight_tests", "DEF") as library:
         library.define("doubled(Tensor x) -> Tensor")
         library.impl("doubled", doubled, "CompositeExplicitAutograd")
-        library.impl("doubled", lambda x: _Doubled.apply(x), "Autograd")
+        library.impl("doubled", _Doubled.apply, "Autograd")
         yield torch.ops.preflight_tests.doubled
 
 
@@ -214,15 +214,14 @@ class TestOverflowInBackward:
 
     def test_a_static_scale_is_lowered_and_gradients_that_are_flushed_get_one(self) -> None:
         def tiny(output: Tensor) -> Tensor:
-            return mean_square(output) * 1e-9
+            return mean_square(output) * 1e-6
 
         result = flight(nn.Linear(4, 4), torch.randn(8, 4), [("O3", HALF)], tiny)
         (verdict,) = result.levels
         assert verdict.verdict == "inaccurate"
-        assert verdict.underflow == 1
+        assert verdict.underflow >= 0.01
         assert verdict.change.endswith('loss_scale="dynamic")')
-        assert {row.parameter for row in result.underflows} == {"weight", "bias"}
-        assert all(row.share == 1 for row in result.underflows)
+        assert [row.parameter for row in result.underflows] == ["weight"]
 
     def test_the_share_that_a_loss_scale_saves(self) -> None:
         result = flight(
@@ -245,9 +244,10 @@ class TestPrecision:
 
     def test_a_running_sum(self) -> None:
         result = flight(RunningSum(), torch.randn(8, 4), [("O1", BFLOAT16), ("O3", BFLOAT16)])
-        assert "return total - 320" in {row.location.source for row in result.imprecise}
+        assert "return total - 3200" in {row.location.source for row in result.imprecise}
         assert [each.verdict for each in result.levels] == ["inaccurate", "inaccurate"]
-        assert '"linear"' in result.verdict("O1").change
+        assert result.verdict("O1").change.endswith('cast_lists={"blacklist": {"*": ["add"]}})')
+        assert result.verdict("O3").change is None
 
     def test_a_higher_tolerance_lists_less(self) -> None:
         model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(8, 4)
@@ -297,7 +297,7 @@ class TestUnlistedFunctions:
         rows = flight(Net(4, 4), torch.randn(2, 4)).unlisted
         assert (rows[0].kind, rows[0].function) == ("custom operator", "torch.ops.preflight_tests.doubled")
         assert (rows[0].file, rows[0].module) == (__file__, "")
-        assert [row.function for row in rows if row.kind == "torch function"][0] == "torch.relu"
+        assert next(row.function for row in rows if row.kind == "torch function") == "torch.relu"
 
     def test_functions_in_lists_and_those_that_call_them_are_none(self) -> None:
         model = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
@@ -533,8 +533,7 @@ class TestCommand:
 
 
 def test_time_and_memory_of_every_level() -> None:
-    model: Callable[..., Any] = nn.Linear(64, 64)
-    result = flight(model, torch.randn(4, 64), [("O2", BFLOAT16), ("O3", BFLOAT16)], measure=True)  # type: ignore[arg-type]
+    result = flight(nn.Linear(64, 64), torch.randn(4, 64), [("O2", BFLOAT16), ("O3", BFLOAT16)], measure=True)
     assert result.float32_milliseconds > 0
     assert all(each.milliseconds > 0 for each in result.levels)
     masters, half = result.levels

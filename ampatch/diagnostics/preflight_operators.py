@@ -137,7 +137,7 @@ class Operators:
         for op in self._ops:
             largest = _largest(op.outputs)
             computed = [values for values in op.inputs if values.writer is not None]  # not data or parameters
-            if largest > _FLOAT16_MAX >= _largest(computed):
+            if math.inf > largest > _FLOAT16_MAX >= _largest(computed):  # inf is on purpose: the step is finite
                 found.setdefault(self._location(op), []).append(largest)
         rows = (OutOfRange(location, max(largest), len(largest)) for location, largest in found.items())
         return tuple(sorted(rows, key=lambda row: -row.largest))

@@ -5,6 +5,7 @@ Owns the wording of the report. Must never run a model, nor judge a number.
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -295,7 +296,9 @@ def _lines(result: Preflight) -> Iterator[str]:
     yield from _section(
         f"More than {result.tolerance:.0%} lost to bfloat16's precision{skipped}", result.imprecise, _lost
     )
-    yield from _section("Functions in no cast list", result.unlisted, _unlisted)
+    yield from _section(
+        "Functions in no cast list, which compute in the types that they are given", result.unlisted, _unlisted
+    )
 
 
 def _headline(result: Preflight) -> str:
@@ -451,12 +454,12 @@ def _times(calls: int) -> str:
 
 
 def _shown(file: str) -> str:
-    """Returns a path relative to the current folder if it lies below it."""
-    path = Path(file)
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except (ValueError, OSError):
-        return file
+    """Returns a path as short as it can be: relative to the current folder, or to one that Python imports from."""
+    path, cwd = Path(file), Path.cwd()
+    if path.is_relative_to(cwd):
+        return str(path.relative_to(cwd))
+    folders = (folder for folder in map(Path, sys.path) if folder.is_absolute() and path.is_relative_to(folder))
+    return min((str(path.relative_to(folder)) for folder in folders), key=len, default=file)
 
 
 def _cut(line: str) -> str:
