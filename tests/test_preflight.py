@@ -260,6 +260,15 @@ class TestPrecision:
         assert all(each.gradient_error < 0.05 for each in result.levels)
         assert result.uncompared > 0
 
+    def test_so_does_noise(self) -> None:
+        class Noisy(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                lifted = super().forward(x)
+                return lifted * torch.rand_like(lifted) + torch.empty_like(lifted).uniform_()
+
+        result = flight(Noisy(16, 4), torch.randn(8, 16), ["O1", "O2"])
+        assert all(each.gradient_error < 0.05 for each in result.levels)
+
 
 class TestNotFiniteInFloat32:
     def test_an_input_that_is_nan_ends_it(self) -> None:

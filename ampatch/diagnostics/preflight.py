@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from ampatch.diagnostics.overflow_trace import Examiner
 from ampatch.diagnostics.preflight_mending import Mended, banned_functions, mended
 from ampatch.diagnostics.preflight_operators import Operators, autograd_functions, underflows
-from ampatch.diagnostics.preflight_report import STANDS, LevelVerdict, Preflight, level_and_halves
+from ampatch.diagnostics.preflight_report import FAILS, STANDS, LevelVerdict, Preflight, level_and_halves
 from ampatch.diagnostics.preflight_steps import (
     GRADIENT_BOUND,
     Measured,
@@ -142,6 +143,9 @@ def _undisturbed() -> Iterator[RandomState]:
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         if "torch._dynamo" in sys.modules:  # otherwise nothing can be compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(warnings.catch_warnings())
+            # Of global hooks, which compiled code might not call; but none runs.
+            warnings.filterwarnings("ignore", message="Using `torch.compile")
         yield state
 
 
@@ -165,7 +169,8 @@ class _Flight:
         reference, operators, trace, called = self._in_float32()
         if operators is None:
             return Preflight(name, reference.loss, False, trace, tolerance=self._tolerance)
-        verdicts, setups = [], [Setup("O0", torch.float16)]
+        verdicts: list[LevelVerdict] = []
+        setups: list[Setup | None] = [Setup("O0", torch.float16)]
         banned = banned_functions(called)
         for level, half in levels:
             verdict, best = self._verdict(Setup(level, half), reference, operators, banned)
@@ -173,7 +178,12 @@ class _Flight:
             setups.append(best)
         found = measured(self._subject, setups, self._state) if measure else [Measured() for _ in setups]
         verdicts = [
-            replace(verdict, milliseconds=numbers.milliseconds, peak_bytes=numbers.peak_bytes)
+            replace(
+                verdict,
+                milliseconds=numbers.milliseconds,
+                peak_bytes=numbers.peak_bytes,
+                notes=(*verdict.notes, *numbers.notes),
+            )
             for verdict, numbers in zip(verdicts, found[1:], strict=True)
         ]
         return Preflight(
@@ -219,12 +229,15 @@ class _Flight:
         if not step.is_finite:
             return step, None, examined(watch, examiner, 1.0), []
         operators = Operators(watch, examiner, functions, runtime.registered, self._tolerance)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.data = tensor.new_empty(0)  # the operators still name the modules, and need no weights
         return step, operators, None, [op.function_name for op in watch.ops if not op.is_backward]
 
     def _verdict(
         self, setup: Setup, reference: Step, operators: Operators, banned: Sequence[str]
-    ) -> tuple[LevelVerdict, Setup]:
-        """Returns the verdict for a level, and the setup with which it is to be measured."""
+    ) -> tuple[LevelVerdict, Setup | None]:
+        """Returns the verdict for a level, and the setup with which it is to be measured; None if it raises."""
 
         def run(changed: Setup) -> Trial:
             return tried(self._subject, reference, changed, self._state)
@@ -250,6 +263,8 @@ class _Flight:
             notes=trial.notes,
         )
         best = search.trial or trial
+        if best.verdict == FAILS:
+            return verdict, None
         scale = best.loss_scale if best.stands and best.loss_scale is not None else setup.init_scale
         return verdict, replace(best.setup, init_scale=scale)
 

@@ -103,7 +103,7 @@ def _of_functions(trial: Trial, operators: Operators, banned: Sequence[str]) -> 
 def _blacklisting(overlay: dict[str, dict[str, list[str]]] | None) -> Iterator[Part]:
     for namespace, names in {} if overlay is None else overlay["blacklist"].items():
         for name in names:
-            if namespace and name:
+            if namespace and not namespace.startswith("torch.ops.aten"):  # an operator without a function
                 yield Part("blacklist", (namespace, name))
 
 

@@ -1,6 +1,6 @@
 """Judges the operators of a watched float32 step: float16's range, bfloat16's precision, functions that no list knows.
 
-Runs operators again on copies of their arguments. Must never change the recorded step.
+Runs operators again on the arguments that were kept. Must never change the user's tensors.
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ class Operators:
         self._locations: dict[int, Location] = {}
         watch.read()
         self._errors, self.uncompared = _errors(watch.ops)
+        for op in watch.ops:
+            op.arguments = None  # the memory of the step is needed for the next ones
         self.out_of_range = self._out_of_range()
         self.imprecise = self._imprecise()
         self.unlisted = tuple(self._unlisted())

@@ -22,6 +22,7 @@ STANDS, OVERFLOWS, INACCURATE, FAILS = "stands", "overflows", "inaccurate", "fai
 
 _WIDTH = 98
 _ROWS = 10  # of each list that is printed
+_LEAST_SHARE = 0.001  # of flushed values that is printed
 _T = TypeVar("_T")
 
 #: O4 and O5 are O1 and O2 in bfloat16.
@@ -160,7 +161,7 @@ class LevelVerdict:
         tried: number of steps in search of the change.
         milliseconds: median time of a step with the change, or as it is without one; None if not measured.
         peak_bytes: peak memory of such a step; None if not measured.
-        notes: warnings that amp gave.
+        notes: warnings that amp gave, and why something could not be measured.
     """
 
     opt_level: str
@@ -228,7 +229,7 @@ class Preflight:
     underflows: tuple[Underflow, ...] = ()
     unlisted: tuple[Unlisted, ...] = ()
     tolerance: float = 0.05
-    gradient_bound: float = 0.1
+    gradient_bound: float = 0.2
     float32_milliseconds: float | None = None
     float32_peak_bytes: int | None = None
 
@@ -291,7 +292,8 @@ def _lines(result: Preflight) -> Iterator[str]:
     yield from _section(
         f"Beyond float16's range of {torch.finfo(torch.float16).max:g}, in float32", result.out_of_range, _beyond
     )
-    yield from _section("Gradients with values that float16 flushes to zero", result.underflows, _flushed)
+    underflows = [row for row in result.underflows if row.share >= _LEAST_SHARE]
+    yield from _section("Gradients with values that float16 flushes to zero", underflows, _flushed)
     skipped = f" (not compared: {result.uncompared})" if result.uncompared else ""
     yield from _section(
         f"More than {result.tolerance:.0%} lost to bfloat16's precision{skipped}", result.imprecise, _lost
@@ -365,10 +367,9 @@ def _advice(result: Preflight) -> Iterator[str]:
         else:
             yield from _wrapped(f"No change was found that mends it ({_steps(each.tried)} tried). ", "    ")
             yield from _wrapped(_instead(standing, mended), "    ")
-    notes = dict.fromkeys(note for each in result.levels for note in each.notes)
-    for note in notes:
+    for note in dict.fromkeys(note for each in result.levels for note in each.notes):
         yield ""
-        yield from _wrapped(f"Warning of amp: {note}", "  ", "    ")
+        yield from _wrapped(f"Note: {note}", "  ", "    ")
 
 
 def _instead(standing: Sequence[LevelVerdict], mended: Sequence[LevelVerdict]) -> str:
