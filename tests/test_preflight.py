@@ -212,7 +212,29 @@ class TestOverflowInBackward:
         first = flight(SteepNet(), torch.randn(2, 4)).unlisted[0]
         assert (first.kind, first.function, first.file) == ("autograd.Function", f"{__name__}.Steep", __file__)
 
-    def test_a_static_scale_is_lowered_and_gradients_that_are_flushed_get_one(self) -> None:
+    def test_buffers_are_as_before_at_each_scale(self) -> None:
+        class Counting(SteepNet):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("calls", torch.zeros(()))
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.calls += 1
+                return super().forward(x) * self.calls
+
+        (verdict,) = flight(Counting(), torch.randn(8, 4), loss_fn=lambda output: mean_square(output) * 100).levels
+        assert verdict.loss_scale < 2**15
+        assert verdict.verdict == "stands"
+
+    def test_a_static_scale_is_lowered(self) -> None:
+        (verdict,) = flight(
+            SteepNet(), torch.randn(8, 4), [("O3", HALF)], loss_fn=lambda output: mean_square(output) * 3e4
+        ).levels
+        assert (verdict.verdict, verdict.loss_scale) == ("overflows", 1)
+        lowered = float(verdict.change.rpartition("loss_scale=")[2].rstrip(")"))
+        assert 2**-10 < lowered < 1
+
+    def test_a_static_scale_becomes_dynamic_if_gradients_are_flushed(self) -> None:
         def tiny(output: Tensor) -> Tensor:
             return mean_square(output) * 1e-6
 
@@ -260,13 +282,20 @@ class TestPrecision:
         assert all(each.gradient_error < 0.05 for each in result.levels)
         assert result.uncompared > 0
 
-    def test_so_does_noise(self) -> None:
-        class Noisy(nn.Linear):
+    def test_random_operators_that_draw_otherwise_in_half_do_so_too(self) -> None:
+        def mask(x: Tensor) -> Tensor:
+            drawn = torch.rand(x.shape)  # a GPU draws other numbers for other types
+            return ((drawn if x.dtype is torch.float32 else drawn.flip(0)) < 0.5).to(x.dtype)
+
+        class Masked(nn.Linear):
             def forward(self, x: Tensor) -> Tensor:
                 lifted = super().forward(x)
-                return lifted * torch.rand_like(lifted) + torch.empty_like(lifted).uniform_()
+                return lifted * torch.ops.preflight_tests_random.mask(lifted.detach())
 
-        result = flight(Noisy(16, 4), torch.randn(8, 16), ["O1", "O2"])
+        with torch.library._scoped_library("preflight_tests_random", "DEF") as library:
+            library.define("mask(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+            library.impl("mask", mask, "CompositeExplicitAutograd")
+            result = flight(Masked(16, 4), torch.randn(8, 16), ["O1", "O2"])
         assert all(each.gradient_error < 0.05 for each in result.levels)
 
 
@@ -417,7 +446,9 @@ class TestNothingChanges:
             def forward(self, x: Tensor) -> Tensor:
                 return self.inner(x)
 
-        (verdict,) = flight(Scripted(), torch.randn(2, 4), [("O1", BFLOAT16)]).levels
+        model = Scripted()
+        (verdict,) = flight(model, torch.randn(2, 4), [("O1", BFLOAT16)]).levels
+        assert all(each.grad is None for each in model.parameters())
         assert "TorchScript has compiled inner" in verdict.notes[0]
 
 
