@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -22,8 +22,10 @@ from ampatch.cast_lists.lists import CastLists, Overlay, shipped
 from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.rules import Treatment
 from ampatch.diagnostics import explanations
+from ampatch.diagnostics import preflight as preflights
 from ampatch.diagnostics.explanations import Explanation
 from ampatch.diagnostics.overflow_trace import OverflowTracer
+from ampatch.diagnostics.preflight_report import LevelVerdict, Preflight
 from ampatch.distributed import Ranks, is_sharded, replicating_wrappers
 from ampatch.errors import (
     AmpError,
@@ -85,11 +87,13 @@ __all__ = [
     "Handle",
     "IntegrationError",
     "KernelError",
+    "LevelVerdict",
     "LossScaleError",
     "LossScaler",
     "NonFiniteGradient",
     "OptionError",
     "Overflow",
+    "Preflight",
     "ScaleChange",
     "ScalerOptionError",
     "ScalerUsageError",
@@ -112,6 +116,7 @@ __all__ = [
     "is_on",
     "load_state_dict",
     "master_params",
+    "preflight",
     "promote_function",
     "register_bfloat16_function",
     "register_float_function",
@@ -619,6 +624,57 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
     live = runtime.live
     with contextlib.nullcontext() if live is None else live.frozen_weights(checked):
         yield
+
+
+def preflight(
+    model: nn.Module,
+    inputs: Any,
+    loss_fn: Callable[[Any], Tensor],
+    *,
+    levels: Sequence[Any] = ("O1", "O2", "O3"),
+    tolerance: float = 0.05,
+    measure: bool = True,
+) -> Preflight:
+    """Finds out which opt levels a model stands, by running one step of copies of it at each.
+
+    ::
+
+        print(amp.preflight(model, batch, lambda output: F.cross_entropy(output, labels)))
+
+    It first watches a float32 step: which values would leave float16's range, and which operators lose to bfloat16's
+    precision. Then it runs a step at each level and compares the gradients. For a level that does not stand it searches
+    the smallest change of the arguments of `initialize` with which it does, and verifies that by a step.
+
+    The model, its gradients, its buffers and the random numbers stay as they are; code that the model calls runs often.
+    Compiled parts run uncompiled. The float32 step keeps the tensors of all its operators alive.
+
+    Args:
+        model: float32, on the CPU or a GPU, as it would be passed to `initialize`.
+        inputs: one tensor; a tuple or list of the forward's arguments; or a mapping of its keyword arguments.
+        loss_fn: returns the loss, a scalar tensor, for the model's output.
+        levels: opt levels O1 to O5, each in float16 and bfloat16; or pairs of a level and a half type.
+        tolerance: relative error above which an operator is reported as imprecise in bfloat16.
+        measure: whether to measure time and peak memory of a step at each level.
+
+    Returns:
+        The verdicts and findings; it prints as a report.
+
+    Raises:
+        UsageError: amp is set up.
+        OptionError: an argument has a value that is not allowed; the model cannot be copied; or ``loss_fn`` returns no
+            scalar that depends on a parameter.
+    """
+    checked = adopted_model.check_model(model)
+    if not callable(loss_fn):
+        raise OptionError(
+            f"loss_fn is {type(loss_fn).__name__!r}; expected a function that returns the loss for the model's output."
+        )
+    bound = tolerance if isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool) else math.nan
+    if not 0 < bound < math.inf:
+        raise OptionError(f"tolerance is {tolerance!r}; expected a positive number, such as 0.05.")
+    return preflights.preflight(
+        checked, inputs, loss_fn, preflights.checked_levels(levels), bound, _flag("measure", measure)
+    )
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@ functions that it looks up.
 from __future__ import annotations
 
 import dis
+import functools
 import sys
 import types
 from collections.abc import Iterator
@@ -107,9 +108,12 @@ def name_of_operator(method: str) -> str | None:
     return next((name for name, of in _OPERATORS.items() if bare in (of, f"r{of}", f"i{of}")), None)
 
 
-def known_names() -> set[str]:
+@functools.cache
+def known_names() -> frozenset[str]:
     """Returns all names that have a spelling."""
-    return {name for namespace in NAMESPACES for name in dir(_owner(namespace)) if _is_function(Path(namespace, name))}
+    return frozenset(
+        name for namespace in NAMESPACES for name in dir(_owner(namespace)) if _is_function(Path(namespace, name))
+    )
 
 
 def _owner(namespace: str) -> object:

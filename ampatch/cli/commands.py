@@ -33,6 +33,7 @@ _CHECK = "Prints the faults of cast list files, one line per fault."
 _DIFF = "Prints where the casts of another system, or of a file of yours, differ from ampatch's own lists."
 _EXPLAIN = "Explains what amp does to a function: which rule, from which file and line, and why."
 _DOCTOR = "Prints the facts a bug report needs: versions, devices, kernels, and who patched which torch functions."
+_PREFLIGHT = "Tells which opt levels a model stands, and what to type for those that it does not."
 _BUILD = "Compiles the extension (kernels, and faster calls of patched functions); amp uses it from then on."
 
 
@@ -253,6 +254,69 @@ def _searching_here() -> Iterator[None]:
             sys.path.remove("")
 
 
+def _add_preflight(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target",
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that returns a model, its inputs and a loss function, as `amp.preflight` "
+        "takes them; the module is searched for in the current folder too",
+    )
+    parser.add_argument(
+        "--level",
+        action="append",
+        default=[],
+        metavar="LEVEL",
+        help="an opt level to try (default: O1, O2 and O3); may be given several times",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--no-measure", action="store_true", help="measure neither time nor memory")
+    parser.set_defaults(run=_preflight)
+
+
+def _preflight(arguments: argparse.Namespace) -> int:
+    import json
+
+    from ampatch import amp
+
+    with _searching_here():  # while it runs too: the model may import what it needs late
+        model, inputs, loss_fn = _subject(arguments.target)
+        levels = arguments.level or ("O1", "O2", "O3")
+        result = amp.preflight(model, inputs, loss_fn, levels=levels, measure=not arguments.no_measure)
+    _print([json.dumps(result.to_dict(), indent=2)] if arguments.json else str(result).splitlines())
+    return 0 if any(each.verdict == "stands" for each in result.levels) else _FAULT
+
+
+def _subject(target: str) -> tuple[Any, Any, Any]:
+    """Returns what the user's function returns."""
+    from ampatch.errors import did_you_mean
+
+    module_name, separator, name = target.partition(":")
+    if not (separator and name and module_name) or module_name.endswith(".py") or "/" in module_name:
+        raise OptionError(
+            f"found {target!r}; expected MODULE:FUNCTION, such as train:preflight or package.module:make."
+        )
+    _import([module_name])
+    module = sys.modules[module_name]
+    function = getattr(module, name, None)
+    if not callable(function):
+        found = "no" if function is None else f"{type(function).__name__!r} as"
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise OptionError(
+            f"the module {module_name!r} has {found} {name!r}; expected a function.{did_you_mean(name, names)}"
+        )
+    try:
+        result = function()
+    except Exception as error:  # a user's function may raise anything
+        raise OptionError(
+            f"{target} raised {type(error).__name__}: {error}. It is called without arguments, and is to return the "
+            "model, its inputs and a loss function."
+        ) from error
+    if not isinstance(result, (tuple, list)) or len(result) != 3:
+        found = f"{len(result)} values" if isinstance(result, (tuple, list)) else type(result).__name__
+        raise OptionError(f"{target} returned {found}; expected three: the model, its inputs and a loss function.")
+    return result[0], result[1], result[2]
+
+
 def _add_build(parser: argparse.ArgumentParser) -> None:
     from ampatch.native import extension_build
 
@@ -378,5 +442,6 @@ _COMMANDS = {
     "lists": (_LISTS, _add_lists),
     "explain": (_EXPLAIN, _add_explain),
     "doctor": (_DOCTOR, _add_doctor),
+    "preflight": (_PREFLIGHT, _add_preflight),
     "build": (_BUILD, _add_build),
 }

@@ -89,7 +89,7 @@ class OverflowTrace:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data: text, numbers, None, lists and dicts. inf and NaN are the texts "inf" and "nan"."""
-        return _plain(asdict(self))  # type: ignore[no-any-return]
+        return plain_data(asdict(self))  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         lines = [self._headline()]
@@ -133,11 +133,12 @@ def _finite(number: float | None) -> bool:
     return number is None or math.isfinite(number)
 
 
-def _plain(value: Any) -> Any:
+def plain_data(value: Any) -> Any:
+    """Returns dicts and lists of numbers and text; inf and NaN become the texts "inf" and "nan"."""
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: plain_data(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [plain_data(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -278,7 +279,7 @@ class Examiner:
         name = _listed_name(op).rpartition(".")[2]
         path, _ = self._named_module(op.modules)
         if self._properties.patch_torch_functions:
-            overlay = _overlay(_listed_name(op))
+            overlay = overlay_for(_listed_name(op))
             told.append(f"this function in float32: amp.initialize(..., cast_lists={overlay})")
         elif path:
             told.append(f"this module in float32: amp.initialize(..., keep_fp32=[{path!r}])")
@@ -319,7 +320,7 @@ def _function_name(op: WatchedOp, named: WatchedOp) -> str:
     return _listed_name(named)
 
 
-def _overlay(path: str) -> dict[str, Any]:
+def overlay_for(path: str) -> dict[str, Any]:
     """Returns the overlay that blacklists a function under every spelling that torch has for its name."""
     namespace, _, name = path.rpartition(".")
     bare = spellings.name_of_operator(name) or name.rstrip("_")

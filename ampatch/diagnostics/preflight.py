@@ -1,0 +1,276 @@
+"""`amp.preflight`: which opt levels one step of a model stands, and what to type for those that it does not.
+
+Owns the order of the runs, and that nothing of the user's changes: copies run, and the process gets its state back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ampatch.diagnostics.overflow_trace import Examiner
+from ampatch.diagnostics.preflight_mending import Mended, banned_functions, mended
+from ampatch.diagnostics.preflight_operators import Operators, autograd_functions, underflows
+from ampatch.diagnostics.preflight_report import FAILS, STANDS, LevelVerdict, Preflight, level_and_halves
+from ampatch.diagnostics.preflight_steps import (
+    GRADIENT_BOUND,
+    Measured,
+    RandomState,
+    Setup,
+    Step,
+    Subject,
+    Trial,
+    dense,
+    examined,
+    measured,
+    tried,
+)
+from ampatch.diagnostics.watch import Watch
+from ampatch.distributed import is_sharded
+from ampatch.errors import OptionError, UsageError
+from ampatch.runtime import runtime
+from ampatch.scaling.loss_scaler import make_policy
+
+Level = tuple[str, torch.dtype]
+
+
+def preflight(
+    model: nn.Module, inputs: object, loss_fn: Any, levels: Sequence[Level], tolerance: float, measure: bool
+) -> Preflight:
+    """Runs what `amp.preflight` describes.
+
+    Args:
+        model: the user's model.
+        inputs: a tensor, positional arguments, or keyword arguments.
+        loss_fn: returns the loss for the model's output.
+        levels: opt levels, each with its half type.
+        tolerance: the error above which an operator is imprecise.
+        measure: whether to measure time and memory.
+
+    Raises:
+        UsageError: amp is set up.
+        OptionError: the model or its step cannot be judged.
+    """
+    if runtime.live is not None:
+        raise UsageError(
+            "amp.preflight sets amp up for copies of the model, and amp is set up already. Type amp.deinitialize() "
+            "first."
+        )
+    args, kwargs = _arguments(inputs)
+    subject = Subject(_checked(model), args, kwargs, loss_fn)
+    with _undisturbed() as state:
+        return _Flight(subject, state, tolerance).run(levels, measure)
+
+
+def checked_levels(levels: object) -> list[Level]:
+    """Returns opt levels with their half types, each once.
+
+    Args:
+        levels: a level, such as "O1"; a pair of a level and a half type; or a list or tuple of these.
+
+    Raises:
+        OptionError: one of them is neither, or there is none.
+    """
+    if isinstance(levels, str) or not isinstance(levels, (list, tuple)):
+        levels = [levels]
+    found: dict[Level, None] = {}
+    for each in levels:
+        pair = each if isinstance(each, (list, tuple)) else (each,)
+        if len(pair) not in (1, 2):
+            raise OptionError(f"levels has {each!r}; expected a level ('O1'), or a pair ('O1', torch.float16).")
+        level, halves = level_and_halves(*pair)
+        found.update(dict.fromkeys((level, half) for half in halves))
+    if not found:
+        raise OptionError("levels is empty; expected opt levels, such as ('O1', 'O2').")
+    return list(found)
+
+
+def _arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    if isinstance(inputs, Mapping):
+        unnamed = [key for key in inputs if not isinstance(key, str)]
+        if unnamed:
+            raise OptionError(f"inputs has the key {unnamed[0]!r}; expected names of the forward's arguments.")
+        return (), dict(inputs)
+    raise OptionError(
+        f"inputs is {type(inputs).__name__!r}; expected a tensor, a tuple of the forward's arguments, or a mapping of "
+        "its keyword arguments."
+    )
+
+
+def _checked(model: nn.Module) -> nn.Module:
+    trainable = False
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise OptionError(f"the model's {name!r} has no shape yet. Run one batch through the model first.")
+        if parameter.is_floating_point() and parameter.dtype is not torch.float32:
+            raise OptionError(
+                f"the model's {name!r} is {str(parameter.dtype).removeprefix('torch.')}; expected float32, with which "
+                "every level is compared. Type model.float() first."
+            )
+        if parameter.device.type not in ("cpu", "cuda"):
+            raise OptionError(
+                f"the model's {name!r} is on {parameter.device.type!r}; expected the CPU or a GPU (cuda)."
+            )
+        trainable |= parameter.requires_grad
+    if not trainable:
+        raise OptionError("the model has no parameter that requires a gradient; expected one to train.")
+    if is_sharded(model.parameters()):
+        raise OptionError("the model's parameters are sharded over ranks; give amp.preflight the model before that.")
+    return model
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[RandomState]:
+    """Runs a block with gradients on, autocast off and nothing compiled; then random numbers go on as without it."""
+    state = RandomState()
+    with contextlib.ExitStack() as stack:
+        stack.callback(state.restore)
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device_type in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        if "torch._dynamo" in sys.modules:  # otherwise nothing can be compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(warnings.catch_warnings())
+            # Of global hooks, which compiled code might not call; but none runs.
+            warnings.filterwarnings("ignore", message="Using `torch.compile")
+        yield state
+
+
+class _Flight:
+    """One run of preflight.
+
+    Args:
+        subject: the model and its step.
+        state: the random numbers of every step.
+        tolerance: the error above which an operator is imprecise.
+    """
+
+    def __init__(self, subject: Subject, state: RandomState, tolerance: float) -> None:
+        self._subject = subject
+        self._state = state
+        self._tolerance = tolerance
+
+    def run(self, levels: Sequence[Level], measure: bool) -> Preflight:
+        """Tries the levels, searches changes for those that do not stand, and measures."""
+        name = type(self._subject.model).__name__
+        reference, operators, trace, called = self._in_float32()
+        if operators is None:
+            return Preflight(name, reference.loss, False, trace, tolerance=self._tolerance)
+        verdicts: list[LevelVerdict] = []
+        setups: list[Setup | None] = [Setup("O0", torch.float16)]
+        banned = banned_functions(called)
+        for level, half in levels:
+            verdict, best = self._verdict(Setup(level, half), reference, operators, banned)
+            verdicts.append(verdict)
+            setups.append(best)
+        found = measured(self._subject, setups, self._state) if measure else [Measured() for _ in setups]
+        verdicts = [
+            replace(
+                verdict,
+                milliseconds=numbers.milliseconds,
+                peak_bytes=numbers.peak_bytes,
+                notes=(*verdict.notes, *numbers.notes),
+            )
+            for verdict, numbers in zip(verdicts, found[1:], strict=True)
+        ]
+        return Preflight(
+            name,
+            reference.loss,
+            True,
+            None,
+            tuple(verdicts),
+            operators.out_of_range,
+            operators.imprecise,
+            operators.uncompared,
+            underflows(reference, _settled_scale(verdicts)),
+            operators.unlisted,
+            self._tolerance,
+            GRADIENT_BOUND,
+            found[0].milliseconds,
+            found[0].peak_bytes,
+        )
+
+    def _in_float32(self) -> tuple[Step, Operators | None, Any, list[str]]:
+        """Watches a float32 step.
+
+        Returns:
+            The step; its operators, None if it is not finite; then the trace; and the functions that it called.
+        """
+        subject, watch = self._subject, Watch(keep=lambda *_: True)
+        model = subject.copied()
+        names = {id(module): name for name, module in model.named_modules()}
+        setup = Setup("O0", torch.float16)
+        examiner = Examiner(setup.properties, make_policy(1.0), lambda module: names.get(id(module)))
+        arguments = subject.arguments()
+        self._state.restore()
+        try:
+            with watch:
+                loss = subject.loss_of(model, arguments)
+                functions = autograd_functions(loss)
+                loss.backward()
+        except Exception as error:
+            error.add_note(f"ampatch: {type(subject.model).__name__} raised this in float32, before any opt level.")
+            raise
+        gradients = {name: dense(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+        step = Step(float(loss.detach()), gradients)
+        if not step.is_finite:
+            return step, None, examined(watch, examiner, 1.0), []
+        operators = Operators(watch, examiner, functions, runtime.registered, self._tolerance)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.data = tensor.new_empty(0)  # the operators still name the modules, and need no weights
+        return step, operators, None, [op.function_name for op in watch.ops if not op.is_backward]
+
+    def _verdict(
+        self, setup: Setup, reference: Step, operators: Operators, banned: Sequence[str]
+    ) -> tuple[LevelVerdict, Setup | None]:
+        """Returns the verdict for a level, and the setup with which it is to be measured; None if it raises."""
+
+        def run(changed: Setup) -> Trial:
+            return tried(self._subject, reference, changed, self._state)
+
+        trial = run(setup)
+        flushed = None
+        if setup.half_dtype is torch.float16 and trial.loss_scale is not None:
+            flushed = reference.flushed(trial.loss_scale)
+        search = Mended(None, 0) if trial.stands else mended(trial, operators, flushed, run, banned)
+        verdict = LevelVerdict(
+            setup.opt_level,
+            setup.half_name,
+            trial.verdict,
+            trial.loss_scale,
+            None if trial.step is None else trial.step.loss,
+            trial.loss_error,
+            trial.gradient_error,
+            flushed,
+            trial.error,
+            trial.trace,
+            None if search.trial is None else search.trial.setup.as_call(),
+            search.runs,
+            notes=trial.notes,
+        )
+        best = search.trial or trial
+        if best.verdict == FAILS:
+            return verdict, None
+        scale = best.loss_scale if best.stands and best.loss_scale is not None else setup.init_scale
+        return verdict, replace(best.setup, init_scale=scale)
+
+
+def _settled_scale(verdicts: Sequence[LevelVerdict]) -> float:
+    """Returns the loss scale of the first float16 level that stands with one; 1 if there is none."""
+    scales = (each.loss_scale for each in verdicts if each.verdict == STANDS and each.half_dtype == "float16")
+    return next((scale for scale in scales if scale is not None and scale != 1), 1.0)

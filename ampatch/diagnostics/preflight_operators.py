@@ -1,0 +1,340 @@
+"""Judges the operators of a watched float32 step: float16's range, bfloat16's precision, functions that no list knows.
+
+Runs operators again on the arguments that were kept. Must never change the user's tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampatch.cast_lists import spellings
+from ampatch.cast_lists.lists import shipped
+from ampatch.cast_lists.paths import Path, identity, unwrapped
+from ampatch.cast_lists.rules import Rule, Treatment
+from ampatch.diagnostics.overflow_trace import Examiner, Origin
+from ampatch.diagnostics.preflight_report import Imprecise, Location, OutOfRange, Underflow, Unlisted
+from ampatch.diagnostics.preflight_steps import Step, enclosing, flushed_of, with_types
+from ampatch.diagnostics.watch import Values, Watch, WatchedOp, paused
+from ampatch.patching.function_patches import Registration
+
+_FLOAT16_MAX = torch.finfo(torch.float16).max
+_IN_BFLOAT16 = {torch.float32: torch.bfloat16}
+
+#: Namespaces of torch's own operators.
+_OF_TORCH = frozenset(
+    ("aten", "c10d", "c10d_functional", "_c10d_functional", "higher_order", "inductor", "mkl", "mkldnn", "onednn")
+) | {"prim", "prims", "profiler", "quantized", "_quantized", "rngprims", "sparse", "symm_mem"}
+
+#: Operators that copy or fill, and compute nothing.
+_MOVES = frozenset(
+    ("_to_copy", "clone", "copy_", "fill_", "full_like", "new_zeros", "ones_like", "zero_", "zeros_like")
+)
+
+_AT_O1 = {
+    Treatment.WHITELIST: "half",
+    Treatment.BLACKLIST: "float32",
+    Treatment.PROMOTE: "the widest type of its inputs",
+    Treatment.BANNED: "half it raises",
+}
+#: Errors from here on say nothing. float32 has 2**16 times bfloat16's precision, so the float32 result has lost 5 % as
+#: well: a sum that cancels to rounding errors, such as the gradient of a bias before a softmax over the same axis.
+_NOISE = 0.05 * 2**16
+
+_UNKNOWN_AT_O1 = "the type of its inputs"
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """An operator that may be to blame for an inaccurate level.
+
+    Attributes:
+        function: path of its function as a list could name it.
+        modules: names of the modules around it, the innermost first, without the model itself.
+    """
+
+    function: str
+    modules: tuple[str, ...]
+
+
+class Operators:
+    """The operators of a float32 step, judged.
+
+    Args:
+        watch: the step, with all arguments kept.
+        examiner: names operators.
+        autograd_functions: the classes of users' autograd.Functions in the graph, with the number of their nodes.
+        registered: the functions that the user has registered.
+        tolerance: the error above which an operator loses too much to bfloat16.
+
+    Attributes:
+        out_of_range: operators that leave float16's range.
+        imprecise: operators that lose more than the tolerance.
+        uncompared: number of operators that could not be compared.
+        unlisted: functions that no list knows.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        examiner: Examiner,
+        autograd_functions: Mapping[type, int],
+        registered: Sequence[Registration],
+        tolerance: float,
+    ) -> None:
+        self._examiner = examiner
+        self._rules = _rules_by_function()
+        self._registered = [(each.owner, getattr(each.owner, each.name, None)) for each in registered]
+        self._ops = watch.ops
+        self._autograd_functions = autograd_functions
+        self._tolerance = tolerance
+        self._locations: dict[int, Location] = {}
+        watch.read()
+        self._errors, self.uncompared = _errors(watch.ops)
+        for op in watch.ops:
+            op.arguments = None  # the memory of the step is needed for the next ones
+        self.out_of_range = self._out_of_range()
+        self.imprecise = self._imprecise()
+        self.unlisted = tuple(self._unlisted())
+
+    @functools.cached_property
+    def suspects(self) -> tuple[Suspect, ...]:
+        """Operators to blame for an inaccurate level, the likeliest first."""
+        return tuple(dict.fromkeys(self._suspects()))
+
+    def _location(self, op: WatchedOp) -> Location:
+        if id(op) not in self._locations:
+            self._locations[id(op)] = self._located(op)
+        return self._locations[id(op)]
+
+    def _located(self, op: WatchedOp) -> Location:
+        told = self._examiner.describe([Origin(op)])
+        assert told is not None
+        function = _custom_path(op) if _is_custom(op) else told.function
+        direction = "backward" if op.is_backward else "forward"
+        return Location(
+            function, told.operator, direction, told.module, told.file, told.line, told.source, self._at_o1(op, told)
+        )
+
+    def _at_o1(self, op: WatchedOp, told: Any) -> str:
+        named = op.forward if op.is_backward and op.forward is not None else op
+        rule = self._rule_of(named.function, told.function)
+        if rule is None:
+            return _UNKNOWN_AT_O1
+        return _AT_O1[rule.treatment] + (" for some arguments" if rule.when else "")
+
+    def _rule_of(self, function: object, path: str) -> Rule | None:
+        namespace, _, name = path.rpartition(".")
+        return self._rules.get(id(unwrapped(function))) or shipped().rules.get((Path(namespace, name), torch.float16))
+
+    def _out_of_range(self) -> tuple[OutOfRange, ...]:
+        """Returns operators that leave the range, those that only pass it on excepted."""
+        found: dict[Location, list[float]] = {}
+        for op in self._ops:
+            largest = _largest(op.outputs)
+            computed = [values for values in op.inputs if values.writer is not None]  # not data or parameters
+            if math.inf > largest > _FLOAT16_MAX >= _largest(computed):  # inf is on purpose: the step is finite
+                found.setdefault(self._location(op), []).append(largest)
+        rows = (OutOfRange(location, max(largest), len(largest)) for location, largest in found.items())
+        return tuple(sorted(rows, key=lambda row: -row.largest))
+
+    def _imprecise(self) -> tuple[Imprecise, ...]:
+        found: dict[Location, list[float]] = {}
+        for op in self._ops:
+            error = self._errors.get(id(op), 0.0)
+            if error > self._tolerance:
+                found.setdefault(self._location(op), []).append(error)
+        rows = (Imprecise(location, max(each), len(each)) for location, each in found.items())
+        return tuple(sorted(rows, key=lambda row: -row.error))
+
+    def _unlisted(self) -> Iterator[Unlisted]:
+        custom: dict[str, list[WatchedOp]] = {}
+        plain: dict[str, list[WatchedOp]] = {}
+        for op in self._ops:
+            if op.is_backward or not op.inputs or not op.outputs or op.op_name in _MOVES:
+                continue
+            if _is_custom(op):
+                if not self._knows_operator(op):
+                    custom.setdefault(_custom_path(op), []).append(op)
+            elif op.function is not None and not self._knows(op.function):
+                plain.setdefault(op.function_name, []).append(op)
+        for path, ops in custom.items():
+            yield self._unlisted_of("custom operator", path, ops)
+        for kind, count in self._autograd_functions.items():
+            if not any(owner is kind for owner, _ in self._registered):
+                code = getattr(getattr(kind, "forward", None), "__code__", None)
+                where = (None, None) if code is None else (code.co_filename, code.co_firstlineno)
+                yield Unlisted("autograd.Function", f"{kind.__module__}.{kind.__qualname__}", count, None, *where)
+        for path, ops in sorted(plain.items(), key=lambda item: -len(item[1])):
+            yield self._unlisted_of("torch function", path, ops)
+
+    def _unlisted_of(self, kind: str, path: str, ops: Sequence[WatchedOp]) -> Unlisted:
+        location = self._location(ops[0])
+        return Unlisted(kind, path, len(ops), location.module, location.file, location.line)
+
+    def _knows(self, function: object) -> bool:
+        """Returns True if a list names a function, or one that it calls."""
+        function = unwrapped(function)
+        if id(function) in self._rules or any(known is function for _, known in self._registered):
+            return True
+        name = getattr(function, "__name__", "")
+        if name in ("backward", "__get__", "__set__", "__setitem__"):
+            return True  # no arithmetic of the forward pass
+        is_python = isinstance(function, types.FunctionType)
+        return is_python and any(key in self._rules for key in spellings.called_by(function))
+
+    def _knows_operator(self, op: WatchedOp) -> bool:
+        packet = op.op.overloadpacket
+        if any(known is packet or known is op.op for _, known in self._registered):
+            return True
+        return any(
+            path.name == op.op_name and path.namespace.startswith(op.op.namespace) for path, _ in shipped().rules
+        )
+
+    def _suspects(self) -> Iterator[Suspect]:
+        """Yields operators above the tolerance, each with those that wrote its inputs; then those with most errors."""
+        errors = self._errors
+        imprecise = [op for op in self._ops if errors.get(id(op), 0.0) > self._tolerance]
+        for op in sorted(imprecise, key=lambda op: -errors[id(op)]):
+            yield self._suspect(op)
+            named = op.forward if op.is_backward and op.forward is not None else op
+            yield from map(self._suspect, _writers(named.inputs, depth=3))
+        sums: dict[Suspect, float] = {}
+        for op in self._ops:
+            if id(op) in errors:
+                each = self._suspect(op)
+                sums[each] = sums.get(each, 0.0) + errors[id(op)]
+        yield from sorted(sums, key=lambda each: -sums[each])
+
+    def _suspect(self, op: WatchedOp) -> Suspect:
+        location = self._location(op)
+        return Suspect(location.function, enclosing(location.module or ""))
+
+
+def _writers(inputs: Iterable[Values], depth: int) -> Iterator[WatchedOp]:
+    found = [values.writer for values in inputs if values.writer is not None]
+    yield from found
+    if depth > 1:
+        for writer in found:
+            yield from _writers(writer.inputs, depth - 1)
+
+
+def _rules_by_function() -> dict[int, Rule]:
+    """Returns the shipped rules for float16 by the id of the function; torch keeps all of these alive."""
+    functions = ((identity(path), rule) for path, rule in shipped().for_half(torch.float16).items())
+    return {id(function): rule for function, rule in functions if not isinstance(function, Path)}
+
+
+def _is_custom(op: WatchedOp) -> bool:
+    return op.op.namespace not in _OF_TORCH
+
+
+def _custom_path(op: WatchedOp) -> str:
+    return f"torch.ops.{op.op.namespace}.{op.op_name}"
+
+
+def _largest(values: Sequence[Values]) -> float:
+    return max((each.largest for each in values if each.largest is not None), default=0.0)
+
+
+def _errors(ops: Sequence[WatchedOp]) -> tuple[dict[int, float], int]:
+    """Runs operators again in bfloat16 and in float32; syncs with each device once.
+
+    Returns:
+        The relative error by the operator's id, and the number of operators that could not be compared.
+    """
+    keys: dict[torch.device, list[int]] = {}
+    pairs: dict[torch.device, list[Tensor]] = {}
+    skipped = 0
+    for op in ops:
+        if op.op_name in _MOVES or op.arguments is None or not _has_float32(op.inputs) or not op.outputs:
+            continue
+        pair = None if torch.Tag.nondeterministic_seeded in op.op.tags else _error_of(op)
+        if pair is None:
+            skipped += 1
+            continue
+        keys.setdefault(pair.device, []).append(id(op))
+        pairs.setdefault(pair.device, []).append(pair)
+    errors: dict[int, float] = {}
+    for device, of_device in pairs.items():
+        for key, (difference, size) in zip(keys[device], torch.stack(of_device).tolist(), strict=True):
+            if 0 < size < math.inf and difference < size * _NOISE:
+                errors[key] = difference / size
+    return errors, skipped
+
+
+def _has_float32(inputs: Sequence[Values]) -> bool:
+    return any(values.dtype is torch.float32 for values in inputs)
+
+
+def _error_of(op: WatchedOp) -> Tensor | None:
+    """Returns |bfloat16 - float32| and |float32| on the device; None if bfloat16 has no kernel."""
+    assert op.arguments is not None
+    args, kwargs = op.arguments
+    with torch.no_grad(), paused():
+        try:
+            # First, since an operator in place writes to the copies that were kept.
+            narrow_args, narrow_kwargs = with_types((args, kwargs), _IN_BFLOAT16)
+            narrow = list(_floating(op.op(*narrow_args, **narrow_kwargs)))
+            exact = list(_floating(op.op(*args, **kwargs)))
+        except (RuntimeError, TypeError, NotImplementedError):
+            return None
+        if not exact or [each.shape for each in narrow] != [each.shape for each in exact]:
+            return None
+        differences = [_finite_norm(one.float() - other.float()) for one, other in zip(narrow, exact, strict=True)]
+        sizes = [_finite_norm(each.float()) for each in exact]
+        return torch.stack([_total(differences), _total(sizes)])
+
+
+def _finite_norm(tensor: Tensor) -> Tensor:
+    """Returns the 2-norm of the finite elements, in float64: inf of a mask is inf in both types."""
+    norm: Tensor = torch.linalg.vector_norm(tensor.nan_to_num(0.0, 0.0, 0.0), dtype=torch.float64)
+    return norm
+
+
+def _total(norms: list[Tensor]) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def _floating(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        if result.is_floating_point() and result.numel() and result.layout is torch.strided:
+            yield result
+    elif isinstance(result, (list, tuple)):
+        for each in result:
+            yield from _floating(each)
+
+
+def autograd_functions(loss: Tensor) -> dict[type, int]:
+    """Returns the classes of the users' autograd.Functions in a loss's graph, with the number of their nodes."""
+    found: dict[type, int] = {}
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        kind: Any = getattr(node, "_forward_cls", None)  # an attribute of BackwardCFunction only
+        if kind is not None and kind.__module__.partition(".")[0] not in ("torch", "ampatch"):
+            found[kind] = found.get(kind, 0) + 1
+        waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def underflows(reference: Step, scale: float) -> tuple[Underflow, ...]:
+    """Returns the parameters with gradient values that float16 flushes to zero, at scale 1 and at another."""
+    rows = []
+    for name, gradient in reference.gradients.items():
+        small, nonzero = flushed_of(gradient, 1.0)
+        if small:
+            rows.append(Underflow(name, small / nonzero, flushed_of(gradient, scale)[0] / nonzero, scale))
+    return tuple(sorted(rows, key=lambda row: (-row.share, row.parameter)))

@@ -1,0 +1,476 @@
+"""What `amp.preflight` returns, as frozen values, and their text.
+
+Owns the wording of the report. Must never run a model, nor judge a number.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ampatch.diagnostics.overflow_trace import OverflowTrace, plain_data
+from ampatch.errors import OptionError
+from ampatch.opt_levels import check_half_dtype, check_opt_level
+
+STANDS, OVERFLOWS, INACCURATE, FAILS = "stands", "overflows", "inaccurate", "fails"
+
+_WIDTH = 98
+_ROWS = 10  # of each list that is printed
+_LEAST_SHARE = 0.001  # of flushed values that is printed
+_T = TypeVar("_T")
+
+#: O4 and O5 are O1 and O2 in bfloat16.
+_IN_BFLOAT16 = {"O4": "O1", "O5": "O2"}
+
+
+def level_and_halves(opt_level: object, half_dtype: object = None) -> tuple[str, tuple[torch.dtype, ...]]:
+    """Returns a level among O1, O2 and O3, and its half types: both, unless one is given or the level has its own.
+
+    Raises:
+        OptionError: the level or the half type is none; the level is O0; or the two contradict each other.
+    """
+    level = check_opt_level(opt_level)
+    if level == "O0":
+        raise OptionError("O0 is float32, with which every level is compared; expected O1, O2, O3, O4 or O5.")
+    half = None if half_dtype is None else check_half_dtype(half_dtype)
+    if level in _IN_BFLOAT16:
+        if half not in (None, torch.bfloat16):
+            raise OptionError(f"{level} is bfloat16, and half_dtype is {half}. Type {_IN_BFLOAT16[level]!r} instead.")
+        return _IN_BFLOAT16[level], (torch.bfloat16,)
+    return level, (torch.float16, torch.bfloat16) if half is None else (half,)
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where an operator of the float32 step was called.
+
+    Attributes:
+        function: path of the torch function; in the backward pass of the one whose gradient was computed.
+        operator: name of the operator, such as "bmm".
+        direction: "forward" or "backward".
+        module: name of the innermost module; "" for the model itself, None outside of one.
+        file: the user's file; None if no user code called it.
+        line: number of the line in it.
+        source: text of the line.
+        at_o1: type in which O1 runs the function by the shipped lists: "half", "float32", or "the type of its inputs".
+            O2 and O3 run it in half.
+    """
+
+    function: str
+    operator: str
+    direction: str
+    module: str | None
+    file: str | None
+    line: int | None
+    source: str
+    at_o1: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfRange:
+    """An operator whose results leave float16's range in the float32 step.
+
+    Attributes:
+        location: where it was called.
+        largest: greatest absolute value of its results.
+        calls: number of its calls that did.
+    """
+
+    location: Location
+    largest: float
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Imprecise:
+    """An operator that loses more than the tolerance to bfloat16's precision.
+
+    Attributes:
+        location: where it was called.
+        error: the greatest error of its calls: |result in bfloat16 - result| / |result|, in 2-norms.
+        calls: number of calls above the tolerance.
+    """
+
+    location: Location
+    error: float
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Underflow:
+    """A parameter whose gradient has values that float16 would flush to zero.
+
+    Attributes:
+        parameter: its name.
+        share: share of the nonzero elements whose absolute value is below 2**-24.
+        share_scaled: the same for the gradient times `scale`.
+        scale: loss scale of the first float16 level that has a dynamic one; 1 if there is none.
+    """
+
+    parameter: str
+    share: float
+    share_scaled: float
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Unlisted:
+    """A function that no shipped cast list names, and that the user has not registered.
+
+    Attributes:
+        kind: "custom operator", "autograd.Function" or "torch function".
+        function: its path.
+        count: number of its calls; for a torch function, of the operators that it ran.
+        module: name of the module that called it first; None outside of one, or if unknown.
+        file: file of that call; for an autograd.Function the one that defines it.
+        line: number of the line in it.
+    """
+
+    kind: str
+    function: str
+    count: int
+    module: str | None = None
+    file: str | None = None
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LevelVerdict:
+    """How one step went at an opt level.
+
+    Attributes:
+        opt_level: "O1", "O2" or "O3".
+        half_dtype: "float16" or "bfloat16".
+        verdict: "stands"; "overflows" (inf or NaN that no loss scale avoids); "inaccurate" (the gradient error is above
+            `Preflight.gradient_bound`); or "fails" (it raised).
+        loss_scale: scale of the last step; None if none was run.
+        loss: the loss of that step.
+        loss_error: |loss - float32 loss| / |float32 loss|.
+        gradient_error: |gradients - float32 gradients| / |float32 gradients|, 2-norms over all parameters.
+        underflow: share of the nonzero gradient values that float16 flushes to zero at this scale; None in bfloat16.
+        error: text of what was raised.
+        trace: where the first inf or NaN arose at the first scale, even if a lower scale avoids it.
+        change: the call of ``amp.initialize`` that mends the level, verified by a step; None if it stands, or if no
+            change was found.
+        tried: number of steps in search of the change.
+        milliseconds: median time of a step with the change, or as it is without one; None if not measured.
+        peak_bytes: peak memory of such a step; None if not measured.
+        notes: warnings that amp gave, and why something could not be measured.
+    """
+
+    opt_level: str
+    half_dtype: str
+    verdict: str
+    loss_scale: float | None = None
+    loss: float | None = None
+    loss_error: float | None = None
+    gradient_error: float | None = None
+    underflow: float | None = None
+    error: str = ""
+    trace: OverflowTrace | None = None
+    change: str | None = None
+    tried: int = 0
+    milliseconds: float | None = None
+    peak_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The level with its half type, such as "O1 float16"."""
+        return f"{self.opt_level} {self.half_dtype}"
+
+    @property
+    def call(self) -> str:
+        """The call of ``amp.initialize`` for this level: with the change that mends it, if there is one."""
+        return self.change or call_of(self.opt_level, self.half_dtype)
+
+
+def call_of(opt_level: str, half_dtype: str, *arguments: str) -> str:
+    """Returns a call of ``amp.initialize`` as text to paste."""
+    given = ["model", "optimizer", f'opt_level="{opt_level}"', f'half_dtype="{half_dtype}"', *arguments]
+    return f"amp.initialize({', '.join(given)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What `amp.preflight` found out; prints as a report.
+
+    Attributes:
+        model: class of the model.
+        loss: loss of the float32 step.
+        is_finite: True if this loss and its gradients are finite. If not, no level was tried.
+        trace: where the first inf or NaN arose in float32; None if there is none.
+        levels: verdicts, in the order in which the levels were tried; empty if float32 is not finite.
+        out_of_range: operators that leave float16's range, the largest value first.
+        imprecise: operators that lose more than ``tolerance`` to bfloat16's precision, the greatest error first.
+        uncompared: number of operators that could not be run in bfloat16, or are random.
+        underflows: parameters with gradient values that float16 flushes to zero, the greatest share first.
+        unlisted: functions that no list knows: custom operators and autograd.Functions first.
+        tolerance: the bound of ``imprecise``.
+        gradient_bound: the gradient error above which a level is inaccurate.
+        float32_milliseconds: median time of a float32 step (O0); None if not measured.
+        float32_peak_bytes: its peak memory; None if not measured.
+    """
+
+    model: str
+    loss: float
+    is_finite: bool
+    trace: OverflowTrace | None = None
+    levels: tuple[LevelVerdict, ...] = ()
+    out_of_range: tuple[OutOfRange, ...] = ()
+    imprecise: tuple[Imprecise, ...] = ()
+    uncompared: int = 0
+    underflows: tuple[Underflow, ...] = ()
+    unlisted: tuple[Unlisted, ...] = ()
+    tolerance: float = 0.05
+    gradient_bound: float = 0.2
+    float32_milliseconds: float | None = None
+    float32_peak_bytes: int | None = None
+
+    def verdict(self, opt_level: str, half_dtype: torch.dtype | str | None = None) -> LevelVerdict:
+        """Returns the verdict for a level that was tried.
+
+        Args:
+            opt_level: "O1" to "O5".
+            half_dtype: a half type or its name; may be left out for O4, O5, and a level tried with one half type.
+
+        Raises:
+            OptionError: the level was not tried, or was tried with both half types and none is given.
+        """
+        level, halves = level_and_halves(opt_level, half_dtype)
+        names = {str(half).removeprefix("torch.") for half in halves}
+        found = [each for each in self.levels if each.opt_level == level and each.half_dtype in names]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise OptionError(f"{level} was tried in float16 and in bfloat16; type half_dtype='float16', or the other.")
+        tried = ", ".join(each.name for each in self.levels) or "none, since float32 itself is not finite"
+        raise OptionError(f"{level} in {' or '.join(sorted(names))} was not tried; the levels tried are: {tried}.")
+
+    def stands(self, opt_level: str, half_dtype: torch.dtype | str | None = None) -> bool:
+        """Returns True if the model stands a level as it is, without a change.
+
+        Returns:
+            False for every level if float32 itself is not finite.
+
+        Raises:
+            OptionError: as `verdict`.
+        """
+        if not self.is_finite:
+            level_and_halves(opt_level, half_dtype)
+            return False
+        return self.verdict(opt_level, half_dtype).verdict == STANDS
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain data for JSON: text, numbers, booleans, None, lists and dicts. inf and NaN are texts."""
+        return plain_data(asdict(self))  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+# Text
+
+
+def _lines(result: Preflight) -> Iterator[str]:
+    yield from _wrapped(_headline(result))
+    if not result.is_finite:
+        if result.trace is not None:
+            for line in str(result.trace).splitlines():
+                yield from _wrapped(line, "  ", "            ")
+        return
+    yield ""
+    yield from _table(result)
+    yield from ["", "What to type"]
+    yield from _advice(result)
+    yield from _section(
+        f"Beyond float16's range of {torch.finfo(torch.float16).max:g}, in float32", result.out_of_range, _beyond
+    )
+    underflows = [row for row in result.underflows if row.share >= _LEAST_SHARE]
+    yield from _section("Gradients with values that float16 flushes to zero", underflows, _flushed)
+    skipped = f" (not compared: {result.uncompared})" if result.uncompared else ""
+    yield from _section(
+        f"More than {result.tolerance:.0%} lost to bfloat16's precision{skipped}", result.imprecise, _lost
+    )
+    yield from _section(
+        "Functions in no cast list, which compute in the types that they are given", result.unlisted, _unlisted
+    )
+
+
+def _headline(result: Preflight) -> str:
+    if result.is_finite:
+        return f"Preflight of {result.model}: in float32 the loss is {result.loss:.5g}, and all gradients are finite."
+    return (
+        f"Preflight of {result.model}: in float32 the loss is {result.loss:.5g}, and loss or gradients are not finite. "
+        "No precision helps, so no opt level was tried."
+    )
+
+
+def _table(result: Preflight) -> Iterator[str]:
+    measured = result.float32_milliseconds is not None
+    heads = ["level", "half type", "verdict", "loss scale", "gradient error", "loss error"]
+    rows = [["O0", "(float32)", "", "", "", ""]]
+    for each in result.levels:
+        verdict = f"{each.verdict}, mended" if each.change else each.verdict
+        rows.append(
+            [
+                each.opt_level,
+                each.half_dtype,
+                verdict,
+                _number(each.loss_scale, "g"),
+                _number(each.gradient_error, ".2g"),
+                _number(each.loss_error, ".2g"),
+            ]
+        )
+    if measured:
+        heads += ["ms", "MiB"]
+        figures = [(result.float32_milliseconds, result.float32_peak_bytes)]
+        figures += [(each.milliseconds, each.peak_bytes) for each in result.levels]
+        for row, (milliseconds, peak) in zip(rows, figures, strict=True):
+            row += [_number(milliseconds, ".3g"), _number(None if peak is None else peak / 2**20, ".3g")]
+    widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
+    for row in [heads, *rows]:
+        yield "  ".join(
+            text.ljust(width) if column < 3 else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+    yield f"A level is inaccurate if its gradient error is above {result.gradient_bound:g}."
+    if measured and any(each.change for each in result.levels):
+        yield "A mended level was measured with its change."
+    if measured and result.float32_peak_bytes is None:
+        yield "Memory was not measured."
+
+
+def _number(number: float | None, form: str) -> str:
+    return "-" if number is None else format(number, form)
+
+
+def _advice(result: Preflight) -> Iterator[str]:
+    standing = [each for each in result.levels if each.verdict == STANDS]
+    for each in standing:
+        yield from _wrapped(each.call, "  ", "      ")
+    mended = [each for each in result.levels if each.change is not None]
+    for each in result.levels:
+        if each.verdict == STANDS:
+            continue
+        yield ""
+        yield from _wrapped(f"{each.name} {each.verdict}{_reason(each, result.gradient_bound)}", "  ", "    ")
+        if each.change is not None:
+            yield f"    It stands with this change (verified, {_steps(each.tried)}):"
+            yield from _wrapped(each.change, "    ", "        ")
+        else:
+            yield from _wrapped(f"No change was found that mends it ({_steps(each.tried)} tried). ", "    ")
+            yield from _wrapped(_instead(standing, mended), "    ")
+    for note in dict.fromkeys(note for each in result.levels for note in each.notes):
+        yield ""
+        yield from _wrapped(f"Note: {note}", "  ", "    ")
+
+
+def _instead(standing: Sequence[LevelVerdict], mended: Sequence[LevelVerdict]) -> str:
+    preferred = sorted(standing, key=lambda each: (each.name != "O1 bfloat16", each.opt_level))
+    if preferred:
+        return f"{preferred[0].name} stands instead."
+    if mended:
+        return f"{mended[0].name} stands with its change instead."
+    return "No level that was tried stands: train in float32 (O0)."
+
+
+def _steps(count: int) -> str:
+    return "1 run" if count == 1 else f"{count} runs"
+
+
+def _reason(each: LevelVerdict, bound: float) -> str:
+    if each.verdict == FAILS:
+        return f": {each.error}"
+    if each.verdict == INACCURATE:
+        flushed = ""
+        if each.underflow is not None and each.underflow >= 0.01:
+            flushed = f"; float16 flushes {each.underflow:.0%} of the gradient values to zero at this scale"
+        return f": the gradient error is {each.gradient_error:.2g}, above {bound:g}{flushed}."
+    trace = each.trace
+    if trace is None:
+        return f" at a loss scale of {_number(each.loss_scale, 'g')}."
+    headline = str(trace).splitlines()[0]
+    module = "" if trace.module is None else f" Module: {trace.module or '(the model)'}."
+    line = "" if trace.file is None else f" Line: {_shown(trace.file)}:{trace.line}."
+    return f" at a loss scale of {_number(each.loss_scale, 'g')}. {headline}{module}{line}"
+
+
+def _section(heading: str, rows: Sequence[_T], told: Callable[[_T], tuple[str, str]]) -> Iterator[str]:
+    if not rows:
+        return
+    yield from ["", heading]
+    for row in rows[:_ROWS]:
+        first, second = told(row)
+        yield from _wrapped(first, "  ", "      ")
+        if second:
+            yield _cut(f"      {second}")
+    if len(rows) > _ROWS:
+        yield f"  and {len(rows) - _ROWS} more"
+
+
+def _beyond(row: OutOfRange) -> tuple[str, str]:
+    return f"{_called(row.location)}: largest {row.largest:.4g}{_times(row.calls)}", _place(row.location)
+
+
+def _lost(row: Imprecise) -> tuple[str, str]:
+    lost = f"error {row.error:.0%}" if row.error < 1 else "nothing of the result remains"
+    return f"{_called(row.location)}: {lost}{_times(row.calls)}", _place(row.location)
+
+
+def _flushed(row: Underflow) -> tuple[str, str]:
+    scaled = "" if row.scale == 1 else f", {row.share_scaled:.1%} with a loss scale of {row.scale:g}"
+    return f"{row.parameter}: {row.share:.1%}{scaled}", ""
+
+
+def _unlisted(row: Unlisted) -> tuple[str, str]:
+    kind = "" if row.kind == "torch function" else f"{row.kind} "
+    where = "" if row.file is None else f"{_shown(row.file)}:{row.line}"
+    module = "" if row.module is None else f"module {row.module or '(the model)'}"
+    if row.kind == "torch function":
+        return ", ".join(filter(None, (row.function, module))), ""
+    return f"{kind}{row.function}{_times(row.count)}", ", ".join(filter(None, (module, where)))
+
+
+def _called(location: Location) -> str:
+    operator = "" if location.operator in location.function else f" (operator {location.operator})"
+    backward = "the backward of " if location.direction == "backward" else ""
+    return f"{backward}{location.function}{operator}, at O1 in {location.at_o1}"
+
+
+def _place(location: Location) -> str:
+    module = None if location.module is None else f"module {location.module or '(the model)'}"
+    line = None if location.file is None else f"{_shown(location.file)}:{location.line}"
+    return ", ".join(filter(None, (module, line))) + (f": {location.source}" if location.source else "")
+
+
+def _times(calls: int) -> str:
+    return "" if calls == 1 else f", {calls} calls"
+
+
+def _shown(file: str) -> str:
+    """Returns a path as short as it can be: relative to the current folder, or to one that Python imports from."""
+    path, cwd = Path(file), Path.cwd()
+    if path.is_relative_to(cwd):
+        return str(path.relative_to(cwd))
+    folders = (folder for folder in map(Path, sys.path) if folder.is_absolute() and path.is_relative_to(folder))
+    return min((str(path.relative_to(folder)) for folder in folders), key=len, default=file)
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
+
+
+def _wrapped(text: str, first: str = "", later: str | None = None) -> Iterator[str]:
+    later = first if later is None else later
+    for paragraph in text.splitlines() or [""]:
+        yield from textwrap.wrap(
+            paragraph.strip(), _WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False
+        )
+        first = later
