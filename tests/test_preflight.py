@@ -483,7 +483,7 @@ class TestBadInput:
             (nn.Linear(4, 4), None, {"tolerance": "much"}, "tolerance is 'much'"),
             (nn.Linear(4, 4), None, {"measure": "perhaps"}, "measure"),
         ],
-        ids=str,
+        ids=lambda value: value if isinstance(value, str) else None,
     )
     def test_it_is_told(self, model: Any, inputs: Any, options: dict[str, Any], told: str) -> None:
         with pytest.raises(OptionError) as caught:
