@@ -10,7 +10,7 @@ import math
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from torch.optim import lr_scheduler
 
 import ampatch
 from ampatch import amp
+from ampatch.diagnostics import overflow_trace
 from ampatch.errors import AmpWarning
 from ampatch.runtime import runtime
 from ampatch.scaling import overflows
@@ -455,6 +456,8 @@ class TestTrace:
             LINE,
             "  1 gradient of this SGD with inf or NaN:",
             "    2.weight, shape (2, 4), float32: 1 inf, 0 nan",
+            "No watched operator produced the inf or NaN of these gradients.",
+            f"  note      {overflow_trace.FINITE_HERE}",
         ]
 
     @pytest.mark.parametrize("on_overflow", ["trace", "raise", "function"])
@@ -463,9 +466,12 @@ class TestTrace:
         asked: list[Any] = []
 
         class Tracer:
-            def trace_of(self, scale_use: Any) -> object | None:
-                asked.append(scale_use)
+            def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> object | None:
+                asked.append((list(parameters), loss_scale))
                 return Trace("in exp")
+
+            def end_step(self, parameters: Iterable[Tensor]) -> None:
+                asked.append(list(parameters))
 
         model, optimizer = begun(seen.append if on_overflow == "function" else on_overflow)
         assert runtime.live is not None
@@ -479,24 +485,28 @@ class TestTrace:
             optimizer.step()
         except amp.GradientOverflowError as error:
             seen.append(error.overflow)
-        assert asked == [block.scale_use]
+        owned = list(model.parameters())
+        assert asked == [(owned, float(block.scale_use.scale)), owned]
         text = str(seen[0]) if seen else log()[0]
         assert text.endswith("trace: in exp")
 
-    def test_under_check_finite_asks_about_every_block(self):
+    def test_under_check_finite_asks_with_the_static_scale(self):
         asked: list[Any] = []
 
         class Tracer:
-            def trace_of(self, scale_use: Any) -> object | None:
-                asked.append(scale_use.scaler_id)
+            def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> object | None:
+                asked.append(loss_scale)
 
-        model, optimizer = begun("trace", loss_scale=1.0, num_losses=2, check_finite=True)
+            def end_step(self, parameters: Iterable[Tensor]) -> None:
+                pass
+
+        model, optimizer = begun("trace", loss_scale=8.0, num_losses=2, check_finite=True)
         assert runtime.live is not None
         runtime.live.overflows.tracer = Tracer()
         backward(model, optimizer, loss_id=1)
         backward(model, optimizer, bad=model[0])
         optimizer.step()
-        assert asked == [1, 0]
+        assert asked == [8.0]
 
 
 class TestLog:
@@ -517,9 +527,7 @@ class TestLog:
 
     @pytest.mark.parametrize("wrong", ["Raise", "loud", None, 3])
     def test_other_choices_are_refused(self, wrong):
-        with pytest.raises(
-            amp.OptionError, match=r"on_overflow is .*; expected 'log', 'raise', 'trace', or a function"
-        ):
+        with pytest.raises(amp.OptionError, match=r"on_overflow is .*; expected 'log', 'raise', 'trace', a function"):
             amp.initialize(network(), on_overflow=wrong)
         with pytest.raises(amp.OptionError, match="on_overflow"):
             amp.init(on_overflow=wrong)

@@ -23,6 +23,8 @@ from ampatch.opt_levels import HALVES, Properties
 from ampatch.scaling.loss_scaler import ScalePolicy
 
 _CAST = "_to_copy"
+#: Stands in the place of a function: the engine adds up the gradients of a tensor that is used several times.
+SUM_OF_GRADIENTS = "the sum of several gradients of one tensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,8 @@ class OverflowTrace:
             if self.operator in (*self.function.split("."), "cast")
             else f"{self.function} (operator {self.operator})"
         )
+        if self.function == SUM_OF_GRADIENTS:
+            return f"First {kind}: in {SUM_OF_GRADIENTS}."
         if self.direction == "backward":
             what = f"the backward of {what}"
         if self.operator == "cast":
@@ -317,6 +321,8 @@ def _function_name(op: WatchedOp, named: WatchedOp) -> str:
     """Returns the name of the function to blame: an autograd.Function's own if the user wrote the backward."""
     if op.is_backward and op.place is not None and op.node is not None:
         return op.node.removesuffix("Backward")
+    if op.is_backward and op.forward is None and op.op_name in ("add", "add_"):
+        return SUM_OF_GRADIENTS
     return _listed_name(named)
 
 
@@ -379,7 +385,7 @@ class OverflowTracer:
         is_watched = bool(ids & self._arrived)  # sharded parameters get their gradients from other tensors
         origins = [origin for key, origin in self._origins.items() if key in ids or not is_watched]
         if not origins:
-            note = _FINITE_HERE if self._arrived else _NOT_WATCHED
+            note = FINITE_HERE if self._arrived else _NOT_WATCHED
             return OverflowTrace("unknown", notes=(note,))
         return self._examiner.describe(origins, self._watch.missed_threads, loss_scale) or OverflowTrace("unknown")
 
@@ -415,7 +421,8 @@ class OverflowTracer:
             self._has_gone_backward = True
 
 
-_FINITE_HERE = (
+#: Why no operator is named for gradients that other ranks, or other code, made inf or NaN.
+FINITE_HERE = (
     "the gradients that this process computed are finite: another rank's are not, or other code changed them afterwards"
 )
 _NOT_WATCHED = "no backward pass of these parameters was watched, such as one in another thread, or without modules"

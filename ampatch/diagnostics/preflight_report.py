@@ -155,7 +155,7 @@ class LevelVerdict:
         gradient_error: |gradients - float32 gradients| / |float32 gradients|, 2-norms over all parameters.
         underflow: share of the nonzero gradient values that float16 flushes to zero at this scale; None in bfloat16.
         error: text of what was raised.
-        trace: where the first inf or NaN arose at the first scale, even if a lower scale avoids it.
+        trace: where the first inf or NaN arose at most of the scales that overflowed, even if a lower one avoids it.
         change: the call of ``amp.initialize`` that mends the level, verified by a step; None if it stands, or if no
             change was found.
         tried: number of steps in search of the change.

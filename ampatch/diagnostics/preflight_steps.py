@@ -476,37 +476,37 @@ def tried(subject: Subject, reference: Step, setup: Setup, state: RandomState) -
 def _until_finite(
     subject: Subject, opened: _Opened, setup: Setup, state: RandomState, names: Mapping[int, str]
 ) -> tuple[Step, float, OverflowTrace | None]:
-    """Returns the last step, its scale, and the trace of the first one."""
+    """Returns the last step, its scale, and the trace of what overflowed at most of the scales."""
     dynamic = setup.properties.loss_scale == "dynamic"
     buffers = [(buffer, buffer.clone()) for buffer in opened.model.buffers()]
-    examiner = Examiner(
-        setup.properties, make_policy(setup.properties.loss_scale), lambda module: names.get(id(module))
-    )
-    watch = Watch(keep=_ran_in_half)
-    scale = opened.scale
-    arguments = subject.arguments()
-    state.restore()
-    with watch, _RandomInFloat32():
-        loss = opened.step_of(subject, arguments)
-    step = opened.outcome(loss)
-    trace = None if step.is_finite else examined(watch, examiner, scale)
-    del watch
-    only_backward = math.isfinite(step.loss) and (trace is None or trace.direction == "backward")
-    while dynamic and only_backward and not step.is_finite and scale > LEAST_SCALE:
+    policy = make_policy(setup.properties.loss_scale)
+    examiner = Examiner(setup.properties, policy, lambda module: names.get(id(module)))
+    traces: list[OverflowTrace] = []
+    while True:
+        scale, arguments = opened.scale, subject.arguments()
+        state.restore()
+        with Watch(keep=_ran_in_half) as watch, _RandomInFloat32():
+            loss = opened.step_of(subject, arguments)
+        step = opened.outcome(loss)
+        trace = None if step.is_finite else examined(watch, examiner, scale)
+        traces += [] if trace is None else [trace]
+        only_backward = math.isfinite(step.loss) and (trace is None or trace.direction == "backward")
+        if step.is_finite or not (dynamic and only_backward and scale > LEAST_SCALE):
+            return step, scale, _commonest(traces)
         try:
             opened.optimizer.step()  # which is skipped
         except LossScaleError:
-            break
+            return step, scale, _commonest(traces)
         opened.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        scale, arguments = opened.scale, subject.arguments()
-        state.restore()
-        with _RandomInFloat32():
-            loss = opened.step_of(subject, arguments)
-        step = opened.outcome(loss)
-    return step, scale, trace
+
+
+def _commonest(traces: Sequence[OverflowTrace]) -> OverflowTrace | None:
+    """Returns the first of the traces that name the same place most often; None if there are none."""
+    places = [(trace.direction, trace.function, trace.module, trace.line) for trace in traces]
+    return max(traces, key=lambda trace: places.count(places[traces.index(trace)]), default=None)
 
 
 def examined(watch: Watch, examiner: Examiner, loss_scale: float) -> OverflowTrace | None:
