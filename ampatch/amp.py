@@ -6,11 +6,12 @@ Owns no state. Everything is checked before anything is changed.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,6 @@ from ampatch.cast_lists import rules
 from ampatch.cast_lists.lists import CastLists, Overlay, shipped
 from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.rules import Treatment
-from ampatch.diagnostics import explanations
-from ampatch.diagnostics import preflight as preflights
-from ampatch.diagnostics.explanations import Explanation
-from ampatch.diagnostics.overflow_trace import OverflowTracer
-from ampatch.diagnostics.preflight_report import LevelVerdict, Preflight
 from ampatch.distributed import Ranks, is_sharded, replicating_wrappers
 from ampatch.errors import (
     AmpError,
@@ -41,6 +37,7 @@ from ampatch.errors import (
     ScalerUsageError,
     UsageError,
     did_you_mean,
+    warn,
 )
 from ampatch.interfaces.inference_copy import check_no_copy, convert
 from ampatch.interfaces.mixed_precision import mixed_precision_within
@@ -59,6 +56,7 @@ from ampatch.runtime import (
     replace_session,
     runtime,
 )
+from ampatch.scaling import overflows
 from ampatch.scaling.clipping import clip_unscaled
 from ampatch.scaling.loss_scaler import LossScaler, load_states, make_policy
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
@@ -75,6 +73,10 @@ from ampatch.settings import LiveSettings, Settings
 from ampatch.switch import WithoutCasts, off_in_graph
 from ampatch.weights import conversion_plan
 from ampatch.weights.optimizer_state import parameters_of
+
+if TYPE_CHECKING:
+    from ampatch.diagnostics.explanations import Explanation
+    from ampatch.diagnostics.preflight_report import LevelVerdict, Preflight
 
 __all__ = [
     "AmpError",
@@ -142,6 +144,16 @@ _Optimizers = TypeVar("_Optimizers")
 
 def __dir__() -> list[str]:
     return __all__  # completion offers public names only
+
+
+#: Classes of `ampatch.diagnostics`, which is imported only by those who use it.
+_IMPORTED_ON_USE = {"Explanation": "explanations", "LevelVerdict": "preflight_report", "Preflight": "preflight_report"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _IMPORTED_ON_USE:
+        return getattr(importlib.import_module(f"ampatch.diagnostics.{_IMPORTED_ON_USE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # Overloads, so that a type checker knows the classes of the returned objects: they are the ones passed in.
@@ -672,6 +684,8 @@ def preflight(
     bound = tolerance if isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool) else math.nan
     if not 0 < bound < math.inf:
         raise OptionError(f"tolerance is {tolerance!r}; expected a positive number, such as 0.05.")
+    from ampatch.diagnostics import preflight as preflights
+
     return preflights.preflight(
         checked, inputs, loss_fn, preflights.checked_levels(levels), bound, _flag("measure", measure)
     )
@@ -925,6 +939,8 @@ def explain(function_or_name: Any, /, *args: Any, **kwargs: Any) -> Explanation:
     Raises:
         OptionError: it is no function, and no name of one.
     """
+    from ampatch.diagnostics import explanations
+
     return explanations.explain(function_or_name, args, kwargs)
 
 
@@ -1040,9 +1056,21 @@ def _open(settings: Settings, device_types: Iterable[str]) -> Session:
     """Opens a session, which watches its steps if that was asked for."""
     opened = open_session(settings, device_types)
     if opened.overflows.traces:
-        tracer = OverflowTracer(settings.properties, settings.scale_policy, opened.named_modules)
-        opened.overflows.tracer = tracer
-        tracer.install(opened.ledger)
+        from ampatch.diagnostics.overflow_trace import OverflowTracer
+
+        try:
+            tracer = OverflowTracer(settings.properties, settings.scale_policy, opened.named_modules)
+            opened.trace_with(tracer)
+        except BaseException:
+            close_session(opened)
+            raise
+    never_fires = settings.on_overflow != "log" and not (settings.scale_policy.dynamic or settings.check_finite)
+    if never_fires:
+        warn(
+            f"on_overflow={overflows.name_of_choice(settings.on_overflow)!r} has no effect with a static loss scale "
+            f"({settings.properties.loss_scale:g}), which skips no step. Type check_finite=True as well, or "
+            "loss_scale='dynamic'."
+        )
     return opened
 
 

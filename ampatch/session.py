@@ -12,7 +12,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ from ampatch.scaling.optimizer_step import (
     check_not_stepping,
     check_optimizer,
 )
-from ampatch.scaling.overflows import OverflowHandler
+from ampatch.scaling.overflows import OverflowHandler, Tracer
 from ampatch.scaling.scaled_block import Blocks, ScaledBlock
 from ampatch.scaling.unadopted_optimizers import UnadoptedOptimizers
 from ampatch.settings import Settings
@@ -57,6 +57,13 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _MOST_WRAPPERS = 8  # of nested optimizers; a limit, since they could form a ring
+
+
+class SessionTracer(Tracer, Protocol):
+    """A tracer of a session's steps."""
+
+    def install(self, ledger: PatchLedger) -> None:
+        """Begins to watch; the ledger records how to undo that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,6 +490,11 @@ class Session:
     def models(self) -> list[nn.Module]:
         """The adopted models that still exist."""
         return list(self._models)
+
+    def trace_with(self, tracer: SessionTracer) -> None:
+        """Has a tracer watch the steps until the session is taken down."""
+        self.overflows.tracer = tracer
+        tracer.install(self.ledger)
 
     def named_modules(self) -> dict[int, str]:
         """Returns the names of all modules of the adopted models, by the module's id."""

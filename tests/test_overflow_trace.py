@@ -485,3 +485,85 @@ class TestMemory:
         process.join()
         amp.deinitialize()
         assert queue.get() == before > 0
+
+
+class TestPartsOfTensors:
+    def test_a_write_to_a_part_keeps_the_origin_of_the_rest(self):
+        class Edited(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+
+            def forward(self, x):
+                scores = (self.query(x) * 1000) @ (self.key(x) * 1000).transpose(-2, -1)
+                scores[..., -1] = 0
+                return torch.softmax(scores, dim=-1) @ x
+
+        assert "matmul" in trace_of(Edited()).function
+
+    def test_a_step_of_a_batch_that_is_not_finite_is_an_input(self):
+        class Stepwise(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm, self.last = nn.LayerNorm(8), nn.Linear(8, 8)
+
+            def forward(self, x):
+                return torch.stack([self.last(self.norm(x[:, step])) for step in range(3)])
+
+        x = batch()
+        x[:, 2] = math.nan
+        events = events_of(Stepwise(), x=x.clone())
+        assert [event.trace.direction for event in events] == ["input"]
+
+    @pytest.mark.parametrize("opt_level", ["O1", "O2"])
+    def test_a_weight_that_a_layer_reads_transposed_is_an_input(self, opt_level):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nn.init, "normal_", lambda parameter, std: parameter.data.view(-1)[:1].fill_(math.nan))
+            assert trace_of(model, opt_level=opt_level).direction == "input"
+
+    def test_a_mask_that_comes_from_outside_is_not_blamed(self):
+        mask = torch.zeros(3, 3).masked_fill_(torch.ones(3, 3, dtype=torch.bool).triu(1), -math.inf)
+
+        class Masked(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+
+            def forward(self, x):
+                bias = mask.to(torch.float16)
+                scores = (self.query(x) * 1000) @ (self.key(x) * 1000).transpose(-2, -1) + bias
+                return torch.softmax(scores, dim=-1) @ x
+
+        assert "matmul" in trace_of(Masked()).function
+
+
+class TestTheProcessAfterwards:
+    def test_a_default_device_may_be_set_again(self):
+        torch.set_default_device("cpu")
+        try:
+            events_of(nn.Linear(8, 8), init_scale=1.0)
+            torch.set_default_device("cpu")
+        finally:
+            torch.set_default_device(None)
+
+    def test_evaluation_runs_the_kernels_that_it_runs_without_a_trace(self):
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+        padding = torch.tensor([[False, False, True], [False, True, True]])
+        results = []
+        for on_overflow in ("raise", "trace"):
+            torch.manual_seed(0)
+            model = nn.TransformerEncoder(layer, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            amp.initialize(model, optimizer, opt_level="O0", loss_scale="dynamic", verbosity=0, on_overflow=on_overflow)
+            model(batch()).sum().backward()
+            with torch.no_grad():
+                results.append(model.eval()(batch(), src_key_padding_mask=padding))
+            model.train()
+            amp.deinitialize()
+        assert torch.equal(*results)
+
+    @pytest.mark.parametrize("on_overflow", ["trace", "raise", print])
+    def test_a_static_scale_without_a_check_is_warned_of(self, on_overflow):
+        with pytest.warns(amp.AmpWarning, match=r"has no effect with a static loss scale \(1\).*check_finite=True"):
+            amp.initialize(nn.Linear(8, 8), half_dtype=torch.bfloat16, verbosity=0, on_overflow=on_overflow)

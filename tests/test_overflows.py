@@ -425,7 +425,7 @@ class TestRaise:
         error: Any = caught.value
         assert isinstance(error, amp.AmpError)
         assert str(error).startswith(f"{error.overflow}\n")
-        assert "except amp.GradientOverflowError" in str(error)
+        assert "catch amp.GradientOverflowError around optimizer.step()" in str(error)
 
     def test_under_check_finite(self):
         model, optimizer = begun("raise", opt_level="O4", half_dtype=None, loss_scale=1.0, check_finite=True)

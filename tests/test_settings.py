@@ -374,6 +374,7 @@ class TestTheDifference:
         ],
         ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
     )
+    @pytest.mark.filterwarnings("ignore:on_overflow=:ampatch.errors.AmpWarning")  # under a static scale
     def test_an_argument_is_named_with_both_values_and_no_other(
         self, live: dict[str, Any], asked: dict[str, Any], told: str
     ) -> None:

@@ -165,8 +165,17 @@ class TestValues:
             x.t().neg()
         watch.read()
         (neg,) = named(watch, "neg")
-        assert neg.inputs[0].writer.op_name in ("mul_", "copy_")
+        assert [part.writer.op_name for part in neg.inputs[0].parts][:2] == ["mul", "copy_"]
         assert neg.inputs[0].largest == 10
+
+    def test_of_two_views_of_one_size_are_two(self):
+        with Watch() as watch:
+            x = torch.tensor([1.0, 2.0, math.inf, 4.0], requires_grad=True)
+            first, second = x.chunk(2)
+            first.neg()
+            second.neg()
+        watch.read()
+        assert [op.inputs[0].largest for op in named(watch, "neg")] == [2, math.inf]
 
     def test_of_a_sparse_gradient_are_those_of_its_elements(self):
         embedding = nn.Embedding(5, 2, sparse=True)

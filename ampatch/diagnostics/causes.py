@@ -16,6 +16,11 @@ from torch import Tensor
 from ampatch.diagnostics.watch import Values, WatchedOp, paused
 from ampatch.opt_levels import HALVES
 
+#: The operator below all casts.
+CAST = "_to_copy"
+#: Masks are made of numbers that are greater than this; torch.finfo(torch.float32).min is 3.4e38.
+_MASKED = 1e30
+
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
@@ -51,16 +56,17 @@ def origins(ops: Sequence[WatchedOp]) -> dict[int, WatchedOp]:
         if all(values.is_finite for values in op.outputs):
             continue
         given = [values for values in op.inputs if not values.is_finite]
+        if _makes_a_mask(op, given):
+            continue
         earlier = [origin for values in given if (origin := _origin_of(values, found)) is not None]
-        unwatched = [values for values in given if values.writer is None and id(values) not in found]
+        unwatched = [each for each in given if each.is_unwritten and not each.is_mask and id(each) not in found]
         if earlier:
             origin = min(earlier, key=lambda each: each.number)
         elif unwatched or not given:
             # An input that no watched operator wrote was not finite to begin with: this is where it enters.
             origin = None if not given and op.has_inf_argument else op
-        else:  # inf on purpose, which an operator may turn into NaN
-            makes_nan = any(v.has_nan for v in op.outputs) and not any(v.has_nan for v in given)
-            origin = op if makes_nan else None
+        else:  # inf on purpose, which an operator may turn into NaN, or beside which it may overflow
+            origin = op if _adds_to(given, op.outputs) else None
         if origin is not None:
             for values in op.outputs:
                 if not values.is_finite:
@@ -69,9 +75,24 @@ def origins(ops: Sequence[WatchedOp]) -> dict[int, WatchedOp]:
 
 
 def _origin_of(values: Values, found: dict[int, WatchedOp]) -> WatchedOp | None:
-    """Returns the origin of what is not finite in a tensor, or in the larger or smaller one that was written."""
-    written = () if values.writer is None else values.writer.outputs
-    return next((found[id(each)] for each in (values, *written) if id(each) in found), None)
+    """Returns the origin of what is not finite in a tensor: of itself, or of the parts of which it consists."""
+    origins = [found[id(each)] for each in (values, *values.parts) if id(each) in found]
+    return min(origins, key=lambda op: op.number, default=None)
+
+
+def _makes_a_mask(op: WatchedOp, given: Sequence[Values]) -> bool:
+    """Returns True if a cast makes -inf of a mask that consists of float32's most negative numbers."""
+    is_cast = op.op_name == CAST and not given and all(values.is_mask for values in op.outputs)
+    return is_cast and any((values.largest or 0) > _MASKED for values in op.inputs)
+
+
+def _adds_to(given: Sequence[Values], results: Sequence[Values]) -> bool:
+    """Returns True if results have NaN or +inf that no input has; masks have -inf."""
+    if any(values.has_nan for values in results) and not any(values.has_nan for values in given):
+        return True
+    return any(values.highest == math.inf for values in results) and not any(
+        values.highest == math.inf for values in given
+    )
 
 
 def in_float32(op: WatchedOp) -> Rerun | None:
@@ -80,13 +101,17 @@ def in_float32(op: WatchedOp) -> Rerun | None:
     Returns:
         The result's largest value; None if the inputs were not kept, or the operator cannot run in float32.
     """
-    if op.arguments is None:
+    kept = op.kept_arguments
+    # A random operator would advance the generator.
+    if kept is None or torch.Tag.nondeterministic_seeded in op.op.tags:
         return None
-    args, kwargs = (_widened(each) for each in op.arguments)
+    args, kwargs = (_widened(each) for each in kept)
     try:
         with torch.no_grad(), paused():
             result = op.op(*args, **kwargs)
             largest = [float(torch.ops.aten.linalg_vector_norm.default(each, math.inf)) for each in _floating(result)]
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError, NotImplementedError):  # an operator of half tensors only
         return None
     if not largest:

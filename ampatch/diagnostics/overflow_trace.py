@@ -5,7 +5,6 @@ Owns when a session watches, and the wording of what it found. Must never let a 
 
 from __future__ import annotations
 
-import functools
 import math
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -17,12 +16,11 @@ from torch import Tensor, nn
 
 from ampatch.cast_lists import spellings
 from ampatch.diagnostics import causes
-from ampatch.diagnostics.watch import Values, Watch, WatchedOp
+from ampatch.diagnostics.watch import Values, Watch, WatchedOp, ran_in_half
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES, Properties
 from ampatch.scaling.loss_scaler import ScalePolicy
 
-_CAST = "_to_copy"
 #: Stands in the place of a function: the engine adds up the gradients of a tensor that is used several times.
 SUM_OF_GRADIENTS = "the sum of several gradients of one tensor"
 
@@ -96,8 +94,8 @@ class OverflowTrace:
     def __str__(self) -> str:
         lines = [self._headline()]
         if self.module_class is not None:
-            name = "(the model)" if self.module == "" else self.module or "(outside of the model)"
-            lines.append(f"  module    {name} ({self.module_class})")
+            name = "(the model)" if self.module == "" else self.module
+            lines.append(f"  module    {self.module_class if name is None else f'{name} ({self.module_class})'}")
         if self.file is not None:
             lines.append(f"  line      {self.file}:{self.line}" + (f": {self.source}" if self.source else ""))
         lines += [f"  input     {each}" for each in self.inputs]
@@ -164,11 +162,11 @@ class Origin:
         op = self.op
         if op is None or not self.is_unwritten or op.is_backward:
             return False
-        return all(values.is_finite or values.writer is not None or values.is_leaf for values in op.inputs)
+        return all(values.is_finite or not values.is_unwritten or values.is_leaf for values in op.inputs)
 
 
 class Examiner:
-    """Says of what a `Watch` recorded where inf or NaN first arose.
+    """Names the operator of a watched step that first produced inf or NaN.
 
     Args:
         properties: the values of the opt level, on which the remedy depends.
@@ -182,13 +180,6 @@ class Examiner:
         self._properties = properties
         self._dynamic, self._min_loss_scale = policy.dynamic, policy.min_loss_scale
         self._name_of_module = name_of_module
-
-    def find(self, watch: Watch) -> OverflowTrace | None:
-        """Returns where the first inf or NaN in the gradients came from; None if all gradients are finite.
-
-        Syncs with the device, and runs the guilty operator again in float32.
-        """
-        return self.describe(origins_of_gradients(watch).values(), watch.missed_threads)
 
     def describe(
         self, origins: Iterable[Origin], missed_threads: bool = False, loss_scale: float | None = None
@@ -221,7 +212,7 @@ class Examiner:
         return OverflowTrace(
             direction,
             _function_name(op, named),
-            "cast" if op.op_name == _CAST else op.op_name,
+            "cast" if op.op_name == causes.CAST else op.op_name,
             *self._named_module(modules),
             None if place is None else place.file,
             None if place is None else place.line,
@@ -264,7 +255,7 @@ class Examiner:
     def _remedies_of_backward(
         self, rerun: causes.Rerun | None, loss_scale: float | None
     ) -> tuple[list[str], None, float | None]:
-        if rerun is None or loss_scale is None:
+        if rerun is None or not rerun.largest or loss_scale is None:
             return ["a lower loss scale"], None, None
         greatest = torch.finfo(self._properties.half_dtype).max
         fits = _power_of_two_below(loss_scale * min(greatest / rerun.largest, 0.5))
@@ -288,7 +279,7 @@ class Examiner:
         elif path:
             told.append(f"this module in float32: amp.initialize(..., keep_fp32=[{path!r}])")
         else:
-            told.append(f"{name} in float32")
+            told.append(f"{name} in float32, by .float() on its arguments: no submodule has it, for keep_fp32 to name")
         if self._properties.half_dtype is torch.float16:
             told.append("float32's range: amp.initialize(..., half_dtype='bfloat16')")
         return told, overlay, None
@@ -300,8 +291,9 @@ def _to_name(op: WatchedOp) -> WatchedOp:
     For a gradient that is cast, this is the operator whose result was cast in the forward pass.
     """
     named = op.forward if op.is_backward and op.forward is not None else op
-    writers = [values.writer for values in named.inputs if values.writer is not None]
-    return writers[0] if named is not op and named.op_name == _CAST and writers else named
+    read = [each for values in named.inputs for each in (values, *values.parts)]
+    writers = [values.writer for values in read if values.writer is not None]
+    return writers[0] if named is not op and named.op_name == causes.CAST and writers else named
 
 
 def _listed_name(op: WatchedOp) -> str:
@@ -309,7 +301,7 @@ def _listed_name(op: WatchedOp) -> str:
 
     For a function in Python that calls other listed ones, the operator below has their name.
     """
-    if op.op_name == _CAST and op.readers:
+    if op.op_name == causes.CAST and op.readers:
         return _listed_name(op.readers[0])
     name = op.function_name
     if isinstance(op.function, types.FunctionType) and op.op_name in spellings.known_names():
@@ -321,7 +313,7 @@ def _function_name(op: WatchedOp, named: WatchedOp) -> str:
     """Returns the name of the function to blame: an autograd.Function's own if the user wrote the backward."""
     if op.is_backward and op.place is not None and op.node is not None:
         return op.node.removesuffix("Backward")
-    if op.is_backward and op.forward is None and op.op_name in ("add", "add_"):
+    if op.is_backward and (op.parameter is not None or (op.forward is None and op.op_name in ("add", "add_"))):
         return SUM_OF_GRADIENTS
     return _listed_name(named)
 
@@ -357,7 +349,7 @@ class OverflowTracer:
     def __init__(
         self, properties: Properties, policy: ScalePolicy, named_modules: Callable[[], dict[int, str]]
     ) -> None:
-        self._watch = Watch(keep=_ran_in_half)
+        self._watch = Watch(keep=ran_in_half)
         self._examiner = Examiner(properties, policy, lambda module: named_modules().get(id(module)))
         self._origins: dict[int, Origin] = {}  # by the id of the parameter, since its optimizer's last step
         self._arrived: set[int] = set()  # ids of the parameters with a gradient since then
@@ -365,13 +357,15 @@ class OverflowTracer:
         self._forwards: list[int] = []  # the number of the first operator of each
 
     def install(self, ledger: PatchLedger) -> None:
-        """Hooks all modules, so that the first forward pass begins to watch; compiled code runs uncompiled."""
+        """Hooks all modules, so that the first forward pass begins to watch.
+
+        Compiled code runs uncompiled then, because torch.compile leaves code under modes alone.
+        """
         handle = torch.nn.modules.module.register_module_forward_pre_hook(self._before_forward)
         ledger.on_undo(handle.remove)
         self._watch.hook_modules()  # behind that one, which asks whether a module is running
+        ledger.on_undo(self._watch.forget)
         ledger.on_undo(self._watch.stop)
-        stance = torch.compiler.set_stance("force_eager")
-        ledger.on_undo(functools.partial(stance.__exit__, None, None, None))
 
     def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> OverflowTrace:
         """Returns where the first inf or NaN in the gradients of parameters came from; syncs with the device.
@@ -392,7 +386,10 @@ class OverflowTracer:
     def end_step(self, parameters: Iterable[Tensor]) -> None:
         """Forgets the gradients of parameters, after a step that used them or was skipped."""
         self._note_origins()
-        for key in map(id, parameters):
+        ids = set(map(id, parameters))
+        if not ids & self._arrived:  # those of sharded parameters
+            ids = {*self._origins, *self._arrived}
+        for key in ids:
             self._origins.pop(key, None)
             self._arrived.discard(key)
 
@@ -400,7 +397,9 @@ class OverflowTracer:
         watch = self._watch
         if watch.is_in_forward or not watch.is_this_thread or torch._C._current_graph_task_id() != -1:
             return
-        if not watch.is_on:
+        if not torch.is_grad_enabled():
+            watch.pop()  # under a mode torch takes other kernels for layers in eval mode
+        elif not watch.is_on:
             watch.push()
         self._note_origins()
         if self._has_gone_backward:
@@ -415,7 +414,8 @@ class OverflowTracer:
         """Remembers the origins of the gradients that have arrived and are not finite."""
         arrived = self._watch.gradients
         if arrived:
-            self._origins = {**origins_of_gradients(self._watch), **self._origins}
+            # The latest pass counts: gradients of an earlier one may have been cleared since.
+            self._origins |= origins_of_gradients(self._watch)
             self._arrived.update(id(gradient.parameter) for gradient in arrived)
             arrived.clear()
             self._has_gone_backward = True
@@ -432,11 +432,16 @@ _NO_FORWARD = "the forward pass of this backward pass was no longer watched, sin
 _FORWARDS_KEPT = 8
 
 
+def origin_at(op: WatchedOp | None) -> Origin:
+    """Returns an operator as an origin."""
+    return Origin(op, op is not None and any(not each.is_finite and each.is_unwritten for each in op.inputs))
+
+
 def origins_of_gradients(watch: Watch) -> dict[int, Origin]:
     """Returns the origins of gradients that are not finite, by the id of the parameter; syncs with the device."""
     watch.read()
     reached = [gradient for gradient in watch.gradients if not gradient.values.is_finite]
-    if not reached:
+    if not reached and all(values.is_finite for op in watch.ops if op.parameter is not None for values in op.outputs):
         return {}
     origins = causes.origins(watch.ops)
     found: dict[int, Origin] = {}
@@ -444,10 +449,10 @@ def origins_of_gradients(watch: Watch) -> dict[int, Origin]:
         # What made the loss inf may have led to the gradient by other numbers: log(0), and then 1 / 0.
         ops = [origins.get(id(values)) for values in (gradient.values, gradient.loss)]
         op = min(filter(None, ops), key=lambda each: each.number, default=None)
-        is_unwritten = op is not None and any(not each.is_finite and each.writer is None for each in op.inputs)
-        found.setdefault(id(gradient.parameter), Origin(op, is_unwritten))
+        found.setdefault(id(gradient.parameter), origin_at(op))
+    for added in watch.ops:  # finite gradients may have a sum that is not
+        if added.parameter is not None and all(values.is_finite for values in added.inputs):
+            sums = [origins[id(values)] for values in added.outputs if id(values) in origins]
+            if sums:
+                found.setdefault(id(added.parameter), origin_at(min(sums, key=lambda op: op.number)))
     return found
-
-
-def _ran_in_half(inputs: Sequence[Values], outputs: Sequence[Values]) -> bool:
-    return any(values.dtype in HALVES for values in (*inputs, *outputs))

@@ -284,6 +284,8 @@ def _error_of(op: WatchedOp) -> Tensor | None:
             narrow_args, narrow_kwargs = with_types((args, kwargs), _IN_BFLOAT16)
             narrow = list(_floating(op.op(*narrow_args, **narrow_kwargs)))
             exact = list(_floating(op.op(*args, **kwargs)))
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, TypeError, NotImplementedError):
             return None
         if not exact or [each.shape for each in narrow] != [each.shape for each in exact]:

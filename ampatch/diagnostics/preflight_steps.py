@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampatch.cast_lists.lists import shipped
 from ampatch.diagnostics import causes
-from ampatch.diagnostics.overflow_trace import Examiner, Origin, OverflowTrace, origins_of_gradients
+from ampatch.diagnostics.overflow_trace import Examiner, OverflowTrace, origin_at, origins_of_gradients
 from ampatch.diagnostics.peak_memory import peak_allocated
 from ampatch.diagnostics.preflight_report import FAILS, INACCURATE, OVERFLOWS, STANDS, call_of
-from ampatch.diagnostics.watch import Values, Watch
+from ampatch.diagnostics.watch import Watch, ran_in_half
 from ampatch.errors import AmpWarning, LossScaleError, OptionError
 from ampatch.native import calls, kernels
 from ampatch.opt_levels import HALVES, LossScale, Overrides, Properties, resolve
@@ -461,6 +461,8 @@ def tried(subject: Subject, reference: Step, setup: Setup, state: RandomState) -
             except Exception as error:
                 around += _around(error, names)
                 raise
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # noqa: BLE001 - a model may raise anything, and that is a verdict
         told = _text_of(error)
         return Trial(setup, FAILS, error=told, around=tuple(around), notes=tuple(notes), is_refused=is_refused)
@@ -485,7 +487,7 @@ def _until_finite(
     while True:
         scale, arguments = opened.scale, subject.arguments()
         state.restore()
-        with Watch(keep=_ran_in_half) as watch, _RandomInFloat32():
+        with Watch(keep=ran_in_half) as watch, _RandomInFloat32():
             loss = opened.step_of(subject, arguments)
         step = opened.outcome(loss)
         trace = None if step.is_finite else examined(watch, examiner, scale)
@@ -516,12 +518,8 @@ def examined(watch: Watch, examiner: Examiner, loss_scale: float) -> OverflowTra
         first = min(causes.origins(watch.ops).values(), key=lambda op: op.number, default=None)
         if first is None:
             return None
-        found = [Origin(first, any(not values.is_finite and values.writer is None for values in first.inputs))]
+        found = [origin_at(first)]
     return examiner.describe(found, watch.missed_threads, loss_scale)
-
-
-def _ran_in_half(inputs: Sequence[Values], outputs: Sequence[Values]) -> bool:
-    return any(values.dtype in HALVES for values in (*inputs, *outputs))
 
 
 def enclosing(name: str) -> tuple[str, ...]:
@@ -545,15 +543,15 @@ def _text_of(error: BaseException) -> str:
 @contextlib.contextmanager
 def _noting_warnings(notes: list[str]) -> Iterator[None]:
     """Collects amp's warnings, each once, and shows all others afterwards."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", AmpWarning)
-        try:
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", AmpWarning)
             yield
-        finally:
-            others = [each for each in caught if not issubclass(each.category, AmpWarning)]
-            notes += dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, AmpWarning))
-    for each in others:
-        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
+    finally:
+        notes += dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, AmpWarning))
+        for each in caught:
+            if not issubclass(each.category, AmpWarning):
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
 
 
 # Measuring

@@ -1,8 +1,8 @@
 """Watches the operators of forward and backward passes: which code called each, and the largest values in and out.
 
-Two modes of torch see all of them: a function mode knows the torch function that was called, and a dispatch mode the
-operators below it, those of the backward pass included. The largest values stay on the device until `Watch.read`. Must
-never change a result, and must not judge what it sees: `causes` does.
+Owns two modes of torch, and the record of operators. The function mode knows the torch function that was called; the
+dispatch mode sees the operators below it, those of the backward pass included. The values stay on the device until
+`Watch.read`. Must never change a result, and must not judge what it sees: `causes` does.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import threading
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,6 +27,7 @@ from torch import Tensor, nn, overrides
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
@@ -36,6 +38,8 @@ from ampatch.tracing import is_capturing, is_recording
 _MEASURED = HALVES | {torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 _NOT_USER_CODE = ("ampatch", "torch")
+#: Operators outside of modules that keep their arguments.
+_KEPT_OUTSIDE = 2000
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
 _aten = torch.ops.aten
 #: Operators whose results hold whatever was in memory.
@@ -69,22 +73,37 @@ class Values:
     Attributes:
         dtype: its type.
         shape: its shape.
-        writer: operator that wrote them; None if none was watched: a parameter, or data.
+        writer: operator whose result they are; None if they are none: a parameter, data, or a part of results.
+        parts: what operators wrote to parts of the same memory before, if this is no result itself.
         is_leaf: False if autograd knows an operator that made it, whether that was watched or not.
         largest: the greatest absolute value, inf or NaN; None if the tensor is empty, or `Watch.read` was not called.
+        highest: the greatest value; of complex numbers, the greatest absolute one.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     writer: WatchedOp | None = None
+    parts: tuple[Values, ...] = ()
     is_leaf: bool = True
     largest: float | None = None
+    highest: float | None = None
     on_device: tuple[Tensor, ...] = ()  # its extremes, until they are read
 
     @property
     def is_finite(self) -> bool:
         """True unless the tensor holds inf or NaN."""
         return self.largest is None or math.isfinite(self.largest)
+
+    @property
+    def is_unwritten(self) -> bool:
+        """True if no watched operator wrote the tensor, or a part of it."""
+        return self.writer is None and not self.parts
+
+    @property
+    def is_mask(self) -> bool:
+        """True if -inf is all that is not finite, as in masks of attention."""
+        is_only_negative = self.highest is not None and self.highest != math.inf
+        return not self.is_finite and not self.has_nan and is_only_negative
 
     @property
     def has_nan(self) -> bool:
@@ -107,8 +126,10 @@ class WatchedOp:
         forward: operator of the forward pass whose gradient this one is for; None if that is unknown.
         inputs: values of its floating-point inputs.
         outputs: values of its floating-point outputs.
+        parameter: the parameter whose gradient it adds to or takes in; None for all other operators.
         has_inf_argument: True if a number among its arguments is inf, such as the value of a mask.
         arguments: the arguments, if the watch keeps them; None otherwise.
+        versions: version counters of the tensors among them.
         readers: operators that read its results.
     """
 
@@ -122,9 +143,18 @@ class WatchedOp:
     forward: WatchedOp | None = None
     inputs: list[Values] = field(default_factory=list)
     outputs: list[Values] = field(default_factory=list)
+    parameter: Tensor | None = None
     has_inf_argument: bool = False
     arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    versions: tuple[int, ...] = ()
     readers: list[WatchedOp] = field(default_factory=list)
+
+    @property
+    def kept_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments; None if they were not kept, or have been written to since."""
+        if self.arguments is None or _versions(self.arguments) != self.versions:
+            return None
+        return self.arguments
 
     @property
     def op_name(self) -> str:
@@ -189,9 +219,10 @@ class Watch:
         self.missed_threads = False
         self._keep = keep
         self._always = always
-        self._written: dict[int, tuple[StorageWeakRef, Values, int]] = {}
+        self._written: dict[int, _Memory] = {}
         self._by_node: dict[int, WatchedOp | None] = {}
         self._count = 0
+        self._outside: deque[WatchedOp] = deque()  # operators outside of modules that keep their arguments
         self._last_number = -1
         self._last_arrival = (-1, 0)
         self._modules: list[_Running] = []
@@ -291,16 +322,14 @@ class Watch:
         """
         self.ops = [] if before is None else [op for op in self.ops if op.number >= before]
         if before is None:
+            self._outside.clear()
             self.gradients.clear()
             self._written.clear()
             self._by_node.clear()
             return
         self._by_node = {node: op for node, op in self._by_node.items() if op is not None and op.number >= before}
-        self._written = {
-            key: entry
-            for key, entry in self._written.items()
-            if entry[1].writer is None or entry[1].writer.number >= before
-        }
+        for memory in self._written.values():
+            memory.forget(before)
 
     @property
     def count(self) -> int:
@@ -321,6 +350,7 @@ class Watch:
                 for values, extremes in zip(alike, numbers, strict=True):
                     is_nan = any(map(math.isnan, extremes))
                     values.largest, values.on_device = math.nan if is_nan else max(map(abs, extremes)), ()
+                    values.highest = extremes[-1]
 
     def _all_values(self) -> Iterator[Values]:
         seen: set[int] = set()
@@ -336,7 +366,7 @@ class Watch:
         if _thread.paused or os.getpid() != self._process or is_recording() or is_capturing():
             return op(*args, **kwargs)
         node: Any = torch._C._current_autograd_node()
-        own_node = self._own_node() if node is None else None
+        own_node = self._own_node()  # with create_graph=True backward passes make some as well
         is_backward = node is not None and not self._modules
         if not (is_backward or self._is_recording()):
             for each in _written_tensors(op, args):
@@ -357,6 +387,7 @@ class Watch:
             _user_place(),
             None if node is None else node.name(),
             None if node is None else self._by_node.get(node._sequence_nr()),
+            parameter=node.variable if node is not None and node.name() == _ACCUMULATES else None,
             has_inf_argument=_has_inf((args, kwargs)),
         )
         self._count += 1
@@ -370,7 +401,7 @@ class Watch:
         writes = bool(_written_positions(op))
         watched.inputs = [self._values_of(each) for each in _measured((args, kwargs))]
         if keep is not None and writes and keep(watched.inputs, ()):
-            watched.arguments = _with_copies_of_written(op, args), kwargs
+            watched.arguments = _with_copies_of_written(op, args, kwargs)
         result = op(*args, **kwargs)
         if watched.op_name in _UNINITIALISED:
             for each in _measured(result):
@@ -379,11 +410,22 @@ class Watch:
         watched.outputs = [self._write(each, watched) for each in _measured(result)]
         if keep is not None and not writes and keep(watched.inputs, watched.outputs):
             watched.arguments = args, kwargs
-        for values in watched.inputs:
-            if values.writer is not None:
-                values.writer.readers.append(watched)
-        self.ops.append(watched)
+        self._note(watched)
         return result
+
+    def _note(self, watched: WatchedOp) -> None:
+        """Adds an operator to the record."""
+        if watched.arguments is not None:
+            watched.versions = _versions(watched.arguments)
+            if not watched.modules:
+                self._outside.append(watched)
+            if len(self._outside) > _KEPT_OUTSIDE:  # a loop of its own, which no forward pass ends
+                self._outside.popleft().arguments = None
+        for values in watched.inputs:
+            for written in (values, *values.parts):
+                if written.writer is not None:
+                    written.writer.readers.append(watched)
+        self.ops.append(watched)
 
     def _own_node(self) -> int | None:
         """Returns the number of the node that autograd has just made for the running operator; None if it made none."""
@@ -415,19 +457,69 @@ class Watch:
             self.gradients.append(ArrivedGradient(node.variable, self._values_of(incoming[-1]), self._loss))
 
     def _values_of(self, tensor: Tensor) -> Values:
-        known = self._written.get(_key(tensor))
-        if known is not None and known[2] == tensor.numel() and known[1].dtype is tensor.dtype:
-            return known[1]
-        writer = None if known is None else known[1].writer  # a part of it, or a view in another type
-        values = Values(tensor.dtype, tuple(tensor.shape), writer, tensor.grad_fn is None, on_device=_extremes(tensor))
-        if known is None:
-            self._written[_key(tensor)] = StorageWeakRef(_storage(tensor)), values, tensor.numel()
+        key, region = _key(tensor), _region(tensor)
+        memory = self._written.get(key)
+        earlier = [] if memory is None else memory.overlapping(region)
+        if earlier and region.is_dense and earlier[-1][0] == region and earlier[-1][1].dtype is tensor.dtype:
+            return earlier[-1][1]
+        values = Values(
+            tensor.dtype,
+            tuple(tensor.shape),
+            parts=tuple(part for _, part in earlier if part.writer is not None),
+            is_leaf=(tensor._base if tensor._is_view() else tensor).grad_fn is None,  # type: ignore[union-attr]
+            on_device=_extremes(tensor),
+        )
+        if not earlier:
+            self._note_written(key, tensor, region, values)
         return values
 
     def _write(self, tensor: Tensor, writer: WatchedOp) -> Values:
         values = Values(tensor.dtype, tuple(tensor.shape), writer, on_device=_extremes(tensor))
-        self._written[_key(tensor)] = StorageWeakRef(_storage(tensor)), values, tensor.numel()
+        self._note_written(_key(tensor), tensor, _region(tensor), values)
         return values
+
+    def _note_written(self, key: int, tensor: Tensor, region: _Region, values: Values) -> None:
+        memory = self._written.get(key)
+        if memory is None:
+            memory = self._written[key] = _Memory(StorageWeakRef(tensor.untyped_storage()))
+        memory.add(region, values)
+
+
+class _Region(NamedTuple):
+    """Bytes of a storage, from the first to behind the last; ``is_dense`` if a tensor has all of them."""
+
+    first: int
+    end: int
+    is_dense: bool
+
+
+class _Memory:
+    """What was written to one storage.
+
+    Args:
+        storage: keeps the address of the storage object from being used again, but not its memory.
+    """
+
+    __slots__ = ("_writes", "storage")
+
+    def __init__(self, storage: StorageWeakRef) -> None:
+        self.storage = storage
+        self._writes: list[tuple[_Region, Values]] = []
+
+    def add(self, region: _Region, values: Values) -> None:
+        """Notes a write, and forgets those that it covers."""
+        if region.is_dense:
+            first, end, _ = region
+            self._writes = [each for each in self._writes if each[0].first < first or each[0].end > end]
+        self._writes.append((region, values))
+
+    def overlapping(self, region: _Region) -> list[tuple[_Region, Values]]:
+        """Returns the writes to a region, the last one last."""
+        return [each for each in self._writes if each[0].first < region.end and region.first < each[0].end]
+
+    def forget(self, before: int) -> None:
+        """Forgets results of operators with smaller numbers."""
+        self._writes = [each for each in self._writes if each[1].writer is None or each[1].writer.number >= before]
 
 
 class _Thread(threading.local):
@@ -439,7 +531,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Context in which this thread's operators are not recorded."""
+    """Stops recording this thread's operators until the block ends."""
     _thread.paused += 1
     try:
         yield
@@ -484,7 +576,7 @@ _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 class _Stack:
     """One of torch's two stacks of modes, by the functions that torch has for it.
 
-    They run no code of the modes, some of which begin anew when they are entered.
+    They run no code of the modes: some modes reset themselves on entry.
     """
 
     modes: Callable[[], list[Any]]
@@ -493,8 +585,10 @@ class _Stack:
 
     def insert(self, mode: Any) -> None:
         """Puts a mode below all others."""
-        above = [self.pops() for _ in self.modes()]
-        for each in (mode, *reversed(above)):
+        popped = [self.pops() for _ in self.modes()]
+        # torch keeps a default device at the bottom, and checks that.
+        below = [popped.pop()] if popped and isinstance(popped[-1], DeviceContext) else []
+        for each in (*below, mode, *reversed(popped)):
             self.pushes(each)
 
     def remove(self, mode: Any) -> None:
@@ -524,7 +618,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
     if kind is Tensor or kind is nn.Parameter:
         if value.layout is torch.sparse_coo:
             found.append(value._values())
-        elif value.layout is torch.strided and not value.is_meta:
+        elif value.layout is torch.strided and not (value.is_meta or value.is_nested or value._is_zerotensor()):
             found.append(value)
     elif kind in _CONTAINERS:
         for each in value.values() if kind is dict else value:
@@ -549,6 +643,15 @@ def _written_tensors(op: Any, args: tuple[Any, ...]) -> list[Tensor]:
     return _tensors([args[place] for place in _written_positions(op) if place < len(args)])
 
 
+def _versions(arguments: Any) -> tuple[int, ...]:
+    return tuple(0 if each.is_inference() else each._version for each in _tensors(arguments))
+
+
+def ran_in_half(inputs: Sequence[Values], outputs: Sequence[Values]) -> bool:
+    """Returns True if a tensor among inputs and outputs is half: the operators that a `Watch` is to keep."""
+    return any(values.dtype in HALVES for values in (*inputs, *outputs))
+
+
 def _has_inf(value: Any) -> bool:
     kind = type(value)
     if kind in _CONTAINERS:
@@ -556,8 +659,13 @@ def _has_inf(value: Any) -> bool:
     return kind is float and math.isinf(value)
 
 
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
+def _region(tensor: Tensor) -> _Region:
+    if not tensor.numel():
+        return _Region(0, 0, is_dense=True)
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    count = 1 + sum((int(size) - 1) * int(stride) for size, stride in sizes)
+    first, width = int(tensor.storage_offset()), tensor.itemsize
+    return _Region(first * width, (first + count) * width, is_dense=count == tensor.numel())
 
 
 def _key(tensor: Tensor) -> int:
@@ -598,15 +706,18 @@ def _written_positions(op: Any) -> tuple[int, ...]:
     return tuple(place for place, each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
-def _with_copies_of_written(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the arguments, with copies of the tensors that the operator is going to write to."""
+def _with_copies_of_written(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Returns the arguments, with copies of those that the operator is going to write to; None if it writes to others.
+
+    Copied are tensors that are passed by position; others are those of ``out=``, and in lists.
+    """
     written = _written_positions(op)
-    if not written:
-        return args
-    return tuple(
-        each.detach().clone() if place in written and isinstance(each, Tensor) else each
-        for place, each in enumerate(args)
-    )
+    if not all(place < len(args) and isinstance(args[place], Tensor) for place in written):
+        return None
+    copies = [each.detach().clone() if place in written else each for place, each in enumerate(args)]
+    return tuple(copies), kwargs
 
 
 def _user_place() -> Place | None:

@@ -41,9 +41,8 @@ _CHOICES = ("log", "raise", "trace")
 _MOST_NAMED = 8
 
 _GO_ON = (
-    "The step was skipped: weights and optimizer state are as they were. To go on, type except "
-    "amp.GradientOverflowError: optimizer.zero_grad() around the step. To have skipped steps logged only, leave out "
-    "on_overflow='raise'."
+    "The step was skipped: weights and optimizer state are as they were. To go on, catch amp.GradientOverflowError "
+    "around optimizer.step(), and clear the gradients. To log skipped steps only, leave out on_overflow='raise'."
 )
 
 
@@ -258,16 +257,15 @@ def check_on_overflow(choice: Any) -> OnOverflow:
     Raises:
         OptionError: it is neither "log", "raise", "trace", a function, nor "trace" with one other choice.
     """
-    several = tuple(choice) if isinstance(choice, (list, tuple)) else None
-    if several is not None and len(several) == 2 and several.count("trace") == 1:
-        for each in several:
-            check_on_overflow(each)
-        return several
-    if several is None and (callable(choice) or (isinstance(choice, str) and choice in _CHOICES)):
+    if callable(choice) or (isinstance(choice, str) and choice in _CHOICES):
         return choice  # type: ignore[no-any-return]
+    if isinstance(choice, (list, tuple)) and len(choice) == 2 and "trace" in choice:
+        (other,) = [each for each in choice if each != "trace"] or ["trace"]
+        if callable(other) or other == "raise":
+            return "trace", other
     raise OptionError(
-        f"on_overflow is {choice!r}; expected 'log', 'raise', 'trace', a function that takes an amp.Overflow, or "
-        f"('trace', function).{did_you_mean(choice, _CHOICES)}"
+        f"on_overflow is {choice!r}; expected 'log', 'raise', 'trace', a function that takes an amp.Overflow, "
+        f"('trace', function) or ('trace', 'raise').{did_you_mean(choice, _CHOICES)}"
     )
 
 
