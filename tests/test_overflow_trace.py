@@ -165,6 +165,23 @@ class TestForward:
         assert trace.remedies == ("none in precision: it is not finite in float32 either",)
         assert trace.cast_lists is None
 
+    def test_no_list_is_suggested_for_an_operator_that_is_called_by_itself(self):
+        trace = trace_of(Applied(lambda x: torch.ops.aten.mul.Tensor(x.half(), torch.full((), 6e4).half())))
+        assert trace.function == "torch.ops.aten.mul.Tensor"
+        assert trace.cast_lists is None
+        assert "no list can name it" in trace.remedies[0]
+
+    def test_a_remedy_that_could_not_be_tried_is_a_guess(self):
+        def function(x):
+            half = x.half()
+            result = half * torch.full((), 6e4).half()
+            half.detach().zero_()
+            return result
+
+        trace = trace_of(Applied(function))
+        assert trace.largest_in_float32 is None
+        assert "was not tried" in trace.notes[0]
+
     def test_a_function_inside_of_torchs_own_python_is_named_as_lists_know_it(self):
         attention = nn.MultiheadAttention(8, 2, batch_first=True)
 

@@ -18,7 +18,7 @@ from ampatch.cast_lists import spellings
 from ampatch.diagnostics import causes
 from ampatch.diagnostics.watch import Values, Watch, WatchedOp, ran_in_half
 from ampatch.ledger import PatchLedger
-from ampatch.opt_levels import HALVES, Properties
+from ampatch.opt_levels import Properties
 from ampatch.scaling.loss_scaler import ScalePolicy
 
 #: Stands in the place of a function: the engine adds up the gradients of a tensor that is used several times.
@@ -194,7 +194,7 @@ class Examiner:
         every = list(origins)
         if not every:
             return None
-        notes = ("forward passes in other threads were not watched",) if missed_threads else ()
+        notes: tuple[str, ...] = ("forward passes in other threads were not watched",) if missed_threads else ()
         found = {origin.op.number: origin for origin in every if origin.op is not None}
         if not found:
             return OverflowTrace("unknown", notes=notes)
@@ -204,6 +204,8 @@ class Examiner:
         if first.is_unwritten and not first.is_input:
             return OverflowTrace("unknown", notes=(*notes, _NO_FORWARD))
         rerun = None if first.is_input else causes.in_float32(op)
+        if rerun is None and not first.is_input and _ran_in_half(op):
+            notes += (_NOT_RUN_AGAIN,)
         named = _to_name(op)
         place = op.place or named.place  # the user's own backward function, or the forward
         modules = named.modules or op.modules
@@ -245,8 +247,7 @@ class Examiner:
     ) -> tuple[list[str], dict[str, Any] | None, float | None]:
         if direction == "input":
             return ["look at the data, or at the weights (a learning rate that is too high)"], None, None
-        ran_in_half = any(values.dtype in HALVES for values in (*op.inputs, *op.outputs))
-        if not ran_in_half or (rerun is not None and not rerun.is_finite):
+        if not _ran_in_half(op) or (rerun is not None and not rerun.is_finite):
             return ["none in precision: it is not finite in float32 either"], None, None
         if direction == "backward":
             return self._remedies_of_backward(rerun, loss_scale)
@@ -273,7 +274,9 @@ class Examiner:
         overlay: dict[str, Any] | None = None
         name = _listed_name(op).rpartition(".")[2]
         path, _ = self._named_module(op.modules)
-        if self._properties.patch_torch_functions:
+        if self._properties.patch_torch_functions and op.is_called_by_itself and op.op_name != causes.CAST:
+            told.append(f"{_listed_name(op)} on float32 tensors: it was called by itself, so that no list can name it")
+        elif self._properties.patch_torch_functions:
             overlay = overlay_for(_listed_name(op))
             told.append(f"this function in float32: amp.initialize(..., cast_lists={overlay})")
         elif path:
@@ -283,6 +286,10 @@ class Examiner:
         if self._properties.half_dtype is torch.float16:
             told.append("float32's range: amp.initialize(..., half_dtype='bfloat16')")
         return told, overlay, None
+
+
+def _ran_in_half(op: WatchedOp) -> bool:
+    return ran_in_half(op.inputs, op.outputs)
 
 
 def _to_name(op: WatchedOp) -> WatchedOp:
@@ -426,6 +433,7 @@ FINITE_HERE = (
     "the gradients that this process computed are finite: another rank's are not, or other code changed them afterwards"
 )
 _NOT_WATCHED = "no backward pass of these parameters was watched, such as one in another thread, or without modules"
+_NOT_RUN_AGAIN = "the remedy was not tried: the operator could not run again in float32, or its inputs were written to"
 _NO_FORWARD = "the forward pass of this backward pass was no longer watched, since others followed"
 
 #: Forward passes that are kept if no backward pass follows any of them.

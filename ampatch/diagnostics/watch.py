@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn, overrides
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _python_dispatch
@@ -163,8 +164,13 @@ class WatchedOp:
 
     @property
     def function_name(self) -> str:
-        """The path of the torch function; the operator's name if there was none."""
-        return _name_of(self.function) if self.function is not None else f"torch.ops.{self.op}"
+        """The path of the torch function; that of the operator if it was called by itself."""
+        return f"torch.ops.{self.op}" if self.is_called_by_itself else _name_of(self.function)
+
+    @property
+    def is_called_by_itself(self) -> bool:
+        """True if no torch function called the operator: a function that a list could name."""
+        return self.function is None or isinstance(self.function, (OpOverload, OpOverloadPacket))
 
 
 class ArrivedGradient(NamedTuple):
