@@ -55,6 +55,29 @@ def first_and_last(printed: str) -> tuple[float, float]:
     return float(first[1]), float(last[1])
 
 
+def commands_of_debugging() -> list[tuple[str, str]]:
+    """The commands of the guide's page that run an example, each with what the page says that it prints."""
+    page = (EXAMPLES.parent / "docs" / "guide" / "debugging.md").read_text(encoding="utf-8")
+    pattern = r"^((?:cd examples && )?(?:python examples/|ampatch preflight overflow).*?) +# (.+)$"
+    return [(match[1], match[2]) for match in re.finditer(pattern, page, re.MULTILINE)]
+
+
+@pytest.mark.slow
+class TestTheDebuggingPage:
+    @pytest.mark.parametrize(("command", "printed"), commands_of_debugging())
+    def test_its_commands_print_what_it_says(self, command, printed):
+        scripts = Path(sys.executable).parent
+        environment = {**ENVIRONMENT, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+        done = subprocess.run(
+            command, shell=True, cwd=EXAMPLES.parent, env=environment, text=True, capture_output=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert printed in done.stdout + done.stderr
+
+    def test_it_has_them(self):
+        assert len(commands_of_debugging()) == 6
+
+
 @pytest.mark.slow
 class TestExamples:
     @pytest.mark.parametrize("script", SCRIPTS)
