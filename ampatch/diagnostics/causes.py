@@ -41,8 +41,8 @@ class Rerun:
 def origins(ops: Sequence[WatchedOp]) -> dict[int, WatchedOp]:
     """Returns the origin of each result that is not finite: the operator that made it from finite inputs.
 
-    A result is not blamed on an operator that was given inf on purpose, such as ``masked_fill(mask, -inf)``: it is
-    blamed on the first operator that turns that inf into NaN.
+    Inf that an operator was given on purpose, such as by ``masked_fill(mask, -inf)``, has no origin. The first operator
+    that turns it into NaN or +inf is one.
 
     Args:
         ops: operators in the order in which they ran, with values that were read.
