@@ -393,7 +393,7 @@ class Watch:
             _user_place(),
             None if node is None else node.name(),
             None if node is None else self._by_node.get(node._sequence_nr()),
-            parameter=node.variable if node is not None and node.name() == _ACCUMULATES else None,
+            parameter=node.variable if _adds_gradients(op, node) else None,
             has_inf_argument=_has_inf((args, kwargs)),
         )
         self._count += 1
@@ -656,6 +656,11 @@ def _versions(arguments: Any) -> tuple[int, ...]:
 def ran_in_half(inputs: Sequence[Values], outputs: Sequence[Values]) -> bool:
     """Returns True if a tensor among inputs and outputs is half: the operators that a `Watch` is to keep."""
     return any(values.dtype in HALVES for values in (*inputs, *outputs))
+
+
+def _adds_gradients(op: Any, node: Any) -> bool:
+    # Not what DDP does in its hooks on this node, which spreads the gradients of other ranks.
+    return node is not None and node.name() == _ACCUMULATES and op._schema.name in ("aten::add", "aten::add_")
 
 
 def _has_inf(value: Any) -> bool:
