@@ -147,4 +147,5 @@ def test_a_program_that_is_exported_runs_without_ampatch(half: str, tmp_path: Pa
 
 def test_all_of_them_are_run() -> None:
     run_here = {getattr(script, "values", [script])[0] for script in SCRIPTS} | {name for name, *_ in UNDER_TORCHRUN}
+    run_here |= set(re.findall(r"examples/(\w+)\.py", " ".join(command for command, _ in commands_of_debugging())))
     assert {path.stem for path in EXAMPLES.iterdir() if path.suffix == ".py"} == run_here
