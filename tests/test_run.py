@@ -271,7 +271,7 @@ class TestTheLineThatSaysSo:
     @pytest.mark.parametrize(
         ("levels", "said"),
         [
-            (["O1"], "opt_level O1 in float16"),
+            pytest.param(["O1"], "opt_level O1 in float16", marks=pytest.mark.slow),
             pytest.param(["O2", "O1"], "opt_level O2 in float16", marks=pytest.mark.slow),
             pytest.param(["O0"], "opt_level O0 in float32", marks=pytest.mark.slow),
             pytest.param(["O5"], "opt_level O5 in bfloat16", marks=pytest.mark.slow),
