@@ -1056,7 +1056,7 @@ def _open(settings: Settings, device_types: Iterable[str]) -> Session:
     """Opens a session, which watches its steps if that was asked for."""
     opened = open_session(settings, device_types)
     if opened.overflows.traces:
-        from ampatch.diagnostics.overflow_trace import OverflowTracer
+        from ampatch.diagnostics.overflow_tracer import OverflowTracer
 
         try:
             tracer = OverflowTracer(settings.properties, settings.scale_policy, opened.named_modules)

@@ -285,8 +285,51 @@ class TestInputs:
             patch.setattr(nn.init, "normal_", lambda parameter, std: parameter.data.fill_(math.inf))
             assert trace_of(model).direction == "input"
 
+    def test_a_forward_pass_without_gradients_that_overflowed(self):
+        teacher = Applied(lambda x: x * 1e5).eval()
+
+        def distilled(output):
+            with torch.no_grad():
+                target = teacher(batch())
+            return in_float32(output * target)
+
+        trace = trace_of(nn.Linear(8, 8), loss_fn=distilled)
+        assert trace.direction == "input"
+        assert "the forward pass without gradients" in trace.remedies[0]
+
 
 class TestOtherLoops:
+    @pytest.mark.parametrize("teacher_is_first", [True, False])
+    @pytest.mark.parametrize("mode", ["eval", "train"])
+    @pytest.mark.parametrize("gradients", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+    def test_a_teacher_beside_the_model(self, gradients, mode, teacher_is_first):
+        events: list[Any] = []
+        teacher = getattr(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mode)()
+        student = Applied(lambda x: torch.log(x * 0))
+        optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+        student, optimizer = amp.initialize(
+            student, optimizer, half_dtype=FLOAT16, verbosity=0, init_scale=1.0, on_overflow=("trace", events.append)
+        )
+
+        def taught():
+            with gradients():
+                return teacher(batch())
+
+        for _ in range(2):
+            if teacher_is_first:
+                target = taught()
+                output = student(batch())
+            else:
+                output = student(batch())
+                target = taught()
+            with amp.scale_loss(in_float32((output - target) ** 2), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        amp.deinitialize()
+        traces = [event.trace for event in events]
+        assert [(trace.direction, trace.function) for trace in traces] == [("forward", "torch.log")] * 2
+
     def test_gradients_that_accumulate(self):
         events: list[Any] = []
         factors = [1.0, 1e9]  # the second backward pass is sound

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ampatch import amp
-from ampatch.diagnostics.watch import Watch, WatchedOp, paused
+from ampatch.diagnostics.watch import Watch, paused
+from ampatch.diagnostics.watched import WatchedOp
 
 
 class Block(nn.Module):
@@ -106,7 +107,7 @@ class TestOperators:
             assert bool(watch.ops) is always
 
     def test_keep_their_arguments_only_if_asked(self):
-        for keep in (None, lambda inputs, outputs: True):
+        for keep in (None, lambda values: True):
             with Watch(keep=keep) as watch:
                 x = torch.ones(2, requires_grad=True) * 3
                 x += 1

@@ -6,36 +6,17 @@ Judges what a `Watch` recorded, after the fact. Must never watch or change anyth
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from ampatch.diagnostics.watch import Values, WatchedOp, paused
+from ampatch.diagnostics.operands import floating_in, with_types
+from ampatch.diagnostics.watch import paused
+from ampatch.diagnostics.watched import CAST, Values, WatchedOp
 from ampatch.opt_levels import HALVES
 
-#: The operator below all casts.
-CAST = "_to_copy"
 #: Masks are made of numbers that are greater than this; torch.finfo(torch.float32).min is 3.4e38.
 _MASKED = 1e30
-
-
-@dataclass(frozen=True, slots=True)
-class Rerun:
-    """What an operator gives on the same inputs in float32.
-
-    Attributes:
-        largest: the greatest absolute value of its results; inf or NaN if they are not finite.
-    """
-
-    largest: float
-
-    @property
-    def is_finite(self) -> bool:
-        """True if float32 would have kept the result finite."""
-        return math.isfinite(self.largest)
 
 
 def origins(ops: Sequence[WatchedOp]) -> dict[int, WatchedOp]:
@@ -76,7 +57,7 @@ def origins(ops: Sequence[WatchedOp]) -> dict[int, WatchedOp]:
 
 def _origin_of(values: Values, found: dict[int, WatchedOp]) -> WatchedOp | None:
     """Returns the origin of what is not finite in a tensor: of itself, or of the parts of which it consists."""
-    origins = [found[id(each)] for each in (values, *values.parts) if id(each) in found]
+    origins = [found[id(each)] for each in values.results if id(each) in found]
     return min(origins, key=lambda op: op.number, default=None)
 
 
@@ -95,47 +76,24 @@ def _adds_to(given: Sequence[Values], results: Sequence[Values]) -> bool:
     )
 
 
-def in_float32(op: WatchedOp) -> Rerun | None:
+def in_float32(op: WatchedOp) -> float | None:
     """Runs an operator again on its inputs in float32.
 
     Returns:
-        The result's largest value; None if the inputs were not kept, or the operator cannot run in float32.
+        The greatest absolute value of its results, which may be inf or NaN. None if the inputs were not kept, or the
+        operator cannot run in float32.
     """
     kept = op.kept_arguments
     # A random operator would advance the generator.
     if kept is None or torch.Tag.nondeterministic_seeded in op.op.tags:
         return None
-    args, kwargs = (_widened(each) for each in kept)
+    args, kwargs = with_types(kept, dict.fromkeys(HALVES, torch.float32))
     try:
         with torch.no_grad(), paused():
-            result = op.op(*args, **kwargs)
-            largest = [float(torch.ops.aten.linalg_vector_norm.default(each, math.inf)) for each in _floating(result)]
+            results = floating_in(op.op(*args, **kwargs))
+            largest = [float(torch.ops.aten.linalg_vector_norm.default(each, math.inf)) for each in results]
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError, NotImplementedError):  # an operator of half tensors only
         return None
-    if not largest:
-        return None
-    return Rerun(math.nan if any(map(math.isnan, largest)) else max(largest))
-
-
-def _widened(value: Any) -> Any:
-    """Returns an argument with half tensors and half types as float32."""
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in HALVES else value
-    if isinstance(value, torch.dtype):
-        return torch.float32 if value in HALVES else value
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_widened, value))
-    if isinstance(value, dict):
-        return {name: _widened(each) for name, each in value.items()}
-    return value
-
-
-def _floating(result: Any) -> Iterator[Tensor]:
-    if isinstance(result, Tensor):
-        if result.is_floating_point() and result.numel():
-            yield result
-    elif isinstance(result, (list, tuple)):
-        for each in result:
-            yield from _floating(each)
+    return math.nan if any(map(math.isnan, largest)) else max(largest, default=None)

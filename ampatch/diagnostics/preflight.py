@@ -16,23 +16,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ampatch.diagnostics.overflow_trace import Examiner
+from ampatch.diagnostics.examiner import Examiner
+from ampatch.diagnostics.preflight_measuring import Measured, measured
 from ampatch.diagnostics.preflight_mending import Mended, banned_functions, mended
 from ampatch.diagnostics.preflight_operators import Operators, autograd_functions, underflows
 from ampatch.diagnostics.preflight_report import FAILS, STANDS, LevelVerdict, Preflight, level_and_halves
-from ampatch.diagnostics.preflight_steps import (
-    GRADIENT_BOUND,
-    Measured,
-    RandomState,
-    Setup,
-    Step,
-    Subject,
-    Trial,
-    dense,
-    examined,
-    measured,
-    tried,
-)
+from ampatch.diagnostics.preflight_steps import RandomState, Setup, Step, Subject, dense
+from ampatch.diagnostics.preflight_trials import GRADIENT_BOUND, Trial, examined, tried
 from ampatch.diagnostics.watch import Watch
 from ampatch.distributed import is_sharded
 from ampatch.errors import OptionError, UsageError
@@ -210,11 +200,11 @@ class _Flight:
         Returns:
             The step; its operators, None if it is not finite; then the trace; and the functions that it called.
         """
-        subject, watch = self._subject, Watch(keep=lambda *_: True)
+        subject, watch = self._subject, Watch(keep=lambda _: True)
         model = subject.copied()
         names = {id(module): name for name, module in model.named_modules()}
         setup = Setup("O0", torch.float16)
-        examiner = Examiner(setup.properties, make_policy(1.0), lambda module: names.get(id(module)))
+        examiner = Examiner(setup.properties, make_policy(1.0), lambda: names)
         arguments = subject.arguments()
         self._state.restore()
         try:

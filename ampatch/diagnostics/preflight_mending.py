@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 from ampatch.cast_lists.lists import shipped
 from ampatch.cast_lists.rules import Treatment
-from ampatch.diagnostics.overflow_trace import overlay_for
+from ampatch.diagnostics.examiner import overlay_for
 from ampatch.diagnostics.preflight_operators import Operators
 from ampatch.diagnostics.preflight_report import FAILS, INACCURATE
-from ampatch.diagnostics.preflight_steps import Part, Setup, Trial
+from ampatch.diagnostics.preflight_steps import Part, Setup
+from ampatch.diagnostics.preflight_trials import Trial
 
 #: Parts that are added to a change before the search gives up.
 LIMIT = 8

@@ -19,10 +19,13 @@ from ampatch.cast_lists import spellings
 from ampatch.cast_lists.lists import shipped
 from ampatch.cast_lists.paths import Path, identity, unwrapped
 from ampatch.cast_lists.rules import Rule, Treatment
-from ampatch.diagnostics.overflow_trace import Examiner, Origin
+from ampatch.diagnostics.examiner import Examiner
+from ampatch.diagnostics.operands import floating_in, with_types
 from ampatch.diagnostics.preflight_report import Imprecise, Location, OutOfRange, Underflow, Unlisted
-from ampatch.diagnostics.preflight_steps import Step, enclosing, flushed_of, with_types
-from ampatch.diagnostics.watch import Values, Watch, WatchedOp, paused
+from ampatch.diagnostics.preflight_steps import Step, flushed_of
+from ampatch.diagnostics.preflight_trials import enclosing
+from ampatch.diagnostics.watch import Watch, paused
+from ampatch.diagnostics.watched import Values, WatchedOp
 from ampatch.patching.function_patches import Registration
 
 _FLOAT16_MAX = torch.finfo(torch.float16).max
@@ -115,17 +118,14 @@ class Operators:
         return self._locations[id(op)]
 
     def _located(self, op: WatchedOp) -> Location:
-        told = self._examiner.describe([Origin(op)])
-        assert told is not None
-        function = _custom_path(op) if _is_custom(op) else told.function
+        named = self._examiner.named(op)
+        function = _custom_path(op) if _is_custom(op) else named.function
         direction = "backward" if op.is_backward else "forward"
-        return Location(
-            function, told.operator, direction, told.module, told.file, told.line, told.source, self._at_o1(op, told)
-        )
+        at_o1 = self._at_o1(op.named_op.function, named.function)
+        return Location(function, named.operator, direction, named.module, named.file, named.line, named.source, at_o1)
 
-    def _at_o1(self, op: WatchedOp, told: Any) -> str:
-        named = op.forward if op.is_backward and op.forward is not None else op
-        rule = self._rule_of(named.function, told.function)
+    def _at_o1(self, function: object, path: str) -> str:
+        rule = self._rule_of(function, path)
         if rule is None:
             return _UNKNOWN_AT_O1
         return _AT_O1[rule.treatment] + (" for some arguments" if rule.when else "")
@@ -139,7 +139,7 @@ class Operators:
         found: dict[Location, list[float]] = {}
         for op in self._ops:
             largest = _largest(op.outputs)
-            computed = [values for values in op.inputs if values.writer is not None]  # not data or parameters
+            computed = [values for values in op.inputs if not values.is_unwritten]  # not data or parameters
             if math.inf > largest > _FLOAT16_MAX >= _largest(computed):  # inf is on purpose: the step is finite
                 found.setdefault(self._location(op), []).append(largest)
         rows = (OutOfRange(location, max(largest), len(largest)) for location, largest in found.items())
@@ -204,8 +204,7 @@ class Operators:
         imprecise = [op for op in self._ops if errors.get(id(op), 0.0) > self._tolerance]
         for op in sorted(imprecise, key=lambda op: -errors[id(op)]):
             yield self._suspect(op)
-            named = op.forward if op.is_backward and op.forward is not None else op
-            yield from map(self._suspect, _writers(named.inputs, depth=3))
+            yield from map(self._suspect, _writers(op.named_op.inputs, depth=3))
         sums: dict[Suspect, float] = {}
         for op in self._ops:
             if id(op) in errors:
@@ -219,7 +218,7 @@ class Operators:
 
 
 def _writers(inputs: Iterable[Values], depth: int) -> Iterator[WatchedOp]:
-    found = [values.writer for values in inputs if values.writer is not None]
+    found = [writer for values in inputs for writer in values.writers]
     yield from found
     if depth > 1:
         for writer in found:
@@ -282,8 +281,8 @@ def _error_of(op: WatchedOp) -> Tensor | None:
         try:
             # First, since an operator in place writes to the copies that were kept.
             narrow_args, narrow_kwargs = with_types((args, kwargs), _IN_BFLOAT16)
-            narrow = list(_floating(op.op(*narrow_args, **narrow_kwargs)))
-            exact = list(_floating(op.op(*args, **kwargs)))
+            narrow = floating_in(op.op(*narrow_args, **narrow_kwargs))
+            exact = floating_in(op.op(*args, **kwargs))
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, NotImplementedError):
@@ -304,15 +303,6 @@ def _finite_norm(tensor: Tensor) -> Tensor:
 def _total(norms: list[Tensor]) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
-
-
-def _floating(result: Any) -> Iterator[Tensor]:
-    if isinstance(result, Tensor):
-        if result.is_floating_point() and result.numel() and result.layout is torch.strided:
-            yield result
-    elif isinstance(result, (list, tuple)):
-        for each in result:
-            yield from _floating(each)
 
 
 def autograd_functions(loss: Tensor) -> dict[type, int]:

@@ -1,6 +1,7 @@
-"""Runs steps of copies of a model: in float32, and at an opt level. Judges whether they stand, and measures them.
+"""Runs steps of copies of a model, at any opt level, on the same random numbers.
 
-Every step runs a new deep copy, on the same random numbers. Must never touch the user's model, nor leave a session.
+Owns the copies, and the arguments of ``amp.initialize`` with which they run. Must never touch the user's model, nor
+leave a session.
 """
 
 from __future__ import annotations
@@ -10,12 +11,10 @@ import copy
 import functools
 import math
 import random
-import statistics
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +22,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampatch.cast_lists.lists import shipped
-from ampatch.diagnostics import causes
-from ampatch.diagnostics.overflow_trace import Examiner, OverflowTrace, origin_at, origins_of_gradients
-from ampatch.diagnostics.peak_memory import peak_allocated
-from ampatch.diagnostics.preflight_report import FAILS, INACCURATE, OVERFLOWS, STANDS, call_of
-from ampatch.diagnostics.watch import Watch, ran_in_half
-from ampatch.errors import AmpWarning, LossScaleError, OptionError
+from ampatch.diagnostics.operands import with_types
+from ampatch.diagnostics.preflight_report import call_of
+from ampatch.errors import AmpWarning, OptionError
 from ampatch.native import calls, kernels
 from ampatch.opt_levels import HALVES, LossScale, Overrides, Properties, resolve
 from ampatch.patching import adopted_model
@@ -37,17 +33,8 @@ from ampatch.scaling.loss_scaler import make_policy
 from ampatch.session import Session
 from ampatch.settings import Settings
 
-#: The greatest gradient error of a level that stands: the two gradients then differ by 12 degrees at most. In bfloat16
-#: sound models have errors of some hundredths, small ones with ReLU up to 0.1; sums that cancel give 0.3 and more.
-GRADIENT_BOUND = 0.2
-
-#: A dynamic scale is followed down to here; a gradient that overflows even so is beyond 1e7 in float32.
-LEAST_SCALE = 2.0**-8
-
 #: Below this absolute value float16 flushes to zero, or to its least subnormal number.
 FLUSHED_BELOW = 2.0**-24
-
-_ROUNDS = 3
 
 #: Positional arguments and keyword arguments.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -76,9 +63,8 @@ class Subject:
             OptionError: it cannot be copied.
         """
         try:
-            with (
-                torch.no_grad()
-            ):  # otherwise parts in TorchScript would be copied into a graph of the user's parameters
+            # With gradients, parts in TorchScript would be copied into a graph of the user's parameters.
+            with torch.no_grad():
                 model = copy.deepcopy(self.model)
         except Exception as error:
             raise OptionError(
@@ -157,7 +143,7 @@ class RandomState:
             module.set_state(state)
 
 
-class _RandomInFloat32(TorchDispatchMode):
+class RandomInFloat32(TorchDispatchMode):
     """Runs random operators on half tensors in float32, so that a mask of dropout does not depend on the type.
 
     On a GPU, one seed gives other masks for other types, as kernels draw as many numbers at once as fit a register.
@@ -180,19 +166,6 @@ class _RandomInFloat32(TorchDispatchMode):
             args[0].copy_(wide_args[0])
             return args[0]
         return _narrowed(result, half)
-
-
-def with_types(value: Any, types: Mapping[torch.dtype, torch.dtype]) -> Any:
-    """Returns an operator's arguments with tensors and dtypes of some types in others; casts are copies."""
-    if isinstance(value, Tensor):
-        return value.to(types[value.dtype]) if value.dtype in types else value
-    if isinstance(value, torch.dtype):
-        return types.get(value, value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(with_types(each, types) for each in value)
-    if isinstance(value, dict):
-        return {name: with_types(each, types) for name, each in value.items()}
-    return value
 
 
 def _half_in(value: Any) -> torch.dtype | None:
@@ -350,44 +323,16 @@ def _norm(tensor: Tensor | None) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One or more steps with one setup, until one is finite.
+@dataclass(slots=True)
+class OpenedCopy:
+    """A copy of the model in a session.
 
     Attributes:
-        setup: the arguments of ``amp.initialize``.
-        verdict: "stands", "overflows", "inaccurate" or "fails"; see `LevelVerdict`.
-        loss_scale: scale of the last step.
-        step: the last step; None if it raised.
-        loss_error: error of its loss.
-        gradient_error: error of its gradients.
-        error: text of what was raised.
-        trace: where the first inf or NaN arose in the first step.
-        around: names of the modules around that place, or around the place that raised; the innermost first.
-        notes: warnings that amp gave.
-        is_refused: True if amp refused the setup, before any step.
+        session: the session.
+        model: the copy.
+        optimizer: an optimizer that changes nothing.
     """
 
-    setup: Setup
-    verdict: str
-    loss_scale: float | None = None
-    step: Step | None = None
-    loss_error: float | None = None
-    gradient_error: float | None = None
-    error: str = ""
-    trace: OverflowTrace | None = None
-    around: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    is_refused: bool = False
-
-    @property
-    def stands(self) -> bool:
-        """True if the verdict is "stands"."""
-        return self.verdict == STANDS
-
-
-@dataclass(slots=True)
-class _Opened:
     session: Session
     model: nn.Module
     optimizer: torch.optim.SGD
@@ -405,6 +350,7 @@ class _Opened:
         self.optimizer.step()
 
     def outcome(self, loss: Tensor) -> Step:
+        """Returns the loss and the unscaled gradients of the step that ran last."""
         names = [name for name, each in self.model.named_parameters() if each.requires_grad]
         updated = list(self.session.master_params(self.optimizer))
         gradients = {
@@ -414,6 +360,7 @@ class _Opened:
 
     @property
     def scale(self) -> float:
+        """The loss scale."""
         return self.session.scaler(0).state.loss_scale
 
 
@@ -424,7 +371,7 @@ def dense(gradient: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _opened(subject: Subject, setup: Setup) -> Iterator[_Opened]:
+def opened_copy(subject: Subject, setup: Setup) -> Iterator[OpenedCopy]:
     """Opens a session for a copy of the model and an optimizer that changes nothing."""
     kernels.prepare()
     calls.prepare()
@@ -435,113 +382,18 @@ def _opened(subject: Subject, setup: Setup) -> Iterator[_Opened]:
     session.verbose = False
     try:
         session.adopt([model], [optimizer])
-        yield _Opened(session, model, optimizer)
+        yield OpenedCopy(session, model, optimizer)
     finally:
         close_session(session)
 
 
-def tried(subject: Subject, reference: Step, setup: Setup, state: RandomState) -> Trial:
-    """Runs a step with a setup; with a dynamic scale again, while only the backward pass overflows.
-
-    Args:
-        subject: the model and its step.
-        reference: the float32 step.
-        setup: the arguments of ``amp.initialize``.
-        state: random numbers of every step.
-    """
-    notes: list[str] = []
-    around: list[str] = []
-    is_refused = True
-    try:
-        with _noting_warnings(notes), _opened(subject, setup) as opened:
-            names = {id(module): name for name, module in opened.model.named_modules()}
-            is_refused = False
-            try:
-                step, scale, trace = _until_finite(subject, opened, setup, state, names)
-            except Exception as error:
-                around += _around(error, names)
-                raise
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - a model may raise anything, and that is a verdict
-        told = _text_of(error)
-        return Trial(setup, FAILS, error=told, around=tuple(around), notes=tuple(notes), is_refused=is_refused)
-    modules = () if trace is None or trace.module is None else enclosing(trace.module)
-    trial = Trial(setup, OVERFLOWS, scale, step, trace=trace, around=modules, notes=tuple(notes))
-    if not step.is_finite:
-        return trial
-    lost = reference.gradient_error(step)
-    verdict = STANDS if lost <= GRADIENT_BOUND else INACCURATE
-    return replace(trial, verdict=verdict, loss_error=reference.loss_error(step), gradient_error=lost)
-
-
-def _until_finite(
-    subject: Subject, opened: _Opened, setup: Setup, state: RandomState, names: Mapping[int, str]
-) -> tuple[Step, float, OverflowTrace | None]:
-    """Returns the last step, its scale, and the trace of what overflowed at most of the scales."""
-    dynamic = setup.properties.loss_scale == "dynamic"
-    buffers = [(buffer, buffer.clone()) for buffer in opened.model.buffers()]
-    policy = make_policy(setup.properties.loss_scale)
-    examiner = Examiner(setup.properties, policy, lambda module: names.get(id(module)))
-    traces: list[OverflowTrace] = []
-    while True:
-        scale, arguments = opened.scale, subject.arguments()
-        state.restore()
-        with Watch(keep=ran_in_half) as watch, _RandomInFloat32():
-            loss = opened.step_of(subject, arguments)
-        step = opened.outcome(loss)
-        trace = None if step.is_finite else examined(watch, examiner, scale)
-        traces += [] if trace is None else [trace]
-        only_backward = math.isfinite(step.loss) and (trace is None or trace.direction == "backward")
-        if step.is_finite or not (dynamic and only_backward and scale > LEAST_SCALE):
-            return step, scale, _commonest(traces)
-        try:
-            opened.optimizer.step()  # which is skipped
-        except LossScaleError:
-            return step, scale, _commonest(traces)
-        opened.optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-
-
-def _commonest(traces: Sequence[OverflowTrace]) -> OverflowTrace | None:
-    """Returns the first of the traces that name the same place most often; None if there are none."""
-    places = [(trace.direction, trace.function, trace.module, trace.line) for trace in traces]
-    return max(traces, key=lambda trace: places.count(places[traces.index(trace)]), default=None)
-
-
-def examined(watch: Watch, examiner: Examiner, loss_scale: float) -> OverflowTrace | None:
-    """Returns where the first inf or NaN of a watched step arose; None if no operator produced one."""
-    found = list(origins_of_gradients(watch).values())
-    if not found:  # the gradients are finite, and the loss is not
-        first = min(causes.origins(watch.ops).values(), key=lambda op: op.number, default=None)
-        if first is None:
-            return None
-        found = [origin_at(first)]
-    return examiner.describe(found, watch.missed_threads, loss_scale)
-
-
-def enclosing(name: str) -> tuple[str, ...]:
-    """Returns the name of a module and of those around it, from the innermost; the model itself has none."""
-    parts = name.split(".") if name else []
-    return tuple(".".join(parts[:count]) for count in range(len(parts), 0, -1))
-
-
-def _around(error: BaseException, names: Mapping[int, str]) -> tuple[str, ...]:
-    """Returns the name of the innermost module whose code raised, and of those around it."""
-    innermost, trace = "", error.__traceback__
-    while trace is not None:
-        innermost, trace = names.get(id(trace.tb_frame.f_locals.get("self")), "") or innermost, trace.tb_next
-    return enclosing(innermost)
-
-
-def _text_of(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """Returns an error's class, message and notes."""
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
 
 @contextlib.contextmanager
-def _noting_warnings(notes: list[str]) -> Iterator[None]:
+def noting_warnings(notes: list[str]) -> Iterator[None]:
     """Collects amp's warnings, each once, and shows all others afterwards."""
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -552,89 +404,3 @@ def _noting_warnings(notes: list[str]) -> Iterator[None]:
         for each in caught:
             if not issubclass(each.category, AmpWarning):
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
-
-
-# Measuring
-
-
-@dataclass(slots=True)
-class Measured:
-    """What steps with one setup cost.
-
-    Attributes:
-        seconds: the time of each step.
-        peak_bytes: peak memory of a step, with the weights; None if unknown.
-        notes: why something could not be measured.
-    """
-
-    seconds: list[float] = field(default_factory=list)
-    peak_bytes: int | None = None
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def milliseconds(self) -> float | None:
-        """The median time of a step."""
-        return statistics.median(self.seconds) * 1e3 if self.seconds else None
-
-
-def measured(subject: Subject, setups: Sequence[Setup | None], state: RandomState) -> list[Measured]:
-    """Measures steps: forward pass, loss, backward pass, and the step of SGD.
-
-    Goes through all setups three times, so that noise of the machine hits all alike. Each time a step to warm up comes
-    first. A setup that is None gets no numbers.
-    """
-    found = [Measured() for _ in setups]
-    for last in [False] * _ROUNDS + [True]:
-        for setup, numbers in zip(setups, found, strict=True):
-            if setup is None or numbers.notes:
-                continue
-            try:
-                with _noting_warnings([]):  # those of amp are in the verdict's notes
-                    if last:
-                        numbers.peak_bytes = _peak_bytes(subject, setup, state)
-                    else:
-                        numbers.seconds.append(_seconds(subject, setup, state))
-            except Exception as error:  # noqa: BLE001 - a report without a number is better than none
-                numbers.notes.append(f"not measured further: {_text_of(error)}")
-    return found
-
-
-def _seconds(subject: Subject, setup: Setup, state: RandomState) -> float:
-    """Returns the time of a step, after one to warm up."""
-    gpus = {each.device for each in subject.model.parameters() if each.is_cuda}
-    with _opened(subject, setup) as opened:
-        state.restore()
-        opened.whole_step(subject, subject.arguments())
-        opened.optimizer.zero_grad(set_to_none=True)
-        arguments = subject.arguments()
-        state.restore()
-        for device in gpus:
-            torch.cuda.synchronize(device)
-        begun = time.perf_counter()
-        opened.whole_step(subject, arguments)
-        for device in gpus:
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - begun
-
-
-def _peak_bytes(subject: Subject, setup: Setup, state: RandomState) -> int:
-    """Returns the peak memory of a step, with the weights of the copy, and without the user's own model."""
-    gpu = next((each.device for each in subject.model.parameters() if each.is_cuda), None)
-    before = 0 if gpu is None else torch.cuda.memory_allocated(gpu)
-    with contextlib.ExitStack() as stack:
-
-        def prepare() -> Callable[[], object]:
-            opened = stack.enter_context(_opened(subject, setup))
-            state.restore()
-            opened.whole_step(subject, subject.arguments())
-            opened.optimizer.zero_grad(set_to_none=True)
-            arguments = subject.arguments()
-            state.restore()
-            return functools.partial(opened.whole_step, subject, arguments)
-
-        if gpu is None:
-            return peak_allocated(prepare)
-        step = prepare()
-        torch.cuda.reset_peak_memory_stats(gpu)
-        step()
-        return torch.cuda.max_memory_allocated(gpu) - before

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import linecache
 import math
 import os
 import sys
@@ -18,20 +17,20 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn, overrides
-from torch._ops import OpOverload, OpOverloadPacket
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils import _python_dispatch
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from ampatch.diagnostics import mode_stacks
+from ampatch.diagnostics.operands import has_inf, tensors_in, versions_of
+from ampatch.diagnostics.watched import ArrivedGradient, Place, Values, WatchedOp
+from ampatch.diagnostics.written_memory import WrittenMemory
 from ampatch.opt_levels import HALVES
 from ampatch.tracing import is_capturing, is_recording
 
@@ -48,146 +47,6 @@ _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty",
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A line of the user's code.
-
-    Attributes:
-        file: path of the file.
-        line: number of the line.
-        function: name of the function that the line is in.
-    """
-
-    file: str
-    line: int
-    function: str
-
-    @property
-    def source(self) -> str:
-        """The text of the line; empty if the file cannot be read."""
-        return linecache.getline(self.file, self.line).strip()
-
-
-@dataclass(slots=True, eq=False)
-class Values:
-    """What is known of the values of one tensor at one moment.
-
-    Attributes:
-        dtype: its type.
-        shape: its shape.
-        writer: operator whose result they are; None if they are none: a parameter, data, or a part of results.
-        parts: what operators wrote to parts of the same memory before, if this is no result itself.
-        is_leaf: False if autograd knows an operator that made it, whether that was watched or not.
-        largest: the greatest absolute value, inf or NaN; None if the tensor is empty, or `Watch.read` was not called.
-        highest: the greatest value; of complex numbers, the greatest absolute one.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    writer: WatchedOp | None = None
-    parts: tuple[Values, ...] = ()
-    is_leaf: bool = True
-    largest: float | None = None
-    highest: float | None = None
-    on_device: tuple[Tensor, ...] = ()  # its extremes, until they are read
-
-    @property
-    def is_finite(self) -> bool:
-        """True unless the tensor holds inf or NaN."""
-        return self.largest is None or math.isfinite(self.largest)
-
-    @property
-    def is_unwritten(self) -> bool:
-        """True if no watched operator wrote the tensor, or a part of it."""
-        return self.writer is None and not self.parts
-
-    @property
-    def is_mask(self) -> bool:
-        """True if -inf is all that is not finite, as in masks of attention."""
-        is_only_negative = self.highest is not None and self.highest != math.inf
-        return not self.is_finite and not self.has_nan and is_only_negative
-
-    @property
-    def has_nan(self) -> bool:
-        """True if the tensor holds NaN."""
-        return self.largest is not None and math.isnan(self.largest)
-
-
-@dataclass(slots=True, eq=False)
-class WatchedOp:
-    """One operator that ran.
-
-    Attributes:
-        op: the operator.
-        number: position among all operators that the watch has recorded.
-        is_backward: True if the autograd engine ran it; False in a forward pass, and where one is recomputed.
-        function: torch function that was called; None if the operator was called by other means.
-        modules: modules that were running, from the outermost.
-        place: innermost line of user code; None in a backward pass that runs no user code.
-        node: name of the autograd node that ran it, such as "AddmmBackward0"; None outside of the backward pass.
-        forward: operator of the forward pass whose gradient this one is for; None if that is unknown.
-        inputs: values of its floating-point inputs.
-        outputs: values of its floating-point outputs.
-        parameter: the parameter whose gradient it adds to or takes in; None for all other operators.
-        has_inf_argument: True if a number among its arguments is inf, such as the value of a mask.
-        arguments: the arguments, if the watch keeps them; None otherwise.
-        versions: version counters of the tensors among them.
-        readers: operators that read its results.
-    """
-
-    op: Any
-    number: int
-    is_backward: bool
-    function: Any
-    modules: tuple[nn.Module, ...]
-    place: Place | None
-    node: str | None = None
-    forward: WatchedOp | None = None
-    inputs: list[Values] = field(default_factory=list)
-    outputs: list[Values] = field(default_factory=list)
-    parameter: Tensor | None = None
-    has_inf_argument: bool = False
-    arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    versions: tuple[int, ...] = ()
-    readers: list[WatchedOp] = field(default_factory=list)
-
-    @property
-    def kept_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments; None if they were not kept, or have been written to since."""
-        if self.arguments is None or _versions(self.arguments) != self.versions:
-            return None
-        return self.arguments
-
-    @property
-    def op_name(self) -> str:
-        """The operator's name without namespace and overload, such as "bmm"."""
-        return str(self.op._schema.name).partition("::")[2]
-
-    @property
-    def function_name(self) -> str:
-        """The path of the torch function; that of the operator if it was called by itself."""
-        return f"torch.ops.{self.op}" if self.is_called_by_itself else _name_of(self.function)
-
-    @property
-    def is_called_by_itself(self) -> bool:
-        """True if no torch function called the operator: a function that a list could name."""
-        return self.function is None or isinstance(self.function, (OpOverload, OpOverloadPacket))
-
-
-class ArrivedGradient(NamedTuple):
-    """A gradient that arrived at a parameter.
-
-    Attributes:
-        parameter: the parameter.
-        values: what is known of the gradient.
-        loss: what is known of the tensor whose ``backward`` was called; None if `torch.autograd.backward` was.
-    """
-
-    parameter: Tensor
-    values: Values
-    loss: Values | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Running:
     """A module whose forward pass runs.
 
@@ -195,19 +54,21 @@ class _Running:
         module: the module.
         records: True if gradients were enabled when it began.
         is_unseen: True if the function mode was put onto the stack for it, in a backward pass that recomputes it.
+        is_unwatched: True if both modes were taken off the stacks for it.
     """
 
     module: nn.Module
     records: bool
     is_unseen: bool
+    is_unwatched: bool
 
 
 class Watch:
     """Records the operators that run in one thread, and in the backward passes that it starts.
 
     Args:
-        keep: returns whether the arguments of an operator are kept alive, given its inputs and outputs; by default none
-            are.
+        keep: returns whether the arguments of an operator are kept alive, given what went in and came out; by default
+            none are. For an operator that writes to its inputs, these are all that is given.
         always: whether to record without gradients too; otherwise only forward passes that may have a backward pass.
 
     Attributes:
@@ -216,16 +77,14 @@ class Watch:
         missed_threads: True if a module ran in another thread, which is not watched.
     """
 
-    def __init__(
-        self, keep: Callable[[Sequence[Any], Sequence[Any]], bool] | None = None, always: bool = False
-    ) -> None:
+    def __init__(self, keep: Callable[[Sequence[Values]], bool] | None = None, always: bool = False) -> None:
         self.ops: list[WatchedOp] = []
         self.gradients: list[ArrivedGradient] = []
         self._loss: Values | None = None
         self.missed_threads = False
         self._keep = keep
         self._always = always
-        self._written: dict[int, _Memory] = {}
+        self._written = WrittenMemory()
         self._by_node: dict[int, WatchedOp | None] = {}
         self._count = 0
         self._outside: deque[WatchedOp] = deque()  # operators outside of modules that keep their arguments
@@ -269,21 +128,21 @@ class Watch:
         self._thread = threading.get_ident()
         self._own_node()
         functions, operators = self._modes
-        _FUNCTION_STACK.insert(functions)
-        _DISPATCH_STACK.insert(operators)
+        mode_stacks.FUNCTIONS.insert(functions)
+        mode_stacks.OPERATORS.insert(operators)
 
     def pop(self) -> None:
         """Removes both modes from this thread's stacks; those of other code stay. In another thread does nothing."""
         if self.is_this_thread:
             functions, operators = self._modes
-            _FUNCTION_STACK.remove(functions)
-            _DISPATCH_STACK.remove(operators)
+            mode_stacks.FUNCTIONS.remove(functions)
+            mode_stacks.OPERATORS.remove(operators)
 
     @property
     def is_on(self) -> bool:
         """True if both modes are on this thread's stacks."""
         functions, operators = self._modes
-        return functions in _FUNCTION_STACK.modes() and operators in _DISPATCH_STACK.modes()
+        return functions in mode_stacks.FUNCTIONS.modes() and operators in mode_stacks.OPERATORS.modes()
 
     @property
     def is_this_thread(self) -> bool:
@@ -304,17 +163,25 @@ class Watch:
             self.missed_threads = True
             return
         # torch has taken the mode off for the call of backward().
-        is_unseen = is_recomputed and self._modes[0] not in _FUNCTION_STACK.modes()
+        is_unseen = is_recomputed and self._modes[0] not in mode_stacks.FUNCTIONS.modes()
         if is_unseen:
-            _FUNCTION_STACK.insert(self._modes[0])
-        self._modules.append(_Running(module, torch.is_grad_enabled(), is_unseen))
+            mode_stacks.FUNCTIONS.insert(self._modes[0])
+        records = torch.is_grad_enabled()
+        # Under a mode torch takes other kernels for layers in eval mode.
+        is_evaluation = not (self._always or records or module.training or self._modules or is_recomputed)
+        is_unwatched = is_evaluation and self.is_on
+        if is_unwatched:
+            self.pop()
+        self._modules.append(_Running(module, records, is_unseen, is_unwatched))
 
     def _leave_module(self, module: nn.Module, *_: object) -> None:
         """Notes that a module's forward pass has ended, whether it returned or raised."""
         while any(running.module is module for running in self._modules):
             running = self._modules.pop()
             if running.is_unseen:
-                _FUNCTION_STACK.remove(self._modes[0])
+                mode_stacks.FUNCTIONS.remove(self._modes[0])
+            if running.is_unwatched:
+                self.push()
             if running.module is module:
                 return
 
@@ -330,12 +197,11 @@ class Watch:
         if before is None:
             self._outside.clear()
             self.gradients.clear()
-            self._written.clear()
+            self._written.forget()
             self._by_node.clear()
             return
         self._by_node = {node: op for node, op in self._by_node.items() if op is not None and op.number >= before}
-        for memory in self._written.values():
-            memory.forget(before)
+        self._written.forget(before)
 
     @property
     def count(self) -> int:
@@ -376,7 +242,7 @@ class Watch:
         is_backward = node is not None and not self._modules
         if not (is_backward or self._is_recording()):
             for each in _written_tensors(op, args):
-                self._written.pop(_key(each), None)
+                self._written.drop(each)
             return op(*args, **kwargs)
         if node is not None and node.name() == _ACCUMULATES:
             self._note_gradient(node, args)
@@ -392,9 +258,9 @@ class Watch:
             tuple(running.module for running in self._modules),
             _user_place(),
             None if node is None else node.name(),
-            None if node is None else self._by_node.get(node._sequence_nr()),
+            self._by_node.get(node._sequence_nr()) if is_backward else None,
             parameter=node.variable if _adds_gradients(op, node) else None,
-            has_inf_argument=_has_inf((args, kwargs)),
+            has_inf_argument=has_inf((args, kwargs)),
         )
         self._count += 1
         result = self._run_watched(watched, args, kwargs)
@@ -406,15 +272,15 @@ class Watch:
         op, keep = watched.op, self._keep
         writes = bool(_written_positions(op))
         watched.inputs = [self._values_of(each) for each in _measured((args, kwargs))]
-        if keep is not None and writes and keep(watched.inputs, ()):
+        if keep is not None and writes and keep(watched.inputs):
             watched.arguments = _with_copies_of_written(op, args, kwargs)
         result = op(*args, **kwargs)
         if watched.op_name in _UNINITIALISED:
             for each in _measured(result):
-                self._written.pop(_key(each), None)
+                self._written.drop(each)
             return result
         watched.outputs = [self._write(each, watched) for each in _measured(result)]
-        if keep is not None and not writes and keep(watched.inputs, watched.outputs):
+        if keep is not None and not writes and keep((*watched.inputs, *watched.outputs)):
             watched.arguments = args, kwargs
         self._note(watched)
         return result
@@ -422,15 +288,14 @@ class Watch:
     def _note(self, watched: WatchedOp) -> None:
         """Adds an operator to the record."""
         if watched.arguments is not None:
-            watched.versions = _versions(watched.arguments)
+            watched.versions = versions_of(watched.arguments)
             if not watched.modules:
                 self._outside.append(watched)
             if len(self._outside) > _KEPT_OUTSIDE:  # a loop of its own, which no forward pass ends
                 self._outside.popleft().arguments = None
         for values in watched.inputs:
-            for written in (values, *values.parts):
-                if written.writer is not None:
-                    written.writer.readers.append(watched)
+            for writer in values.writers:
+                writer.readers.append(watched)
         self.ops.append(watched)
 
     def _own_node(self) -> int | None:
@@ -463,69 +328,21 @@ class Watch:
             self.gradients.append(ArrivedGradient(node.variable, self._values_of(incoming[-1]), self._loss))
 
     def _values_of(self, tensor: Tensor) -> Values:
-        key, region = _key(tensor), _region(tensor)
-        memory = self._written.get(key)
-        earlier = [] if memory is None else memory.overlapping(region)
-        if earlier and region.is_dense and earlier[-1][0] == region and earlier[-1][1].dtype is tensor.dtype:
-            return earlier[-1][1]
-        values = Values(
-            tensor.dtype,
-            tuple(tensor.shape),
-            parts=tuple(part for _, part in earlier if part.writer is not None),
-            is_leaf=(tensor._base if tensor._is_view() else tensor).grad_fn is None,  # type: ignore[union-attr]
-            on_device=_extremes(tensor),
+        return self._written.read(
+            tensor,
+            lambda parts: Values(
+                tensor.dtype,
+                tuple(tensor.shape),
+                parts=parts,
+                is_leaf=(tensor._base if tensor._is_view() else tensor).grad_fn is None,  # type: ignore[union-attr]
+                on_device=_extremes(tensor),
+            ),
         )
-        if not earlier:
-            self._note_written(key, tensor, region, values)
-        return values
 
     def _write(self, tensor: Tensor, writer: WatchedOp) -> Values:
         values = Values(tensor.dtype, tuple(tensor.shape), writer, on_device=_extremes(tensor))
-        self._note_written(_key(tensor), tensor, _region(tensor), values)
+        self._written.write(tensor, values)
         return values
-
-    def _note_written(self, key: int, tensor: Tensor, region: _Region, values: Values) -> None:
-        memory = self._written.get(key)
-        if memory is None:
-            memory = self._written[key] = _Memory(StorageWeakRef(tensor.untyped_storage()))
-        memory.add(region, values)
-
-
-class _Region(NamedTuple):
-    """Bytes of a storage, from the first to behind the last; ``is_dense`` if a tensor has all of them."""
-
-    first: int
-    end: int
-    is_dense: bool
-
-
-class _Memory:
-    """What was written to one storage.
-
-    Args:
-        storage: keeps the address of the storage object from being used again, but not its memory.
-    """
-
-    __slots__ = ("_writes", "storage")
-
-    def __init__(self, storage: StorageWeakRef) -> None:
-        self.storage = storage
-        self._writes: list[tuple[_Region, Values]] = []
-
-    def add(self, region: _Region, values: Values) -> None:
-        """Notes a write, and forgets those that it covers."""
-        if region.is_dense:
-            first, end, _ = region
-            self._writes = [each for each in self._writes if each[0].first < first or each[0].end > end]
-        self._writes.append((region, values))
-
-    def overlapping(self, region: _Region) -> list[tuple[_Region, Values]]:
-        """Returns the writes to a region, the last one last."""
-        return [each for each in self._writes if each[0].first < region.end and region.first < each[0].end]
-
-    def forget(self, before: int) -> None:
-        """Forgets results of operators with smaller numbers."""
-        self._writes = [each for each in self._writes if each[1].writer is None or each[1].writer.number >= before]
 
 
 class _Thread(threading.local):
@@ -578,111 +395,13 @@ _BACKWARD = Tensor.backward
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
-@dataclass(frozen=True, slots=True)
-class _Stack:
-    """One of torch's two stacks of modes, by the functions that torch has for it.
-
-    They run no code of the modes: some modes reset themselves on entry.
-    """
-
-    modes: Callable[[], list[Any]]
-    pushes: Callable[[Any], None]
-    pops: Callable[[], Any]
-
-    def insert(self, mode: Any) -> None:
-        """Puts a mode below all others."""
-        popped = [self.pops() for _ in self.modes()]
-        # torch keeps a default device at the bottom, and checks that.
-        below = [popped.pop()] if popped and isinstance(popped[-1], DeviceContext) else []
-        for each in (*below, mode, *reversed(popped)):
-            self.pushes(each)
-
-    def remove(self, mode: Any) -> None:
-        """Takes a mode out, wherever it is; without it does nothing."""
-        if mode in self.modes():
-            popped = [self.pops() for _ in self.modes()]
-            for each in reversed(popped):
-                if each is not mode:
-                    self.pushes(each)
-
-
-_FUNCTION_STACK = _Stack(overrides._get_current_function_mode_stack, overrides._push_mode, overrides._pop_mode)
-_DISPATCH_STACK = _Stack(
-    _python_dispatch._get_current_dispatch_mode_stack, _python_dispatch._push_mode, _python_dispatch._pop_mode
-)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """Returns the tensors in arguments or results, those inside of wrapper classes (DTensor) in their place."""
-    found: list[Tensor] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: Any, found: list[Tensor]) -> None:
-    kind = type(value)
-    if kind is Tensor or kind is nn.Parameter:
-        if value.layout is torch.sparse_coo:
-            found.append(value._values())
-        elif value.layout is torch.strided and not (value.is_meta or value.is_nested or value._is_zerotensor()):
-            found.append(value)
-    elif kind in _CONTAINERS:
-        for each in value.values() if kind is dict else value:
-            _collect(each, found)
-    elif isinstance(value, Tensor):
-        inner: Any = value
-        if is_traceable_wrapper_subclass(inner):
-            for name in inner.__tensor_flatten__()[0]:
-                _collect(getattr(inner, name), found)
-        else:
-            _collect(value.as_subclass(Tensor), found)
-
-
-_CONTAINERS = frozenset({tuple, list, dict})
-
-
 def _measured(value: Any) -> list[Tensor]:
-    return [each for each in _tensors(value) if each.dtype in _MEASURED]
-
-
-def _written_tensors(op: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    return _tensors([args[place] for place in _written_positions(op) if place < len(args)])
-
-
-def _versions(arguments: Any) -> tuple[int, ...]:
-    return tuple(0 if each.is_inference() else each._version for each in _tensors(arguments))
-
-
-def ran_in_half(inputs: Sequence[Values], outputs: Sequence[Values]) -> bool:
-    """Returns True if a tensor among inputs and outputs is half: the operators that a `Watch` is to keep."""
-    return any(values.dtype in HALVES for values in (*inputs, *outputs))
+    return [each for each in tensors_in(value) if each.dtype in _MEASURED]
 
 
 def _adds_gradients(op: Any, node: Any) -> bool:
     # Not what DDP does in its hooks on this node, which spreads the gradients of other ranks.
     return node is not None and node.name() == _ACCUMULATES and op._schema.name in ("aten::add", "aten::add_")
-
-
-def _has_inf(value: Any) -> bool:
-    kind = type(value)
-    if kind in _CONTAINERS:
-        return any(map(_has_inf, value.values() if kind is dict else value))
-    return kind is float and math.isinf(value)
-
-
-def _region(tensor: Tensor) -> _Region:
-    if not tensor.numel():
-        return _Region(0, 0, is_dense=True)
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    count = 1 + sum((int(size) - 1) * int(stride) for size, stride in sizes)
-    first, width = int(tensor.storage_offset()), tensor.itemsize
-    return _Region(first * width, (first + count) * width, is_dense=count == tensor.numel())
-
-
-def _key(tensor: Tensor) -> int:
-    # Not the address of the memory, which torch gives to other tensors. The object's address stays taken while a weak
-    # reference to it exists.
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _extremes(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -717,6 +436,10 @@ def _written_positions(op: Any) -> tuple[int, ...]:
     return tuple(place for place, each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
+def _written_tensors(op: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    return tensors_in([args[place] for place in _written_positions(op) if place < len(args)])
+
+
 def _with_copies_of_written(
     op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -739,11 +462,3 @@ def _user_place() -> Place | None:
             return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return None
-
-
-@cache
-def _name_of(function: Any) -> str:
-    named = resolve_name(function)
-    if named is not None:
-        return str(named)
-    return f"{getattr(function, '__module__', None) or 'torch'}.{getattr(function, '__name__', function)}"

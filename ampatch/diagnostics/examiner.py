@@ -1,0 +1,255 @@
+"""Names the operator of a watched step that first produced inf or NaN, and what would have mended it.
+
+Owns the remedies, and the names of functions and modules that the user reads. Must never watch a step, nor change one.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampatch.cast_lists import spellings
+from ampatch.diagnostics import causes
+from ampatch.diagnostics.overflow_trace import SUM_OF_GRADIENTS, OverflowTrace, TracedTensor
+from ampatch.diagnostics.watch import Watch
+from ampatch.diagnostics.watched import CAST, Values, WatchedOp, has_half
+from ampatch.opt_levels import Properties
+from ampatch.scaling.loss_scaler import ScalePolicy
+
+_OTHER_THREADS = "forward passes in other threads were not watched"
+_NOT_RUN_AGAIN = "the remedy was not tried: the operator could not run again in float32, or its inputs were written to"
+_NO_FORWARD = "the forward pass of this backward pass was no longer watched, since others followed"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedOp:
+    """An operator in the user's terms. The attributes are those of `OverflowTrace` with the same names."""
+
+    function: str
+    operator: str
+    module: str | None
+    module_class: str | None
+    file: str | None
+    line: int | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Remedies:
+    """What mends an overflow. The attributes are those of `OverflowTrace` with the same names."""
+
+    remedies: tuple[str, ...]
+    cast_lists: dict[str, Any] | None = None
+    max_loss_scale: float | None = None
+
+
+class Examiner:
+    """Says in the user's terms where inf or NaN arose, and what would have kept it finite.
+
+    Args:
+        properties: the values of the opt level, on which the remedy depends.
+        policy: how the loss scale behaves.
+        named_modules: returns the names of the user's modules, by the module's id.
+    """
+
+    def __init__(
+        self, properties: Properties, policy: ScalePolicy, named_modules: Callable[[], Mapping[int, str]]
+    ) -> None:
+        self._properties = properties
+        self._dynamic, self._min_loss_scale = policy.dynamic, policy.min_loss_scale
+        self._named_modules = named_modules
+
+    def describe(
+        self, origins: Iterable[WatchedOp | None], missed_threads: bool = False, loss_scale: float | None = None
+    ) -> OverflowTrace:
+        """Describes the first of several origins, after it ran again in float32.
+
+        Args:
+            origins: those of an optimizer's gradients; None stands for gradients without one.
+            missed_threads: whether forward passes ran in threads that were not watched.
+            loss_scale: scale of the loss in the backward pass; None if it is unknown.
+        """
+        notes: tuple[str, ...] = (_OTHER_THREADS,) if missed_threads else ()
+        found = {op.number: op for op in origins if op is not None}
+        if not found:
+            return OverflowTrace("unknown", notes=notes)
+        op = found[min(found)]
+        is_input = _is_input(op)
+        if _unwritten(op) and not is_input:
+            return OverflowTrace("unknown", notes=(*notes, _NO_FORWARD))
+        largest = None if is_input else causes.in_float32(op)
+        if largest is None and not is_input and op.ran_in_half:
+            notes += (_NOT_RUN_AGAIN,)
+        place = self.named(op)
+        remedies = _of_input(op) if is_input else self._remedies(op, place, largest, loss_scale)
+        return OverflowTrace(
+            "input" if is_input else "backward" if op.is_backward else "forward",
+            **asdict(place),
+            inputs=tuple(map(_traced, op.inputs)),
+            outputs=tuple(map(_traced, op.outputs)),
+            largest_in_float32=largest,
+            **asdict(remedies),
+            others=len(found) - 1,
+            notes=notes,
+        )
+
+    def named(self, op: WatchedOp) -> NamedOp:
+        """Names an operator: in a backward pass, by the function whose gradient it computes."""
+        named = _to_name(op)
+        place = op.place or named.place  # the user's own backward function, or the forward
+        return NamedOp(
+            _function_name(op, named),
+            "cast" if op.op_name == CAST else op.op_name,
+            *self._named_module(named.modules or op.modules),
+            None if place is None else place.file,
+            None if place is None else place.line,
+            "" if place is None else place.source,
+        )
+
+    def _named_module(self, modules: Sequence[nn.Module]) -> tuple[str | None, str | None]:
+        """Returns name and class of the innermost module that the user's model knows; else None and a class."""
+        names = self._named_modules() if modules else {}
+        for module in reversed(modules):
+            if id(module) in names:
+                return names[id(module)], type(module).__name__
+        return None, type(modules[-1]).__name__ if modules else None
+
+    def _remedies(self, op: WatchedOp, place: NamedOp, largest: float | None, loss_scale: float | None) -> _Remedies:
+        """Returns the remedies, given the largest value of the result in float32."""
+        if not op.ran_in_half or not (largest is None or math.isfinite(largest)):
+            return _Remedies(("none in precision: it is not finite in float32 either",))
+        if op.is_backward:
+            return self._of_backward(largest, loss_scale)
+        return self._of_forward(op, place)
+
+    def _of_backward(self, largest: float | None, loss_scale: float | None) -> _Remedies:
+        if not largest or loss_scale is None:
+            return _Remedies(("a lower loss scale",))
+        greatest = torch.finfo(self._properties.half_dtype).max
+        fits = _power_of_two_below(loss_scale * min(greatest / largest, 0.5))
+        if fits < self._min_loss_scale:
+            told = (
+                f"no loss scale: it would have to be {fits:g}. Bring this gradient down, or use half_dtype='bfloat16'"
+            )
+            return _Remedies((told,))
+        if self._dynamic:
+            told = f"a loss scale of {fits:g} or less; the dynamic scale gets there by itself"
+        else:
+            told = f"a lower loss scale: amp.initialize(..., loss_scale={fits:g}), or loss_scale='dynamic'"
+        return _Remedies((told,), max_loss_scale=fits)
+
+    def _of_forward(self, op: WatchedOp, place: NamedOp) -> _Remedies:
+        overlay: dict[str, Any] | None = None
+        path = _listed_name(op)
+        if self._properties.patch_torch_functions and op.is_called_by_itself and op.op_name != CAST:
+            told = f"{path} on float32 tensors: it was called by itself, so that no list can name it"
+        elif self._properties.patch_torch_functions:
+            overlay = overlay_for(path)
+            told = f"this function in float32: amp.initialize(..., cast_lists={overlay})"
+        elif place.module:
+            told = f"this module in float32: amp.initialize(..., keep_fp32=[{place.module!r}])"
+        else:
+            name = path.rpartition(".")[2]
+            told = f"{name} in float32, by .float() on its arguments: no submodule has it, for keep_fp32 to name"
+        wider = ("float32's range: amp.initialize(..., half_dtype='bfloat16')",)
+        return _Remedies((told, *(wider if self._properties.half_dtype is torch.float16 else ())), overlay)
+
+
+def origins_of_gradients(watch: Watch) -> dict[int, WatchedOp | None]:
+    """Returns the origins of gradients that are not finite, by the id of the parameter; syncs with the device.
+
+    None stands in the place of an origin if no watched operator is one.
+    """
+    watch.read()
+    reached = [gradient for gradient in watch.gradients if not gradient.values.is_finite]
+    if not reached and all(values.is_finite for op in watch.ops if op.parameter is not None for values in op.outputs):
+        return {}
+    origins = causes.origins(watch.ops)
+    found: dict[int, WatchedOp | None] = {}
+    for gradient in reached:
+        # What made the loss inf may have led to the gradient by other numbers: log(0), and then 1 / 0.
+        ops = [origins.get(id(values)) for values in (gradient.values, gradient.loss)]
+        found.setdefault(id(gradient.parameter), _first(ops))
+    for added in watch.ops:  # finite gradients may have a sum that is not
+        if added.parameter is not None and all(values.is_finite for values in added.inputs):
+            sums = [origins[id(values)] for values in added.outputs if id(values) in origins]
+            if sums:
+                found.setdefault(id(added.parameter), _first(sums))
+    return found
+
+
+def overlay_for(path: str) -> dict[str, Any]:
+    """Returns the overlay that blacklists a function under every spelling that torch has for its name."""
+    namespace, _, name = path.rpartition(".")
+    bare = spellings.name_of_operator(name) or name.rstrip("_")
+    if namespace in spellings.NAMESPACES and spellings.spellings(bare):
+        return {"blacklist": {"*": [bare]}}
+    return {"blacklist": {namespace: [name]}}
+
+
+def _first(ops: Iterable[WatchedOp | None]) -> WatchedOp | None:
+    return min(filter(None, ops), key=lambda op: op.number, default=None)
+
+
+def _unwritten(op: WatchedOp) -> list[Values]:
+    """Returns the inputs that are not finite, and that no watched operator wrote."""
+    return [values for values in op.inputs if not values.is_finite and values.is_unwritten]
+
+
+def _is_input(op: WatchedOp) -> bool:
+    """Returns True if data or a parameter was not finite to begin with."""
+    unwritten = _unwritten(op)
+    return bool(unwritten) and not op.is_backward and all(values.is_leaf for values in unwritten)
+
+
+def _of_input(op: WatchedOp) -> _Remedies:
+    if has_half(_unwritten(op)):
+        return _Remedies(("look at the data, or at the forward pass without gradients that computed it, unwatched",))
+    return _Remedies(("look at the data, or at the weights (a learning rate that is too high)",))
+
+
+def _to_name(op: WatchedOp) -> WatchedOp:
+    """Returns the operator to name for one: in a backward pass that of the forward pass.
+
+    For a gradient that is cast, this is the operator whose result was cast in the forward pass.
+    """
+    named = op.named_op
+    if named is op or named.op_name != CAST:
+        return named
+    return next((writer for values in named.inputs for writer in values.writers), named)
+
+
+def _listed_name(op: WatchedOp) -> str:
+    """Returns the path of a function as a list could name it.
+
+    For a function in Python that calls other listed ones, the operator below has their name.
+    """
+    if op.op_name == CAST and op.readers:
+        return _listed_name(op.readers[0])
+    name = op.function_name
+    if isinstance(op.function, types.FunctionType) and op.op_name in spellings.known_names():
+        return next(map(str, spellings.spellings(op.op_name)), name)
+    return name
+
+
+def _function_name(op: WatchedOp, named: WatchedOp) -> str:
+    """Returns the name of the function to blame: an autograd.Function's own if the user wrote the backward."""
+    if op.is_backward and op.place is not None and op.node is not None:
+        return op.node.removesuffix("Backward")
+    if op.is_backward and (op.parameter is not None or (op.forward is None and op.op_name in ("add", "add_"))):
+        return SUM_OF_GRADIENTS
+    return _listed_name(named)
+
+
+def _power_of_two_below(number: float) -> float:
+    return 2.0 ** math.floor(math.log2(number)) if number > 0 else 0.0
+
+
+def _traced(values: Values) -> TracedTensor:
+    return TracedTensor(str(values.dtype).removeprefix("torch."), values.shape, values.largest)

@@ -1,0 +1,52 @@
+"""torch's two stacks of modes: of functions, and of operators.
+
+Puts a mode below those of other code, and takes it out from under them. Must never run code of a mode: some modes
+reset themselves on entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import overrides
+from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
+
+
+@dataclass(frozen=True, slots=True)
+class ModeStack:
+    """One of torch's stacks, of this thread.
+
+    Attributes:
+        modes: returns its modes, the innermost last.
+        push: puts a mode on top.
+        pop: removes the mode on top, and returns it.
+    """
+
+    modes: Callable[[], list[Any]]
+    push: Callable[[Any], None]
+    pop: Callable[[], Any]
+
+    def insert(self, mode: Any) -> None:
+        """Puts a mode below all others."""
+        popped = [self.pop() for _ in self.modes()]
+        # torch keeps a default device at the bottom, and checks that.
+        below = [popped.pop()] if popped and isinstance(popped[-1], DeviceContext) else []
+        for each in (*below, mode, *reversed(popped)):
+            self.push(each)
+
+    def remove(self, mode: Any) -> None:
+        """Takes a mode out, wherever it is; without it does nothing."""
+        if mode in self.modes():
+            popped = [self.pop() for _ in self.modes()]
+            for each in reversed(popped):
+                if each is not mode:
+                    self.push(each)
+
+
+FUNCTIONS = ModeStack(overrides._get_current_function_mode_stack, overrides._push_mode, overrides._pop_mode)
+OPERATORS = ModeStack(
+    _python_dispatch._get_current_dispatch_mode_stack, _python_dispatch._push_mode, _python_dispatch._pop_mode
+)

@@ -1,0 +1,168 @@
+"""Tries whether a step of a model stands a set-up of amp, beside the same step in float32.
+
+Owns the verdict on one run. Must never search for a change: `preflight_mending` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ampatch.diagnostics import causes
+from ampatch.diagnostics.examiner import Examiner, origins_of_gradients
+from ampatch.diagnostics.overflow_trace import OverflowTrace
+from ampatch.diagnostics.preflight_report import FAILS, INACCURATE, OVERFLOWS, STANDS
+from ampatch.diagnostics.preflight_steps import (
+    OpenedCopy,
+    RandomInFloat32,
+    RandomState,
+    Setup,
+    Step,
+    Subject,
+    noting_warnings,
+    opened_copy,
+    text_of,
+)
+from ampatch.diagnostics.watch import Watch
+from ampatch.diagnostics.watched import WatchedOp, has_half
+from ampatch.errors import LossScaleError
+from ampatch.scaling.loss_scaler import make_policy
+
+#: The greatest gradient error of a level that stands: the two gradients then differ by 12 degrees at most. In bfloat16
+#: sound models have errors of some hundredths, small ones with ReLU up to 0.1; sums that cancel give 0.3 and more.
+GRADIENT_BOUND = 0.2
+
+#: A dynamic scale is followed down to here; a gradient that overflows even so is beyond 1e7 in float32.
+LEAST_SCALE = 2.0**-8
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One or more steps with one setup, until one is finite.
+
+    Attributes:
+        setup: the arguments of ``amp.initialize``.
+        verdict: "stands", "overflows", "inaccurate" or "fails"; see `LevelVerdict`.
+        loss_scale: scale of the last step.
+        step: the last step; None if it raised.
+        loss_error: error of its loss.
+        gradient_error: error of its gradients.
+        error: text of what was raised.
+        trace: where the first inf or NaN arose in the first step.
+        around: names of the modules around that place, or around the place that raised; the innermost first.
+        notes: warnings that amp gave.
+        is_refused: True if amp refused the setup, before any step.
+    """
+
+    setup: Setup
+    verdict: str
+    loss_scale: float | None = None
+    step: Step | None = None
+    loss_error: float | None = None
+    gradient_error: float | None = None
+    error: str = ""
+    trace: OverflowTrace | None = None
+    around: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    is_refused: bool = False
+
+    @property
+    def stands(self) -> bool:
+        """True if the verdict is "stands"."""
+        return self.verdict == STANDS
+
+
+def tried(subject: Subject, reference: Step, setup: Setup, state: RandomState) -> Trial:
+    """Runs a step with a setup; with a dynamic scale again, while only the backward pass overflows.
+
+    Args:
+        subject: the model and its step.
+        reference: the float32 step.
+        setup: the arguments of ``amp.initialize``.
+        state: random numbers of every step.
+    """
+    notes: list[str] = []
+    around: list[str] = []
+    is_refused = True
+    try:
+        with noting_warnings(notes), opened_copy(subject, setup) as opened:
+            names = {id(module): name for name, module in opened.model.named_modules()}
+            is_refused = False
+            try:
+                step, scale, trace = _until_finite(subject, opened, setup, state, names)
+            except Exception as error:
+                around += _around(error, names)
+                raise
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a model may raise anything, and that is a verdict
+        told = text_of(error)
+        return Trial(setup, FAILS, error=told, around=tuple(around), notes=tuple(notes), is_refused=is_refused)
+    modules = () if trace is None or trace.module is None else enclosing(trace.module)
+    trial = Trial(setup, OVERFLOWS, scale, step, trace=trace, around=modules, notes=tuple(notes))
+    if not step.is_finite:
+        return trial
+    lost = reference.gradient_error(step)
+    verdict = STANDS if lost <= GRADIENT_BOUND else INACCURATE
+    return replace(trial, verdict=verdict, loss_error=reference.loss_error(step), gradient_error=lost)
+
+
+def _until_finite(
+    subject: Subject, opened: OpenedCopy, setup: Setup, state: RandomState, names: Mapping[int, str]
+) -> tuple[Step, float, OverflowTrace | None]:
+    """Returns the last step, its scale, and the trace that most scales have in common."""
+    dynamic = setup.properties.loss_scale == "dynamic"
+    buffers = [(buffer, buffer.clone()) for buffer in opened.model.buffers()]
+    policy = make_policy(setup.properties.loss_scale)
+    examiner = Examiner(setup.properties, policy, lambda: names)
+    traces: list[OverflowTrace] = []
+    while True:
+        scale, arguments = opened.scale, subject.arguments()
+        state.restore()
+        with Watch(keep=has_half) as watch, RandomInFloat32():
+            loss = opened.step_of(subject, arguments)
+        step = opened.outcome(loss)
+        trace = None if step.is_finite else examined(watch, examiner, scale)
+        traces += [] if trace is None else [trace]
+        only_backward = math.isfinite(step.loss) and (trace is None or trace.direction == "backward")
+        if step.is_finite or not (dynamic and only_backward and scale > LEAST_SCALE):
+            return step, scale, _commonest(traces)
+        try:
+            opened.optimizer.step()  # which is skipped
+        except LossScaleError:
+            return step, scale, _commonest(traces)
+        opened.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _commonest(traces: Sequence[OverflowTrace]) -> OverflowTrace | None:
+    """Returns the first of the traces that name the same place most often; None if there are none."""
+    places = [(trace.direction, trace.function, trace.module, trace.line) for trace in traces]
+    return max(traces, key=lambda trace: places.count(places[traces.index(trace)]), default=None)
+
+
+def examined(watch: Watch, examiner: Examiner, loss_scale: float) -> OverflowTrace | None:
+    """Returns where the first inf or NaN of a watched step arose; None if no operator produced one."""
+    found: list[WatchedOp | None] = list(origins_of_gradients(watch).values())
+    if not found:  # the gradients are finite, and the loss is not
+        found += causes.origins(watch.ops).values()
+    return examiner.describe(found, watch.missed_threads, loss_scale) if found else None
+
+
+def enclosing(name: str) -> tuple[str, ...]:
+    """Returns the name of a module and of those around it, from the innermost; the model itself has none."""
+    parts = name.split(".") if name else []
+    return tuple(".".join(parts[:count]) for count in range(len(parts), 0, -1))
+
+
+def _around(error: BaseException, names: Mapping[int, str]) -> tuple[str, ...]:
+    """Returns the name of the innermost module whose code raised, and of those around it."""
+    innermost, trace = "", error.__traceback__
+    while trace is not None:
+        innermost, trace = names.get(id(trace.tb_frame.f_locals.get("self")), "") or innermost, trace.tb_next
+    return enclosing(innermost)
