@@ -1064,7 +1064,7 @@ def _open(settings: Settings, device_types: Iterable[str]) -> Session:
         except BaseException:
             close_session(opened)
             raise
-    never_fires = settings.on_overflow != "log" and not (settings.scale_policy.dynamic or settings.check_finite)
+    never_fires = opened.overflows.reports and not (settings.scale_policy.dynamic or settings.check_finite)
     if never_fires:
         warn(
             f"on_overflow={overflows.name_of_choice(settings.on_overflow)!r} has no effect with a static loss scale "

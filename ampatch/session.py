@@ -436,14 +436,14 @@ class Session:
             masters = MasterWeights(optimizer, self.conversion, wanted, self._name_of)
             adopted = AdoptedOptimizer(
                 OptimizerGradients(
-                    optimizer, masters, self.ranks, self._optimizers, counts_non_finite=settings.on_overflow != "log"
+                    optimizer, masters, self.ranks, self._optimizers, counts_non_finite=self.overflows.reports
                 ),
                 self.switch,
                 self.cache,
                 dynamic=settings.scale_policy.dynamic,
                 exact_hooks=settings.exact_hooks,
                 announce=self.verbose,
-                on_overflow=None if settings.on_overflow == "log" else self.overflows,
+                on_overflow=self.overflows if self.overflows.reports else None,
                 checks_by=self.scalers[0] if settings.check_finite else None,
             )
             adopted.install(self.ledger)

@@ -637,10 +637,10 @@ class TestGradScaler:
     def test_that_was_pickled_without_a_choice_logs(self):
         scaler = ampatch.GradScaler("cpu")
         state = scaler.__getstate__()
-        del state["_on_overflow"]
+        del state["_overflows"]
         loaded = ampatch.GradScaler.__new__(ampatch.GradScaler)
         loaded.__setstate__(state)
-        assert loaded._on_overflow == "log"
+        assert not loaded._overflows.reports
 
 
 def ddp(factors: list[float], beside: bool) -> list[dict[str, Any]]:

@@ -132,7 +132,7 @@ def _undisturbed() -> Iterator[RandomState]:
         for device_type in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
-        if "torch._dynamo" in sys.modules:  # otherwise nothing can be compiled
+        if "torch._dynamo" in sys.modules:  # without it nothing is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(warnings.catch_warnings())
             # Of global hooks, which compiled code might not call; but none runs.

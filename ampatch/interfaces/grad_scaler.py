@@ -93,7 +93,7 @@ class GradScaler(torch.amp.GradScaler):
         OptionError: a value is out of range.
     """
 
-    _on_overflow: OnOverflow = "log"  # of a scaler that torch has pickled
+    _overflows = OverflowHandler("log")  # of a scaler that torch has pickled
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class GradScaler(torch.amp.GradScaler):
         on_overflow: OnOverflow = "log",
     ) -> None:
         try:
-            self._on_overflow = check_on_overflow(on_overflow)
+            self._overflows = OverflowHandler(check_on_overflow(on_overflow))
             policy = make_policy(
                 "dynamic",
                 init_scale=init_scale,
@@ -394,7 +394,7 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
         overflow = state.pop("overflow", None)
         if overflow is not None:
-            OverflowHandler(self._on_overflow).handle(overflow)
+            self._overflows.handle(overflow)
         return result
 
     def _maybe_opt_step(
@@ -440,7 +440,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _host_must_read(self, optimizer: Any, found_inf: Tensor) -> bool:
         """Returns True if the host must read the overflow flag before a step that could skip by itself."""
-        if self._has_floor or self._on_overflow != "log" or found_inf.device.type in scale_use.AT_HAND:
+        if self._has_floor or self._overflows.reports or found_inf.device.type in scale_use.AT_HAND:
             return True
         return _is_torchs(optimizer) and not optimizer_state.has_state(optimizer)
 
@@ -510,9 +510,9 @@ class GradScaler(torch.amp.GradScaler):
         scale = state.loss_scale
         at_floor = self._has_floor and scale <= self._policy.min_loss_scale
         change = ScaleChange(0, scale, next_state(state, True, self._policy).loss_scale)
-        if self._on_overflow != "trace" and not at_floor:
+        if self._overflows.logs_line and not at_floor:
             logger.warning(overflows.LINE, change.loss_id, change.verb, change.after)
-        if self._on_overflow != "log" and not at_floor:
+        if self._overflows.reports and not at_floor:
             self._state_of(optimizer)["overflow"] = _overflow_of(optimizer, change)
         if not at_floor and (scale > _SMALLEST_USEFUL_SCALE or self._has_warned):
             return

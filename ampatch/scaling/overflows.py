@@ -219,6 +219,11 @@ class OverflowHandler:
         return "trace" in self._choices
 
     @property
+    def reports(self) -> bool:
+        """True if a skipped step is to be described, not only noted by the log line."""
+        return self._choices != ("log",)
+
+    @property
     def logs_line(self) -> bool:
         """False if a longer text replaces the log line."""
         return self._choices != ("trace",)

@@ -96,7 +96,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         on_overflow: OnOverflow = "log",
     ) -> None:
         check_optimizer(init_optimizer)
-        self._on_overflow = check_on_overflow(on_overflow)
+        self._overflows = OverflowHandler(check_on_overflow(on_overflow))
         self.verbose = verbose
         self.dynamic_loss_scale = dynamic_loss_scale
         self.loss_scaler: LossScaler
@@ -277,16 +277,16 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         """
         skipped = None
         if self.overflow:
-            if self._on_overflow != "log":
+            if self._overflows.reports:
                 skipped = self._overflow_event()
-            self._react_to_overflow("Skipping step", logs=self._on_overflow != "trace")
+            self._react_to_overflow("Skipping step", logs=self._overflows.logs_line)
             result = None
         else:
             result = self.optimizer.step() if closure is None else self._step_with_closure(closure)
             self._write_masters()
         self._half_scale = self._full_scale = None
         if skipped is not None:
-            OverflowHandler(self._on_overflow).handle(skipped)
+            self._overflows.handle(skipped)
         return result
 
     def _overflow_event(self) -> Overflow:
