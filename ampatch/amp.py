@@ -294,22 +294,22 @@ def initialize(
         patch_torch_functions_type: the name of ``half_dtype`` in ROCm's Apex.
         profile_casts: whether each cast has a label in ``torch.profiler``, such as "ampatch: cast weight of
             torch.nn.functional.linear to float16". Calls of patched functions then run in Python, not in C++.
-        on_overflow: what a skipped step does besides. "log": a line in the log, at verbosity 1. "raise": raises
-            `GradientOverflowError` from ``optimizer.step()``. A function: is called with the `Overflow`, once for each
-            optimizer that skips; its exceptions leave ``optimizer.step()``. "trace": watches every operator, finds the
-            function that first produced inf or NaN, and logs all of ``str(overflow)`` at any verbosity; compiled code
-            runs uncompiled, and a step takes two to ten times as long. ("trace", function) or ("trace", "raise"): the
-            overflow has the trace. In each case the step is skipped first: weights, masters and optimizer state are as
-            they were. At the floor of the scale `LossScaleError` is raised instead; its attribute ``overflow`` has the
+        on_overflow: what a skipped step does besides. The step is skipped first: weights, masters and optimizer state
+            are as they were. "log" writes a line to the log, at verbosity 1. "raise" raises `GradientOverflowError`
+            from ``optimizer.step()``. A function is called with the `Overflow`, once for each optimizer that skips;
+            its exceptions leave ``optimizer.step()``. "trace" watches every operator and logs ``str(overflow)`` at any
+            verbosity, which names the function that first produced inf or NaN. Compiled code runs uncompiled, and a
+            step takes two to ten times as long. ("trace", function) and ("trace", "raise") put the trace into the
+            overflow. At the floor of the scale `LossScaleError` is raised instead; its attribute ``overflow`` has the
             same. All but "log" read the verdict before every step, as ``exact_hooks`` does: a sync with the device,
             and no skip or unscaling in the optimizer's own kernel.
-        check_finite: whether each step looks for inf and NaN in its gradients and is skipped if there are any, under a
-            static scale too, which stays as it is. It counts what the optimizer is about to read, so gradients of any
-            backward pass, in a block or not, and after clipping or edits; with a closure, the gradients of each
-            evaluation. Not seen are gradients that the optimizer's own step hooks write, values that the optimizer
-            computes from finite gradients, and optimizers that amp has not adopted. It costs one read of all gradients;
-            an optimizer with ``fused=True`` skips in its own kernel, and others read the verdict, which syncs with the
-            device. The gradients of blocks under a dynamic scale are checked anyway.
+        check_finite: whether each step looks for inf and NaN in its gradients, and is skipped if there are any, under a
+            static scale too. A static scale stays as it is. The check reads what the optimizer is about to read: the
+            gradients of any backward pass, in a block or not, after clipping and edits. With a closure it reads the
+            gradients of each evaluation. It does not see gradients that the optimizer's own step hooks write, values
+            that the optimizer computes from finite gradients, and optimizers that amp has not adopted. It costs one
+            read of all gradients. An optimizer with ``fused=True`` skips in its own kernel; others read the verdict,
+            which syncs with the device. The gradients of blocks under a dynamic scale are checked anyway.
 
     Returns:
         The same objects, as they were passed: a model, or a model and an optimizer; a list for a list.
@@ -895,11 +895,13 @@ def settings() -> dict[str, Any]:
 
     Returns:
         A dict of text, numbers, True, False, None and lists of these. With amp off it has two keys: "is_on" (False) and
-        "disabled" (whether ``enabled=False`` was given). With amp on it has the resolved arguments of `initialize` by
-        their names: dtypes by name ("float16"), and "cast_lists" as the files that override the shipped lists ("a
-        mapping" for a mapping). It also has "is_on", "disabled", "set_up_by", "loss_scales" (the present ones, by
-        ``loss_id``), "device_types" (of the tensors that are cast), "num_models" and "num_optimizers" (those not
-        deleted), and "casts_here" (whether patched functions cast in this thread; False inside `disable_casts`).
+        "disabled" (whether ``enabled=False`` was given).
+
+        With amp on it has the resolved arguments of `initialize` by their names. Dtypes are names ("float16").
+        "cast_lists" are the files that override the shipped lists, or "a mapping". It also has "is_on", "disabled",
+        "set_up_by", "loss_scales" (the present ones, by ``loss_id``) and "device_types" (of the tensors that are cast).
+        "num_models" and "num_optimizers" count those that are not deleted. "casts_here" is True if patched functions
+        cast in this thread; inside `disable_casts` it is False.
     """
     live = runtime.live
     if live is None:
@@ -923,9 +925,9 @@ def explain(function_or_name: Any, /, *args: Any, **kwargs: Any) -> Explanation:
 
         print(amp.explain(torch.matmul, x, w))
 
-    It says what happens to each spelling of the function, with the file and line of the rule and the comment there;
-    which listed functions it calls inside; and which other names, closures and containers hold it. It runs nothing and
-    changes nothing. With amp on, the settings of the session count; with amp off, the shipped lists.
+    It says what happens to each spelling of the function, with the file and line of the rule and the comment there. It
+    also says which listed functions it calls inside, and which other names, closures and containers hold it. It runs
+    nothing and changes nothing. With amp on, the settings of the session count; with amp off, the shipped lists.
 
     Args:
         function_or_name: the function, bound or not, patched or not; or its name ("softmax", "torch.softmax",
@@ -947,8 +949,8 @@ def explain(function_or_name: Any, /, *args: Any, **kwargs: Any) -> Explanation:
 def clear_cache() -> None:
     """Drops the cast weights.
 
-    Needed only after a write to a weight that torch does not count: through a view of its memory (numpy, DLPack, a
-    storage), either between two forward passes with gradients and without a step, or inside `frozen_weights`.
+    Call it after a write to a weight that torch does not count: one through a view of its memory (numpy, DLPack, a
+    storage). It is needed only between two forward passes with gradients and no step, and inside `frozen_weights`.
     """
     live = runtime.live
     if live is not None:

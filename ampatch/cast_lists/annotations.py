@@ -191,8 +191,8 @@ class Comments:
     def reason(self, line: int) -> str | None:
         """Returns the comment on an entry that begins in a line, or else on its group; None if there is none.
 
-        The nearest comment counts: at the end of the line, then directly above it, then above earlier items of the same
-        list without a blank line between, then on the list, mapping or key that holds the entry.
+        The nearest comment counts: first at the end of the line, then directly above it. Next come those above earlier
+        items of the same list, if no blank line lies between. Last come those on the list, mapping or key around it.
 
         Args:
             line: number of the line, from 1 on.

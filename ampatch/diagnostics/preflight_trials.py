@@ -35,7 +35,7 @@ from ampatch.scaling.loss_scaler import make_policy
 #: sound models have errors of some hundredths, small ones with ReLU up to 0.1; sums that cancel give 0.3 and more.
 GRADIENT_BOUND = 0.2
 
-#: A dynamic scale is followed down to here; a gradient that overflows even so is beyond 1e7 in float32.
+#: The least dynamic scale that is tried. A gradient that overflows even with it is beyond 1e7 in float32.
 LEAST_SCALE = 2.0**-8
 
 

@@ -74,7 +74,7 @@ class WrittenMemory:
         return values
 
     def drop(self, tensor: Tensor) -> None:
-        """Forgets a tensor's storage, which code wrote to that nobody watched."""
+        """Forgets a tensor's storage, after a write that was not watched."""
         self._storages.pop(_key(tensor), None)
 
     def forget(self, before: int | None = None) -> None:
