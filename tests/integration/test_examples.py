@@ -55,27 +55,46 @@ def first_and_last(printed: str) -> tuple[float, float]:
     return float(first[1]), float(last[1])
 
 
+DEBUGGING = (EXAMPLES.parent / "docs" / "guide" / "debugging.md").read_text(encoding="utf-8")
+
+
 def commands_of_debugging() -> list[tuple[str, str]]:
     """The commands of the guide's page that run an example, each with what the page says that it prints."""
-    page = (EXAMPLES.parent / "docs" / "guide" / "debugging.md").read_text(encoding="utf-8")
     pattern = r"^((?:cd examples && )?(?:python examples/|ampatch preflight overflow).*?) +# (.+)$"
-    return [(match[1], match[2]) for match in re.finditer(pattern, page, re.MULTILINE)]
+    return [(match[1], match[2]) for match in re.finditer(pattern, DEBUGGING, re.MULTILINE)]
+
+
+def commands_for_a_script() -> list[str]:
+    """The commands of the guide's page for a reader's own script, train.py."""
+    return re.findall(r"^(ampatch .*\btrain(?:\.py|:\w+)[^#\n]*?)(?: +#.*)?$", DEBUGGING, re.MULTILINE)
+
+
+def typed(command: str, where: Path) -> str:
+    """What a command prints that is typed into a shell."""
+    scripts = Path(sys.executable).parent
+    environment = {**ENVIRONMENT, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(command, shell=True, cwd=where, env=environment, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.mark.slow
 class TestTheDebuggingPage:
     @pytest.mark.parametrize(("command", "printed"), commands_of_debugging())
     def test_its_commands_print_what_it_says(self, command, printed):
-        scripts = Path(sys.executable).parent
-        environment = {**ENVIRONMENT, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
-        done = subprocess.run(
-            command, shell=True, cwd=EXAMPLES.parent, env=environment, text=True, capture_output=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        assert printed in done.stdout + done.stderr
+        assert printed in typed(command, EXAMPLES.parent)
+
+    @pytest.mark.parametrize("command", commands_for_a_script())
+    def test_its_commands_find_the_fault_of_a_script(self, command, tmp_path):
+        shutil.copy(EXAMPLES / "overflow.py", tmp_path / "train.py")
+        found = typed(command, tmp_path)
+        assert "torch.Tensor.__matmul__" in found
+        assert "blacklist" in found
+        assert "matmul" in found.partition("blacklist")[2]
 
     def test_it_has_them(self):
         assert len(commands_of_debugging()) == 6
+        assert len(commands_for_a_script()) == 3
 
 
 @pytest.mark.slow
