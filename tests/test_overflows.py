@@ -533,6 +533,20 @@ class TestLog:
             amp.init(on_overflow=wrong)
         assert not amp.is_on()
 
+    WRONG = (lambda: None, lambda overflow, step: None, ("trace", lambda *, overflow: None))
+
+    @pytest.mark.parametrize("function", WRONG, ids=["none", "two", "by keyword"])
+    def test_a_function_of_another_number_of_arguments_is_refused(self, function):
+        with pytest.raises(amp.OptionError, match=r"cannot be called with one argument \("):
+            amp.init(half_dtype="float16", on_overflow=function)
+
+    RIGHT = (print, lambda overflow, step=1: None, lambda *args: None, [].append)
+
+    @pytest.mark.parametrize("function", RIGHT, ids=["print", "default", "any", "method"])
+    def test_a_function_that_takes_one_is_taken(self, function):
+        amp.init(half_dtype="float16", on_overflow=function)
+        amp.deinitialize()
+
 
 class TestTheFloor:
     @pytest.mark.parametrize("on_overflow", ["log", "raise", "trace", "function"])

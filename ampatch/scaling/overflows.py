@@ -6,6 +6,7 @@ change gradients: it counts inf and NaN in them, which syncs with the device.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
@@ -260,18 +261,37 @@ def check_on_overflow(choice: Any) -> OnOverflow:
     """Returns a checked ``on_overflow``; a list becomes a tuple.
 
     Raises:
-        OptionError: it is neither "log", "raise", "trace", a function, nor "trace" with one other choice.
+        OptionError: it is neither "log", "raise", "trace", a function of one argument, nor "trace" with one other
+            choice.
     """
-    if callable(choice) or (isinstance(choice, str) and choice in _CHOICES):
-        return choice  # type: ignore[no-any-return]
+    if isinstance(choice, str) and choice in _CHOICES:
+        return choice
+    if callable(choice):
+        return _with_one_argument(choice)
     if isinstance(choice, (list, tuple)) and len(choice) == 2 and "trace" in choice:
         (other,) = [each for each in choice if each != "trace"] or ["trace"]
-        if callable(other) or other == "raise":
+        if other == "raise":
             return "trace", other
+        if callable(other):
+            return "trace", _with_one_argument(other)
     raise OptionError(
         f"on_overflow is {choice!r}; expected 'log', 'raise', 'trace', a function that takes an amp.Overflow, "
         f"('trace', function) or ('trace', 'raise').{did_you_mean(choice, _CHOICES)}"
     )
+
+
+def _with_one_argument(function: Callable[..., object]) -> Callable[[Overflow], object]:
+    """Returns a function that takes one argument: otherwise the first overflow, hours later, would end the run."""
+    try:
+        inspect.signature(function).bind(None)
+    except ValueError:  # of a function in C, whose signature is unknown
+        pass
+    except TypeError as error:
+        raise OptionError(
+            f"on_overflow is {_name_of(function)}, which cannot be called with one argument ({error}); expected a "
+            "function that takes an amp.Overflow, such as lambda overflow: print(overflow)."
+        ) from None
+    return function
 
 
 def with_requested_trace(choice: OnOverflow) -> OnOverflow:
