@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import casts_on
+from helpers import HALF_DTYPES, casts_on
 from torch import Tensor, nn
 
 from ampatch import amp
 from ampatch.cli import main as cli
-from ampatch.diagnostics.explanations import Explanation, Ruling, Spelling
+from ampatch.diagnostics.explanation_report import Explanation, Ruling, Spelling
+from ampatch.diagnostics.explanation_settings import Settings
+from ampatch.diagnostics.explanation_subjects import Finder
 from ampatch.runtime import runtime
 
 PAGE = Path(__file__).parents[1] / "docs" / "guide" / "debugging.md"
@@ -100,7 +102,10 @@ def readable(value: object) -> str | None:
 
 
 class TestForms:
-    """The forms in which a function can be named."""
+    """The forms in which a function can be named.
+
+    They go to the finder alone, since a whole explanation also searches the process for places.
+    """
 
     @pytest.mark.parametrize(
         ("given", "paths"),
@@ -133,8 +138,8 @@ class TestForms:
     def test_lead_to_the_function_among_its_spellings(self, given: Any, paths: list[str], on: bool) -> None:
         if on:
             amp.init(half_dtype=torch.float16)
-        found = amp.explain(given)
-        assert sorted(asked(found)) == sorted(paths)
+        found = Finder(Settings(None, HALF_DTYPES)).subject(given)
+        assert sorted(each.text for each in found.spelled if each.asked) == sorted(paths)
 
     def test_every_spelling_is_there_with_operators_and_in_place_forms(self) -> None:
         assert [each.path for each in amp.explain("@").spellings] == [
@@ -226,17 +231,19 @@ class TestRules:
     def test_limits_to_versions_of_torch(self, overlay: Path) -> None:
         amp.init(cast_lists=overlay)
         assert ruling(amp.explain("mm"), "torch.mm").since == "2.0"
-        (note,) = amp.explain("bmm").notes
+        batched = amp.explain("bmm")
+        (note,) = batched.notes
         assert note.startswith(f"{overlay}:7 has torch.bmm in 'blacklist' from torch 99.0 on; this is torch ")
-        assert ruling(amp.explain("bmm"), "torch.bmm").treatment == "whitelist"
+        assert ruling(batched, "torch.bmm").treatment == "whitelist"
 
     def test_a_users_rule_has_its_reason_and_what_it_replaced(self, overlay: Path) -> None:
         amp.init(half_dtype=torch.float16, cast_lists=overlay)
-        soft = ruling(amp.explain("softmax"), "torch.nn.functional.softmax")
+        found = amp.explain("softmax")
+        soft = ruling(found, "torch.nn.functional.softmax")
         assert (soft.treatment, soft.source, soft.reason) == ("whitelist", f"{overlay}:2", "small here")
         assert soft.overrides is not None
         assert (soft.overrides.treatment, soft.overrides.source[:15]) == ("blacklist", "blacklist.yaml:")
-        sparse = ruling(amp.explain("softmax"), "torch.sparse.softmax")
+        sparse = ruling(found, "torch.sparse.softmax")
         assert (sparse.treatment, sparse.overrides) == ("whitelist", None)
         product = ruling(amp.explain("mm"), "torch.mm")
         assert (product.source, product.reason) == (f"{overlay}:6", "overflows in our head")
@@ -255,8 +262,9 @@ class TestRules:
         entry = '{torch: [{name: exp, since: "99.0"}]}'
         later.write_text(f"blacklist: {entry}\nunlisted: {entry}\n")
         amp.init(half_dtype=torch.float16, cast_lists=[overlay, later])
-        assert ruling(amp.explain(torch.exp), "torch.exp").source == f"{overlay}:10"
-        assert len(amp.explain(torch.exp).notes) == 2
+        found = amp.explain(torch.exp)
+        assert ruling(found, "torch.exp").source == f"{overlay}:10"
+        assert len(found.notes) == 2
 
     def test_a_mapping_has_no_reasons(self) -> None:
         amp.init(cast_lists={"blacklist": {"torch": ["mm"]}, "unlisted": {"torch": ["bmm"]}})
@@ -287,11 +295,12 @@ class TestRules:
         amp.register_float_function(torch, "mm")
         amp.register_bfloat16_function(neighbour, "product")
         for _ in ("off", "on"):
-            found = ruling(amp.explain(torch.mm), "torch.mm")
+            products = amp.explain(torch.mm)
+            found = ruling(products, "torch.mm")
             assert (found.treatment, found.source) == ("blacklist", "registered")
             assert found.overrides is not None
             assert found.overrides.treatment == "whitelist"
-            assert ruling(amp.explain("mm"), "torch.Tensor.mm").source != "registered"
+            assert ruling(products, "torch.Tensor.mm").source != "registered"
             for given in (neighbour.product, "neighbour.product", "product"):
                 own = ruling(amp.explain(given), "neighbour.product")
                 assert (own.treatment, own.source, own.casts_to) == ("whitelist", "registered", "bfloat16")
@@ -301,8 +310,9 @@ class TestRules:
     def test_the_method_of_a_class_is_registered_for_its_heirs_too(self) -> None:
         amp.register_half_function(nn.Bilinear, "forward")
         assert ruling(amp.explain(nn.Bilinear.forward), "torch.nn.modules.linear.Bilinear.forward").source
-        assert asked(amp.explain(nn.Linear.forward)) == ["torch.nn.modules.linear.Linear.forward"]
-        assert amp.explain(nn.Linear.forward).spellings[0].rulings[0].treatment == "unlisted"
+        other = amp.explain(nn.Linear.forward)
+        assert asked(other) == ["torch.nn.modules.linear.Linear.forward"]
+        assert other.spellings[0].rulings[0].treatment == "unlisted"
 
     def test_a_name_in_torchs_own_modules_is_not_patched_and_a_users_name_is(self, neighbour: types.ModuleType) -> None:
         assert ruling(amp.explain("torch._C._nn.linear"), "torch._C._nn.linear").treatment == "unlisted"
@@ -357,20 +367,13 @@ class TestCalls:
     """What a call would do. That the types are right for every function, `tests/test_predictions.py` shows."""
 
     @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
-    @pytest.mark.parametrize(
-        ("function", "method"),
-        [(torch.mm, False), (F.linear, False), (torch.Tensor.matmul, True), (torch.log, False), (torch.dot, False)],
-        ids=["mm", "linear", "matmul", "log", "dot"],
-    )
-    def test_the_live_call_gets_these_types(
-        self, half: torch.dtype, function: Callable[..., Any], method: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.mark.parametrize("name", ["mm", "nn.functional.linear", "Tensor.matmul", "log", "dot"])
+    def test_the_live_call_gets_these_types(self, half: torch.dtype, name: str) -> None:
         """Through the public function, against the dtype of the live result."""
-        one = torch.ones(2) if function is torch.dot else torch.ones(2, 2)
-        mixed = (one,) if function is torch.log else (one, one.to(half))
-        path = "torch.Tensor.matmul" if method else asked(amp.explain(function))[0]
+        one = torch.ones(2) if name == "dot" else torch.ones(2, 2)
+        mixed = (one,) if name == "log" else (one, one.to(half))
         with casts_on(half):
-            patched = functools.reduce(getattr, path.split(".")[1:], torch)
+            patched = functools.reduce(getattr, name.split("."), torch)
             found = set(changes(amp.explain(patched, *mixed)).values())
             result = patched(*mixed)
         assert {after for _, after in found} == {str(result.dtype).removeprefix("torch.")}
