@@ -75,7 +75,7 @@ from ampatch.weights import conversion_plan
 from ampatch.weights.optimizer_state import parameters_of
 
 if TYPE_CHECKING:
-    from ampatch.diagnostics.explanations import Explanation
+    from ampatch.diagnostics.explanation_report import Explanation
     from ampatch.diagnostics.preflight_report import LevelVerdict, Preflight
 
 __all__ = [
@@ -147,7 +147,11 @@ def __dir__() -> list[str]:
 
 
 #: Classes of `ampatch.diagnostics`, which is imported only by those who use it.
-_IMPORTED_ON_USE = {"Explanation": "explanations", "LevelVerdict": "preflight_report", "Preflight": "preflight_report"}
+_IMPORTED_ON_USE = {
+    "Explanation": "explanation_report",
+    "LevelVerdict": "preflight_report",
+    "Preflight": "preflight_report",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import gc
+import itertools
 import types
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -101,8 +102,15 @@ def _has_attributes(model: object) -> bool:
 def _in_containers(kind: Kind, owners: Iterable[object], wanted: Mapping[int, object]) -> Iterator[Place]:
     for owner in owners:
         for name, value in list(object.__getattribute__(owner, "__dict__").items()):
-            if type(value) in OPENED:
+            if type(value) in OPENED and _may_hold(value, wanted):
                 yield from (Place(kind, owner, name, held) for held in held_in(value) if id(held) in wanted)
+
+
+def _may_hold(container: object, wanted: Mapping[int, object]) -> bool:
+    """Returns False if `held_in` yields none of some functions for a container; much faster than `held_in`."""
+    within = gc.get_referents(container) if _is_searched(container) else []
+    below = gc.get_referents(*[each for each in within if type(each) in OPENED])
+    return not wanted.keys().isdisjoint(map(id, itertools.chain((container,), within, below)))
 
 
 def _in_classes(wanted: Mapping[int, object]) -> Iterator[Place]:
@@ -135,10 +143,14 @@ def captures(wanted: Container[int]) -> Iterator[Captured]:
 def held_in(value: object, deeper: int = 2) -> Iterator[object]:
     """Yields a value and, if it is a container or a partial, its contents, to a depth of two."""
     yield value
-    # A dict with `__name__` holds the attributes of a module, and is not searched.
-    if deeper and type(value) in OPENED and not (type(value) is dict and "__name__" in value):
+    if deeper and _is_searched(value):
         for held in gc.get_referents(value):
             yield from held_in(held, deeper - 1)
+
+
+def _is_searched(value: object) -> bool:
+    # A dict with `__name__` holds the attributes of a module.
+    return type(value) in OPENED and not (type(value) is dict and "__name__" in value)
 
 
 def _captures_any(function: types.FunctionType) -> bool:

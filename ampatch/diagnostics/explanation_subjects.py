@@ -1,0 +1,305 @@
+"""Finds the function that a user means by an object, a name, a path or an operator, with all its spellings.
+
+Owns the forms in which a function can be given, and the errors for what is no function. Must never call what it finds,
+nor decide what amp does to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any
+
+from torch import Tensor, nn
+
+from ampatch.cast_lists.paths import Path, PathError, find, find_owner, identity, is_wrapper, unwrapped
+from ampatch.cast_lists.spellings import NAMESPACES, called_by, known_names, method_of_operator, plain_name, spellings
+from ampatch.diagnostics.explanation_settings import Settings
+from ampatch.errors import OptionError, did_you_mean
+from ampatch.runtime import decoration_of
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A path with the owner and the function that it leads to.
+
+    Attributes:
+        path: the path.
+        owner: module or class that holds the function; None if its module is not imported.
+        function: the function without amp; None if its module is not imported.
+        asked: True if it is the function that was asked about, rather than another spelling of it.
+    """
+
+    path: Path
+    owner: object
+    function: Any
+    asked: bool = False
+
+    @property
+    def text(self) -> str:
+        """The path as text."""
+        return str(self.path)
+
+    def held(self) -> Any:
+        """Returns what the owner holds by this name now: the function, or a wrapper of it."""
+        return attribute(self.owner, self.path.name)
+
+
+def located(path: Path, asked: bool = False) -> Located:
+    """Returns what a path leads to; without a function if its module is not imported, or lacks the name."""
+    try:
+        owner = find_owner(path.namespace)
+        return Located(path, owner, None if owner is None else find(path), asked)
+    except PathError:  # an optional entry
+        return Located(path, None, None, asked)
+
+
+def attribute(owner: object, name: str) -> Any:
+    """Returns an attribute of a module or class, the function itself if it is a class method; None without one."""
+    found = getattr(owner, name, None)
+    return getattr(found, "__func__", found)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The function that was asked about.
+
+    Attributes:
+        text: how it was asked about.
+        spelled: its spellings; at least one.
+        args: arguments that the given object brings along: the tensor of a bound method.
+        kwargs: the same, by keyword.
+        decoration: kind that it is decorated for.
+        is_bypass: True if the object itself is the function without amp, while its path leads to a patch.
+        sentences: what there is to say about the object.
+    """
+
+    text: str
+    spelled: tuple[Located, ...]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    decoration: str | None = None
+    is_bypass: bool = False
+    sentences: tuple[str, ...] = ()
+
+    @property
+    def primary(self) -> Located:
+        """The spelling whose call is explained."""
+        return self.asked[0]
+
+    @property
+    def asked(self) -> list[Located]:
+        """The spellings that were asked about; all of them if the name alone was given."""
+        return [each for each in self.spelled if each.asked] or list(self.spelled)
+
+    def undecorated(self, spelled: Located) -> Any:
+        """Returns the function of a spelling without amp's decorator."""
+        return spelled.function.__wrapped__ if self.decoration else spelled.function
+
+
+class Finder:
+    """Finds the function that a user means.
+
+    Args:
+        settings: settings whose lists and registrations name functions outside of torch.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def subject(self, target: object) -> Subject:
+        """Returns the function that a user means.
+
+        Args:
+            target: the function, its name, its path, or an operator ("@").
+
+        Raises:
+            OptionError: it is no function, and no name of one.
+        """
+        return self._by_name(target) if isinstance(target, str) else self._by_object(target)
+
+    def _by_name(self, given: str) -> Subject:
+        name = given.strip()
+        operator = method_of_operator(name)
+        if operator is not None:
+            return self._by_path(given, operator)
+        name = f"torch.nn.functional.{name[2:]}" if name.startswith("F.") else name
+        namespace, _, last = name.rpartition(".")
+        if namespace and last:
+            return self._by_dotted_name(given, Path(namespace, last))
+        plain = plain_name(name)
+        paths = spellings(plain) if name else []
+        others = [path for path in self._settings.listed if path.name == name and path not in paths]
+        spelled = [
+            *(located(path, asked=plain != name and path.name == name) for path in (*paths, *others)),
+            *(each for each in self._registered() if each.path.name == name),
+        ]
+        if not spelled:
+            raise OptionError(self._unknown(given))
+        return Subject(given, tuple(spelled))
+
+    def _by_dotted_name(self, given: str, path: Path) -> Subject:
+        """Finds a full path, or one whose first parts are left out, such as "functional.softmax"."""
+        ends = [
+            Path(namespace, path.name)
+            for namespace in dict.fromkeys([*NAMESPACES, *(each.namespace for each in self._settings.listed)])
+            if namespace.endswith(f".{path.namespace}")
+        ]
+        missing: PathError | None = None
+        for each in (path, *ends):
+            try:
+                find(each)
+            except PathError as error:
+                missing = missing or error
+                continue
+            return self._by_path(given, each)
+        raise OptionError(f"{given!r} cannot be explained: {missing}") from None
+
+    def _by_path(self, given: str, path: Path) -> Subject:
+        try:
+            function = find(path)
+        except PathError as error:
+            raise OptionError(f"{given!r} cannot be explained: {error}") from None
+        if function is not None:
+            return self._by_object(function, given, located(path, asked=True))
+        if path not in self._settings.listed:
+            raise OptionError(
+                f"{given!r} cannot be explained: {path.namespace} is not imported, and no list names {path}. Import it "
+                "first."
+            )
+        told = f"{path.namespace} is not imported yet; amp patches it then."
+        return Subject(given, (located(path, asked=True),), sentences=(told,))
+
+    def _by_object(self, target: Any, given: str | None = None, at: Located | None = None) -> Subject:
+        """Finds a function; ``given`` is its name and ``at`` its path, if the user gave one."""
+        target, args, kwargs = _opened(target)
+        method = _method_of(target)
+        if method is not None:
+            target, given, at = method.function, given or method.text, None
+        self._check(target, given)
+        function = unwrapped(target)
+        spelled = self._spellings_of(function, at)
+        text = given or next((each.text for each in spelled if each.asked), spelled[0].text)
+        found = Subject(text, tuple(spelled), args, kwargs, decoration_of(function))
+        return found if given is not None or is_wrapper(target) else _with_bypass(found, function)
+
+    def _spellings_of(self, function: object, at: Located | None) -> list[Located]:
+        """Returns all spellings of a function, those that lead to this very function marked."""
+        own = [path for path in _paths_of(function) if at is None or path != at.path]
+        names = dict.fromkeys(plain_name(path.name) for path in ([at.path] if at is not None else []) + own)
+        is_torchs = bool(own) or (at is not None and at.path.namespace in NAMESPACES)
+        in_torch = [path for name in names for path in spellings(name)] if is_torchs else []
+        same = [path for path in self._settings.listed if identity(path) is function]
+        found = {path: located(path) for path in dict.fromkeys([*in_torch, *own, *same])}
+        if at is not None:
+            found = {at.path: at, **found} if at.path not in found else {**found, at.path: at}
+        spelled = [replace(each, asked=each.asked or each.function is function) for each in found.values()]
+        spelled += [
+            replace(each, asked=True)
+            for each in self._registered()
+            if each.function is function and each.path not in found
+        ]
+        return spelled or [Located(_path_by_itself(function), None, function, asked=True)]
+
+    def _registered(self) -> list[Located]:
+        """Returns the registered functions outside of torch's namespaces."""
+        return [
+            Located(path, known.owner, unwrapped(attribute(known.owner, known.name)))
+            for known in self._settings.registered
+            if (path := _path_in(known.owner, known.name)).namespace not in NAMESPACES
+        ]
+
+    def _check(self, target: object, given: str | None) -> None:
+        """Raises if an object is no function; the message names the functions that a module's forward calls."""
+        if isinstance(target, nn.Module):
+            shown, kind = f"a {type(target).__name__}", type(target)
+        elif isinstance(target, type):
+            shown, kind = f"{given or target.__qualname__}, which is a class", target
+        elif callable(target):
+            return
+        else:
+            shown = type(target).__name__ if given is None else repr(given)
+            raise OptionError(
+                f"found {shown}; expected a function, its name or its path, such as torch.softmax, 'softmax' or '@'."
+            )
+        forward = unwrapped(vars(kind).get("forward"))
+        inside = ", ".join(map(str, self._settings.listed_among(called_by(forward).values())))
+        hint = f" Its forward calls {inside}." if inside else ""
+        raise OptionError(f"found {shown}; expected a function, or the name of one.{hint}")
+
+    def _unknown(self, given: str) -> str:
+        known = {each for each in known_names() if not each.startswith("_")}
+        near = did_you_mean(given, known | {path.name for path in self._settings.listed})
+        return (
+            f"there is no function named {given!r}; expected a function, its name or its path, such as softmax, "
+            f"torch.softmax, F.softmax or '@'.{near}"
+        )
+
+
+def _opened(target: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Returns the function in a partial, a bound, class or static method, with the arguments that it brings along."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    while True:
+        if isinstance(target, (staticmethod, classmethod)):
+            target = target.__func__
+        elif isinstance(target, functools.partial):
+            args, kwargs = (*target.args, *args), {**target.keywords, **kwargs}
+            target = target.func
+        elif isinstance(target, types.MethodType):
+            args, target = (target.__self__, *args), target.__func__
+        elif isinstance(getattr(target, "__self__", None), Tensor):
+            args, target = (target.__self__, *args), find(Path("torch.Tensor", target.__name__))
+        else:
+            return target, args, kwargs
+
+
+def _method_of(target: Any) -> Located | None:
+    """Returns the tensor's method that a function of the module ``operator`` calls; None for all else."""
+    if getattr(target, "__module__", None) != "_operator" or not callable(target):
+        return None
+    method = located(Path("torch.Tensor", f"__{target.__name__.strip('_')}__"))
+    return None if method.function is None else method
+
+
+def _with_bypass(found: Subject, function: object) -> Subject:
+    """Marks an object that is a function without amp, although its path leads to amp's wrapper."""
+    if not any(each.function is function and is_wrapper(each.held()) for each in found.spelled):
+        return found
+    told = (
+        "The object itself is the function without amp, bound before amp was set up: its arguments are not cast. "
+        "Functions that it calls inside still follow their own rules."
+    )
+    return replace(found, is_bypass=True, sentences=(*found.sentences, told))
+
+
+def _paths_of(function: object) -> list[Path]:
+    """Returns the paths in torch's namespaces that lead to a function."""
+    if getattr(function, "__hash__", None) is None:
+        return []
+    return [
+        Path(namespace, name)
+        for namespace in NAMESPACES
+        for name, value in sorted(_attributes(find_owner(namespace)).items(), key=itemgetter(0))
+        if unwrapped(value) is function
+    ]
+
+
+def _attributes(owner: object) -> dict[str, object]:
+    """Returns the attributes of a module or class by name, without the module's ``__getattr__``, which may import."""
+    holders = reversed(owner.__mro__) if isinstance(owner, type) else (owner,)
+    return {name: value for holder in holders for name, value in vars(holder).items()}
+
+
+def _path_by_itself(function: Any) -> Path:
+    home = getattr(function, "__module__", None) or type(function).__module__
+    own = "__qualname__" if isinstance(function, (types.FunctionType, types.BuiltinFunctionType)) else "__name__"
+    return Path(str(home), getattr(function, own, None) or type(function).__name__)
+
+
+def _path_in(owner: object, name: str) -> Path:
+    if isinstance(owner, type):
+        return Path(f"{owner.__module__}.{owner.__qualname__}", name)
+    return Path(getattr(owner, "__name__", repr(owner)), name)
