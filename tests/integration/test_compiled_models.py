@@ -211,7 +211,7 @@ def recording_backend(recorder: Recorder, name: str) -> Any:
 @pytest.mark.filterwarnings("ignore:.*autograd functions are all static:DeprecationWarning")  # torch, of itself
 class TestEachKindOfRule:
     @ON_DEVICES
-    @HALVES
+    @ONE_HALF
     @EACH_KIND_AND_ALL
     def test_is_one_graph_with_the_results_and_gradients_of_eager_code(self, kinds, half, device, subtests):
         weights, x = nn.ModuleList(Weights() for _ in kinds).to(device), inputs(device)
