@@ -81,7 +81,9 @@ CALLS = {
 
 
 class TestCompiledCode:
-    @HALVES
+    @pytest.mark.parametrize(
+        "half", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=dtype_name
+    )
     @pytest.mark.parametrize(
         "names",
         [
