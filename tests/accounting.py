@@ -1,8 +1,8 @@
 """What a run of the tests has cost, and what it left out: a plugin for pytest, loaded by `conftest.py`.
 
 Counts processor time and not the clock's, since the machines that run this are shared: that of the process, of those
-that it started and waited for, and of the `workers`. Must never change what a test does, and fails one only where a
-limit was given.
+that it started and waited for, of the `workers` and of `fresh` programs. Must never change what a test does, and fails
+one only where a limit was given.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from typing import Any
 
+import fresh
 import pytest
 import torch
 import workers
@@ -24,7 +25,7 @@ _USUAL = 2.0
 
 
 def _processor_time() -> float:
-    return sum(os.times()[:4]) + workers.processor_time()
+    return sum(os.times()[:4]) + workers.processor_time() + fresh.processor_time()
 
 
 def _slowness() -> float:

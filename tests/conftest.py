@@ -20,6 +20,7 @@ import torch.backends.mha
 import torch.jit._builtins
 import torch.jit._recursive
 import torch.overrides
+from fresh import Fresh
 from hypothesis import settings as hypothesis_settings
 from samples import LIST_NAMES, entries, resolve
 from torch.optim.optimizer import _global_optimizer_post_hooks
@@ -219,6 +220,14 @@ def _compiled_where_everything_runs_on_it(request: pytest.FixtureRequest) -> Non
         request.getfixturevalue("compiled")
     if os.environ["AMPATCH_CALLS"] == "compiled":
         request.getfixturevalue("compiled_calls")
+
+
+@pytest.fixture(scope="session")
+def fresh() -> Iterator[Fresh]:
+    """Interpreters that have imported torch, and nothing of ampatch."""
+    programs = Fresh()
+    yield programs
+    programs.stop()
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from covering import covered
+from hypothesis import settings as hypothesis_settings
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -54,6 +58,28 @@ def check_rows(subtests: pytest.Subtests, rows: Iterable[tuple[Any, ...]], check
         with subtests.test(name):
             check(*arguments)
     assert found, "there are no rows"
+
+
+@functools.cache
+def _pairs_of(*settings: Iterable[Hashable]) -> list[tuple[Any, ...]]:
+    product = list(itertools.product(*settings))
+    return [product[number] for number in covered(product, 2)]
+
+
+def combinations(*settings: Iterable[Hashable]) -> list[tuple[Any, ...]]:
+    """Returns combinations of settings, for a loop within a test: in `make slow` all, otherwise pairs of values.
+
+    Args:
+        settings: the values of each, as tuples.
+    """
+    if is_thorough():
+        return list(itertools.product(*settings))
+    return _pairs_of(*settings)
+
+
+def is_thorough() -> bool:
+    """Whether a test is to take the time for every case: in `make slow`, which draws more examples as well."""
+    return hypothesis_settings.get_current_profile_name() == "thorough"
 
 
 @contextlib.contextmanager

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from fresh import Fresh
 from helpers import Slotted
 from torch import nn
 
@@ -509,7 +508,7 @@ def test_failure_after_torch_was_patched_takes_the_patches_out_again() -> None:
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
 
 
-def test_something_that_is_no_function_in_the_place_of_one_is_told() -> None:
+def test_something_that_is_no_function_in_the_place_of_one_is_told(fresh: Fresh) -> None:
     # In a process of its own, as torch builds its tables only once.
     script = (
         "import functools, torch\n"
@@ -518,5 +517,5 @@ def test_something_that_is_no_function_in_the_place_of_one_is_told() -> None:
         "try: amp.initialize(torch.nn.Linear(1, 1), verbosity=0)\n"
         "except amp.UsageError as error: print(error)\n"
     )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    run = fresh.run(script)
     assert re.search("no function in the place of one .*__name__.*functools.wraps; `ampatch doctor", run.stdout)

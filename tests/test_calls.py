@@ -9,7 +9,6 @@ import gc
 import inspect
 import os
 import pickle
-import subprocess
 import sys
 import threading
 import types
@@ -706,12 +705,10 @@ class TestChoice:
         ):
             amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
 
-    def test_so_is_a_library_that_is_asked_for_and_not_there(self, tmp_path):
+    def test_so_is_a_library_that_is_asked_for_and_not_there(self, fresh, tmp_path):
         environment = {**os.environ, "AMPATCH_CALLS": "compiled", "AMPATCH_CACHE": str(tmp_path)}
         code = "import torch; from ampatch import amp; amp.initialize(torch.nn.Linear(1, 1), opt_level='O1')"
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-        )
+        done = fresh.run(code, environment=environment)
         assert done.returncode != 0
         assert "AMPATCH_CALLS=compiled asks for calls in C++, and there is no compiled library" in done.stderr
         assert "Type `ampatch build`" in done.stderr

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from fresh import COMMAND, Fresh
 
 import ampatch
 from ampatch import amp, demo, doctor
@@ -146,8 +147,6 @@ def test_that_numpy_is_missing_is_not_said(command: str) -> None:
 #: Runs a command, then prints which modules beginning so are there; those that torch itself has imported excepted.
 WHAT_IT_IMPORTS = """
 import contextlib, io, sys
-if {torch_first}:
-    import torch
 before = set(sys.modules)
 from ampatch.cli.main import main
 with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
@@ -156,9 +155,10 @@ print(*sorted(name for name in set(sys.modules) - before if name.partition(".")[
 """
 
 
-def imported_by(arguments: list[str], torch_first: bool) -> set[str]:
-    """What a command imports of torch, or beside it where that was there ``first``, and of this package."""
-    done = python("-c", WHAT_IT_IMPORTS.format(arguments=arguments, torch_first=torch_first))
+def imported_by(arguments: list[str], fresh: Fresh | None = None) -> set[str]:
+    """What a command imports of torch, or beside it in an interpreter that has it, and of this package."""
+    code = WHAT_IT_IMPORTS.format(arguments=arguments)
+    done = python("-c", code) if fresh is None else fresh.run(code)
     assert done.stderr == ""
     return set(done.stdout.split())
 
@@ -168,7 +168,7 @@ class TestImports:
 
     @pytest.mark.parametrize("arguments", [["--help"], ["--version"]], ids=" ".join)
     def test_help_does_not_wait_for_torch(self, arguments: list[str]) -> None:
-        found = imported_by(arguments, torch_first=False)
+        found = imported_by(arguments)
         assert "ampatch.cli.commands" in found
         assert not any(name.startswith("torch") for name in found)
 
@@ -181,8 +181,10 @@ class TestImports:
         ],
         ids=" ".join,
     )
-    def test_cast_lists_wait_for_torch_alone_and_for_nothing_that_patches_it(self, arguments: list[str]) -> None:
-        found = imported_by(arguments, torch_first=True)
+    def test_cast_lists_wait_for_torch_alone_and_for_nothing_that_patches_it(
+        self, fresh: Fresh, arguments: list[str]
+    ) -> None:
+        found = imported_by(arguments, fresh)
         assert {name for name in found if name.startswith("ampatch.")} == {
             *(f"ampatch.{name}" for name in ("cast_lists", "cli", "errors", "lists", "opt_levels")),
             *(f"ampatch.cli.{name}" for name in ("commands", "main", "run")),
@@ -204,13 +206,13 @@ class TestDemo:
         assert cli.main(["demo", "--epochs", "3"]) == 7
         assert asked == [3]
 
-    def test_other_commands_do_not_wait_for_it(self) -> None:
+    def test_other_commands_do_not_wait_for_it(self, fresh: Fresh) -> None:
         program = (
             "import sys; from ampatch.cli.main import main;"
             "main(['lists', 'show']); print('ampatch.demo' in sys.modules)"
         )
 
-        assert python("-c", program).stdout.splitlines()[-1] == "False"
+        assert fresh.run(program).stdout.splitlines()[-1] == "False"
 
 
 class TestShow:
@@ -389,8 +391,10 @@ class TestCheck:
 
         assert cli.main(["lists", "check", "--strict", str(file), str(sound)]) == status
 
-    def test_a_pipe_can_be_checked(self) -> None:
-        done = python("-m", "ampatch", "lists", "check", "/dev/stdin", stdin=SOUND)
+    def test_a_pipe_can_be_checked(self, fresh: Fresh) -> None:
+        piped = f"here, there = os.pipe(); os.write(there, {SOUND.encode()}); os.close(there); os.dup2(here, 0); "
+
+        done = fresh.run(piped + COMMAND, "lists", "check", "/dev/stdin")
 
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout == "/dev/stdin is sound: it changes how 1 path is treated.\n"
@@ -621,12 +625,14 @@ class TestListsOfOnesOwnModules:
             pytest.param(["show", "--cast-lists"], id="show"),
         ],
     )
-    def test_the_current_folder_is_searched_however_it_is_started(self, tmp_path: Path, command: list[str]) -> None:
+    def test_the_current_folder_is_searched_however_it_is_started(
+        self, fresh: Fresh, tmp_path: Path, command: list[str]
+    ) -> None:
         (tmp_path / "mine.py").write_text("def product(a, b): return a @ b\n")
         (tmp_path / "casts.yaml").write_text("whitelist: {mine: [product]}\n")
         program = f"import os, sys; os.chdir({str(tmp_path)!r}); from ampatch.cli.main import main; sys.exit(main())"
 
-        done = python("-P", "-c", program, "lists", *command, "casts.yaml")
+        done = fresh.run(program, "lists", *command, "casts.yaml")
 
         assert (done.returncode, done.stderr) == (0, "")
 
@@ -778,13 +784,10 @@ class TestEnds:
     @pytest.mark.parametrize(
         "arguments", [["lists", "show"], pytest.param(["--help"], marks=pytest.mark.slow)], ids=" ".join
     )
-    def test_a_reader_that_has_stopped_reading_is_status_141(self, arguments: list[str]) -> None:
-        reading, writing = os.pipe()
-        os.close(reading)
-        try:
-            done = python("-m", "ampatch", *arguments, stdout=writing)
-        finally:
-            os.close(writing)
+    def test_a_reader_that_has_stopped_reading_is_status_141(self, fresh: Fresh, arguments: list[str]) -> None:
+        nobody_reads = "reading, writing = os.pipe(); os.close(reading); os.dup2(writing, 1); "
+
+        done = fresh.run(nobody_reads + COMMAND, *arguments)
 
         assert (done.returncode, done.stderr) == (141, "")
 
@@ -792,9 +795,8 @@ class TestEnds:
     @pytest.mark.parametrize(
         "arguments", [["lists", "show"], pytest.param(["--help"], marks=pytest.mark.slow)], ids=" ".join
     )
-    def test_a_full_disk_is_status_1_and_a_line(self, arguments: list[str]) -> None:
-        with Path("/dev/full").open("w") as full:
-            done = python("-m", "ampatch", *arguments, stdout=full.fileno())
+    def test_a_full_disk_is_status_1_and_a_line(self, fresh: Fresh, arguments: list[str]) -> None:
+        done = fresh.run(COMMAND, *arguments, stdout="/dev/full")
 
         assert (done.returncode, done.stderr) == (1, "ampatch: error: [Errno 28] No space left on device\n")
 

@@ -22,7 +22,7 @@ import torch
 import torch._dynamo
 import torch._functorch.aot_autograd as aot_autograd
 import torch.nn.functional as F
-from helpers import HALF_DTYPES, casts_on, dtype_name
+from helpers import HALF_DTYPES, casts_on, check_rows, dtype_name
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -81,26 +81,42 @@ CALLS = {
 
 
 class TestCompiledCode:
-    @HALVES
-    @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-    @pytest.mark.covering(1)
-    def test_casts_as_eager_code_does_and_has_its_gradients(self, call, half):
-        weights, x = Weights(), torch.linspace(-1, 1, 24).view(3, 8)
+    @pytest.mark.parametrize(
+        "half", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=dtype_name
+    )
+    @pytest.mark.parametrize(
+        "names",
+        [
+            pytest.param([*CALLS], id="all"),
+            *(pytest.param([name], id=name, marks=pytest.mark.slow) for name in CALLS),
+        ],
+    )
+    def test_casts_as_eager_code_does_and_has_its_gradients(self, names, half, subtests):
+        weights, x = [Weights() for _ in names], torch.linspace(-1, 1, 24).view(3, 8)
+        calls = [CALLS[name] for name in names]
 
-        def run(function: Callable[..., Tensor]) -> tuple[Tensor, list[Tensor | None]]:
-            result = function(weights, x)
-            gradients = torch.autograd.grad(result.float().pow(2).sum(), weights.parameters(), allow_unused=True)
-            return result, list(gradients)
+        def call_each(weights: list[Weights], x: Tensor) -> list[Tensor]:
+            return [call(own, x) for call, own in zip(calls, weights, strict=True)]
+
+        def run(function: Callable[..., list[Tensor]]) -> tuple[list[Tensor], list[list[Tensor | None]]]:
+            for own in weights:
+                own.zero_grad()
+            results = function(weights, x)
+            sum(result.float().pow(2).sum() for result in results).backward()
+            return results, [[parameter.grad for parameter in own.parameters()] for own in weights]
+
+        def check(result: Tensor, eager: Tensor, found: list[Tensor | None], gradients: list[Tensor | None]) -> None:
+            assert result.dtype is eager.dtype
+            torch.testing.assert_close(result, eager, rtol=2e-2, atol=2e-2)
+            assert [gradient is None for gradient in found] == [gradient is None for gradient in gradients]
+            for gradient, expected in zip(found, gradients, strict=True):
+                if expected is not None:
+                    torch.testing.assert_close(gradient, expected, rtol=4e-2, atol=4e-2)
 
         with casts_on(half):
-            eager, gradients = run(call)
-            result, found = run(compiled(call))
-        assert result.dtype is eager.dtype
-        torch.testing.assert_close(result, eager, rtol=2e-2, atol=2e-2)
-        assert [gradient is None for gradient in found] == [gradient is None for gradient in gradients]
-        for gradient, expected in zip(found, gradients, strict=True):
-            if expected is not None:
-                torch.testing.assert_close(gradient, expected, rtol=4e-2, atol=4e-2)
+            eager = run(call_each)
+            found = run(compiled(call_each))
+        check_rows(subtests, zip(names, found[0], eager[0], found[1], eager[1], strict=True), check)
 
     def test_casts_after_torch_distributed_has_cleared_tables(self):
         call, x = CALLS["convolution"], torch.linspace(-1, 1, 24).view(3, 8)

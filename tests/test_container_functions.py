@@ -60,6 +60,7 @@ KEPT: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 @pytest.mark.parametrize(("make", "call"), KEPT.values(), ids=KEPT)
+@pytest.mark.covering(1)
 def test_are_cast_and_given_back(make, call, half):
     model = Keeping(make(), call)
     x = torch.ones(2, 4)

@@ -29,6 +29,10 @@ from ampatch.patching.casting_mode import thread
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 EACH_HALF = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+# Where one case takes long.
+ONE_HALF = pytest.mark.parametrize(
+    "half", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=dtype_name
+)
 
 
 @pytest.fixture(autouse=True)
@@ -177,7 +181,7 @@ def _attention(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class TestAsO1:
-    @EACH_HALF
+    @ONE_HALF
     def test_every_way_to_call(self, half, subtests):
         inputs = torch.randn(4, 4)
 
@@ -634,6 +638,7 @@ class TestTracing:
 
     @EACH_HALF
     @pytest.mark.parametrize("run_before", [False, True])
+    @pytest.mark.covering(1)
     def test_compiled_without_a_graph_break(self, half, run_before):
         torch._dynamo.reset()
         made = amp.convert_model(mixed(), half)
@@ -643,10 +648,27 @@ class TestTracing:
         compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
         assert_same_bits(compiled(INDICES), expected)
 
-    @pytest.mark.parametrize(
-        "half", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=dtype_name
-    )
-    def test_every_way_to_call_compiled(self, half, subtests):
+    def test_every_way_to_call_compiled_at_once(self, subtests):
+        class All(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.of_each = nn.ModuleDict({name: Calling(function) for name, function in rows})
+
+            def forward(self, inputs: Tensor) -> list[Tensor]:
+                return [each(inputs) for each in self.of_each.values()]
+
+        torch._dynamo.reset()
+        inputs, rows = torch.randn(4, 4), [row for row in FUNCTIONS if row[0] != "vmap"]
+        made = amp.convert_model(All(), torch.bfloat16)
+        for _ in range(2):
+            expected = of_copy(made, inputs)
+        found = of_copy(torch.compile(made, backend="eager"), inputs)
+        names = [name for name, _ in rows]
+        check_rows(subtests, zip(names, found, expected, strict=True), assert_same_bits)
+
+    @pytest.mark.slow
+    @EACH_HALF
+    def test_every_way_to_call_compiled_by_itself(self, half, subtests):
         inputs = torch.randn(4, 4)
 
         def check(function: Callable[..., Tensor]) -> None:
@@ -688,7 +710,7 @@ class TestTracing:
         assert tables[0] == tables[1]
 
     @OF_STRICT_EXPORT
-    @pytest.mark.parametrize("strict", [True, False])
+    @pytest.mark.parametrize("strict", [pytest.param(True, marks=pytest.mark.slow), False])
     def test_every_operator_of_python(self, strict, subtests):
         lists = {"whitelist": {"torch.Tensor": [*METHODS_OF_OPERATORS]}}
 
@@ -711,6 +733,7 @@ class TestTracing:
     @EACH_HALF
     @pytest.mark.parametrize("trace", ["compile", "strict", "export"])
     @pytest.mark.parametrize("inner", ["attention", "encoder"])
+    @pytest.mark.covering(1)
     def test_attention_takes_no_path_that_the_lists_do_not_reach(self, half, trace, inner):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -725,7 +748,7 @@ class TestTracing:
             assert_same_bits(found, wanted)
         assert torch.backends.mha.get_fastpath_enabled()
 
-    @EACH_HALF
+    @ONE_HALF
     def test_casts_go_on_after_a_graph_break(self, half):
         def breaking(x: Tensor, w: Tensor) -> Tensor:
             y = x @ w

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fresh import Fresh
 
 from ampatch.native import extension
 
@@ -110,7 +111,9 @@ class TestTheCurrentStream:
         return compile_library(source, to=tmp_path / "asks.so", include=extension.source_directory())
 
     @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a library of that name")
-    def test_is_found_where_torch_has_loaded_that_library_for_itself(self, asks: Path, tmp_path: Path) -> None:
+    def test_is_found_where_torch_has_loaded_that_library_for_itself(
+        self, fresh: Fresh, asks: Path, tmp_path: Path
+    ) -> None:
         source = tmp_path / "torch_cuda.cpp"
         source.write_text(
             'extern "C" __attribute__((visibility("default")))\n'
@@ -121,16 +124,18 @@ class TestTheCurrentStream:
         )
         torchs = tmp_path / "libtorch_cuda.so"
         subprocess.run([str(CXX), "-fPIC", "-shared", "-Wl,-soname,libtorch_cuda.so", source, "-o", torchs], check=True)
-        told = self.told(f"ctypes.CDLL({str(torchs)!r}, mode=ctypes.RTLD_LOCAL); library = ctypes.CDLL({str(asks)!r})")
+        told = self.told(
+            fresh, f"ctypes.CDLL({str(torchs)!r}, mode=ctypes.RTLD_LOCAL); library = ctypes.CDLL({str(asks)!r})"
+        )
         assert told == 43
 
     @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
-    def test_is_an_error_where_torch_has_no_cuda(self, asks: Path) -> None:
-        assert self.told(f"library = ctypes.CDLL({str(asks)!r})") == -1
+    def test_is_an_error_where_torch_has_no_cuda(self, fresh: Fresh, asks: Path) -> None:
+        assert self.told(fresh, f"library = ctypes.CDLL({str(asks)!r})") == -1
 
     @staticmethod
-    def told(load: str) -> int:
+    def told(fresh: Fresh, load: str) -> int:
         code = f"import ctypes, torch; {load}; library.asks.restype = ctypes.c_long; print(library.asks())"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        done = fresh.run(code)
         assert done.returncode == 0, done.stderr
         return int(done.stdout)

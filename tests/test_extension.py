@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from fresh import Fresh
 
 from ampatch.errors import KernelError
 from ampatch.native import extension
@@ -424,10 +423,8 @@ for process in (extension._process, extension._Process()):
 
 class TestLoad:
     @pytest.mark.usefixtures("compiled")
-    def test_once_for_each_process_and_no_other_beside_it(self, tmp_path: Path) -> None:
-        done = subprocess.run(
-            [sys.executable, "-c", LOADING], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+    def test_once_for_each_process_and_no_other_beside_it(self, fresh: Fresh, tmp_path: Path) -> None:
+        done = fresh.run(LOADING, cwd=tmp_path)
 
         assert done.returncode == 0, done.stderr
         path, *unloadable, second, foreign = done.stdout.splitlines()

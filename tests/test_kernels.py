@@ -10,8 +10,6 @@ import logging
 import math
 import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -678,7 +676,7 @@ class TestChoice:
             unchosen("extension")
         assert "AMPATCH_KERNELS=torch" in kernels.in_use()
 
-    def test_an_error_at_initialize_comes_before_anything_is_changed(self, tmp_path):
+    def test_an_error_at_initialize_comes_before_anything_is_changed(self, fresh, tmp_path):
         program = """
 import torch
 from ampatch import amp
@@ -692,9 +690,7 @@ assert torch.mm is before
 """
         environment = {**os.environ, "AMPATCH_KERNELS": "extension", "AMPATCH_CACHE": str(tmp_path)}
 
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
-        )
+        done = fresh.run(program, environment=environment)
 
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("AMPATCH_KERNELS=extension asks for the compiled extension, and there is none")

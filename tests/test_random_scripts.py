@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import HALF_DTYPES, dtype_name
+from helpers import HALF_DTYPES, dtype_name, is_thorough
 from test_edited_gradients import CLEARINGS, MEANS, Run
 from test_edited_weights import MEANS as WEIGHT_MEANS
 from test_edited_weights import REBUILDS, UNSEEN
@@ -200,7 +200,7 @@ def play(seed: int, opt_level: str, half_dtype: torch.dtype) -> None:
 )
 class TestScripts:
     def test_a_few(self, opt_level, half_dtype):
-        for seed in range(30):
+        for seed in range(30 if is_thorough() else 12):
             play(seed, opt_level, half_dtype)
 
     @pytest.mark.slow

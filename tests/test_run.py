@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from helpers import check_rows
 
 import ampatch
 from ampatch.cli.no_gpu import HINT
@@ -133,50 +135,92 @@ class TestAsUnderPlainPython:
         assert ampatch_run(["train.py"], tmp_path, env=environment).stdout == expected.stdout
 
 
+# The first three run every day.
+IMPORTS = {
+    "there is one of every module": (
+        "import apex\n"
+        "import sys\n"
+        "assert apex.amp.scale_loss\n"
+        "assert apex is sys.modules['apex'] is sys.modules['ampatch.apex']\n"
+        "assert apex.__spec__.name == 'ampatch.apex'\n"
+    ),
+    "its extensions may come first": (
+        "import amp_C, apex_C, sys\n"
+        "assert amp_C is sys.modules['ampatch.apex.amp_C']\n"
+        "assert apex_C.__name__ == 'ampatch.apex.apex_C'\n"
+    ),
+    **{
+        f"who only asks for {question} may import it later": (
+            f"import importlib.metadata, importlib.util\nassert {question}\nimport amp_C\nfrom apex import amp\n"
+        )
+        for question in (
+            "importlib.util.find_spec('apex')",
+            "importlib.metadata.version('apex')",
+            "importlib.util.find_spec('amp_C')",
+        )
+    },
+    "an import that failed may be tried again": (
+        "import sys\n"
+        "sys.modules['yaml'] = None\n"
+        "try:\n"
+        "    import apex\n"
+        "except ImportError as error:\n"
+        "    assert error.name == 'yaml'\n"
+        "else:\n"
+        "    raise AssertionError\n"
+        "del sys.modules['yaml']\n"
+        "import apex.amp\n"
+    ),
+}
+
+# Each program in a fork of its own, so that torch is imported once for all.
+IN_FORKS = """
+import json, os, sys, torch
+assert not any(name.partition(".")[0] in ("apex", "ampatch") for name in sys.modules)
+statuses = {{}}
+for name, program in {programs}.items():
+    child = os.fork()
+    if not child:
+        break
+    statuses[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+if child:
+    print(json.dumps(statuses))
+else:
+    exec(program)
+"""
+
+
 class TestApexIsThere:
     def test_in_the_script(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").write_text(
-            "import sys\n"
+            "import ampatch, sys\n"
             "assert 'torch' not in sys.modules\n"
+            "assert ampatch.amp.initialize\n"
             "from apex import amp\n"
-            "import ampatch\n"
             "assert amp.scale_loss is ampatch.amp.scale_loss\n"
             "import amp_C\n"
             "print('ok')\n"
         )
         assert ampatch_run(["train.py"], tmp_path).stdout == "ok\n"
 
-    def test_there_is_one_of_every_module_whatever_is_imported_first(self, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text(
-            "import apex\n"
-            "import sys\n"
-            "assert apex.amp.scale_loss\n"
-            "assert apex is sys.modules['apex'] is sys.modules['ampatch.apex']\n"
-            "print(apex.__spec__.name)\n"
-        )
+    def test_however_it_is_imported(self, tmp_path: Path, subtests: pytest.Subtests) -> None:
+        programs = dict(itertools.islice(IMPORTS.items(), 3))
+        (tmp_path / "train.py").write_text(IN_FORKS.format(programs=programs))
         found = ampatch_run(["train.py"], tmp_path)
-        assert found.stdout == "ampatch.apex\n", found.stderr
+        statuses = json.loads(found.stdout)
 
-    @pytest.mark.parametrize(
-        "question",
-        [
-            "importlib.util.find_spec('apex')",
-            pytest.param("importlib.metadata.version('apex')", marks=pytest.mark.slow),
-            pytest.param("importlib.util.find_spec('amp_C')", marks=pytest.mark.slow),
-        ],
-    )
-    def test_who_only_asks_may_import_it_later(self, question: str, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text(
-            f"import importlib.metadata, importlib.util\nassert {question}\nimport amp_C\nfrom apex import amp\n"
-        )
+        def check(status: int) -> None:
+            assert status == 0
+
+        check_rows(subtests, statuses.items(), check)
+        assert (list(statuses), found.stderr) == (list(programs), "")
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("program", IMPORTS.values(), ids=IMPORTS)
+    def test_however_it_is_imported_where_torch_is_not_there_yet(self, program: str, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(program)
         found = ampatch_run(["train.py"], tmp_path)
         assert (found.returncode, found.stderr) == (0, "")
-
-    def test_its_extensions_may_come_first(self, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text(
-            "import amp_C, apex_C, sys\nassert amp_C is sys.modules['ampatch.apex.amp_C']\nprint(apex_C.__name__)\n"
-        )
-        assert ampatch_run(["train.py"], tmp_path).stdout == "ampatch.apex.apex_C\n"
 
     @pytest.mark.slow
     def test_two_threads_may_import_it_and_torch_at_once(self, tmp_path: Path) -> None:
@@ -191,21 +235,6 @@ class TestApexIsThere:
         )
         found = ampatch_run(["train.py"], tmp_path)
         assert (found.returncode, found.stderr) == (0, "")
-
-    @pytest.mark.slow
-    def test_an_import_that_failed_may_be_tried_again(self, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text(
-            "import sys\n"
-            "sys.modules['yaml'] = None\n"
-            "try:\n"
-            "    import apex\n"
-            "except ImportError as error:\n"
-            "    print(error.name)\n"
-            "del sys.modules['yaml']\n"
-            "import apex.amp\n"
-        )
-        found = ampatch_run(["train.py"], tmp_path)
-        assert (found.stdout, found.stderr) == ("yaml\n", "")
 
     @pytest.mark.parametrize("launched", ["by the command", pytest.param("by the script", marks=pytest.mark.slow)])
     def test_its_launcher_names_torchrun(self, launched: str, tmp_path: Path) -> None:
@@ -412,9 +441,7 @@ class TestTheCommandItself:
         assert "unrecognized arguments: --nonsense. Python's own go in front: python -u -m ampatch run" in found.stderr
 
     def test_torch_is_left_to_the_script(self, tmp_path: Path) -> None:
-        program = (
-            "import ampatch.cli.main, sys; assert 'torch' not in sys.modules; from ampatch import amp; amp.initialize"
-        )
+        program = "import ampatch.cli.main, sys; assert 'torch' not in sys.modules"
         assert python(["-c", program], tmp_path).returncode == 0
 
     @pytest.mark.parametrize(

@@ -18,12 +18,13 @@ import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Literal
 
 import pytest
 import torch
-from helpers import HALF_DTYPES, assert_same_state, dtype_name
+from covering import covered
+from helpers import HALF_DTYPES, assert_same_state, combinations, dtype_name, is_thorough
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -67,6 +68,11 @@ LEVELS = {
     "O5": Level("O5"),
 }
 every_level = pytest.mark.parametrize("level", LEVELS.values(), ids=LEVELS)
+
+
+def at(level: Level, *settings: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Those combinations of settings that are a level's turn; in `make slow` all."""
+    return [case for own, *case in combinations(tuple(LEVELS.values()), *settings) if own is level]
 
 
 class World:
@@ -480,7 +486,13 @@ class Case:
 LOSSES = {"1-loss": (1, 1), "2-losses-1-scaler": (2, 1), "2-losses-2-scalers": (2, 2)}
 
 
-def cases(losses: int, scalers: int) -> Iterator[Case]:
+def cases(losses: int, scalers: int) -> list[Case]:
+    """In `make slow` all, otherwise those in which every two values meet."""
+    every = list(every_case(losses, scalers))
+    return every if is_thorough() else [every[number] for number in covered(list(map(astuple, every)), 2)]
+
+
+def every_case(losses: int, scalers: int) -> Iterator[Case]:
     for optimizers, models, fused in itertools.product((1, 2), (1, 2), (None, True)):
         ways: list[tuple[Any, Any]] = [("both", "all")]
         if losses == 2:
@@ -522,13 +534,13 @@ ACCUMULATIONS = {
 @every_level
 def test_micro_batches_add_up_however_late_they_are_unscaled(level):
     count = 3
-    for (name, accumulation), (optimizers, fused), overflow_at in itertools.product(
-        ACCUMULATIONS.items(), ((1, None), (2, True)), (None, *range(count + 1))
+    for name, (optimizers, fused), overflow_at in at(
+        level, tuple(ACCUMULATIONS), ((1, None), (2, True)), (None, *range(count + 1))
     ):
         everyone = tuple(range(optimizers))
         script: list[Pass | Step | Do] = []
         for iteration in range(2):
-            for index, options in enumerate(accumulation):
+            for index, options in enumerate(ACCUMULATIONS[name]):
                 number = iteration * count + index
                 script.append(Pass(loss_of_both(number), everyone, overflows=number == overflow_at, **options))
             script += [*(Step(index) for index in everyone), clear(*everyone)]
@@ -562,7 +574,7 @@ def test_losses_that_share_a_graph(scalers, level):
 
         return loss
 
-    for models, fused, overflow_at in itertools.product((1, 2), (None, True), (None, *range(2 * ITERATIONS))):
+    for models, fused, overflow_at in at(level, (1, 2), (None, True), (None, *range(2 * ITERATIONS))):
         script: list[Pass | Step | Do] = []
         for iteration in range(ITERATIONS):
             number = 2 * iteration
@@ -596,9 +608,7 @@ def test_one_loss_goes_backward_twice_through_a_graph_that_is_retained(level):
     def loss(world: World) -> Tensor:
         return world.kept["loss"]
 
-    for delay_unscale, fused, overflow_at in itertools.product(
-        (False, True), (None, True), (None, *range(2 * ITERATIONS))
-    ):
+    for delay_unscale, fused, overflow_at in at(level, (False, True), (None, True), (None, *range(2 * ITERATIONS))):
         script: list[Pass | Step | Do] = []
         for iteration in range(ITERATIONS):
             first, second = (2 * iteration + index == overflow_at for index in range(2))
@@ -692,7 +702,7 @@ def loss_of_generator(number: int) -> Callable[[World], Tensor]:
 def test_critic_steps_twice_for_each_step_of_the_generator_whose_loss_leaves_it_gradients_to_clear(scalers, level):
     generator, critic = 0, 1
     clear_critic = [clear(critic), Do(lambda world: world.models[critic].zero_grad())]
-    for fused, overflow_at in itertools.product((None, True), (None, *range(6))):
+    for fused, overflow_at in at(level, (None, True), (None, *range(6))):
         script: list[Pass | Step | Do] = []
         for number in range(6):
             overflows = number == overflow_at
@@ -709,7 +719,7 @@ def test_critic_steps_twice_for_each_step_of_the_generator_whose_loss_leaves_it_
 @every_level
 def test_optimizer_that_waits_is_skipped_later_and_the_others_steps_go_on(level):
     # The second optimizer steps every other iteration; what overflowed for both is remembered for it until then.
-    for fused, overflow_at in itertools.product((None, True), (None, *range(4))):
+    for fused, overflow_at in at(level, (None, True), (None, *range(4))):
         script: list[Pass | Step | Do] = []
         for number in range(4):
             script += [clear(0), Pass(loss_of_both(number), (0, 1), overflows=number == overflow_at), Step(0)]
@@ -728,7 +738,7 @@ def test_gradients_are_clipped_by_value_between_block_and_step(level):
         for optimizer in world.optimizers:
             nn.utils.clip_grad_value_(amp.master_params(optimizer), 1.5)
 
-    for optimizers, fused, overflow_at in itertools.product((1, 2), (None, True), (None, *range(ITERATIONS))):
+    for optimizers, fused, overflow_at in at(level, (1, 2), (None, True), (None, *range(ITERATIONS))):
         everyone = tuple(range(optimizers))
         script: list[Pass | Step | Do] = []
         for number in range(ITERATIONS):

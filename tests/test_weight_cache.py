@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import subprocess
-import sys
 import threading
 import warnings
 import weakref
@@ -755,11 +753,10 @@ class TestNothingGrows:
             optimizer.step()
             assert len(cache()) == 0
 
-    def test_whatever_mode_the_package_is_imported_in(self):
+    def test_whatever_mode_the_package_is_imported_in(self, fresh):
         code = "import torch\nwith torch.inference_mode():\n    torch.set_default_dtype(torch.bfloat16)\n"
         code += "    from ampatch.patching import weight_cache\nprint(weight_cache._REFERENCES_OF_ABANDONED)"
-        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        assert int(found) == weight_cache._REFERENCES_OF_ABANDONED
+        assert int(fresh.run(code).stdout) == weight_cache._REFERENCES_OF_ABANDONED
 
     def test_where_weights_in_use_fill_the_store(self):
         """Entries that are still of use survive a sweep, or at least are cast again."""

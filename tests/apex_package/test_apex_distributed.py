@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import subprocess
-import sys
 import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fresh import Fresh
 from helpers import assert_same_bits, assert_same_state
 from round_numbers import SCALE, data, round_weights
 from torch import Tensor, nn
@@ -319,9 +318,9 @@ class TestFlatCollectives:
         assert_same_state(list(unflatten(flatten(tensors), tensors)), tensors)
 
 
-def test_the_launcher_says_what_to_type_instead() -> None:
-    command = [sys.executable, "-m", "ampatch.apex.parallel.multiproc", "train.py", "--name", "a b"]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_the_launcher_says_what_to_type_instead(fresh: Fresh) -> None:
+    code = "runpy.run_module('ampatch.apex.parallel.multiproc', run_name='__main__', alter_sys=True)"
+    outcome = fresh.run(code, "train.py", "--name", "a b")
     assert outcome.returncode == 1
     assert outcome.stdout == ""
     (line,) = outcome.stderr.splitlines()

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from helpers import DEVICES, HALF_DTYPES, casts_on, dtype_name, together
+from helpers import DEVICES, HALF_DTYPES, casts_on, check_rows, dtype_name, together
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -27,6 +27,10 @@ from ampatch.runtime import runtime
 from ampatch.switch import Switch
 
 HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+# Where one case takes long.
+ONE_HALF = pytest.mark.parametrize(
+    "half", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=dtype_name
+)
 RESTORES_AUTOCAST = pytest.mark.skipif(
     torch.torch_version.TorchVersion(torch.__version__) < "2.13",
     reason="torch 2.10 and 2.11 leave autocast on where a graph that runs as it was traced raises inside of it",
@@ -130,6 +134,26 @@ KINDS: dict[str, Callable[[Weights, Tensor], Any]] = {
 }
 
 
+# All at once in one graph, which takes a fourth of the time; and each by itself.
+EACH_KIND_AND_ALL = pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param([*KINDS], id="all"),
+        *(pytest.param([kind], id=kind, marks=pytest.mark.slow) for kind in KINDS),
+    ],
+)
+
+
+def of_kinds(kinds: list[str]) -> Callable[[nn.ModuleList, Tensor], list[Any]]:
+    """What calls every kind, each with weights of its own."""
+    functions = [KINDS[kind] for kind in kinds]
+    return lambda weights, x: [function(own, x) for function, own in zip(functions, weights, strict=True)]
+
+
+def inputs(device: str) -> Tensor:
+    return torch.linspace(-1, 1, 24, device=device).view(3, 8)
+
+
 @contextlib.contextmanager
 def casts_on_by_every_kind(model: nn.Module, half: torch.dtype) -> Iterator[None]:
     OURS.scaled = lambda a, b: a * b
@@ -187,38 +211,39 @@ def recording_backend(recorder: Recorder, name: str) -> Any:
 @pytest.mark.filterwarnings("ignore:.*autograd functions are all static:DeprecationWarning")  # torch, of itself
 class TestEachKindOfRule:
     @ON_DEVICES
-    @HALVES
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.covering(1)
-    def test_is_one_graph_with_the_results_and_gradients_of_eager_code(self, kind, half, device):
-        weights, x = Weights().to(device), torch.linspace(-1, 1, 24, device=device).view(3, 8)
+    @ONE_HALF
+    @EACH_KIND_AND_ALL
+    def test_is_one_graph_with_the_results_and_gradients_of_eager_code(self, kinds, half, device, subtests):
+        weights, x = nn.ModuleList(Weights() for _ in kinds).to(device), inputs(device)
 
-        def run(function: Callable[..., Any]) -> tuple[Any, list[Tensor | None]]:
+        def run(function: Callable[..., Any]) -> tuple[Any, list[list[Tensor | None]]]:
             results = function(weights, x)
             total = sum(result.float().pow(2).sum() for result in tree_leaves(results) if result.requires_grad)
-            if not isinstance(total, Tensor):
-                return results, []
-            return results, list(torch.autograd.grad(total, list(weights.parameters()), allow_unused=True))
+            found = torch.autograd.grad(total, list(weights.parameters()), allow_unused=True)
+            size = len(found) // len(kinds)
+            return results, [list(found[start : start + size]) for start in range(0, len(found), size)]
+
+        def check(found: Any, eager: Any, found_gradients: Any, gradients: Any) -> None:
+            assert dtypes(found) == dtypes(eager)
+            torch.testing.assert_close(found, eager, rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(found_gradients, gradients, rtol=2e-2, atol=2e-2)
 
         with casts_on_by_every_kind(weights, half):
-            eager, gradients = run(KINDS[kind])
-            found, found_gradients = run(torch.compile(KINDS[kind], backend="aot_eager", fullgraph=True))
+            eager = run(of_kinds(kinds))
+            found = run(torch.compile(of_kinds(kinds), backend="aot_eager", fullgraph=True))
         assert graph_breaks() == 0
-        assert dtypes(found) == dtypes(eager)
-        torch.testing.assert_close(found, eager, rtol=1e-2, atol=1e-2)
-        torch.testing.assert_close(found_gradients, gradients, rtol=2e-2, atol=2e-2)
+        check_rows(subtests, zip(kinds, found[0], eager[0], found[1], eager[1], strict=True), check)
 
     @ON_DEVICES
     @pytest.mark.parametrize(("half", "backend"), [(torch.bfloat16, "eager"), (torch.float16, "aot_eager")])
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.covering(1)
-    def test_has_the_type_of_every_intermediate(self, kind, half, backend, device):
-        weights, x = Weights().to(device), torch.linspace(-1, 1, 24, device=device).view(3, 8)
+    @EACH_KIND_AND_ALL
+    def test_has_the_type_of_every_intermediate(self, kinds, half, backend, device):
+        weights, x = nn.ModuleList(Weights() for _ in kinds).to(device), inputs(device)
         eager, compiled = Recorder(), Recorder()
         with casts_on_by_every_kind(weights, half), torch.no_grad():
             with eager:
-                KINDS[kind](weights, x)
-            torch.compile(KINDS[kind], backend=recording_backend(compiled, backend), fullgraph=True)(weights, x)
+                of_kinds(kinds)(weights, x)
+            torch.compile(of_kinds(kinds), backend=recording_backend(compiled, backend), fullgraph=True)(weights, x)
         assert compiled.seen == eager.seen
         assert eager.seen
 
@@ -470,7 +495,7 @@ class TestTraining:
 
 
 class TestRecompilation:
-    @HALVES
+    @ONE_HALF
     def test_follows_the_switch_and_the_patches_and_nothing_else(self, half):
         counter = CompileCounterWithBackend("aot_eager")
         model, x = Net(), torch.ones(3, 8)
@@ -497,8 +522,9 @@ class TestRecompilation:
         amp.initialize(model, half_dtype=half, verbosity=0)
         assert compilations() == 1
 
+    @torch._dynamo.config.patch(recompile_limit=2)
     def test_of_one_decorated_function_leaves_the_others_alone(self):
-        functions = [amp.half_function(lambda a, number=number: a * number) for number in range(12)]
+        functions = [amp.half_function(lambda a, number=number: a * number) for number in range(4)]
         with casts_on():
             for function in functions:
                 fast = torch.compile(function, backend="eager", fullgraph=True)  # raises once it has compiled too often
@@ -530,7 +556,7 @@ class TestAroundGraphBreaks:
         with casts_on():
             assert compilations() == without
 
-    @HALVES
+    @ONE_HALF
     def test_recurrent_layers_train(self, half):
         model, x = nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8)), torch.ones(3, 8)
         amp.initialize(model, half_dtype=half, verbosity=0)
@@ -602,9 +628,8 @@ class TestAdoptedModels:
         with pytest.raises((amp.UsageError, torch._dynamo.exc.Unsupported), match="the model is on 'cpu'"):
             fast(x)
 
-    @pytest.mark.parametrize("dynamic", [None, True])
-    @HALVES
-    @pytest.mark.covering(1)
+    @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
+    @ONE_HALF
     def test_compile_for_shapes_that_change(self, half, dynamic):
         model = amp.initialize(Net(), half_dtype=half, verbosity=0)
         fast = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
@@ -614,6 +639,7 @@ class TestAdoptedModels:
 
     @HALVES
     @LEVELS
+    @pytest.mark.covering(1)
     def test_compile_with_checkpoints_inside(self, level, half):
         class Checkpointed(Net):
             def forward(self, x: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def trained(level: str | None, half: torch.dtype, way: str, as_view: bool) -> li
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("as_view", [False, True])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @HALVES
 @LEVELS
 def test_are_reduced_with_the_next_pass(two: Workers, level, half, way, as_view):
@@ -146,6 +146,7 @@ def overflowing(level: str, half: torch.dtype, what: str) -> list[object]:
 @pytest.mark.parametrize("what", ["module", "ignored", "unwrapped"])
 @HALVES
 @LEVELS
+@pytest.mark.covering(1)
 def test_that_overflow_on_one_rank_skip_the_step_of_all(two: Workers, level, half, what):
     first, second = two.run(overflowing, level, half, what)
     assert first == second

@@ -107,6 +107,7 @@ ADAM = {"optimizer": torch.optim.Adam, "lr": 0.01, "amp__scale_window": 3}
 class TestTraining:
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+    @pytest.mark.covering(1)
     def test_learns_what_float32_learns(self, level: str, half: torch.dtype) -> None:
         net = make(amp__opt_level=level, amp__half_dtype=half).fit(X, Y)
         plain = make(amp__enabled=False).fit(X, Y)
@@ -436,6 +437,7 @@ class TestOverrides:
         ],
         ids=["single", "single with amp.scale_loss", "step", "infer", "loss", "optimizer step", "fit loop"],
     )
+    @pytest.mark.covering(1)
     def test_train_as_what_they_override(self, name: str, body: Callable[..., Any], level: str) -> None:
         net = make(override(name, body), amp__opt_level=level).fit(X, Y)
         usual = make(amp__opt_level=level).fit(X, Y)
@@ -674,6 +676,7 @@ class TestCallbacks:
 class TestSaving:
     @pytest.mark.parametrize("way", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
     @pytest.mark.parametrize("options", [{}, {"amp__opt_level": "O2"}, {"amp__scaler": ampatch.GradScaler}])
+    @pytest.mark.covering(1)
     def test_copies_go_on_with_the_same_bits(self, options: dict[str, Any], way: Callable[[Any], Any]) -> None:
         net = make(**options, **({} if "amp__scaler" in options else ADAM)).fit(X, Y)
         twin = way(net)
