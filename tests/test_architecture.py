@@ -85,3 +85,9 @@ def test_files_that_contributors_are_sent_to_are_there() -> None:
     named = set(re.findall(r"`((?:ampatch|csrc|docs|lists|tests)/[\w/.-]+)`", page))
     assert len(named) > 20
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_of_the_diagnostics_only_what_they_return_is_imported_before_they_are_used(fresh):
+    code = "import sys, ampatch.apex.amp; print(*(name for name in sys.modules if 'ampatch.diagnostics.' in name))"
+    names = {name.rpartition(".")[2] for name in fresh.run(code).stdout.split()}
+    assert names == {"explanation_report", "overflow_trace", "preflight_report"}
