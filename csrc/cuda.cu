@@ -8,6 +8,8 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
@@ -43,11 +45,10 @@ struct Batch {
 };
 static_assert(sizeof(Batch) <= (kMost > 128 ? 32000 : 4000), "the rest is for a kernel's other arguments");
 
-// Elements that one instruction loads or stores.
-template <class Element, int kLength>
-struct alignas(sizeof(Element) * kLength) Vector {
-  Element elements[kLength];
-};
+// Returns the distance, in bytes, from an address to the next multiple of `bytes`.
+__device__ int to_border(const void* address, int bytes) {
+  return static_cast<int>(-reinterpret_cast<uintptr_t>(address) % bytes);
+}
 
 // Number of separate sums that a thread keeps, so that each adds up only a few numbers in float32.
 constexpr int kRunningSums = 8;
@@ -56,69 +57,94 @@ struct Sums {
   float of[kRunningSums] = {};
 };
 
-// Returns the distance, in bytes, from an address to the next one at which vectors may begin.
-__device__ int to_border(const void* address) {
-  return static_cast<int>(-reinterpret_cast<uintptr_t>(address) % kVector);
-}
+// Adjacent elements that one instruction loads or stores. They are words until the arithmetic needs them: if the
+// compiler unpacked half elements at each load, the loads that follow would wait for this one.
+template <class Element, int kLength>
+struct alignas(sizeof(Element) * kLength) Vector {
+  using Word = std::conditional_t<sizeof(Element) * kLength % sizeof(uint32_t) == 0, uint32_t, uint16_t>;
+  Word words[sizeof(Element) * kLength / sizeof(Word)];
 
-// A few adjacent narrow elements, and the wide ones that belong to them.
-template <class Narrow, class Operation, int kLength>
+  __device__ void load(const Element* from) {
+    *this = *reinterpret_cast<const Vector*>(from);
+  }
+
+  __device__ void unpack(Element (&to)[kLength]) const {
+    std::memcpy(to, words, sizeof(words));
+  }
+
+  __device__ static void store(const Element (&from)[kLength], Element* to) {
+    Vector packed;
+    std::memcpy(packed.words, from, sizeof(packed.words));
+    *reinterpret_cast<Vector*>(to) = packed;
+  }
+};
+
+// A few adjacent narrow elements, and the wide ones that belong to them. `Reads` says which of them are loaded.
+template <class Reads, class Narrow, int kLength>
 struct Slice {
-  static constexpr int kWideLength = kLength < kVector / 4 ? kLength : kVector / 4;
-  static constexpr int kWides = kLength / kWideLength;
   Vector<Narrow, kLength> narrow;
-  Vector<float, kWideLength> wide[kWides];
+  Vector<float, kLength> wide;
 
   __device__ void load(const Narrow* from, const float* from_wide) {
-    if constexpr (Operation::kReadsNarrow) {
-      narrow = *reinterpret_cast<const Vector<Narrow, kLength>*>(from);
+    if constexpr (Reads::kReadsNarrow) {
+      narrow.load(from);
     }
-    if constexpr (Operation::kReadsWide) {
-#pragma unroll
-      for (int part = 0; part < kWides; ++part) {
-        wide[part] = reinterpret_cast<const Vector<float, kWideLength>*>(from_wide)[part];
-      }
+    if constexpr (Reads::kReadsWide) {
+      wide.load(from_wide);
     }
   }
 
-  // Adds to the sums in rotation, starting at index `sum`.
-  __device__ bool apply(const Operation& operation, Sums& sums, int sum) {
-    bool finite = true;
-#pragma unroll
-    for (int index = 0; index < kLength; ++index) {
-      float one = Operation::kReadsNarrow ? static_cast<float>(narrow.elements[index]) : 0;
-      float& other = wide[index / kWideLength].elements[index % kWideLength];
-      finite &= operation(one, other, sums.of[(sum + index) % kRunningSums]);
-      if (operation.writes_narrow()) {
-        narrow.elements[index] = static_cast<Narrow>(Operation::kShows ? shown<Narrow>(one) : one);
-      }
+  // Sets what was loaded.
+  __device__ void unpack(Narrow (&narrows)[kLength], float (&wides)[kLength]) const {
+    if constexpr (Reads::kReadsNarrow) {
+      narrow.unpack(narrows);
     }
-    return finite;
-  }
-
-  __device__ void store(const Operation& operation, Narrow* to, float* to_wide) const {
-    if (operation.writes_narrow()) {
-      *reinterpret_cast<Vector<Narrow, kLength>*>(to) = narrow;
-    }
-    if constexpr (Operation::kWritesWide) {
-#pragma unroll
-      for (int part = 0; part < kWides; ++part) {
-        reinterpret_cast<Vector<float, kWideLength>*>(to_wide)[part] = wide[part];
-      }
+    if constexpr (Reads::kReadsWide) {
+      wide.unpack(wides);
     }
   }
 };
 
-// Processes this thread's part of `slices` slices; slice `index` begins at `place(index)`. Returns true if all its
-// elements were finite. Several loads are in flight before the first store. The compiler could not reorder them so by
-// itself, as it must assume that a store changes what a later load reads.
-template <int kLength, class Narrow, class Operation, class Place>
-__device__ bool visit_slices(
-    Narrow* narrow, float* wide, int slices, const Operation& operation, Sums& sums, const Place& place) {
-  constexpr int kSteps = kLength == 1 ? 2 * kUnroll : kUnroll;
+// Applies an operation to a slice, and stores what it writes. Adds to the sums in rotation, starting at index `sum`.
+// Returns true if all elements were finite.
+template <class Operation, class Narrow, int kLength>
+__device__ bool apply(const Operation& operation,
+                      const Slice<Operation, Narrow, kLength>& slice,
+                      Narrow* to,
+                      float* to_wide,
+                      Sums& sums,
+                      int sum) {
+  Narrow narrows[kLength];
+  float wides[kLength], results[kLength];
+  slice.unpack(narrows, wides);
   bool finite = true;
+#pragma unroll
+  for (int index = 0; index < kLength; ++index) {
+    results[index] = Operation::kReadsNarrow ? static_cast<float>(narrows[index]) : 0;
+    finite &= operation(results[index], wides[index], sums.of[(sum + index) % kRunningSums]);
+  }
+  if (operation.writes_narrow()) {
+#pragma unroll
+    for (int index = 0; index < kLength; ++index) {
+      narrows[index] = static_cast<Narrow>(Operation::kShows ? shown<Narrow>(results[index]) : results[index]);
+    }
+    Vector<Narrow, kLength>::store(narrows, to);
+  }
+  if constexpr (Operation::kWritesWide) {
+    Vector<float, kLength>::store(wides, to_wide);
+  }
+  return finite;
+}
+
+// Processes this thread's part of `slices` slices; slice `index` begins at element `place(index)`. Calls
+// `work(slice, element, step)` for each. Several loads are in flight before the first store. The compiler could not
+// reorder them so by itself, as it must assume that a store changes what a later load reads.
+template <class Reads, int kLength, class Narrow, class Place, class Work>
+__device__ void visit_slices(
+    const Narrow* narrow, const float* wide, int slices, const Place& place, const Work& work) {
+  constexpr int kSteps = kLength == 1 ? 2 * kUnroll : kUnroll;
   for (int first = threadIdx.x; first < slices; first += kThreads * kSteps) {
-    Slice<Narrow, Operation, kLength> parts[kSteps];
+    Slice<Reads, Narrow, kLength> parts[kSteps];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const int index = first + step * kThreads;
@@ -130,28 +156,26 @@ __device__ bool visit_slices(
     for (int step = 0; step < kSteps; ++step) {
       const int index = first + step * kThreads;
       if (index < slices) {
-        finite &= parts[step].apply(operation, sums, step);
-        parts[step].store(operation, narrow + place(index), wide + place(index));
+        work(parts[step], place(index), step);
       }
     }
   }
-  return finite;
 }
 
-// Processes one chunk of a tensor: its aligned middle part in vectors, the rest element by element. If the two tensors
-// of a pair are not aligned at the same element, everything is processed element by element.
-template <class Narrow, class Operation>
-__device__ bool visit_chunk(Narrow* narrow, float* wide, int count, const Operation& operation, Sums& sums) {
-  constexpr int kLength = kVector / sizeof(Narrow);
-  const int head = min(count, to_border(narrow) / static_cast<int>(sizeof(Narrow)));
-  const bool together = !Operation::kHasWide || to_border(wide + head) == 0;
+// Processes one chunk of a tensor: its aligned middle part in vectors, the rest element by element. A vector has 16
+// bytes of the tensor with the larger elements, so that neighbouring threads access neighbouring memory in both tensors
+// of a pair. If the two are not aligned at the same element, everything is processed element by element.
+template <class Reads, class Narrow, class Work>
+__device__ void visit_chunk(const Narrow* narrow, const float* wide, int count, const Work& work) {
+  using Larger = std::conditional_t<Reads::kHasWide, float, Narrow>;
+  constexpr int kLength = kVector / sizeof(Larger);
+  const int to_vectors = Reads::kHasWide ? to_border(wide, kVector) : to_border(narrow, kVector);
+  const int head = min(count, to_vectors / static_cast<int>(sizeof(Larger)));
+  const bool together = to_border(narrow + head, kLength * sizeof(Narrow)) == 0;
   const int slices = together ? (count - head) / kLength : 0;
-  const bool in_vectors =
-      visit_slices<kLength>(narrow, wide, slices, operation, sums, [&](int index) { return head + index * kLength; });
-  const bool by_element = visit_slices<1>(narrow, wide, count - slices * kLength, operation, sums, [&](int index) {
-    return index < head ? index : index + slices * kLength;
-  });
-  return in_vectors && by_element;
+  visit_slices<Reads, kLength>(narrow, wide, slices, [&](int index) { return head + index * kLength; }, work);
+  const auto rest = [&](int index) { return index < head ? index : index + slices * kLength; };
+  visit_slices<Reads, 1>(narrow, wide, count - slices * kLength, rest, work);
 }
 
 // Returns the sum of the values of all threads of a block; only the first thread gets it.
@@ -200,7 +224,9 @@ __device__ void visit(const Batch& batch, const Operation& operation, float* fou
   with_type(static_cast<ScalarType>(batch.type[place.tensor]), [&](auto* type) {
     auto* narrow = static_cast<decltype(type)>(batch.narrow[place.tensor]) + place.start;
     float* wide = Operation::kHasWide ? batch.wide[place.tensor] + place.start : nullptr;
-    finite = visit_chunk(narrow, wide, place.count, operation, sums);
+    visit_chunk<Operation>(narrow, wide, place.count, [&](const auto& slice, int element, int step) {
+      finite &= apply(operation, slice, narrow + element, wide + element, sums, step);
+    });
   });
   if (__syncthreads_or(!finite) && threadIdx.x == 0) {
     *found_inf = 1;
@@ -260,6 +286,27 @@ __global__ void __launch_bounds__(kThreads) copy_to_half_kernel(const __grid_con
   visit(batch, CopyToHalf<kOfGradients>{}, nullptr, nullptr);
 }
 
+// What a kernel loads that applies no operation.
+struct ReadsNarrow {
+  static constexpr bool kReadsNarrow = true, kHasWide = false, kReadsWide = false;
+};
+struct ReadsPairs {
+  static constexpr bool kReadsNarrow = true, kHasWide = true, kReadsWide = true;
+};
+
+// Returns the sum of the hashes of a slice whose first element has an index in its tensor.
+template <class Bits, int kLength>
+__device__ uint32_t sum_of_hashes(const Slice<ReadsNarrow, Bits, kLength>& slice, uint32_t first) {
+  Bits bits[kLength];
+  slice.narrow.unpack(bits);
+  uint32_t sum = 0;
+#pragma unroll
+  for (int index = 0; index < kLength; ++index) {
+    sum += hashed(bits[index], first + index);
+  }
+  return sum;
+}
+
 // The sums of a block's threads add up to less than 2**40, which float64 holds exactly.
 __global__ void __launch_bounds__(kThreads)
     fingerprint_kernel(const __grid_constant__ Batch batch, double* chunk_sums) {
@@ -268,9 +315,9 @@ __global__ void __launch_bounds__(kThreads)
   with_type(static_cast<ScalarType>(batch.type[place.tensor]), [&](auto* type) {
     using Bits = std::conditional_t<sizeof(*type) == 2, uint16_t, uint32_t>;
     const Bits* bits = static_cast<const Bits*>(batch.narrow[place.tensor]) + place.start;
-    for (int index = threadIdx.x; index < place.count; index += kThreads) {
-      sum += hashed(bits[index], static_cast<uint32_t>(place.start + index));
-    }
+    visit_chunk<ReadsNarrow>(bits, nullptr, place.count, [&](const auto& slice, int element, int) {
+      sum += sum_of_hashes(slice, static_cast<uint32_t>(place.start + element));
+    });
   });
   const double total = block_sum<kThreads>(sum);
   if (threadIdx.x == 0) {
@@ -293,6 +340,19 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Stores the masters of a slice, with the user's edits.
+template <class Narrow, int kLength>
+__device__ void store_edits(const Slice<ReadsPairs, Narrow, kLength>& slice, float* masters, bool of_gradients) {
+  Narrow narrows[kLength];
+  float wides[kLength];
+  slice.unpack(narrows, wides);
+#pragma unroll
+  for (int index = 0; index < kLength; ++index) {
+    copy_edit(narrows[index], wides[index], of_gradients);
+  }
+  Vector<float, kLength>::store(wides, masters);
+}
+
 // Most blocks return at once: user code rarely edits tensors.
 __global__ void __launch_bounds__(kThreads)
     follow_kernel(const __grid_constant__ Batch batch, const double* before, const double* now, bool of_gradients) {
@@ -303,9 +363,9 @@ __global__ void __launch_bounds__(kThreads)
   with_type(static_cast<ScalarType>(batch.type[place.tensor]), [&](auto* type) {
     const auto* narrow = static_cast<decltype(type)>(batch.narrow[place.tensor]) + place.start;
     float* wide = batch.wide[place.tensor] + place.start;
-    for (int index = threadIdx.x; index < place.count; index += kThreads) {
-      copy_edit(narrow[index], wide[index], of_gradients);
-    }
+    visit_chunk<ReadsPairs>(narrow, wide, place.count, [&](const auto& slice, int element, int) {
+      store_edits(slice, wide + element, of_gradients);
+    });
   });
 }
 

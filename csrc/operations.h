@@ -35,7 +35,8 @@ constexpr float kLeast<c10::BFloat16> = 0x1p-133f;
 // so that a gradient that user code zeroed can be distinguished from one that underflowed.
 template <class Narrow>
 C10_HOST_DEVICE inline float shown(float value) {
-  return value != 0 && fabsf(value) < kLeast<Narrow> ? copysignf(kLeast<Narrow>, value) : value;
+  const bool vanishes = (value != 0) & (fabsf(value) < kLeast<Narrow>);  // without a branch
+  return vanishes ? copysignf(kLeast<Narrow>, value) : value;
 }
 
 // Copies the half value to the master if user code edited it: if it differs from the master rounded to half, for
