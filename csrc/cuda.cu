@@ -33,17 +33,33 @@ constexpr int kMost = 1024;
 constexpr int kMost = 128;
 #endif
 
+// The host copies all arguments of a launch, however few tensors there are: 29.7 KB for `kMost`, 1.9 KB for `kFew`.
+constexpr int kFew = 64;
+
 // The tensors of one launch.
+template <int kCapacity>
 struct Batch {
-  void* narrow[kMost];
-  float* wide[kMost];
-  int64_t count[kMost];
-  int32_t first_chunk[kMost];  // of each tensor, numbered within the launch
-  int8_t type[kMost];
+  void* narrow[kCapacity];
+  float* wide[kCapacity];
+  int64_t count[kCapacity];
+  int32_t first_chunk[kCapacity];  // of each tensor, numbered within the launch
+  int8_t type[kCapacity];
   int32_t tensors = 0;
   int32_t chunks = 0;
+
+  Batch(const Piece* begin, const Piece* end) {
+    for (const Piece* piece = begin; piece != end; ++piece) {
+      const int index = tensors++;
+      narrow[index] = piece->narrow;
+      wide[index] = piece->wide;
+      count[index] = piece->count;
+      first_chunk[index] = chunks;
+      type[index] = static_cast<int8_t>(piece->type);
+      chunks += static_cast<int32_t>(piece->chunks());
+    }
+  }
 };
-static_assert(sizeof(Batch) <= (kMost > 128 ? 32000 : 4000), "the rest is for a kernel's other arguments");
+static_assert(sizeof(Batch<kMost>) <= (kMost > 128 ? 32000 : 4000), "the rest is for a kernel's other arguments");
 
 // Returns the distance, in bytes, from an address to the next multiple of `bytes`.
 __device__ int to_border(const void* address, int bytes) {
@@ -204,7 +220,8 @@ struct Place {
   int count;      // number of elements
 };
 
-__device__ Place place_of_block(const Batch& batch) {
+template <int kCapacity>
+__device__ Place place_of_block(const Batch<kCapacity>& batch) {
   const int32_t chunk = blockIdx.x;
   int low = 0, high = batch.tensors;  // binary search for the last tensor that begins at this chunk or before
   while (high - low > 1) {
@@ -216,8 +233,8 @@ __device__ Place place_of_block(const Batch& batch) {
 }
 
 // Processes the chunk of this block.
-template <class Operation>
-__device__ void visit(const Batch& batch, const Operation& operation, float* found_inf, double* chunk_sums) {
+template <class Operation, int kCapacity>
+__device__ void visit(const Batch<kCapacity>& batch, const Operation& operation, float* found_inf, double* chunk_sums) {
   const Place place = place_of_block(batch);
   Sums sums;
   bool finite = true;
@@ -244,24 +261,30 @@ __device__ void visit(const Batch& batch, const Operation& operation, float* fou
   }
 }
 
+template <int kCapacity>
 __global__ void __launch_bounds__(kThreads)
-    unscale_kernel(const __grid_constant__ Batch batch, const float* inv_scale, float* found_inf) {
+    unscale_kernel(const __grid_constant__ Batch<kCapacity> batch, const float* inv_scale, float* found_inf) {
   visit(batch, Unscale{*inv_scale}, found_inf, nullptr);
 }
 
-__global__ void __launch_bounds__(kThreads) unscale_copy_kernel(const __grid_constant__ Batch batch,
+template <int kCapacity>
+__global__ void __launch_bounds__(kThreads) unscale_copy_kernel(const __grid_constant__ Batch<kCapacity> batch,
                                                                 const float* inv_scale,
                                                                 float* found_inf,
                                                                 bool write_back) {
   visit(batch, UnscaleCopy{*inv_scale, write_back}, found_inf, nullptr);
 }
 
-__global__ void __launch_bounds__(kThreads)
-    unscale_add_kernel(const __grid_constant__ Batch batch, const float* inv_scale, float* found_inf, bool write_back) {
+template <int kCapacity>
+__global__ void __launch_bounds__(kThreads) unscale_add_kernel(const __grid_constant__ Batch<kCapacity> batch,
+                                                               const float* inv_scale,
+                                                               float* found_inf,
+                                                               bool write_back) {
   visit(batch, UnscaleAdd{*inv_scale, write_back}, found_inf, nullptr);
 }
 
-__global__ void __launch_bounds__(kThreads) found_inf_norm_kernel(const __grid_constant__ Batch batch,
+template <int kCapacity>
+__global__ void __launch_bounds__(kThreads) found_inf_norm_kernel(const __grid_constant__ Batch<kCapacity> batch,
                                                                   const float* inv_scale,
                                                                   float* found_inf,
                                                                   double* chunk_sums) {
@@ -281,8 +304,8 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
-template <bool kOfGradients>
-__global__ void __launch_bounds__(kThreads) copy_to_half_kernel(const __grid_constant__ Batch batch) {
+template <bool kOfGradients, int kCapacity>
+__global__ void __launch_bounds__(kThreads) copy_to_half_kernel(const __grid_constant__ Batch<kCapacity> batch) {
   visit(batch, CopyToHalf<kOfGradients>{}, nullptr, nullptr);
 }
 
@@ -308,8 +331,9 @@ __device__ uint32_t sum_of_hashes(const Slice<ReadsNarrow, Bits, kLength>& slice
 }
 
 // The sums of a block's threads add up to less than 2**40, which float64 holds exactly.
+template <int kCapacity>
 __global__ void __launch_bounds__(kThreads)
-    fingerprint_kernel(const __grid_constant__ Batch batch, double* chunk_sums) {
+    fingerprint_kernel(const __grid_constant__ Batch<kCapacity> batch, double* chunk_sums) {
   const Place place = place_of_block(batch);
   uint32_t sum = 0;
   with_type(static_cast<ScalarType>(batch.type[place.tensor]), [&](auto* type) {
@@ -326,8 +350,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // One block per tensor adds up the sums of its chunks.
-__global__ void __launch_bounds__(kThreads)
-    fingerprint_sum_kernel(const __grid_constant__ Batch batch, const double* chunk_sums, double* fingerprints) {
+template <int kCapacity>
+__global__ void __launch_bounds__(kThreads) fingerprint_sum_kernel(const __grid_constant__ Batch<kCapacity> batch,
+                                                                   const double* chunk_sums,
+                                                                   double* fingerprints) {
   const int tensor = blockIdx.x;
   const int end = tensor + 1 < batch.tensors ? batch.first_chunk[tensor + 1] : batch.chunks;
   uint32_t sum = 0;
@@ -354,8 +380,11 @@ __device__ void store_edits(const Slice<ReadsPairs, Narrow, kLength>& slice, flo
 }
 
 // Most blocks return at once: user code rarely edits tensors.
-__global__ void __launch_bounds__(kThreads)
-    follow_kernel(const __grid_constant__ Batch batch, const double* before, const double* now, bool of_gradients) {
+template <int kCapacity>
+__global__ void __launch_bounds__(kThreads) follow_kernel(const __grid_constant__ Batch<kCapacity> batch,
+                                                          const double* before,
+                                                          const double* now,
+                                                          bool of_gradients) {
   const Place place = place_of_block(batch);
   if (before[place.tensor] == now[place.tensor]) {
     return;
@@ -386,29 +415,21 @@ int64_t chunks_of(const std::vector<Piece>& pieces) {
 // Splits the pieces into as few batches as possible, and calls `launch(batch, first_chunk)` for each.
 template <class Launch>
 void in_batches(const std::vector<Piece>& pieces, const Launch& launch) {
-  Batch batch;
+  const Piece* const end = pieces.data() + pieces.size();
   int64_t first_chunk = 0;
-  const auto flush = [&] {
-    if (batch.chunks != 0) {
-      launch(batch, first_chunk);
-      check(cudaGetLastError(), "a kernel could not be launched");
-      first_chunk += batch.chunks;
-      batch.tensors = batch.chunks = 0;
+  for (const Piece *first = pieces.data(), *last = first; first != end; first = last) {
+    int64_t chunks = 0;
+    do {
+      chunks += last++->chunks();
+    } while (last != end && last - first < kMost && chunks + last->chunks() <= INT32_MAX);
+    if (last - first <= kFew) {
+      launch(Batch<kFew>(first, last), first_chunk);
+    } else {
+      launch(Batch<kMost>(first, last), first_chunk);
     }
-  };
-  for (const Piece& piece : pieces) {
-    if (batch.tensors == kMost || batch.chunks + piece.chunks() > INT32_MAX) {
-      flush();
-    }
-    const int index = batch.tensors++;
-    batch.narrow[index] = piece.narrow;
-    batch.wide[index] = piece.wide;
-    batch.count[index] = piece.count;
-    batch.first_chunk[index] = batch.chunks;
-    batch.type[index] = static_cast<int8_t>(piece.type);
-    batch.chunks += static_cast<int32_t>(piece.chunks());
+    check(cudaGetLastError(), "a kernel could not be launched");
+    first_chunk += chunks;
   }
-  flush();
 }
 
 void unscale_(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_inf) {
@@ -417,15 +438,15 @@ void unscale_(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_inf) {
   Lists lists(name, inv_scale, grads, true);
   const float* factor = scalar<float>(name, "inv_scale", inv_scale, inv_scale);
   float* flag = scalar<float>(name, "found_inf", found_inf, inv_scale);
-  in_batches(lists.pieces(), [&](const Batch& batch, int64_t) {
+  in_batches(lists.pieces(), [&](const auto& batch, int64_t) {
     unscale_kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(batch, factor, flag);
   });
   lists.finish();
 }
 
-template <class Kernel>
+template <class Launch>
 void unscale_into(const char* name,
-                  Kernel kernel,
+                  const Launch& launch,
                   const std::vector<Tensor>& grads,
                   const std::vector<Tensor>& master_grads,
                   const Tensor& inv_scale,
@@ -435,20 +456,25 @@ void unscale_into(const char* name,
   Lists lists(name, inv_scale, grads, write_back, master_grads, true);
   const float* factor = scalar<float>(name, "inv_scale", inv_scale, inv_scale);
   float* flag = scalar<float>(name, "found_inf", found_inf, inv_scale);
-  in_batches(lists.pieces(), [&](const Batch& batch, int64_t) {
-    kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(batch, factor, flag, write_back);
-  });
+  in_batches(lists.pieces(),
+             [&](const auto& batch, int64_t) { launch(batch, device.stream(), factor, flag, write_back); });
   lists.finish();
 }
 
 void unscale_copy(
     std::vector<Tensor> grads, std::vector<Tensor> master_grads, Tensor inv_scale, Tensor found_inf, bool write_back) {
-  unscale_into("ampatch::unscale_copy", unscale_copy_kernel, grads, master_grads, inv_scale, found_inf, write_back);
+  const auto launch = [](const auto& batch, cudaStream_t stream, auto... rest) {
+    unscale_copy_kernel<<<batch.chunks, kThreads, 0, stream>>>(batch, rest...);
+  };
+  unscale_into("ampatch::unscale_copy", launch, grads, master_grads, inv_scale, found_inf, write_back);
 }
 
 void unscale_add(
     std::vector<Tensor> grads, std::vector<Tensor> master_grads, Tensor inv_scale, Tensor found_inf, bool write_back) {
-  unscale_into("ampatch::unscale_add", unscale_add_kernel, grads, master_grads, inv_scale, found_inf, write_back);
+  const auto launch = [](const auto& batch, cudaStream_t stream, auto... rest) {
+    unscale_add_kernel<<<batch.chunks, kThreads, 0, stream>>>(batch, rest...);
+  };
+  unscale_into("ampatch::unscale_add", launch, grads, master_grads, inv_scale, found_inf, write_back);
 }
 
 void found_inf_norm(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_inf, Tensor sum_of_squares) {
@@ -464,7 +490,7 @@ void found_inf_norm(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_in
   }
   const Tensor sums = torch::stable::new_empty(sum_of_squares, {chunks});
   double* chunk_sums = static_cast<double*>(sums.data_ptr());
-  in_batches(lists.pieces(), [&](const Batch& batch, int64_t first_chunk) {
+  in_batches(lists.pieces(), [&](const auto& batch, int64_t first_chunk) {
     found_inf_norm_kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(
         batch, factor, flag, chunk_sums + first_chunk);
   });
@@ -472,25 +498,33 @@ void found_inf_norm(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_in
   check(cudaGetLastError(), "a kernel could not be launched");
 }
 
-template <class Kernel>
-void copy(const char* name, Kernel kernel, const std::vector<Tensor>& masters, const std::vector<Tensor>& halves) {
+template <class Launch>
+void copy(const char* name,
+          const Launch& launch,
+          const std::vector<Tensor>& masters,
+          const std::vector<Tensor>& halves) {
   if (masters.empty() && halves.empty()) {
     return;
   }
   const Tensor& beside = masters.empty() ? halves.front() : masters.front();
   const OnDevice device(name, beside);
   Lists lists(name, beside, halves, true, masters, false);
-  in_batches(lists.pieces(),
-             [&](const Batch& batch, int64_t) { kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(batch); });
+  in_batches(lists.pieces(), [&](const auto& batch, int64_t) { launch(batch, device.stream()); });
   lists.finish();
 }
 
 void copy_to_half(std::vector<Tensor> masters, std::vector<Tensor> halves) {
-  copy("ampatch::copy_to_half", copy_to_half_kernel<false>, masters, halves);
+  const auto launch = [](const auto& batch, cudaStream_t stream) {
+    copy_to_half_kernel<false><<<batch.chunks, kThreads, 0, stream>>>(batch);
+  };
+  copy("ampatch::copy_to_half", launch, masters, halves);
 }
 
 void copy_to_half_grads(std::vector<Tensor> master_grads, std::vector<Tensor> grads) {
-  copy("ampatch::copy_to_half_grads", copy_to_half_kernel<true>, master_grads, grads);
+  const auto launch = [](const auto& batch, cudaStream_t stream) {
+    copy_to_half_kernel<true><<<batch.chunks, kThreads, 0, stream>>>(batch);
+  };
+  copy("ampatch::copy_to_half_grads", launch, master_grads, grads);
 }
 
 void fingerprint(std::vector<Tensor> grads, Tensor fingerprints) {
@@ -504,7 +538,7 @@ void fingerprint(std::vector<Tensor> grads, Tensor fingerprints) {
   }
   const Tensor sums = torch::stable::new_empty(fingerprints, {chunks});
   double* chunk_sums = static_cast<double*>(sums.data_ptr());
-  in_batches(lists.pieces(), [&](const Batch& batch, int64_t first_chunk) {
+  in_batches(lists.pieces(), [&](const auto& batch, int64_t first_chunk) {
     fingerprint_kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(batch, chunk_sums + first_chunk);
     fingerprint_sum_kernel<<<batch.tensors, kThreads, 0, device.stream()>>>(batch, chunk_sums + first_chunk, found);
     found += batch.tensors;
@@ -517,7 +551,7 @@ void copy_edits(std::vector<Tensor> halves, std::vector<Tensor> masters, Tensor 
   Lists lists(name, before, halves, false, masters, true);
   const double* then = one_for_each(name, "before", before, before, lists.pieces());
   const double* found = one_for_each(name, "now", now, before, lists.pieces());
-  in_batches(lists.pieces(), [&](const Batch& batch, int64_t) {
+  in_batches(lists.pieces(), [&](const auto& batch, int64_t) {
     follow_kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(batch, then, found, of_gradients);
     then += batch.tensors;
     found += batch.tensors;

@@ -6,7 +6,6 @@ and streams and devices; `pytest -m gpu` shows that. And of the one function tha
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shutil
@@ -52,8 +51,10 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in EMULATION.iterdir():
         shutil.copy(path, place)
     source = (extension.source_directory() / "cuda.cu").read_text(encoding="utf-8")
-    source, launches = re.subn(r"(\w+)<<<(.*?)>>>\(", r"emulated::launch(\1, \2)(", source)
+    kernel = r"[](const auto&... arguments) { \1(arguments...); }"
+    source, launches = re.subn(r"([\w<>]+?)<<<(.*?)>>>\(", rf"emulated::launch({kernel}, \2)(", source)
     assert launches == source.count("emulated::launch") >= 6
+    source = re.sub(r"const __grid_constant__ (\S+) ", r"const \1& ", source)  # no thread has a copy
     (place / "cuda.cpp").write_text(source.replace("(ampatch, CUDA, m)", "(ampatch, CPU, m)"), encoding="utf-8")
     return compile_library(*sorted(place.glob("*.cpp")), to=place / "libampatch.so", include=place)
 
@@ -69,12 +70,28 @@ path = Path(sys.argv[1])
 facts = {"architectures": (), "sources": "", "abi": extension.ABI, "machine": "", "compiler": "", "torch": ""}
 extension.load(extension.Library(path=path, size=path.stat().st_size, **facts))
 library = ctypes.CDLL(str(path))
-tensors = list(torch.full((10_000, 100), 2.0).unbind())
-torch.ops.ampatch.unscale_(tensors, torch.tensor(0.5), torch.zeros(()))
-assert all(bool((tensor == 1).all()) for tensor in tensors)
-print("launches", library.emulated_launches())
+for count in map(int, sys.argv[3:]):
+    before = library.emulated_launches(), library.emulated_argument_bytes()
+    tensors = list(torch.full((count, 100), 2.0).unbind())
+    torch.ops.ampatch.unscale_(tensors, torch.tensor(0.5), torch.zeros(()))
+    assert all(bool((tensor == 1).all()) for tensor in tensors)
+    print("launches", count, library.emulated_launches() - before[0], library.emulated_argument_bytes() - before[1])
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not gpu and not slow", sys.argv[2]]))
 """
+
+
+# Tensors of one call, and its launches: of how many tensors at most, each.
+FEW, MOST = 64, 1024
+LAUNCHES = {
+    1: [FEW],
+    FEW: [FEW],
+    FEW + 1: [MOST],
+    MOST: [MOST],
+    MOST + 1: [MOST, FEW],
+    MOST + FEW: [MOST, FEW],
+    MOST + FEW + 1: [MOST, MOST],
+    10_000: [MOST] * 10,
+}
 
 
 @needs_cxx
@@ -82,13 +99,20 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not gpu and not slo
 def test_the_cuda_kernels_pass_the_tests_of_the_operators(emulated: Path) -> None:
     tests = Path(__file__).parent / "test_operators.py"
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(emulated), str(tests)], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", RUN, str(emulated), str(tests), *map(str, LAUNCHES)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^\d+ passed", done.stdout, re.MULTILINE)
-    (launches,) = re.findall(r"^launches (\d+)$", done.stdout, re.MULTILINE)
-    assert int(launches) == math.ceil(10_000 / 1024)
+    lines = re.findall(r"^launches (\d+) (\d+) (\d+)$", done.stdout, re.MULTILINE)
+    launches = {int(count): (int(launches), int(size)) for count, launches, size in lines}
+    size_of = {FEW: launches[1][1], MOST: launches[MOST][1]}  # of the arguments of a launch, in bytes
+    assert size_of[FEW] <= 2048
+    assert launches == {count: (len(each), sum(size_of[most] for most in each)) for count, each in LAUNCHES.items()}
 
 
 @needs_cxx

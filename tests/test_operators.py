@@ -5,6 +5,7 @@ On the CPU and, where there is one (`pytest -m gpu`), on a GPU. Lists are drawn;
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shutil
@@ -136,6 +137,15 @@ ENDS = [
     ]
 ]
 
+# Each way in which a pair can lie beside the borders of 16 bytes that a GPU reads at once.
+ALIGNMENTS = [
+    Drawn((length,), dtype, narrow=Lay(offset=one), wide=Lay(offset=other))
+    for dtype in DTYPES
+    for length, ones, others in [(45, range(8), range(4)), (CHUNK + 45, [1, 4], [0, 1])]
+    for one in ones
+    for other in others
+]
+
 draws = settings(
     max_examples=settings().max_examples * 3 // 2,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -255,6 +265,7 @@ class TestUnscale:
     @draws
     @given(list_=drawn(), seed=SEEDS, factor=FACTORS, flag=FLAGS)
     @example(list_=ENDS, seed=1, factor=0.3, flag=0.0)
+    @example(list_=ALIGNMENTS, seed=1, factor=0.3, flag=0.0)
     def test_multiplies_in_place_and_looks_at_every_element(self, device, list_, seed, factor, flag):
         laid, _ = lay_out(list_, seed, device)
         other, _ = lay_out(list_, seed, device)
@@ -328,6 +339,8 @@ class TestUnscaleInto:
     )
     @example(list_and_write_back=(ENDS, True), masters="ordinary", seed=1, factor=0.3, flag=0.0)
     @example(list_and_write_back=(ENDS, False), masters="ordinary", seed=1, factor=0.3, flag=0.0)
+    @example(list_and_write_back=(ALIGNMENTS, True), masters="ordinary", seed=1, factor=0.3, flag=0.0)
+    @example(list_and_write_back=(ALIGNMENTS, False), masters="ordinary", seed=1, factor=0.3, flag=0.0)
     def test_masters_have_what_plain_arithmetic_gives(
         self, device, operator, list_and_write_back, masters, seed, factor, flag
     ):
@@ -396,6 +409,7 @@ class TestFoundInfNorm:
     @draws
     @given(list_=drawn(READ_ONLY_LAYOUTS, contents=("ordinary",)), seed=SEEDS, factor=FACTORS, flag=FLAGS, before=FLAGS)
     @example(list_=ENDS, seed=1, factor=0.3, flag=0.0, before=0.0)
+    @example(list_=ALIGNMENTS, seed=1, factor=0.3, flag=0.0, before=0.0)
     def test_agrees_with_float64_and_looks_at_every_element(self, device, list_, seed, factor, flag, before):
         laid, _ = lay_out(list_, seed, device)
         grads, found_inf, inv_scale = tensors(laid), scalar(flag, device), scalar(factor, device)
@@ -507,6 +521,7 @@ class TestShow:
     @draws
     @given(list_=drawn().filter(bool), masters=st.sampled_from(CONTENTS), seed=SEEDS)
     @example(list_=ENDS, masters="subnormal", seed=1)
+    @example(list_=ALIGNMENTS, masters="subnormal", seed=1)
     def test_rounds_but_keeps_what_is_not_zero_from_becoming_zero(self, device, list_, masters, seed):
         narrow, wide = lay_out(list_, seed, device, wide_from=masters)
         wide[0].tensor.mul_(2.0**-30)
@@ -520,6 +535,18 @@ class TestShow:
         assert_all_same(grads, theirs)
 
 
+def sum_of_hashes(grad: Tensor) -> int:
+    """The fingerprint by the definition in csrc/operations.h, in integers without limit."""
+    words = grad.view(torch.int32 if grad.dtype is torch.float32 else torch.int16).tolist()
+    total = 0
+    for index, word in enumerate(words):
+        bits = word % 2 ** (8 * grad.element_size())
+        hash_ = (bits + index * 0x9E3779B1) * 0x85EBCA6B % 2**32
+        hash_ = (hash_ ^ hash_ >> 15) * 0xC2B2AE35 % 2**32
+        total += hash_ ^ hash_ >> 13
+    return total % 2**32
+
+
 class TestFollow:
     """Elements that a half gradient does not show as it would show the master's are taken over; others keep bits."""
 
@@ -528,6 +555,7 @@ class TestFollow:
     @draws
     @given(list_=drawn().filter(bool), masters=st.sampled_from(CONTENTS), seed=SEEDS)
     @example(list_=ENDS, masters="ordinary", seed=1)
+    @example(list_=ALIGNMENTS, masters="ordinary", seed=1)
     def test_what_was_written_is_taken_and_nothing_else(self, device, list_, masters, seed, of_gradients):
         list_ = [each for each in list_ if math.prod(each.shape) and each.dtype is not torch.float32]
         if not list_:
@@ -553,6 +581,16 @@ class TestFollow:
             ]
             operators.copy_edits(grads, fulls, before, now, of_gradients)
             assert_all_same(fulls, expected)
+
+    @on_each_device
+    def test_fingerprints_are_the_sums_of_what_the_elements_hash_to(self, device):
+        grads = tensors(lay_out(ENDS[1:] + ALIGNMENTS, 1, device)[0])
+        grads = [grad for grad in grads if grad.numel()]
+        found = torch.empty(len(grads), dtype=torch.float64, device=device)
+
+        extension_kernels.fingerprint(grads, found)
+
+        assert found.tolist() == [sum_of_hashes(grad.cpu()) for grad in grads]
 
     @on_each_device
     @pytest.mark.parametrize("operators", [extension_kernels, torch_kernels], ids=["extension", "torch"])
@@ -585,6 +623,7 @@ class TestCopyToHalf:
     @draws
     @given(list_=drawn(wide_layouts=READ_ONLY_LAYOUTS).filter(bool), masters=st.sampled_from(CONTENTS), seed=SEEDS)
     @example(list_=ENDS, masters="ordinary", seed=1)
+    @example(list_=ALIGNMENTS, masters="ordinary", seed=1)
     def test_rounds_to_the_nearest_and_ties_to_even(self, device, list_, masters, seed):
         narrow, wide = lay_out(list_, seed, device, wide_from=masters)
         halves = tensors(narrow)
@@ -825,21 +864,29 @@ class TestMoreElementsThanAnInt32Counts:
         assert grad[-3:].tolist() == [0, 6, 7]
 
 
-# What only a GPU has
+# All of them, one after another
+
+# So many tensors does a launch on a GPU take at most, of few and of many, in csrc/cuda.cu.
+FEW, MOST = 64, 1024
 
 
 @dataclass
 class Work:
-    """The arguments of every operator, on one GPU: aligned tensors, others, and one that is not flat."""
+    """The arguments of every operator: aligned tensors, others, and one that is not flat; each holds other values."""
 
     device: torch.device
+    count: int = 7
 
     def __post_init__(self) -> None:
         values = torch.arange(40.0, device=self.device)
-        self.grads = [values.to(dtype)[offset:] for dtype in DTYPES for offset in (0, 1)]
-        self.grads.append(values.clone()[::2])
+        lays = [(dtype, slice(offset, None)) for dtype in DTYPES for offset in (0, 1)]
+        lays.append((torch.float32, slice(None, None, 2)))
+        chosen = itertools.islice(itertools.cycle(lays), self.count)
+        self.grads = [(values + index % 100).to(dtype)[lay] for index, (dtype, lay) in enumerate(chosen)]
         self.master_grads = [torch.ones_like(grad, dtype=torch.float32) for grad in self.grads]
         self.halves = [torch.zeros_like(grad, dtype=torch.bfloat16) for grad in self.grads]
+        self.half_grads = [torch.zeros_like(grad, dtype=torch.float16) for grad in self.grads]
+        self.before, self.now = torch.zeros(2, self.count, device=self.device, dtype=torch.float64).unbind()
         self.inv_scale = torch.full((), 0.5, device=self.device)
         self.found_inf = torch.zeros((), device=self.device)
         self.total = torch.zeros((), device=self.device, dtype=torch.float64)
@@ -852,14 +899,32 @@ class Work:
         operators.unscale_add(self.grads, self.master_grads, self.inv_scale, self.found_inf, False)
         operators.unscale_copy(self.grads, self.master_grads, self.inv_scale, self.found_inf, True)
         operators.copy_to_half(self.master_grads, self.halves)
+        operators.copy_to_half_grads(self.master_grads, self.half_grads)
+        operators.fingerprint(self.halves, self.before)
+        for half in self.halves[::2]:
+            half.add_(1)
+        operators.fingerprint(self.halves, self.now)
+        operators.copy_edits(self.halves, self.master_grads, self.before, self.now, False)
         operators.update_scale(self.scale, *self.counts, self.found_inf, 2.0, 0.5, 2, 1, 1.0, 64.0)
 
     def all(self) -> list[Tensor]:
         results = [self.found_inf, self.total, self.scale, *self.counts]
-        return [*self.grads, *self.master_grads, *self.halves, *results]
+        return [*self.grads, *self.master_grads, *self.halves, *self.half_grads, *results]
 
     def assert_is(self, other: Work) -> None:
         assert_all_same([each.cpu() for each in self.all()], [each.cpu() for each in other.all()])
+
+
+@on_each_device
+@pytest.mark.parametrize("count", [FEW, FEW + 1, MOST + 1, MOST + FEW + 1])
+def test_as_many_tensors_as_fill_a_launch_and_one_more(device: str, count: int) -> None:
+    ours, theirs = Work(torch.device(device), count), Work(torch.device(device), count)
+    ours.run(extension_kernels)
+    theirs.run(torch_kernels)
+    ours.assert_is(theirs)
+
+
+# What only a GPU has
 
 
 def needs_two_gpus() -> None:

@@ -16,7 +16,6 @@
 #define __device__
 #define __shared__ static
 #define __launch_bounds__(threads)
-#define __grid_constant__
 #define CUDART_VERSION 13000
 
 using cudaStream_t = void*;
@@ -35,7 +34,7 @@ struct Index {
   unsigned x;
 };
 extern Index thread, block;
-extern long launches;
+extern long launches, argument_bytes;
 
 int sync_or(int value);
 double shuffle_down(double value, int distance);
@@ -49,6 +48,7 @@ auto launch(Kernel kernel, int64_t blocks, int threads, int, cudaStream_t) {
       std::abort();
     }
     ++launches;
+    argument_bytes += (sizeof(arguments) + ... + 0);
     const auto copies = std::make_tuple(arguments...);
     run(blocks, threads, [&] { std::apply(kernel, copies); });
   };

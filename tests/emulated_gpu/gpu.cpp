@@ -12,7 +12,7 @@
 namespace emulated {
 
 Index thread, block;
-long launches = 0;
+long launches = 0, argument_bytes = 0;
 
 namespace {
 
@@ -125,4 +125,8 @@ void run(int64_t blocks, int count, const std::function<void()>& kernel) {
 
 extern "C" __attribute__((visibility("default"))) long emulated_launches() {
   return emulated::launches;
+}
+
+extern "C" __attribute__((visibility("default"))) long emulated_argument_bytes() {
+  return emulated::argument_bytes;
 }
