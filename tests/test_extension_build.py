@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -923,13 +922,29 @@ def test_nothing_of_it_is_imported_with_the_package() -> None:
 
 # GPU code, taken apart
 
-TOOLS = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "bin"
-MOVES_ELEMENTS = ("unscale_", "unscale_copy", "unscale_add", "found_inf_norm", "copy_to_half")
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(ROOT / "benchmarks")
+    import kernel_table
 
 needs_cuobjdump = pytest.mark.skipif(
-    not all((TOOLS / name).exists() for name in ("cuobjdump", "nvdisasm")),
+    not kernel_table.tools_are_there(),
     reason="nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm are not installed",
 )
+
+FEW, MOST = 64, 1024  # tensors of a launch, in csrc/cuda.cu
+
+# The kernel of each operator that moves elements, and what its main loops load (how many vectors of how many bits) and
+# store (of how many bits): for each half type, and for float32.
+MAIN_LOOPS: dict[str, tuple[str, tuple[dict[int, int], set[int]], tuple[dict[int, int], set[int]]]] = {
+    "unscale_": ("unscale_kernel", ({128: 4}, {128}), ({128: 4}, {128})),
+    "unscale_copy": ("unscale_copy_kernel", ({64: 4}, {64, 128}), ({128: 4}, {128})),
+    "unscale_add": ("unscale_add_kernel", ({64: 4, 128: 4}, {64, 128}), ({128: 8}, {128})),
+    "found_inf_norm": ("found_inf_norm_kernel", ({128: 4}, set()), ({128: 4}, set())),
+    "copy_to_half": ("copy_to_half_kernel<false>", ({128: 4}, {64}), ({128: 4}, {128})),
+    "copy_to_half_grads": ("copy_to_half_kernel<true>", ({128: 4}, {64}), ({128: 4}, {128})),
+    "fingerprint": ("fingerprint_kernel", ({128: 4}, set()), ({128: 4}, set())),
+    "copy_edits": ("follow_kernel", ({64: 4, 128: 4}, {128}), ({128: 8}, {128})),
+}
 
 
 def kernels_in(source: str) -> set[str]:
@@ -937,43 +952,17 @@ def kernels_in(source: str) -> set[str]:
     return set(re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", source))
 
 
-def machine_code(library: Path) -> dict[str, dict[str, list[str]]]:
-    """The instructions of each kernel, by architecture (as "80") and by mangled name."""
-    environment = {**os.environ, "PATH": f"{TOOLS}{os.pathsep}{os.environ['PATH']}"}
-    dump = subprocess.run(
-        [TOOLS / "cuobjdump", "-sass", library], env=environment, capture_output=True, text=True, check=True
-    ).stdout
-    code: dict[str, dict[str, list[str]]] = {}
-    instructions: list[str] = []
-    for line in dump.splitlines():
-        if found := re.match(r"\s*arch = sm_(\d+)", line):
-            functions = code.setdefault(found[1], {})
-        elif found := re.match(r"\s*Function : (\S+)", line):
-            instructions = functions.setdefault(found[1], [])
-        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(\S+)", line):
-            instructions.append(found[1])
-    return code
-
-
-def names(mangled: str, kernel: str) -> bool:
-    """Whether a mangled name is that of a kernel: in it stands the length of each part, and then the part."""
-    return f"{len(kernel)}{kernel}" in mangled
-
-
-def kernel_of(operator: str) -> str:
-    return f"{operator.rstrip('_')}_kernel"
-
-
-def loads_in_vectors(instructions: list[str]) -> bool:
-    """Whether a kernel reads memory 128 bits at a time."""
-    return any(re.match(r"LDG\.(?:\w+\.)*128\b", instruction) for instruction in instructions)
-
-
 @pytest.fixture(scope="module")
-def code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[str]]]:
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[kernel_table.Kernel]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AMPATCH_CACHE", str(shared_cache(tmp_path_factory)))
-        return machine_code(build("cuda", ["80", "90"]).library.path)
+        return kernel_table.kernels_of(build("cuda", ["80", "90"]).library.path)
+
+
+def test_every_operator_but_that_of_the_scale_moves_elements() -> None:
+    defined = re.findall(r'm\.def\(\s*"(\w+)\(', (ROOT / "csrc" / "operators.cpp").read_text())
+
+    assert sorted(defined) == sorted([*MAIN_LOOPS, "update_scale"])
 
 
 @pytest.mark.slow
@@ -981,41 +970,90 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[s
 @needs_cuobjdump
 class TestMachineCode:
     @pytest.mark.parametrize("architecture", ["80", "90"])
-    def test_every_kernel_is_there(self, architecture: str, code: dict[str, dict[str, list[str]]]) -> None:
-        kernels = set().union(*(kernels_in(path.read_text()) for path in (ROOT / "csrc").glob("*.cu")))
-        assert {kernel_of(operator) for operator in MOVES_ELEMENTS} <= kernels
+    def test_every_kernel_is_there_for_few_tensors_and_for_many(
+        self, architecture: str, kernels: list[kernel_table.Kernel]
+    ) -> None:
+        defined = set().union(*(kernels_in(path.read_text()) for path in (ROOT / "csrc").glob("*.cu")))
+        there = {kernel.name.partition("<")[0] for kernel in kernels if kernel.architecture == architecture}
+        assert there == defined
 
-        missing = [kernel for kernel in kernels if not any(names(each, kernel) for each in code[architecture])]
-        assert missing == []
+        for kernel, *_ in MAIN_LOOPS.values():
+            sizes = [each.capacity for each in kernels if (each.name, each.architecture) == (kernel, architecture)]
+            assert sorted(sizes) == [FEW, MOST], kernel
 
     @pytest.mark.parametrize("architecture", ["80", "90"])
-    @pytest.mark.parametrize("operator", MOVES_ELEMENTS)
-    def test_a_kernel_that_moves_elements_reads_128_bits_at_a_time(
-        self, operator: str, architecture: str, code: dict[str, dict[str, list[str]]]
+    @pytest.mark.parametrize("operator", MAIN_LOOPS)
+    def test_a_kernel_moves_vectors_and_waits_for_none_before_it_has_asked_for_all(
+        self, operator: str, architecture: str, kernels: list[kernel_table.Kernel]
     ) -> None:
-        functions = [
-            instructions for name, instructions in code[architecture].items() if names(name, kernel_of(operator))
-        ]
+        name, half, full = MAIN_LOOPS[operator]
+        for kernel in kernels:
+            if (kernel.name, kernel.architecture) == (name, architecture):
+                loops = kernel.main_loops
+                moved = [(dict(loop.loads), loop.stores) for loop in loops]
+                assert sorted(moved, key=str) == sorted([half, half, full], key=str)
+                assert [loop.in_flight for loop in loops] == [loop.loads.total() for loop in loops]
 
-        assert functions
-        assert all(map(loads_in_vectors, functions))
+    def test_no_thread_needs_more_memory_than_its_registers(self, kernels: list[kernel_table.Kernel]) -> None:
+        assert [kernel.name for kernel in kernels if kernel.spills] == []
+        # Four blocks of 256 threads fit on a multiprocessor, which has 65,536 registers.
+        assert all(kernel.registers <= 64 for kernel in kernels)
 
-    def test_one_that_reads_them_one_by_one_would_be_seen(self, tmp_path: Path) -> None:
-        source = """
-            __global__ void single_kernel(float* x) { x[threadIdx.x] *= 2; }
-            __global__ void __launch_bounds__(64) fourfold_kernel(float4* x) { x[threadIdx.x] = x[threadIdx.x + 1]; }
+    def test_a_launch_of_few_tensors_copies_few_arguments(self, kernels: list[kernel_table.Kernel]) -> None:
+        largest = {
+            capacity: max(kernel.arguments for kernel in kernels if kernel.capacity == capacity)
+            for capacity in (FEW, MOST, None)
+        }
+        assert largest[FEW] <= 2048
+        assert largest[MOST] <= 32764  # the most that a launch takes
+        assert largest[None] <= 64
+
+    def test_what_is_slow_would_be_seen(self, tmp_path: Path) -> None:
+        loop = "\n#pragma unroll 1\nfor (int at = threadIdx.x; at < count; at += 256)"
+        source = f"""
+            __global__ void single_kernel(float* x, int count) {{ {loop} x[at] *= 2; }}
+            __global__ void together_kernel(float4* x, float4* y, int count) {{
+                {loop} {{ float4 one = x[at], other = x[at + count]; y[at] = one; y[at + count] = other; }}
+            }}
+            __global__ void by_turns_kernel(float4* x, float4* y, int count) {{
+                {loop} {{ y[at] = x[at]; y[at + count] = x[at + count]; }}
+            }}
+            __global__ void dependent_kernel(int4* x, int4* y, int count) {{
+                {loop} {{ int4 one = x[at], other = x[one.x]; y[at] = one; y[at + count] = other; }}
+            }}
+            __global__ void spilling_kernel(float4* x, int* places, int count) {{
+                float4 own[64];
+                {loop} own[places[at]] = x[at];
+                {loop} x[at] = own[at % 64];
+            }}
         """
         (tmp_path / "loads.cu").write_text(source)
         command = [str(NVCC), "-arch=sm_80", "-shared", "-Xcompiler", "-fPIC", "loads.cu", "-o", "loads.so"]
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
 
-        code = machine_code(tmp_path / "loads.so")["80"]
+        found = {kernel.name: kernel for kernel in kernel_table.kernels_of(tmp_path / "loads.so")}
 
-        vectors = {
-            kernel: [loads_in_vectors(instructions) for name, instructions in code.items() if names(name, kernel)]
-            for kernel in kernels_in(source)
+        assert set(found) == kernels_in(source)
+        assert found["single_kernel"].main_loops == []
+        assert [name for name, kernel in found.items() if kernel.spills] == ["spilling_kernel"]
+        in_flight = {
+            name: min(loop.in_flight / loop.loads.total() for loop in found[name].main_loops)
+            for name in ("together_kernel", "by_turns_kernel", "dependent_kernel")
         }
-        assert vectors == {"single_kernel": [False], "fourfold_kernel": [True]}
+        assert in_flight["together_kernel"] == 1
+        assert in_flight["by_turns_kernel"] < 1
+        assert in_flight["dependent_kernel"] < 1
+
+    def test_the_table_has_a_row_for_each_kernel_and_dtype(self, kernels: list[kernel_table.Kernel]) -> None:
+        rows = kernel_table.table([kernel for kernel in kernels if kernel.architecture == "90"]).splitlines()[2:]
+        cells = [[cell.strip(" `") for cell in row.split("|")[1:-1]] for row in rows]
+
+        dtypes = {name: sorted(cell[4] for cell in cells if cell[0] == name) for name in {cell[0] for cell in cells}}
+
+        for operator, (kernel, *_) in MAIN_LOOPS.items():
+            expected = ["float32", "half"] if operator == "fingerprint" else ["bfloat16", "float16", "float32"]
+            assert dtypes.pop(kernel.replace("_kernel", "")) == expected
+        assert dtypes == {"fingerprint_sum": [""], "found_inf_norm_sum": [""], "update_scale": [""]}
 
     def test_a_library_of_gpu_kernels_loads_without_a_gpu(
         self, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
