@@ -1,5 +1,6 @@
-// The operators on NVIDIA GPUs. Each has one kernel, compiled for few tensors and for many, as a launch processes as many
-// as fit in its arguments. Norms and fingerprints have a second kernel, which adds up the sums of chunks.
+// The operators on NVIDIA GPUs. Each has one kernel, and one launch processes as many tensors as fit in its arguments.
+// Each kernel is compiled for few tensors and for many. Norms and fingerprints have a second kernel, which adds up the
+// sums of chunks.
 //
 // A launch gets the addresses of the tensors as its arguments. It needs no allocation and no copy for them, so it is
 // safe during the capture of a CUDA graph. Each block processes one chunk of one tensor, 16 bytes at a time if the
