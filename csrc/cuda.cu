@@ -74,8 +74,8 @@ struct Sums {
   float of[kRunningSums] = {};
 };
 
-// Adjacent elements that one instruction loads or stores. They are words until the arithmetic needs them: if the
-// compiler unpacked half elements at each load, the loads that follow would wait for this one.
+// Adjacent elements that one instruction loads or stores. They are words until the arithmetic needs them: unpacked half
+// elements take a register each, and two of them fit in a word.
 template <class Element, int kLength>
 struct alignas(sizeof(Element) * kLength) Vector {
   using Word = std::conditional_t<sizeof(Element) * kLength % sizeof(uint32_t) == 0, uint32_t, uint16_t>;
