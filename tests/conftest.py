@@ -46,7 +46,7 @@ os.environ.setdefault("AMPATCH_KERNELS", "torch")
 # So with calls of patched functions: "compiled" has all tests run them in C++.
 os.environ.setdefault("AMPATCH_CALLS", "python")
 
-# Files that import a package which a machine without a network may lack. There they are left out, which the summary says.
+# Files that import a package which a machine without a network may lack. There they are left out; the summary says so.
 NEEDED = {
     "integration/test_converted_architectures.py": "transformers",
     "integration/test_skorch.py": "skorch",
