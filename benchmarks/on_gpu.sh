@@ -71,7 +71,7 @@ mkdir -p "$AMPATCH_CACHE" || exit 2
 
 # Other plugins of the machine's pytest are not loaded: some warn, and warnings are errors in these tests.
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
-tests=("$PYTHON" -m pytest -p no:cacheprovider --continue-on-collection-errors -p _hypothesis_pytestplugin)
+tests=("$PYTHON" -m pytest -p no:cacheprovider --continue-on-collection-errors --tb=short -p _hypothesis_pytestplugin)
 beside=(-p xdist.plugin -n 6) # one GPU: more processes would wait for it, and each holds half a GiB of its memory
 "$PYTHON" -c 'import xdist' 2>/dev/null || beside=()
 core=(tests/test_operators.py tests/test_kernels.py tests/test_no_synchronisation.py tests/test_master_weights.py
@@ -109,7 +109,8 @@ step() {
     if [ "$limit" -le 0 ]; then
         echo "not run: no time was left" >"$log"
     else
-        timeout --kill-after=5 "$limit" "$@" >"$log" 2>&1
+        # Interrupted, pytest still names the tests that failed so far.
+        timeout --signal=INT --kill-after=9 "$limit" "$@" >"$log" 2>&1
         status=$?
     fi
     if [ "$status" -ne 0 ]; then
@@ -171,15 +172,16 @@ part_3() {
     ends=$((SECONDS + 540 * slower))
     machine
     build 90
-    step steps 150 "$PYTHON" benchmarks/steps.py --device "$device" "${quick[@]}" --json "$out/steps.json"
-    step memory 60 "$PYTHON" benchmarks/memory.py --device "$device" "${smaller[@]}" --json "$out/memory.json"
-    step other-tests 90 env AMPATCH_KERNELS=$kernels "${tests[@]}" "${beside[@]}" -m gpu tests "${core[@]/#/--ignore=}"
-    # Without the one that runs all tests of the operators under compute-sanitizer, which takes too long here.
-    step slow-tests 40 env AMPATCH_KERNELS=$kernels "${tests[@]}" "${beside[@]}" -m "gpu and slow" "${core[@]}" \
-        -k "not compute_sanitizer"
+    step steps 120 "$PYTHON" benchmarks/steps.py --device "$device" "${quick[@]}" --json "$out/steps.json"
+    step memory 50 "$PYTHON" benchmarks/memory.py --device "$device" "${smaller[@]}" --json "$out/memory.json"
+    # Without two that do what this script does itself, and take long: they build the extension, and sanitize all tests.
+    local others=(env "AMPATCH_KERNELS=$kernels" "${tests[@]}" "${beside[@]}")
+    others+=(-k "not compute_sanitizer and not it_is_built")
+    step other-tests 100 "${others[@]}" -m "gpu and not slow" tests "${core[@]/#/--ignore=}"
+    step slow-tests 30 "${others[@]}" -m "gpu and slow" tests
     # Last, as they may hang. Without torch's memory cache each tensor is an allocation, whose bounds are checked.
     for tool in memcheck racecheck; do
-        step "$tool" 40 env AMPATCH_KERNELS=extension PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+        step "$tool" 60 env AMPATCH_KERNELS=extension PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
             compute-sanitizer --tool "$tool" --error-exitcode 99 "${tests[@]}" -m gpu "${sanitized[@]}"
     done
 }
