@@ -30,10 +30,10 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 # Models
 
 
-def transformer() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+def transformer(width: int = 32, heads: int = 4, layers: int = 4) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(width, heads, 2 * width, dropout=0.0, batch_first=True)
     return nn.Sequential(
-        nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), nn.Flatten(0, 1), nn.Linear(32, 10)
+        nn.TransformerEncoder(layer, layers, enable_nested_tensor=False), nn.Flatten(0, 1), nn.Linear(width, 10)
     )
 
 

@@ -1,70 +1,206 @@
 #!/usr/bin/env bash
-# Runs all checks that need a GPU: `benchmarks/on_gpu.sh DIRECTORY`, on a machine with a GPU and nvcc.
+# Runs all that needs a GPU, in three parts of at most 9 minutes and 22 together. Needs no network and installs nothing.
 #
-# Builds the extension, runs the tests that need a GPU, two benchmarks, and some of the operators' tests under
-# compute-sanitizer. Each part has a log in DIRECTORY and a time limit, and the next part runs even if one fails.
-# summary.txt and the exit status show whether any part failed. PYTHON selects the interpreter, which must have torch and
-# the other requirements of ampatch and its tests. Installs nothing, and writes only to DIRECTORY and /tmp.
+#   benchmarks/on_gpu.sh --prepare               first, on a machine with nvcc and a network: fills build/on_gpu
+#   benchmarks/on_gpu.sh PART DIRECTORY          on the machine with the GPU, in a copy of the checkout and build/on_gpu
+#   benchmarks/on_gpu.sh --dry-run [DIRECTORY]   all three parts on the CPU: small sizes, tests are only collected
+#
+# Part 1: is it right? A probe of the machine, the builds, and the tests that matter most, with the extension and with
+# torch's kernels. Part 2: the kernels beside a copy. Part 3: whole steps, memory, the other tests, compute-sanitizer.
+#
+# Each step has a time limit, and the next one runs even if one fails. A part leaves in DIRECTORY: summary.txt, with a
+# line for each step, the figures as JSON, and logs.tar.gz. The exit status is 1 if a step failed.
+#
+# Environment: PYTHON, the interpreter, which must have torch (python3); AMPATCH_CARRIED, the folder that --prepare
+# fills (build/on_gpu); AMPATCH_FOR_PYTHON, the Python version of the GPU's machine (3.12); AMPATCH_CACHE, where
+# libraries are built (/tmp/ampatch-on-gpu).
 set -uo pipefail
 
-if [ $# -ne 1 ]; then
-    echo "usage: $0 DIRECTORY" >&2
+usage() {
+    sed -n '4,6s/^# *//p' "$0" >&2
     exit 2
-fi
-mkdir -p "$1" || exit 2
-out=$(cd "$1" && pwd)
-cd "$(dirname "$0")/.." || exit 2
+}
 
-PYTHON=${PYTHON:-python3}
+root=$(cd "$(dirname "$0")/.." && pwd) || exit 2
+PYTHON=$(command -v "${PYTHON:-python3}") || { echo "there is no ${PYTHON:-python3}" >&2; exit 2; }
+carried=$(realpath -m "${AMPATCH_CARRIED:-$root/build/on_gpu}")
+device=cuda
+
+# What is carried to a machine without a network: the operators for H100 and H200, and packages that may be missing.
+prepare() {
+    local platform platforms=() version=${AMPATCH_FOR_PYTHON:-3.12}
+    for platform in manylinux_2_28 manylinux_2_17 manylinux2014 manylinux_2_12 manylinux_2_5 manylinux1; do
+        platforms+=(--platform "${platform}_x86_64")
+    done
+    rm -rf "$carried" && mkdir -p "$carried/cache" || return
+    AMPATCH_CACHE=$carried/cache "$PYTHON" -c \
+        'from ampatch.native.extension_build import build; print(build("cuda", ["90"]).library.path)' || return
+    rm -rf "$carried/cache/objects" "$carried"/cache/.*.lock
+    "$PYTHON" -m pip install --quiet --no-compile --target "$carried/site-$version" \
+        --constraint "$root/constraints.txt" --python-version "$version" --only-binary :all: "${platforms[@]}" \
+        pytest pytest-xdist hypothesis wrapt PyYAML filelock tqdm || return
+    du -sh "$carried"
+    if [ "$(du -sm "$carried" | cut -f 1)" -ge 64 ]; then
+        echo "$carried has 64 MiB or more" >&2
+        return 1
+    fi
+}
+
+case ${1-} in
+--prepare) [ $# -eq 1 ] || usage; prepare; exit ;;
+--dry-run) [ $# -le 2 ] || usage; parts=(1 2 3) device=cpu out=${2-} ;;
+[123]) [ $# -eq 2 ] || usage; parts=("$1") out=$2 ;;
+*) usage ;;
+esac
+
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-export AMPATCH_CACHE=$scratch/cache AMPATCH_CALLS=auto
-# Python imports a copy with the layout of an installed package, not the working directory.
-export PYTHONPATH=$scratch${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
-cp -R ampatch "$scratch/ampatch" && cp -R csrc lists "$scratch/ampatch" || exit 2
-failed=0
+out=$(realpath -m "${out:-$scratch/out}")
+mkdir -p "$out" "$scratch/logs" || exit 2
+cd "$root" || exit 2
 
-# part NAME SECONDS COMMAND...
-part() {
-    local name=$1 limit=$2 began=$SECONDS status
+export PYTHON PATH=$PATH:/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer
+export AMPATCH_CACHE=${AMPATCH_CACHE:-${TMPDIR:-/tmp}/ampatch-on-gpu} AMPATCH_KERNELS=auto AMPATCH_CALLS=auto
+# Python imports a copy with the layout of an installed package, not the working directory.
+site=$carried/site-$("$PYTHON" -c 'import sys; print(*sys.version_info[:2], sep=".")')
+export PYTHONPATH=$scratch:$root/benchmarks:$site${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+cp -R ampatch "$scratch/ampatch" && cp -R csrc lists "$scratch/ampatch" || exit 2
+mkdir -p "$AMPATCH_CACHE" || exit 2
+[ ! -d "$carried/cache" ] || cp -Rn "$carried/cache/." "$AMPATCH_CACHE"
+
+# Other plugins of the machine's pytest are not loaded: some warn, and warnings are errors in these tests.
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+tests=("$PYTHON" -m pytest -p no:cacheprovider --continue-on-collection-errors --tb=short -p _hypothesis_pytestplugin)
+beside=(-p xdist.plugin -n 6) # one GPU: more processes would wait for it, and each holds half a GiB of its memory
+"$PYTHON" -c 'import xdist' 2>/dev/null || beside=()
+core=(tests/test_operators.py tests/test_kernels.py tests/test_no_synchronisation.py tests/test_master_weights.py
+    tests/test_memory.py tests/test_weight_cache.py tests/integration/test_cuda_graphs.py)
+# Short tests that reach every kernel, lists that are longer than a launch holds, and sums over blocks of threads.
+sanitized=(tests/test_operators.py::TestOnAGpu::test_all_of_them_do_what_torch_does
+    tests/test_operators.py::TestUnscale::test_many_tensors_each_with_a_value_of_its_own
+    tests/test_operators.py::TestFoundInfNorm::test_constant_tensors_whose_sums_all_round_one_way)
+quick=() smaller=() building=cuda slower=1
+
+if [ $device = cpu ]; then
+    # The same lines, with stand-ins for the tools that need a GPU. They run the program that they are given.
+    mkdir "$scratch/stand-ins"
+    cat >"$scratch/stand-ins/ncu" <<'STAND_IN'
+#!/usr/bin/env bash
+echo "a stand-in for ${0##*/}, which needs a GPU"
+while [ $# -gt 0 ] && [ "$1" != "$PYTHON" ]; do shift; done
+[ $# -eq 0 ] || exec "$@"
+STAND_IN
+    chmod +x "$scratch/stand-ins/ncu"
+    ln -s ncu "$scratch/stand-ins/nvidia-smi"
+    ln -s ncu "$scratch/stand-ins/compute-sanitizer"
+    PATH=$scratch/stand-ins:$PATH
+    tests+=(--collect-only --quiet) quick=(--quick) smaller=(--width 64 --layers 2)
+    building=auto slower=10
+fi
+
+# step NAME SECONDS COMMAND...: runs a command for at most so long, and never beyond the end of the part.
+step() {
+    local name=$1 limit=$(($2 * slower)) left=$((ends - SECONDS - 10)) log=$scratch/logs/$1.log
+    local began=$SECONDS status=124
     shift 2
+    [ "$left" -ge "$limit" ] || limit=$left
     echo "$name ..."
-    timeout --kill-after=10 "$limit" "$@" >"$out/$name.log" 2>&1
-    status=$?
-    if [ $status -ne 0 ]; then
-        failed=1
-        tail -n 40 "$out/$name.log"
+    if [ "$limit" -le 0 ]; then
+        echo "not run: no time was left" >"$log"
+    else
+        # Interrupted, pytest still names the tests that failed so far.
+        timeout --signal=INT --kill-after=9 "$limit" "$@" >"$log" 2>&1
+        status=$?
     fi
-    printf '%-10s exit status %3d %5d s  %s\n' "$name" $status $((SECONDS - began)) \
-        "$(grep -v '^[[:space:]]*$' "$out/$name.log" | tail -n 1 | cut -c 1-120)" >>"$out/summary.txt"
+    if [ "$status" -ne 0 ]; then
+        failed=1
+        tail -n 40 "$log"
+    fi
+    printf '%-22s exit status %3d %5d s  %s\n' "$name" "$status" $((SECONDS - began)) \
+        "$(grep -v '^[[:space:]]*$' "$log" | tail -n 1 | cut -c 1-200)" >>"$out/summary.txt"
+    return "$status"
 }
 
 machine() {
-    nvidia-smi && nvcc --version &&
-        "$PYTHON" -c 'import torch; print("torch", torch.__version__, "on", torch.cuda.get_device_name())'
+    step machine 20 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
 }
 
-# sanitized TOOL SELECTION
-sanitized() {
-    # Without torch's memory cache every tensor is a separate allocation, so that the sanitizer checks its bounds.
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 99 \
-        "$PYTHON" -m pytest -p no:cacheprovider -m gpu tests/test_operators.py -k "$2"
+# build SECONDS: sets `kernels` to the implementation that tests can run with. Without a library each of their processes
+# would build it again.
+build() {
+    kernels=torch
+    step build "$1" "$PYTHON" -m ampatch build --device "$building" && kernels=extension
 }
 
-export -f machine sanitized
-export PYTHON
+part_1() {
+    ends=$((SECONDS + 400 * slower))
+    machine
+    step probe 45 "$PYTHON" benchmarks/probe.py --device "$device"
+    build 110
+    if [ $kernels = extension ]; then
+        step tests-extension 110 env AMPATCH_KERNELS=extension \
+            "${tests[@]}" "${beside[@]}" -m "gpu and not slow" "${core[@]}"
+    else
+        echo "tests-extension        not run: the extension was not built" >>"$out/summary.txt"
+    fi
+    step tests-torchs-kernels 95 env AMPATCH_KERNELS=torch AMPATCH_CALLS=python \
+        "${tests[@]}" "${beside[@]}" -m "gpu and not slow" "${core[@]}"
+}
+
+part_2() {
+    # The card's clocks stay as they are. A torch.cuda.profiler range limits the profile to a copy and two operators.
+    local ncu=(ncu --clock-control none --profile-from-start off)
+    local sections=(SpeedOfLight Occupancy LaunchStats MemoryWorkloadAnalysis MemoryWorkloadAnalysis_Tables)
+    local sectors=l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op metrics profile
+    metrics=${sectors}_ld.ratio,${sectors}_st.ratio,gpu__time_duration.sum
+    metrics+=,dram__throughput.avg.pct_of_peak_sustained_elapsed,dram__bytes_read.sum,dram__bytes_write.sum
+    profile=("$PYTHON" benchmarks/unscale.py --device "$device" "${quick[@]}" --only large --dtypes bfloat16
+        --profile "unscale_copy,unscale_add")
+    ends=$((SECONDS + 380 * slower))
+    machine
+    build 110
+    step kernels 120 "$PYTHON" benchmarks/unscale.py --device "$device" "${quick[@]}" --only large,transformer \
+        --json "$out/kernels.json"
+    step launches 40 "$PYTHON" benchmarks/unscale.py --device "$device" "${quick[@]}" --only 1,1024 \
+        --json "$out/launches.json"
+    step profile 40 "${ncu[@]}" --csv --page raw --metrics "$metrics" "${profile[@]}"
+    step profile-sections 40 "${ncu[@]}" "${sections[@]/#/--section=}" "${profile[@]}"
+}
+
+part_3() {
+    ends=$((SECONDS + 540 * slower))
+    machine
+    build 90
+    step steps 120 "$PYTHON" benchmarks/steps.py --device "$device" "${quick[@]}" --json "$out/steps.json"
+    step memory 50 "$PYTHON" benchmarks/memory.py --device "$device" "${smaller[@]}" --json "$out/memory.json"
+    # Without two that do what this script does itself, and take long: they build the extension, and sanitize all tests.
+    local others=(env "AMPATCH_KERNELS=$kernels" "${tests[@]}" "${beside[@]}")
+    others+=(-k "not compute_sanitizer and not it_is_built")
+    step other-tests 100 "${others[@]}" -m "gpu and not slow" tests "${core[@]/#/--ignore=}"
+    step slow-tests 30 "${others[@]}" -m "gpu and slow" tests
+    # Last, as they may hang. Without torch's memory cache each tensor is an allocation, whose bounds are checked.
+    for tool in memcheck racecheck; do
+        step "$tool" 60 env AMPATCH_KERNELS=extension PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+            compute-sanitizer --tool "$tool" --error-exitcode 99 "${tests[@]}" -m gpu "${sanitized[@]}"
+    done
+}
+
+failed=0
 : >"$out/summary.txt"
-part machine 60 bash -c machine
-part build 300 "$PYTHON" -m ampatch build --device cuda
-part tests 200 "$PYTHON" -m pytest -p no:cacheprovider --continue-on-collection-errors -m gpu
-part benchmark 300 "$PYTHON" benchmarks/unscale.py --device cuda --json "$out/benchmark.json"
-part memory 150 "$PYTHON" benchmarks/memory.py --device cuda
-part memcheck 150 bash -c 'sanitized memcheck "$1"' - \
-    "not_finite_wherever or masters_hold_before or many_tensors or constant_tensors or midway or TestUpdateScale"
-part racecheck 100 bash -c 'sanitized racecheck "$1"' - "constant_tensors or not_finite_wherever"
+for part in "${parts[@]}"; do
+    case $part in
+    1) part_1 ;;
+    2) part_2 ;;
+    3) part_3 ;;
+    esac
+done
+tar -czf "$out/logs.tar.gz" -C "$scratch" logs
 
 echo
-cat "$out/benchmark.log" "$out/memory.log"
+for name in probe kernels launches profile steps memory; do
+    [ ! -e "$scratch/logs/$name.log" ] || cat "$scratch/logs/$name.log"
+done
 echo
 cat "$out/summary.txt"
 exit $failed

@@ -41,10 +41,16 @@ class Peer:
         model: float32 model.
         make_optimizer: function that makes an optimizer from parameters.
         half: float16 or bfloat16; this class computes in float32 nevertheless.
+
+    Attributes:
+        max_norm: total norm to clip gradients to in a step; None: steps clip nothing.
     """
+
+    max_norm: float | None = None
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, half: torch.dtype) -> None:
         self.model, self.half = model, half
+        self.device = next(model.parameters()).device
         self.scales = half is torch.float16
         self.optimizer = make_optimizer(model.parameters())
 
@@ -64,6 +70,15 @@ class Peer:
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
+    def clip(self) -> None:
+        """Clips the gradients to `max_norm`, if it is set."""
+        if self.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.clipped(), self.max_norm)
+
+    def clipped(self) -> Iterable[Tensor]:
+        """Returns the parameters whose gradients are clipped."""
+        return self.model.parameters()
+
     def step(self, batch: Batch, done: Done = nobody) -> Tensor:
         """Runs a training step.
 
@@ -80,6 +95,7 @@ class Peer:
         done("forward")
         loss.backward()
         done("backward")
+        self.clip()
         self.optimizer.step()
         done("step")
         return loss
@@ -96,21 +112,26 @@ class Autocast(Peer):
 
     def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer, half: torch.dtype) -> None:
         super().__init__(model, make_optimizer, half)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=LOSS_SCALE, enabled=self.scales)
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=LOSS_SCALE, enabled=self.scales)
 
     def casts(self) -> contextlib.AbstractContextManager[object]:
-        return torch.autocast("cpu", dtype=self.half)
+        return torch.autocast(self.device.type, dtype=self.half)
 
     def outputs(self, input: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=self.half):
+        with torch.autocast(self.device.type, dtype=self.half):
             return self.model(input)
 
     def loss(self, batch: Batch) -> Tensor:
-        with torch.autocast("cpu", dtype=self.half):
+        with torch.autocast(self.device.type, dtype=self.half):
             return F.cross_entropy(self.model(batch.input), batch.target)
 
     def forget_casts(self) -> None:
         torch.clear_autocast_cache()
+
+    def clip(self) -> None:
+        if self.max_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            super().clip()
 
     def step(self, batch: Batch, done: Done = nobody) -> Tensor:
         self.optimizer.zero_grad()
@@ -121,7 +142,8 @@ class Autocast(Peer):
         done("scale")
         scaled.backward()
         done("backward")
-        self.scaler.step(self.optimizer)  # unscales first
+        self.clip()
+        self.scaler.step(self.optimizer)  # unscales first, unless `clip` has
         done("step")
         self.scaler.update()
         done("update")
@@ -160,14 +182,22 @@ class WithAmp(Peer):
         done("zero_grad")
         loss = self.loss(batch)
         done("forward")
-        with self.amp.scale_loss(loss, self.optimizer) as scaled:
+        with self.scaled(loss) as scaled:
             done("scale")
             scaled.backward()
             done("backward")
         done("unscale")
+        self.clip()
         self.optimizer.step()
         done("step")
         return loss
+
+    def scaled(self, loss: Tensor) -> contextlib.AbstractContextManager[Tensor]:
+        """Returns the block that scales a loss, and unscales the gradients on exit."""
+        return self.amp.scale_loss(loss, self.optimizer)
+
+    def clipped(self) -> Iterable[Tensor]:
+        return self.amp.master_params(self.optimizer)
 
 
 class Apex(WithAmp):
@@ -193,13 +223,21 @@ class Ampatch(WithAmp):
         # Both sequences have the order of the model's parameters.
         self.pairs = list(zip(self.model.parameters(), amp.master_params(self.optimizer), strict=True))
         self.scale, self.inv_scale, self.found_inf = (
-            torch.tensor(LOSS_SCALE),
-            torch.tensor(1 / LOSS_SCALE),
-            torch.zeros(()),
+            torch.tensor(LOSS_SCALE, device=self.device),
+            torch.tensor(1 / LOSS_SCALE, device=self.device),
+            torch.zeros((), device=self.device),
         )
 
     def forget_casts(self) -> None:
         self.amp.clear_cache()
+
+    def scaled(self, loss: Tensor) -> contextlib.AbstractContextManager[Tensor]:
+        # `clip` reads the gradients once, for overflows and for the norm, if it finds them scaled.
+        return self.amp.scale_loss(loss, self.optimizer, delay_unscale=self.max_norm is not None)
+
+    def clip(self) -> None:
+        if self.max_norm is not None:
+            self.amp.clip_grad_norm_(self.optimizer, self.max_norm)
 
     def work_on_gradients(self, done: Done) -> None:
         halves = [(own.grad, master.grad) for own, master in self.pairs if own is not master]
@@ -245,8 +283,9 @@ class ByHand(Peer):
                 self.kept.append(parameter)
                 updated.append(parameter)
         super().__init__(model, lambda _: make_optimizer(updated), half)
-        self.scale, self.inv_scale = torch.tensor(LOSS_SCALE), torch.tensor(1 / LOSS_SCALE)
-        self.growth, self.found_inf = torch.zeros((), dtype=torch.int32), torch.zeros(())
+        self.scale = torch.tensor(LOSS_SCALE, device=self.device)
+        self.inv_scale, self.found_inf = self.scale.reciprocal(), torch.zeros((), device=self.device)
+        self.growth = torch.zeros((), dtype=torch.int32, device=self.device)
         self.skips_by_itself = self.scales and getattr(self.optimizer, "_step_supports_amp_scaling", False)
 
     def outputs(self, input: Tensor) -> Tensor:
@@ -266,6 +305,7 @@ class ByHand(Peer):
         done("backward")
         self.unscale()
         done("unscale")
+        self.clip()
         self.update_weights()
         done("step")
         if self.scales:
@@ -281,6 +321,9 @@ class ByHand(Peer):
             wide += [parameter.grad for parameter in self.kept]
             inv_scale = torch.reciprocal(self.scale, out=self.inv_scale)
             torch._amp_foreach_non_finite_check_and_unscale_(wide, self.found_inf, inv_scale)
+
+    def clipped(self) -> Iterable[Tensor]:
+        return [*self.masters, *self.kept]
 
     def update_weights(self) -> None:
         if self.skips_by_itself:

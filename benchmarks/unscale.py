@@ -6,6 +6,9 @@ nothing else.
 
 On a GPU, device events measure the time. The host gets a head start, so that this is the device's time alone. The table
 also has the host's time to launch the kernels. A training step takes the longer of the two.
+
+With `--profile OPERATOR,...` it times nothing: it runs each operator once, after a copy, for a profiler such as
+Nsight Compute (`ncu --profile-from-start off`).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import on_device
 import torch
 from torch import Tensor
 
@@ -77,17 +81,20 @@ def elements(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes))
 
 
-def cases(device: str, quick: bool) -> dict[str, Shapes]:
-    """Returns the shapes to measure; those for the CPU are smaller, to save time and memory."""
+def cases(device: str, quick: bool) -> dict[str, tuple[str, Shapes]]:
+    """Returns titles and shapes to measure, by name; those for the CPU are smaller, to save time and memory."""
     large, layers = (100_000_000, 24) if device == "cuda" else (50_000_000, 2)
     small = 10_000
     if quick:
         large, layers, small = 10_000_000, 1, 1000
     return {
-        "one large tensor": [(large,)],
-        "ResNet-50": resnet50(),
-        f"a transformer of {layers} layers": transformer(layers),
-        "small tensors": [(100,)] * small,
+        "large": ("one large tensor", [(large,)]),
+        "resnet": ("ResNet-50", resnet50()),
+        "transformer": (f"a transformer of {layers} layers", transformer(layers)),
+        "small": ("small tensors", [(100,)] * small),
+        # Hardly any work, so that the cost of a launch shows: of one with few tensors, and of one with many.
+        "1": ("one small tensor", [(100,)]),
+        "1024": ("1,024 small tensors", [(100,)] * 1024),
     }
 
 
@@ -347,14 +354,7 @@ def seconds_on_gpu(call: Call, model: Model, head_start: float) -> tuple[float, 
 def launches(call: Call, model: Model, pristine: Model) -> int:
     """Returns the number of kernels that a call launches."""
     model.take_gradients(pristine)
-    torch.cuda.synchronize()
-    with torch.profiler.profile() as profile:  # with all activities, which also works without CUPTI
-        call(model)
-        torch.cuda.synchronize()
-    return sum(
-        event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
-        for event in profile.events()
-    )
+    return on_device.counts(lambda: call(model), "cuda").launches
 
 
 # Tables
@@ -413,6 +413,24 @@ def rows(shapes: Shapes, dtype: torch.dtype, device: str, rounds: int) -> Iterat
         }
 
 
+def profile(names: list[str], shapes: Shapes, dtype: torch.dtype, device: str) -> Iterator[str]:
+    """Runs a copy and the named operators once each, where a profiler sees only them; yields their names in order."""
+    model = Model(shapes, dtype, device)
+    calls = {operation.name: operation.ours for operation in operations(dtype) if operation.name in names}
+    chosen = {"copy_": copy, **calls}
+    for call in chosen.values():  # loads the kernels
+        call(model)
+    on_device.finish(device)
+    if device == "cuda":
+        torch.cuda.profiler.start()
+    for name, call in chosen.items():
+        call(model)
+        yield name
+    on_device.finish(device)
+    if device == "cuda":
+        torch.cuda.profiler.stop()
+
+
 def figures(size: int, timed: Timed) -> Row:
     return {"bytes_per_element": size or None, **asdict(timed)}
 
@@ -437,23 +455,44 @@ def load(device: str) -> extension.Library:
     return library
 
 
-def main() -> int:
+def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Returns the type of an argument that lists names, each of which must be known."""
+
+    def names(text: str) -> list[str]:
+        if unknown := [name for name in text.split(",") if name not in known]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}; expected some of {','.join(known)}")
+        return text.split(",")
+
+    return names
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    every_case = list(cases("cpu", True))
+    every_operator = [operation.name for operation in operations(torch.float16)]
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1, help="on the CPU (default: 1)")
     parser.add_argument("--quick", action="store_true", help="fewer elements, and fewer rounds")
+    parser.add_argument("--only", type=some_of(every_case), default=every_case, metavar="CASE,...")
+    parser.add_argument("--dtypes", type=some_of(DTYPES.values()), default=list(DTYPES.values()), metavar="DTYPE,...")
+    parser.add_argument("--profile", type=some_of(every_operator), metavar="OPERATOR,...", help="run these once")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
     options = parser.parse_args()
-    device: str = options.device
     if options.threads < 1:
         parser.error(f"argument --threads: {options.threads} is not 1 or more")
     if options.json and not options.json.absolute().parent.is_dir():
         parser.error(f"argument --json: there is no directory {options.json.parent}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: torch sees no GPU here")
+    return options
+
+
+def main() -> int:
+    options = arguments()
+    device: str = options.device
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     if device == "cuda":
-        if not torch.cuda.is_available():
-            parser.error("argument --device: torch sees no GPU here")
         torch.cuda.init()  # so that `find` looks for kernels for this GPU
         name, rounds = torch.cuda.get_device_name(), 30
     else:
@@ -463,11 +502,17 @@ def main() -> int:
     print(title)
 
     gc.disable()  # a collection would traverse a million tensors during a timed call
+    dtypes = [dtype for dtype, name in DTYPES.items() if name in options.dtypes]
+    chosen = [each for name, each in cases(device, options.quick).items() if name in options.only]
     result: list[Row] = []
-    for case, shapes in cases(device, options.quick).items():
+    for case, shapes in chosen:
         print(f"\n{case}: tensors {len(shapes):,}, elements {elements(shapes):,}")
+        if options.profile is not None:
+            for dtype in dtypes:
+                print(DTYPES[dtype], *profile(options.profile, shapes, dtype, device), sep="\n  ")
+            continue
         print(HEADING)
-        for dtype in DTYPES:
+        for dtype in dtypes:
             for found in rows(shapes, dtype, device, 3 if options.quick else rounds):
                 print(line(found), flush=True)
                 result.append({"case": case, **found})

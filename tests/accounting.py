@@ -84,9 +84,9 @@ class Accounting:
         self.left_out["slow"] += sum("slow" in item.keywords for item in items)
 
     @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leaves out what needs a GPU, where torch sees none."""
-        if not torch.cuda.is_available():
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leaves out what needs a GPU, where torch sees none; `--collect-only` lists it all the same."""
+        if not torch.cuda.is_available() and not config.option.collectonly:
             on_gpu = [item for item in items if "gpu" in item.keywords]
             self.left_out["gpu"] += len(on_gpu)
             items[:] = [item for item in items if "gpu" not in item.keywords]

@@ -8,8 +8,10 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +45,17 @@ os.environ.setdefault("AMPATCH_CACHE", str(Path(__file__).parent.parent / "build
 os.environ.setdefault("AMPATCH_KERNELS", "torch")
 # So with calls of patched functions: "compiled" has all tests run them in C++.
 os.environ.setdefault("AMPATCH_CALLS", "python")
+
+# Files that import a package which a machine without a network may lack. There they are left out; the summary says so.
+NEEDED = {
+    "integration/test_converted_architectures.py": "transformers",
+    "integration/test_skorch.py": "skorch",
+    "integration/test_traced_architectures.py": "transformers",
+    "test_casting.py": "transformers",
+    "test_convert_model.py": "onnx",
+}
+LEFT_OUT = {file: package for file, package in NEEDED.items() if find_spec(package) is None}
+collect_ignore = list(LEFT_OUT)
 
 # The machines that run this are shared: a slow example is no fault of the code. Every run draws the same examples, and
 # `make slow` more of them.
@@ -143,6 +156,31 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(700, 10, 100)  # of the oldest a tenth as many as usual
 
 
+# The implementations that amp chose in this run, in all of its processes.
+RAN_WITH: set[str] = set()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Notes the implementations that amp chose; under pytest-xdist, hands them on."""
+    RAN_WITH.update(each.chosen.why for each in (kernels._selection, calls._selection) if each.chosen is not None)
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["ran_with"] = sorted(RAN_WITH)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node: Any) -> None:
+    """Takes over what a process hands on."""
+    RAN_WITH.update(getattr(node, "workeroutput", {}).get("ran_with", ()))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Prints the implementations that the tests ran with, and the files that were left out."""
+    for chosen in sorted(RAN_WITH):
+        terminalreporter.line(f"Ran with {chosen}.")
+    for file, package in LEFT_OUT.items():
+        terminalreporter.line(f"Not run: tests/{file}, as {package} is not installed.")
+
+
 @pytest.fixture(autouse=True)
 def torch_is_unpatched() -> Iterator[None]:
     """After every test: amp is off, and torch is what it was before the first."""
@@ -218,6 +256,10 @@ def select() -> Iterator[Callable[[str | None], None]]:
 def _compiled_where_everything_runs_on_it(request: pytest.FixtureRequest) -> None:
     if os.environ["AMPATCH_KERNELS"] == "extension":
         request.getfixturevalue("compiled")
+        # Where a GPU cannot run the extension, amp only logs that torch's kernels do the work.
+        if torch.cuda.is_available():
+            gpu = torch.device("cuda", torch.cuda.current_device())
+            assert kernels._runs_on(gpu), f"the extension does not run on {torch.cuda.get_device_name(gpu)}"
     if os.environ["AMPATCH_CALLS"] == "compiled":
         request.getfixturevalue("compiled_calls")
 

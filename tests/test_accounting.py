@@ -81,6 +81,12 @@ def test_what_was_left_out_is_counted_with_how_to_run_it(suite: pytest.Pytester)
     ended.stdout.re_match_lines(LEFT_OUT)
 
 
+def test_what_needs_a_gpu_can_be_listed_without_one(suite: pytest.Pytester) -> None:
+    ended = suite.runpytest_inprocess(*OPTIONS, "--collect-only", "-q", "-m", "gpu")
+    assert ended.ret == pytest.ExitCode.OK
+    ended.stdout.fnmatch_lines(["*::test_on_a_gpu"])
+
+
 @pytest.mark.slow
 def test_a_machine_is_measured_by_importing_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounting, "_USUAL", 0.01)

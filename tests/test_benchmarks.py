@@ -6,16 +6,19 @@ import importlib
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 HALVES = ["float16", "bfloat16"]
@@ -294,3 +297,175 @@ def test_crossings_counts_the_modules_that_a_step_runs_through(monkeypatch, caps
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [row[:2] for row in rows] == [["O1", "model(x)"], ["O1", "block"], ["O2", "model(x)"], ["O2", "block"]]
     assert all("calls:" in row and int(row[row.index("calls:") - 1]) > 3 for row in rows)
+
+
+class TestOnGpu:
+    """`benchmarks/on_gpu.sh`."""
+
+    SCRIPT = BENCHMARKS / "on_gpu.sh"
+    STEPS = (
+        *("machine", "probe", "build", "tests-extension", "tests-torchs-kernels"),
+        *("machine", "build", "kernels", "launches", "profile", "profile-sections"),
+        *("machine", "build", "steps", "memory", "other-tests", "slow-tests", "memcheck", "racecheck"),
+    )
+    LINE = re.compile(r"(\S+) +exit status +(\d+) +\d+ s  (.*)")
+
+    def run(self, *arguments: object, python: Path | str = sys.executable) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHON": str(python)}
+        command = ["bash", str(self.SCRIPT), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+    def summary(self, directory: Path) -> list[tuple[str, int, str]]:
+        """Returns the name, the exit status and the last words of each step."""
+        found = map(self.LINE.fullmatch, (directory / "summary.txt").read_text(encoding="utf-8").splitlines())
+        return [(each[1], int(each[2]), each[3]) for each in found if each is not None]
+
+    @pytest.fixture
+    def fake(self, tmp_path: Path) -> Path:
+        """A Python that runs nothing: it prints its arguments, and fails if they name a probe."""
+        file = tmp_path / "python"
+        file.write_text('#!/bin/sh\necho "$@"\ncase "$*" in *"$FAILS_AT"*) exit 3 ;; esac\n', encoding="utf-8")
+        file.chmod(0o755)
+        return file
+
+    @pytest.mark.slow
+    @pytest.mark.once
+    def test_goes_through_every_line_on_a_cpu(self, tmp_path: Path) -> None:
+        done = self.run("--dry-run", tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        summary = self.summary(tmp_path)
+        assert [(name, status) for name, status, _ in summary] == [(name, 0) for name in self.STEPS]
+        for name, _, words in summary:
+            if "tests" in name or "check" in name:
+                assert re.match(r"[1-9]\d*(/\d+)? tests collected", words), name
+        figures = {"kernels.json", "launches.json", "steps.json", "memory.json"}
+        assert {file.name for file in tmp_path.iterdir()} == {"summary.txt", "logs.tar.gz", *figures}
+        for name in figures:
+            assert json.loads((tmp_path / name).read_text(encoding="utf-8"))["rows"]
+        with tarfile.open(tmp_path / "logs.tar.gz") as logs:
+            assert {Path(name).stem for name in logs.getnames()} == {"logs", *self.STEPS}
+
+    @pytest.mark.parametrize("fails_at", ["nowhere", "probe.py"], ids=["no-failure", "a-failure"])
+    def test_a_failed_step_shows_in_the_status_and_keeps_no_other_from_running(
+        self, fails_at: str, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FAILS_AT", fails_at)
+        monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path / "cache"))
+        done = self.run("--dry-run", tmp_path / "out", python=fake)
+        assert done.returncode == int(fails_at == "probe.py"), done.stdout + done.stderr
+        statuses = [(name, status) for name, status, _ in self.summary(tmp_path / "out")]
+        assert statuses == [(name, 3 if f"{name}.py" == fails_at else 0) for name in self.STEPS]
+
+    def test_without_the_extension_its_tests_are_not_run(
+        self, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FAILS_AT", "ampatch build")
+        monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path / "cache"))
+        assert self.run("--dry-run", tmp_path / "out", python=fake).returncode == 1
+        text = (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8")
+        assert re.search(r"tests-extension +not run: the extension was not built", text)
+
+    def test_the_limits_of_its_steps_fit_into_the_time_of_each_part(self) -> None:
+        text = self.SCRIPT.read_text(encoding="utf-8")
+        parts = re.findall(r"^part_\d\(\) {(.*?)^}", text, re.MULTILINE | re.DOTALL)
+        (machine,) = re.findall(r"step machine (\d+)", text)
+        ends = []
+        for part in parts:
+            ((end,),) = [re.findall(r"ends=\$\(\(SECONDS \+ (\d+)", part)]
+            limits = [*re.findall(r"step [a-z-]+ (\d+)", part), *re.findall(r"^    build (\d+)", part, re.MULTILINE)]
+            limits += 2 * re.findall(r'step "\$tool" (\d+)', part)  # memcheck and racecheck
+            assert sum(map(int, [machine, *limits])) <= int(end) - 10
+            ends.append(int(end))
+        assert max(ends) <= 9 * 60
+        assert sum(ends) <= 22 * 60
+        assert text.count("step ") - 2 <= len(self.STEPS)  # two are in comments
+
+    def test_the_files_that_it_names_exist(self) -> None:
+        named = re.findall(r"\b(?:tests|benchmarks)/[\w/]+\.py", self.SCRIPT.read_text(encoding="utf-8"))
+        assert len(named) > 10
+        assert [name for name in named if not (BENCHMARKS.parent / name).is_file()] == []
+
+    @pytest.mark.parametrize("arguments", [[], ["4", "x"], ["1"], ["--dry-run", "x", "y"], ["--prepare", "x"]], ids=str)
+    def test_other_arguments_are_refused(self, arguments: list[str]) -> None:
+        done = self.run(*arguments)
+        assert done.returncode == 2
+        assert done.stderr.count("benchmarks/on_gpu.sh") == 3
+
+
+class TestSteps:
+    """`benchmarks/steps.py`; `TestOnGpu` runs it."""
+
+    def test_times_are_ratios_within_a_round(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        steps = imported("steps", monkeypatch)
+        row = steps.Row("m", "float16", "ampatch O1", "", 10, 0, 2**20)
+        ours = [steps.Round(each, each / 2) for each in (1.0, 4.0, 3.0)]
+        reference = [steps.Round(2.0, 1.0), steps.Round(2.0, 1.0), steps.Round(6.0, 3.0)]
+        timed = steps.timed(row, ours, reference)
+        assert (timed.seconds, timed.host_seconds) == (3.0, 1.5)
+        assert timed.ratio.median == timed.host_ratio.median == 0.5
+        assert "0.50 (0.50 to 1.70)" in list(timed.cells())
+
+    def test_other_losses_are_named_and_not_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        steps = imported("steps", monkeypatch)
+        right, wrong = (steps.Evidence("float32", [loss]) for loss in (1.0, 2.0))
+        assert steps.fault_of(right, right) == ""
+        row = steps.Row("m", "float16", "ampatch O1", steps.fault_of(wrong, right), 10, 0, 2**20)
+        assert list(row.cells()) == ["ampatch O1", "other losses", "", "", "", "10", "0", "1.0"]
+
+    @pytest.mark.parametrize("half", HALVES)
+    def test_every_contender_clips_alike(self, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        steps, peers = imported("steps", monkeypatch), imported("peers", monkeypatch)
+
+        def losses(contender: str, max_norm: float | None) -> Any:
+            torch.manual_seed(0)
+            batch = steps.MODELS[steps.SMALL].batch()
+            make = peers.CONTENDERS[contender].make
+            with steps.set_up(make, steps.MODELS[steps.SMALL].make(), half, "SGD") as peer:
+                peer.max_norm = max_norm
+                found = [peer.step(batch) for _ in range(6)]
+            return steps.Evidence.of(found[0], *found)
+
+        clipped = losses(peers.UNPATCHED, 0.5)
+        assert steps.fault_of(losses(peers.UNPATCHED, None), clipped)
+        for name in (*steps.COMPARED, peers.BY_HAND):
+            assert not steps.fault_of(losses(name, 0.5), clipped), name
+
+
+class TestUnscale:
+    """`benchmarks/unscale.py`."""
+
+    @pytest.mark.parametrize(
+        ("option", "message"),
+        [
+            ("--only", "nothing; expected some of large,resnet,transformer,small,1,1024"),
+            ("--dtypes", "nothing; expected some of float16,bfloat16,float32"),
+            ("--profile", "nothing; expected some of unscale_,unscale_copy,"),
+        ],
+    )
+    def test_unknown_names_are_refused(
+        self, option: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        unscale = imported("unscale", monkeypatch)
+        monkeypatch.setattr(sys, "argv", ["unscale.py", "--device", "cpu", option, "nothing"])
+        with pytest.raises(SystemExit, match="2"):
+            unscale.main()
+        assert message in capsys.readouterr().err
+
+
+class TestProbe:
+    """`benchmarks/probe.py`."""
+
+    def test_what_a_check_raises_is_its_finding(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        probe = imported("probe", monkeypatch)
+
+        def fails(_: str) -> str:
+            raise RuntimeError("not\nimplemented")
+
+        monkeypatch.setattr(probe, "CHECKS", {"first": fails, "second": lambda device: f"on {device}"})
+        found = [("first", "raised RuntimeError: not implemented"), ("second", "on cpu")]
+        assert list(probe.behaviour("cpu")) == found
+
+    def test_packages_that_are_missing_are_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        probe = imported("probe", monkeypatch)
+        monkeypatch.setattr(probe, "OPTIONAL", ("no-such-package",))
+        assert list(probe.packages())[-1] == "missing: no-such-package"
