@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from ampatch import amp
 from ampatch.cli import main as cli
+from ampatch.diagnostics import preflight
 from ampatch.errors import OptionError, UsageError
 from ampatch.runtime import runtime
 
@@ -415,7 +417,9 @@ class TestNothingChanges:
             if raises:
                 with pytest.raises(KeyError) as caught:
                     flight(model, {"x": x, "bias": 1.0}, [level], loss)
-                assert "in float32" in caught.value.__notes__[0]
+                assert caught.value.__notes__ == [
+                    "ampatch: loss_fn raised this in float32, with amp off, before any opt level was tried."
+                ]
             else:
                 assert flight(model, {"x": x, "bias": 1.0}, [level], loss).is_finite
             assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -521,6 +525,43 @@ def number():
 def broken():
     raise ValueError("no data")
 
+def ends():
+    raise SystemExit(3)
+
+def needs(data):
+    return make()
+
+class Net(nn.Linear):
+    def forward(self, x, y=0):
+        return super().forward(x).reshape(3, 7)
+
+def bad_forward():
+    return Net(4, 4), torch.randn(2, 4), torch.sum
+
+def bad_inputs():
+    return nn.Linear(4, 4), (torch.randn(2, 4), 3), torch.sum
+
+def bad_loss():
+    return nn.Linear(4, 4), {"input": torch.randn(2, 4)}, lambda output: nn.functional.mse_loss(output, None)
+
+def of_files():
+    return nn.Linear(4, 4), torch.randn(2, 4), lambda output: open("absent")
+
+class Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise KeyError("saved")
+
+def bad_backward():
+    return nn.Linear(4, 4), torch.randn(2, 4), lambda output: Back.apply(output).sum()
+
+def swapped():
+    return torch.randn(2, 4), nn.Linear(4, 4), torch.sum
+
 value = 3
 """
 
@@ -554,22 +595,80 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("target", "told"),
         [
-            ("preflight_package.module", "expected MODULE:FUNCTION"),
-            ("preflight_package/module.py:make", "expected MODULE:FUNCTION"),
-            ("preflight_package.module:", "expected MODULE:FUNCTION"),
+            ("preflight_package.module", "expected MODULE:FUNCTION, such as preflight_package.module:one_step."),
+            ("preflight_package/module.py:make", "expected MODULE:FUNCTION, such as preflight_package.module:make."),
+            ("preflight_package.module:", "expected MODULE:FUNCTION, such as preflight_package.module:one_step."),
+            (":make", "expected MODULE:FUNCTION, such as train:make."),
             ("preflight_package.absent:make", "the module 'preflight_package.absent' cannot be imported"),
+            ("preflight_package.modul:make", "Did you mean 'preflight_package.module'"),
             ("preflight_package.module:maker", "has no 'maker'; expected a function. Did you mean 'make'?"),
             ("preflight_package.module:value", "has 'int' as 'value'; expected a function"),
             ("preflight_package.module:pair", "returned 2 values; expected three"),
             ("preflight_package.module:number", "returned int; expected three"),
-            ("preflight_package.module:broken", "raised ValueError: no data"),
+            ("preflight_package.module:swapped", "module:swapped: found Tensor as a model; expected a torch.nn.Module"),
+            ("preflight_package.module:needs", "It is called without arguments, and is to return the model"),
         ],
     )
     def test_a_wrong_target(self, target: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["preflight", target]) == 1
-        error = capsys.readouterr().err
+        (error,) = capsys.readouterr().err.splitlines()
         assert error.startswith("ampatch: error: ")
         assert told in error
+
+    def test_a_wrong_level_is_told_before_the_model_is_built(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["preflight", "preflight_package.module:broken", "--level", "O7"]) == 1
+        assert "opt_level is 'O7'" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("function", "told", "line"),
+        [
+            ("broken", "broken raised ValueError: no data", 'raise ValueError("no data")'),
+            ("ends", "ends raised SystemExit: 3", "raise SystemExit(3)"),
+            ("bad_forward", "RuntimeError: shape '[3, 7]' is invalid", "return super().forward(x).reshape(3, 7)"),
+            ("bad_inputs", "TypeError: Linear.forward() takes 2 positional arguments but 3 were given", None),
+            ("bad_loss", "AttributeError: 'NoneType'", "mse_loss(output, None)"),
+            ("of_files", "FileNotFoundError: [Errno 2]", 'lambda output: open("absent")'),
+            ("bad_backward", "KeyError: 'saved'", 'raise KeyError("saved")'),
+        ],
+    )
+    def test_what_the_users_code_raises_is_one_error_with_its_line(
+        self, function: str, told: str, line: str | None, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main(["preflight", f"preflight_package.module:{function}"]) == 1
+        (error,) = capsys.readouterr().err.splitlines()
+        assert error.startswith(f"ampatch: error: preflight_package.module:{function}")
+        assert told in error
+        if line is not None:
+            number = next(place for place, text in enumerate(USERS_MODULE.splitlines(), 1) if line in text)
+            place = Path("preflight_package", "module.py")
+            assert f", at {place}:{number}: {USERS_MODULE.splitlines()[number - 1].strip()}. " in error
+        # The code that it says to type raises the same.
+        (code,) = shlex.split(error.partition("type: python -c ")[2])
+        sys.path.insert(0, "")
+        try:
+            with pytest.raises((Exception, SystemExit)) as caught:
+                exec(code, {})
+        finally:
+            sys.path.remove("")
+        assert f"{type(caught.value).__name__}: {caught.value}" in error
+
+    def test_a_fault_of_ampatch_keeps_its_traceback(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def judge(*_: object) -> None:
+            raise LookupError("of ours")
+
+        monkeypatch.setattr(preflight, "underflows", judge)
+        with pytest.raises(LookupError):
+            cli.main(["preflight", "preflight_package.module:make", "--level", "O4", "--no-measure"])
+
+    def test_too_little_memory_is_one_error(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def judge(*_: object) -> None:
+            raise torch.OutOfMemoryError("tried to allocate")
+
+        monkeypatch.setattr(preflight, "underflows", judge)
+        assert cli.main(["preflight", "preflight_package.module:make", "--level", "O4", "--no-measure"]) == 1
+        assert "Give it a smaller batch." in capsys.readouterr().err
 
 
 def test_time_and_memory_of_every_level() -> None:

@@ -88,7 +88,15 @@ class Subject:
             OptionError: ``loss_fn`` returns no scalar that depends on a parameter.
         """
         args, kwargs = arguments
-        loss = self.loss_fn(model(*args, **kwargs))
+        return self.loss_for(model(*args, **kwargs))
+
+    def loss_for(self, output: Any) -> Tensor:
+        """Returns the loss for the output of a forward pass.
+
+        Raises:
+            OptionError: ``loss_fn`` returns no scalar that depends on a parameter.
+        """
+        loss = self.loss_fn(output)
         if not isinstance(loss, Tensor):
             raise OptionError(
                 f"loss_fn returned {type(loss).__name__!r}; expected a scalar tensor. For a model that returns its "
