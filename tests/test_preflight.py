@@ -145,6 +145,25 @@ class _Doubled(torch.autograd.Function):
         return grad * 2
 
 
+@pytest.fixture
+def masked() -> Iterator[type[nn.Linear]]:
+    """A module whose random mask depends on the type, as on a GPU, which draws other numbers for other types."""
+
+    def mask(x: Tensor) -> Tensor:
+        drawn = torch.rand(x.shape)
+        return ((drawn if x.dtype is torch.float32 else drawn.flip(0)) < 0.5).to(x.dtype)
+
+    class Masked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            lifted = super().forward(x)
+            return lifted * torch.ops.preflight_tests_random.mask(lifted.detach())
+
+    with torch.library._scoped_library("preflight_tests_random", "DEF") as library:
+        library.define("mask(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+        library.impl("mask", mask, "CompositeExplicitAutograd")
+        yield Masked
+
+
 @pytest.fixture(scope="module")
 def result() -> Any:
     torch.manual_seed(0)
@@ -255,6 +274,78 @@ class TestOverflowInBackward:
         assert all(row.share == 1 and row.share_scaled == 0 and row.scale == 2**16 for row in result.underflows)
 
 
+class Biases(nn.Module):
+    """Has biases whose gradients are zero by mathematics: before a batch norm, and of the keys of an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.norm, self.drop = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
+        self.keys, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.norm(self.lift(x)).relu()).view(4, 4, 8)
+        return self.head((x @ self.keys(x).transpose(-1, -2)).softmax(-1) @ x)
+
+
+class TestRoundingNoise:
+    def test_is_told_from_small_gradients(self) -> None:
+        result = flight(Biases(), torch.randn(16, 4), loss_fn=lambda output: mean_square(output) * 1e-7)
+        assert {row.parameter for row in result.underflows} >= {
+            "lift.weight",
+            "keys.weight",
+            "norm.bias",
+            "head.weight",
+        }
+        assert {row.parameter for row in result.underflows if row.is_noise} == {"lift.bias", "keys.bias"}
+        assert all(row.is_noise for row in result.underflows[-2:])
+        assert all(row.noise < 0.05 for row in result.underflows[:-2])
+        assert "; rounding noise in float32 too" in str(result)
+        assert "Rounding noise: the gradient of a float64 step differs by at least its own size." in str(result)
+
+    def test_of_small_gradients_alone_there_is_none(self) -> None:
+        result = flight(nn.Linear(4, 4), torch.randn(8, 4), loss_fn=lambda output: mean_square(output) * 1e-8)
+        assert {row.noise for row in result.underflows} == {0.0}
+        assert "none of these is rounding noise" in str(result)
+
+    def test_targets_and_masks_of_dropout_stay_as_they_are(self, masked: type[nn.Linear]) -> None:
+        model, target = nn.Sequential(masked(4, 32), nn.Dropout(0.5), nn.Linear(32, 4)), torch.randn(8, 4)
+        result = flight(model, torch.randn(8, 4), loss_fn=lambda output: F.mse_loss(output, target) * 1e-8)
+        assert result.noise_unknown == ""
+        assert {row.noise for row in result.underflows} == {0.0}
+
+    @pytest.mark.parametrize(
+        ("in_float64", "why"),
+        [("raise TypeError('float32 only')", "TypeError: float32 only"), ("x = x.sin()", "so that it is another step")],
+        ids=["raises", "differs"],
+    )
+    def test_without_a_step_in_float64_nothing_is_called_noise(self, in_float64: str, why: str) -> None:
+        class Narrow(Biases):
+            def forward(self, x: Tensor) -> Tensor:
+                if x.dtype is torch.float64:
+                    scope = {"x": x}
+                    exec(in_float64, scope)
+                    x = scope["x"]
+                return super().forward(x)
+
+        result = flight(Narrow(), torch.randn(16, 4))
+        assert why in result.noise_unknown
+        assert {row.noise for row in result.underflows} == {None}
+        assert "Rounding noise was not told from small gradients by a float64 step: " in str(result)
+
+    @pytest.mark.parametrize("dropout", [0.0, 0.5])
+    def test_nor_if_an_attention_kernel_draws_its_own_dropout(self, dropout: float) -> None:
+        class Attending(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                lifted = super().forward(x)
+                return lifted * torch.ops.preflight_tests_attention.attention(lifted.detach(), dropout)
+
+        with torch.library._scoped_library("preflight_tests_attention", "DEF") as library:
+            library.define("attention(Tensor x, float dropout_p=0.0) -> Tensor")
+            library.impl("attention", lambda x, _=0.0: torch.ones_like(x), "CompositeExplicitAutograd")
+            result = flight(Attending(4, 4), torch.randn(8, 4), loss_fn=lambda output: mean_square(output) * 1e-8)
+        assert ("drew its own dropout" in result.noise_unknown) is (dropout > 0)
+
+
 class TestPrecision:
     def test_a_difference_of_large_numbers(self) -> None:
         result = flight(Offset(), torch.randn(8, 4), [("O1", BFLOAT16)])
@@ -284,20 +375,8 @@ class TestPrecision:
         assert all(each.gradient_error < 0.05 for each in result.levels)
         assert result.uncompared > 0
 
-    def test_random_operators_that_draw_otherwise_in_half_do_so_too(self) -> None:
-        def mask(x: Tensor) -> Tensor:
-            drawn = torch.rand(x.shape)  # a GPU draws other numbers for other types
-            return ((drawn if x.dtype is torch.float32 else drawn.flip(0)) < 0.5).to(x.dtype)
-
-        class Masked(nn.Linear):
-            def forward(self, x: Tensor) -> Tensor:
-                lifted = super().forward(x)
-                return lifted * torch.ops.preflight_tests_random.mask(lifted.detach())
-
-        with torch.library._scoped_library("preflight_tests_random", "DEF") as library:
-            library.define("mask(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
-            library.impl("mask", mask, "CompositeExplicitAutograd")
-            result = flight(Masked(16, 4), torch.randn(8, 16), ["O1", "O2"])
+    def test_random_operators_that_draw_otherwise_in_half_do_so_too(self, masked: type[nn.Linear]) -> None:
+        result = flight(masked(16, 4), torch.randn(8, 16), ["O1", "O2"])
         assert all(each.gradient_error < 0.05 for each in result.levels)
 
 
@@ -656,7 +735,7 @@ class TestCommand:
         def judge(*_: object) -> None:
             raise LookupError("of ours")
 
-        monkeypatch.setattr(preflight, "underflows", judge)
+        monkeypatch.setattr(preflight, "Underflows", judge)
         with pytest.raises(LookupError):
             cli.main(["preflight", "preflight_package.module:make", "--level", "O4", "--no-measure"])
 
@@ -666,7 +745,7 @@ class TestCommand:
         def judge(*_: object) -> None:
             raise torch.OutOfMemoryError("tried to allocate")
 
-        monkeypatch.setattr(preflight, "underflows", judge)
+        monkeypatch.setattr(preflight, "Underflows", judge)
         assert cli.main(["preflight", "preflight_package.module:make", "--level", "O4", "--no-measure"]) == 1
         assert "Give it a smaller batch." in capsys.readouterr().err
 

@@ -19,10 +19,11 @@ from torch.nn.parameter import is_lazy
 from ampatch.diagnostics.examiner import Examiner
 from ampatch.diagnostics.preflight_measuring import Measured, measured
 from ampatch.diagnostics.preflight_mending import Mended, banned_functions, mended
-from ampatch.diagnostics.preflight_operators import Operators, autograd_functions, underflows
+from ampatch.diagnostics.preflight_operators import Operators, autograd_functions
 from ampatch.diagnostics.preflight_report import FAILS, STANDS, LevelVerdict, Preflight, level_and_halves
 from ampatch.diagnostics.preflight_steps import RandomState, Setup, Step, Subject, dense
 from ampatch.diagnostics.preflight_trials import GRADIENT_BOUND, Trial, examined, tried
+from ampatch.diagnostics.preflight_underflows import Underflows
 from ampatch.diagnostics.watch import Watch
 from ampatch.distributed import is_sharded
 from ampatch.errors import AmpError, OptionError, UsageError
@@ -183,6 +184,7 @@ class _Flight:
         reference, operators, trace, called = self._in_float32()
         if operators is None:
             return Preflight(name, reference.loss, False, trace, tolerance=self._tolerance)
+        underflows = Underflows(self._subject, reference, self._state, operators.draws_itself)
         verdicts: list[LevelVerdict] = []
         setups: list[Setup | None] = [Setup("O0", torch.float16)]
         banned = banned_functions(called)
@@ -209,12 +211,13 @@ class _Flight:
             operators.out_of_range,
             operators.imprecise,
             operators.uncompared,
-            underflows(reference, _settled_scale(verdicts)),
+            underflows.rows(_settled_scale(verdicts)),
             operators.unlisted,
             self._tolerance,
             GRADIENT_BOUND,
             found[0].milliseconds,
             found[0].peak_bytes,
+            underflows.uncompared,
         )
 
     def _in_float32(self) -> tuple[Step, Operators | None, Any, list[str]]:
