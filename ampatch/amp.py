@@ -679,6 +679,7 @@ def preflight(
         UsageError: amp is set up.
         OptionError: an argument has a value that is not allowed; the model cannot be copied; or ``loss_fn`` returns no
             scalar that depends on a parameter.
+        Exception: what the model or ``loss_fn`` raises in float32, with a note that says so.
     """
     checked = adopted_model.check_model(model)
     if not callable(loss_fn):
@@ -870,7 +871,7 @@ def stats() -> dict[str, int | float]:
           the next two.
         - "clean_steps": updates of the scale without overflow since it last changed, which is one for each block that
           unscales. Of a static scale, all of them.
-        - "overflows": overflows for which a step was skipped.
+        - "overflows": overflows for which a step was skipped; one for a block, whatever the number of optimizers.
         - "skipped_steps": skipped steps of all optimizers. With several optimizers also "skipped_steps/0" and so on, in
           the order in which amp got them; a deleted one keeps its number.
         - "casts", "cache_hits": as in `cast_counts`.

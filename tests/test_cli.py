@@ -145,6 +145,8 @@ def test_that_numpy_is_missing_is_not_said(command: str) -> None:
 
 
 #: Runs a command, then prints which modules beginning so are there; those that torch itself has imported excepted.
+NAMED = ". Type the name that stands after `import`, such as package.module."
+ALONE = "For its traceback, type: python -c"
 WHAT_IT_IMPORTS = """
 import contextlib, io, sys
 before = set(sys.modules)
@@ -187,7 +189,7 @@ class TestImports:
         found = imported_by(arguments, fresh)
         assert {name for name in found if name.startswith("ampatch.")} == {
             *(f"ampatch.{name}" for name in ("cast_lists", "cli", "errors", "lists", "opt_levels")),
-            *(f"ampatch.cli.{name}" for name in ("commands", "main", "run")),
+            *(f"ampatch.cli.{name}" for name in ("commands", "main", "run", "users_errors")),
             *(f"ampatch.cast_lists.{name}" for name in LISTS),
         }
         assert not any(name.startswith("torch") for name in found)  # neither torch._dynamo nor torch.distributed
@@ -554,22 +556,48 @@ class TestDoctor:
         assert runtime.live is not None
 
     @pytest.mark.parametrize(
-        ("name", "why"),
+        ("name", "why", "advice"),
         [
-            ("missing", "ModuleNotFoundError: No module named 'missing'"),
-            ("raises", "ValueError: of its own, in lines"),
-            ("ends", "SystemExit: 0"),
-            ("ends.py", "SystemExit: 0"),
-            ("sound.py", "ModuleNotFoundError: No module named 'sound.py'; 'sound' is not a package"),
-            ("", "ValueError: Empty module name"),
-            (".sound", "TypeError: the 'package' argument is required to perform a relative import for '.sound'"),
+            ("missing", "ModuleNotFoundError: No module named 'missing'", NAMED),
+            ("raise", "ModuleNotFoundError: No module named 'raise'", f"{NAMED} Did you mean 'raises'?"),
+            (
+                "sound.py",
+                "ModuleNotFoundError: No module named 'sound.py'; 'sound' is not a package",
+                f"{NAMED} Did you mean 'sound'?",
+            ),
+            ("", "ValueError: Empty module name", NAMED),
+            (
+                ".sound",
+                "TypeError: the 'package' argument is required to perform a relative import for '.sound'",
+                f"{NAMED} Did you mean 'sound'?",
+            ),
+            (
+                "raises",
+                "ValueError: of its own, in lines",
+                f", at raises.py:2: raise ValueError('of its own,\\nin lines'). {ALONE} 'import raises'",
+            ),
+            ("ends", "SystemExit: 0", f", at ends.py:1: raise SystemExit(0). {ALONE} 'import ends'"),
+            ("ends.py", "SystemExit: 0", f", at ends.py:1: raise SystemExit(0). {ALONE} 'import ends.py'"),
+            (
+                "needs",
+                "ModuleNotFoundError: No module named 'absent_package'",
+                f", at needs.py:1: import absent_package. {ALONE} 'import needs'",
+            ),
+            (
+                "wrong",
+                "SyntaxError: invalid syntax (wrong.py, line 2)",
+                f", at wrong.py:2: x = = 3. {ALONE} 'import wrong'",
+            ),
         ],
+        ids=["missing", "similar", "file", "empty", "relative", "raises", "ends", "ends_too", "needs", "syntax"],
     )
     def test_a_module_that_cannot_be_imported_is_status_1_and_a_line(
-        self, name: str, why: str, write: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+        self, name: str, why: str, advice: str, write: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        write("raises", "raise ValueError('of its own,\\nin lines')\n")
+        write("raises", "import json\nraise ValueError('of its own,\\nin lines')\n")
         write("ends", "raise SystemExit(0)\n")
+        write("needs", "import absent_package\n")
+        write("wrong", "x = 3\nx = = 3\n")
         write("sound", "")
 
         assert cli.main(["doctor", name]) == 1
@@ -577,8 +605,7 @@ class TestDoctor:
         printed = capsys.readouterr()
         assert printed.out == ""
         (line,) = printed.err.splitlines()
-        assert line.startswith(f"ampatch: error: the module {name!r} cannot be imported ({why})")
-        assert line.endswith(". Type the name that stands after `import`, such as package.module.")
+        assert line == f"ampatch: error: the module {name!r} cannot be imported ({why}){advice}"
 
     def test_where_amp_cannot_be_set_up_there_is_the_report_and_why(
         self, write: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]

@@ -85,7 +85,7 @@ def neighbour(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         "def default(x, act=F.softmax): return act(x, dim=-1)\n"
         "log = torch.log\n"
         "def default_log(x, log=torch.log): return log(x)\n"
-        "def product(a, b): return a @ b\n"
+        "def product(a, b, name='a'): return a @ b if name == 'a' else name + 'b'\n"
         "def loss(x, y): return F.cross_entropy(F.linear(x, x), y).exp()\n"
         "class Holder:\n"
         "    act = staticmethod(F.softmax)\n"
@@ -206,7 +206,9 @@ class TestForms:
 
     @pytest.fixture
     def later(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-        (tmp_path / "imported_later.py").write_text("def product(a, b): return a @ b\n")
+        (tmp_path / "imported_later.py").write_text(
+            "def product(a, b, name='a'): return a @ b if name == 'a' else name + 'b'\n"
+        )
         monkeypatch.syspath_prepend(tmp_path)
         importlib.invalidate_caches()
         return "imported_later.product"
@@ -506,6 +508,27 @@ class TestCalled:
             "torch.nn.functional.cross_entropy": "blacklist",
             "torch.nn.functional.linear": "whitelist",
         }
+
+    def test_operators_in_functions_of_users(self, neighbour: types.ModuleType) -> None:
+        explained = amp.explain(neighbour.product)
+        assert [(each.path, each.operator, each.rulings[0].treatment) for each in explained.calls] == [
+            ("torch.Tensor.__matmul__", "@", "whitelist")
+        ]
+        assert explained.to_dict()["calls"][0]["operator"] == "@"
+        assert "torch.Tensor.__matmul__ (@)  whitelist" in str(explained)
+        assert "The code does not show types" in str(explained)
+
+    def test_the_method_of_the_right_operand_if_another_rule_decides(self, neighbour: types.ModuleType) -> None:
+        with amp.init(cast_lists={"blacklist": {"torch.Tensor": ["__matmul__"]}}):
+            calls = amp.explain(neighbour.product).calls
+        assert [(each.path, each.rulings[0].treatment) for each in calls] == [
+            ("torch.Tensor.__matmul__", "blacklist"),
+            ("torch.Tensor.__rmatmul__", "whitelist"),
+        ]
+
+    def test_types_are_known_in_functions_of_torch_and_of_modules(self, neighbour: types.ModuleType) -> None:
+        assert "does not show types" not in str(amp.explain(F.softmax))
+        assert "does not show types" not in str(amp.explain(neighbour.default_log))
 
 
 class TestPlaces:

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from ampatch import amp
 from ampatch.cli import main as cli
+from ampatch.diagnostics import preflight
 from ampatch.errors import OptionError, UsageError
 from ampatch.runtime import runtime
 
@@ -143,6 +145,25 @@ class _Doubled(torch.autograd.Function):
         return grad * 2
 
 
+@pytest.fixture
+def masked() -> Iterator[type[nn.Linear]]:
+    """A module whose random mask depends on the type, as on a GPU, which draws other numbers for other types."""
+
+    def mask(x: Tensor) -> Tensor:
+        drawn = torch.rand(x.shape)
+        return ((drawn if x.dtype is torch.float32 else drawn.flip(0)) < 0.5).to(x.dtype)
+
+    class Masked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            lifted = super().forward(x)
+            return lifted * torch.ops.preflight_tests_random.mask(lifted.detach())
+
+    with torch.library._scoped_library("preflight_tests_random", "DEF") as library:
+        library.define("mask(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+        library.impl("mask", mask, "CompositeExplicitAutograd")
+        yield Masked
+
+
 @pytest.fixture(scope="module")
 def result() -> Any:
     torch.manual_seed(0)
@@ -253,6 +274,78 @@ class TestOverflowInBackward:
         assert all(row.share == 1 and row.share_scaled == 0 and row.scale == 2**16 for row in result.underflows)
 
 
+class Biases(nn.Module):
+    """Has biases whose gradients are zero by mathematics: before a batch norm, and of the keys of an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.norm, self.drop = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
+        self.keys, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.norm(self.lift(x)).relu()).view(4, 4, 8)
+        return self.head((x @ self.keys(x).transpose(-1, -2)).softmax(-1) @ x)
+
+
+class TestRoundingNoise:
+    def test_is_told_from_small_gradients(self) -> None:
+        result = flight(Biases(), torch.randn(16, 4), loss_fn=lambda output: mean_square(output) * 1e-7)
+        assert {row.parameter for row in result.underflows} >= {
+            "lift.weight",
+            "keys.weight",
+            "norm.bias",
+            "head.weight",
+        }
+        assert {row.parameter for row in result.underflows if row.is_noise} == {"lift.bias", "keys.bias"}
+        assert all(row.is_noise for row in result.underflows[-2:])
+        assert all(row.noise < 0.05 for row in result.underflows[:-2])
+        assert "; rounding noise in float32 too" in str(result)
+        assert "Rounding noise: the gradient of a float64 step differs by at least its own size." in str(result)
+
+    def test_of_small_gradients_alone_there_is_none(self) -> None:
+        result = flight(nn.Linear(4, 4), torch.randn(8, 4), loss_fn=lambda output: mean_square(output) * 1e-8)
+        assert {row.noise for row in result.underflows} == {0.0}
+        assert "none of these is rounding noise" in str(result)
+
+    def test_targets_and_masks_of_dropout_stay_as_they_are(self, masked: type[nn.Linear]) -> None:
+        model, target = nn.Sequential(masked(4, 32), nn.Dropout(0.5), nn.Linear(32, 4)), torch.randn(8, 4)
+        result = flight(model, torch.randn(8, 4), loss_fn=lambda output: F.mse_loss(output, target) * 1e-8)
+        assert result.noise_unknown == ""
+        assert {row.noise for row in result.underflows} == {0.0}
+
+    @pytest.mark.parametrize(
+        ("in_float64", "why"),
+        [("raise TypeError('float32 only')", "TypeError: float32 only"), ("x = x.sin()", "so that it is another step")],
+        ids=["raises", "differs"],
+    )
+    def test_without_a_step_in_float64_nothing_is_called_noise(self, in_float64: str, why: str) -> None:
+        class Narrow(Biases):
+            def forward(self, x: Tensor) -> Tensor:
+                if x.dtype is torch.float64:
+                    scope = {"x": x}
+                    exec(in_float64, scope)
+                    x = scope["x"]
+                return super().forward(x)
+
+        result = flight(Narrow(), torch.randn(16, 4))
+        assert why in result.noise_unknown
+        assert {row.noise for row in result.underflows} == {None}
+        assert "Rounding noise was not told from small gradients by a float64 step: " in str(result)
+
+    @pytest.mark.parametrize("dropout", [0.0, 0.5])
+    def test_nor_if_an_attention_kernel_draws_its_own_dropout(self, dropout: float) -> None:
+        class Attending(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                lifted = super().forward(x)
+                return lifted * torch.ops.preflight_tests_attention.attention(lifted.detach(), dropout)
+
+        with torch.library._scoped_library("preflight_tests_attention", "DEF") as library:
+            library.define("attention(Tensor x, float dropout_p=0.0) -> Tensor")
+            library.impl("attention", lambda x, _=0.0: torch.ones_like(x), "CompositeExplicitAutograd")
+            result = flight(Attending(4, 4), torch.randn(8, 4), loss_fn=lambda output: mean_square(output) * 1e-8)
+        assert ("drew its own dropout" in result.noise_unknown) is (dropout > 0)
+
+
 class TestPrecision:
     def test_a_difference_of_large_numbers(self) -> None:
         result = flight(Offset(), torch.randn(8, 4), [("O1", BFLOAT16)])
@@ -282,20 +375,8 @@ class TestPrecision:
         assert all(each.gradient_error < 0.05 for each in result.levels)
         assert result.uncompared > 0
 
-    def test_random_operators_that_draw_otherwise_in_half_do_so_too(self) -> None:
-        def mask(x: Tensor) -> Tensor:
-            drawn = torch.rand(x.shape)  # a GPU draws other numbers for other types
-            return ((drawn if x.dtype is torch.float32 else drawn.flip(0)) < 0.5).to(x.dtype)
-
-        class Masked(nn.Linear):
-            def forward(self, x: Tensor) -> Tensor:
-                lifted = super().forward(x)
-                return lifted * torch.ops.preflight_tests_random.mask(lifted.detach())
-
-        with torch.library._scoped_library("preflight_tests_random", "DEF") as library:
-            library.define("mask(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
-            library.impl("mask", mask, "CompositeExplicitAutograd")
-            result = flight(Masked(16, 4), torch.randn(8, 16), ["O1", "O2"])
+    def test_random_operators_that_draw_otherwise_in_half_do_so_too(self, masked: type[nn.Linear]) -> None:
+        result = flight(masked(16, 4), torch.randn(8, 16), ["O1", "O2"])
         assert all(each.gradient_error < 0.05 for each in result.levels)
 
 
@@ -415,7 +496,9 @@ class TestNothingChanges:
             if raises:
                 with pytest.raises(KeyError) as caught:
                     flight(model, {"x": x, "bias": 1.0}, [level], loss)
-                assert "in float32" in caught.value.__notes__[0]
+                assert caught.value.__notes__ == [
+                    "ampatch: loss_fn raised this in float32, with amp off, before any opt level was tried."
+                ]
             else:
                 assert flight(model, {"x": x, "bias": 1.0}, [level], loss).is_finite
             assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -521,6 +604,43 @@ def number():
 def broken():
     raise ValueError("no data")
 
+def ends():
+    raise SystemExit(3)
+
+def needs(data):
+    return make()
+
+class Net(nn.Linear):
+    def forward(self, x, y=0):
+        return super().forward(x).reshape(3, 7)
+
+def bad_forward():
+    return Net(4, 4), torch.randn(2, 4), torch.sum
+
+def bad_inputs():
+    return nn.Linear(4, 4), (torch.randn(2, 4), 3), torch.sum
+
+def bad_loss():
+    return nn.Linear(4, 4), {"input": torch.randn(2, 4)}, lambda output: nn.functional.mse_loss(output, None)
+
+def of_files():
+    return nn.Linear(4, 4), torch.randn(2, 4), lambda output: open("absent")
+
+class Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise KeyError("saved")
+
+def bad_backward():
+    return nn.Linear(4, 4), torch.randn(2, 4), lambda output: Back.apply(output).sum()
+
+def swapped():
+    return torch.randn(2, 4), nn.Linear(4, 4), torch.sum
+
 value = 3
 """
 
@@ -554,22 +674,80 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("target", "told"),
         [
-            ("preflight_package.module", "expected MODULE:FUNCTION"),
-            ("preflight_package/module.py:make", "expected MODULE:FUNCTION"),
-            ("preflight_package.module:", "expected MODULE:FUNCTION"),
+            ("preflight_package.module", "expected MODULE:FUNCTION, such as preflight_package.module:one_step."),
+            ("preflight_package/module.py:make", "expected MODULE:FUNCTION, such as preflight_package.module:make."),
+            ("preflight_package.module:", "expected MODULE:FUNCTION, such as preflight_package.module:one_step."),
+            (":make", "expected MODULE:FUNCTION, such as train:make."),
             ("preflight_package.absent:make", "the module 'preflight_package.absent' cannot be imported"),
+            ("preflight_package.modul:make", "Did you mean 'preflight_package.module'"),
             ("preflight_package.module:maker", "has no 'maker'; expected a function. Did you mean 'make'?"),
             ("preflight_package.module:value", "has 'int' as 'value'; expected a function"),
             ("preflight_package.module:pair", "returned 2 values; expected three"),
             ("preflight_package.module:number", "returned int; expected three"),
-            ("preflight_package.module:broken", "raised ValueError: no data"),
+            ("preflight_package.module:swapped", "module:swapped: found Tensor as a model; expected a torch.nn.Module"),
+            ("preflight_package.module:needs", "It is called without arguments, and is to return the model"),
         ],
     )
     def test_a_wrong_target(self, target: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["preflight", target]) == 1
-        error = capsys.readouterr().err
+        (error,) = capsys.readouterr().err.splitlines()
         assert error.startswith("ampatch: error: ")
         assert told in error
+
+    def test_a_wrong_level_is_told_before_the_model_is_built(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["preflight", "preflight_package.module:broken", "--level", "O7"]) == 1
+        assert "opt_level is 'O7'" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("function", "told", "line"),
+        [
+            ("broken", "broken raised ValueError: no data", 'raise ValueError("no data")'),
+            ("ends", "ends raised SystemExit: 3", "raise SystemExit(3)"),
+            ("bad_forward", "RuntimeError: shape '[3, 7]' is invalid", "return super().forward(x).reshape(3, 7)"),
+            ("bad_inputs", "TypeError: Linear.forward() takes 2 positional arguments but 3 were given", None),
+            ("bad_loss", "AttributeError: 'NoneType'", "mse_loss(output, None)"),
+            ("of_files", "FileNotFoundError: [Errno 2]", 'lambda output: open("absent")'),
+            ("bad_backward", "KeyError: 'saved'", 'raise KeyError("saved")'),
+        ],
+    )
+    def test_what_the_users_code_raises_is_one_error_with_its_line(
+        self, function: str, told: str, line: str | None, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main(["preflight", f"preflight_package.module:{function}"]) == 1
+        (error,) = capsys.readouterr().err.splitlines()
+        assert error.startswith(f"ampatch: error: preflight_package.module:{function}")
+        assert told in error
+        if line is not None:
+            number = next(place for place, text in enumerate(USERS_MODULE.splitlines(), 1) if line in text)
+            place = Path("preflight_package", "module.py")
+            assert f", at {place}:{number}: {USERS_MODULE.splitlines()[number - 1].strip()}. " in error
+        # The code that it says to type raises the same.
+        (code,) = shlex.split(error.partition("type: python -c ")[2])
+        sys.path.insert(0, "")
+        try:
+            with pytest.raises((Exception, SystemExit)) as caught:
+                exec(code, {})
+        finally:
+            sys.path.remove("")
+        assert f"{type(caught.value).__name__}: {caught.value}" in error
+
+    def test_a_fault_of_ampatch_keeps_its_traceback(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def judge(*_: object) -> None:
+            raise LookupError("of ours")
+
+        monkeypatch.setattr(preflight, "Underflows", judge)
+        with pytest.raises(LookupError):
+            cli.main(["preflight", "preflight_package.module:make", "--level", "O4", "--no-measure"])
+
+    def test_too_little_memory_is_one_error(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def judge(*_: object) -> None:
+            raise torch.OutOfMemoryError("tried to allocate")
+
+        monkeypatch.setattr(preflight, "Underflows", judge)
+        assert cli.main(["preflight", "preflight_package.module:make", "--level", "O4", "--no-measure"]) == 1
+        assert "Give it a smaller batch." in capsys.readouterr().err
 
 
 def test_time_and_memory_of_every_level() -> None:

@@ -23,6 +23,7 @@ from ampatch.cast_lists.spellings import (
     called_by,
     known_names,
     method_of_operator,
+    operators_in,
     plain_name,
     spellings,
 )
@@ -470,6 +471,51 @@ class TestWhatIsCalled:
             (f"{prefix}gumbel_softmax", "scatter_"),
             (f"{prefix}linear_cross_entropy", "linear"),
         }
+
+
+class TestOperators:
+    @pytest.mark.parametrize(
+        ("function", "symbol", "names"),
+        [
+            (lambda x, y: x @ y, "@", ["__matmul__", "__rmatmul__"]),
+            (lambda x: 2 - x, "-", ["__sub__", "__rsub__"]),
+            (lambda x: x**2, "**", ["__pow__", "__rpow__"]),
+            (lambda x: -x, "-x", ["__neg__"]),
+            (lambda x, y: x < y, "<", ["__lt__", "__gt__"]),
+            (lambda x: 0 if x == 1 else 1, "==", ["__eq__", "__eq__"]),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_are_read_from_the_code(self, function: object, symbol: str, names: list[str]) -> None:
+        assert operators_in(function) == {symbol: [getattr(Tensor, name) for name in names]}
+
+    def test_in_place_call_the_method_that_torch_has(self) -> None:
+        def function(x: Tensor, y: Tensor) -> None:
+            x += y
+            x @= y
+
+        assert operators_in(function) == {
+            "+=": [Tensor.__iadd__, Tensor.__radd__],
+            "@=": [Tensor.__matmul__, Tensor.__rmatmul__],
+        }
+
+    def test_are_read_from_functions_that_it_calls_too(self) -> None:
+        assert "@" in operators_in(_calls_a_product)
+
+    def test_between_texts_and_of_a_builtin_are_none(self) -> None:
+        def function(x: str) -> bool:
+            return x == "O1"
+
+        assert operators_in(function) == {}
+        assert operators_in(torch.softmax) == {}
+
+
+def _calls_a_product(x: Tensor) -> Tensor:
+    return _product(x)
+
+
+def _product(x: Tensor) -> Tensor:
+    return x @ x
 
 
 class TestWhatIsLeftOut:

@@ -141,6 +141,41 @@ def test_count_what_check_finite_skips() -> None:
     assert numbers["clean_steps"] == 3
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+def test_count_an_overflow_once_for_all_optimizers_that_check_finite_skips(fused: bool) -> None:
+    model = network()
+    optimizers = [torch.optim.AdamW(model[index].parameters(), fused=fused) for index in (0, 2)]
+    amp.initialize(model, optimizers, half_dtype="bfloat16", check_finite=True, verbosity=0)
+
+    def counts() -> tuple[float, ...]:
+        numbers = amp.stats()
+        return numbers["overflows"], numbers["skipped_steps/0"], numbers["skipped_steps/1"]
+
+    train(model, optimizers, 1.0, math.nan, 1.0)
+    assert counts() == (1, 1, 1)
+    train(model, optimizers, math.nan, math.nan)  # two blocks are two overflows
+    assert counts() == (3, 3, 3)
+    # Of gradients that no block scaled, each optimizer has its own.
+    for index, optimizer in zip((0, 2), optimizers, strict=True):
+        model[index].bias.grad = torch.full_like(model[index].bias, math.nan)
+        optimizer.step()
+    assert counts() == (5, 4, 4)
+
+
+def test_count_overflows_of_accumulated_blocks_that_another_optimizer_steps_between() -> None:
+    model = network()
+    every, each = (torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2))
+    amp.initialize(model, [every, each], half_dtype="bfloat16", check_finite=True, verbosity=0)
+    for factor in (math.nan, 1.0):
+        with amp.scale_loss(loss_of(model) * factor, [every, each]) as scaled_loss:
+            scaled_loss.backward()
+        each.step()
+        each.zero_grad()
+    every.step()
+    numbers = amp.stats()
+    assert (numbers["overflows"], numbers["skipped_steps"]) == (1, 2)
+
+
 def test_of_the_cache_are_those_of_this_moment() -> None:
     model, _ = begun()
     model(torch.ones(1, 4))

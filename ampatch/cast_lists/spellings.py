@@ -63,6 +63,9 @@ _SYMBOLS = {
     ">=": "ge",
 }
 
+# Comparisons, each with the one that Python asks of the right operand.
+_MIRRORED = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
+
 
 def method_of_operator(symbol: str) -> Path | None:
     """Returns the method that an operator calls, such as ``__matmul__`` for "@" and ``__imatmul__`` for "@="."""
@@ -133,23 +136,80 @@ def called_by(function: object) -> dict[int, object]:
     """Returns the functions that a function of torch in Python calls, by id, as read from its code.
 
     A name that is looked up on any object except a module or a class counts as a tensor's method: in torch nearly all
-    are. Called functions in Python of the same module are read too. Operators between tensors, and calls inside
-    functions in C++, are not found.
+    are. Called functions in Python of the same module are read too. Operators are not among them (`operators_in`), and
+    calls inside functions in C++ are not found.
     """
     called: dict[int, object] = {}
+    for _, named in _read(function):
+        for value in named:
+            called.setdefault(id(value), value)
+    called.pop(id(function), None)  # torch passes a function itself to the overrides of tensor classes
+    return called
+
+
+def operators_in(function: object) -> dict[str, list[object]]:
+    """Returns the tensor methods that the operators in a function in Python may call, as read from its code.
+
+    Code does not show types, so operators between numbers count as well; those whose right operand is a text do not.
+
+    Returns:
+        For each operator as typed, such as "@" and "-x", the methods: of the left operand, then of the right one.
+    """
+    found: dict[str, list[object]] = {}
+    for home, _ in _read(function):
+        for code in codes(home.__code__):
+            before = None
+            for instruction in dis.get_instructions(code):
+                symbol = _symbol_of(instruction)
+                if symbol is not None and not _is_text(before):
+                    names = _methods_behind(symbol)
+                    found[symbol] = [
+                        unwrapped(method) for name in names if (method := getattr(torch.Tensor, name, None))
+                    ]
+                before = instruction
+    return found
+
+
+def _symbol_of(instruction: dis.Instruction) -> str | None:
+    """Returns the operator of an instruction as typed; None for all other instructions."""
+    if instruction.opname == "UNARY_NEGATIVE":
+        return "-x"
+    if instruction.opname not in ("BINARY_OP", "COMPARE_OP"):
+        return None
+    symbol = instruction.argrepr.removeprefix("bool(").removesuffix(")")  # as Python 3.13 has it in conditions
+    return symbol if method_of_operator(symbol) is not None else None
+
+
+def _is_text(instruction: dis.Instruction | None) -> bool:
+    return instruction is not None and instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, str)
+
+
+def _methods_behind(symbol: str) -> list[str]:
+    """Returns the names of the methods that Python may call for an operator: of the left operand, then of the right."""
+    if symbol == "-x":
+        return ["__neg__"]
+    if symbol in _MIRRORED:
+        return [f"__{_SYMBOLS[each]}__" for each in (symbol, _MIRRORED[symbol])]
+    name = _SYMBOLS.get(symbol) or _SYMBOLS[symbol.removesuffix("=")]
+    in_place = f"__i{name}__"
+    left = in_place if symbol not in _SYMBOLS and hasattr(torch.Tensor, in_place) else f"__{name}__"
+    return [left, f"__r{name}__"]
+
+
+def _read(function: object) -> Iterator[tuple[types.FunctionType, list[object]]]:
+    """Yields a function in Python, and those of its module that it calls, each with the functions that it names."""
     followed: set[int] = {id(function)}
     waiting = [function]
     while waiting:
         home = waiting.pop()
         if not isinstance(home, types.FunctionType):
             continue
-        for value in _named_in(home):
-            called.setdefault(id(value), value)
+        named = list(_named_in(home))
+        yield home, named
+        for value in named:
             if getattr(value, "__module__", None) == home.__module__ and id(value) not in followed:
                 followed.add(id(value))
                 waiting.append(value)
-    called.pop(id(function), None)  # torch passes a function itself to the overrides of tensor classes
-    return called
 
 
 def _named_in(function: types.FunctionType) -> Iterator[object]:

@@ -10,13 +10,15 @@ import argparse
 import importlib
 import json
 import os
+import pkgutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ampatch.errors import CastListError, KernelError, OptionError
+from ampatch.cli.users_errors import in_one_error
+from ampatch.errors import CastListError, KernelError, OptionError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -141,7 +143,6 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
 def _peer_or_file(text: str) -> str:
     from ampatch.cast_lists.lists import PEERS
     from ampatch.cast_lists.yaml_tree import unexpanded
-    from ampatch.errors import did_you_mean
 
     file = _file(text)
     if text in PEERS or Path(file).exists():
@@ -237,10 +238,18 @@ def _import(modules: Iterable[str]) -> None:
             try:
                 importlib.import_module(module)
             except (Exception, SystemExit) as error:  # a user's module may raise anything
-                raise OptionError(
-                    f"the module {module!r} cannot be imported ({type(error).__name__}: {error}). Type the name that "
-                    "stands after `import`, such as package.module."
-                ) from error
+                told = f"the module {module!r} cannot be imported ({type(error).__name__}: {error})"
+                hint = f"Type the name that stands after `import`, such as package.module.{_similar_module(module)}"
+                raise in_one_error(told, error, f"import {module}", otherwise=hint) from error
+
+
+def _similar_module(name: str) -> str:
+    """Returns a hint with modules of similar names, in the same package or in the current folder; empty without one."""
+    package = name.rpartition(".")[0]
+    imported = sys.modules.get(package)
+    folders = getattr(imported, "__path__", []) if package else [""]
+    found = [f"{package}.{each.name}".lstrip(".") for each in pkgutil.iter_modules(folders)]
+    return did_you_mean(name, [*found, *([] if imported is None else [package])])
 
 
 @contextmanager
@@ -277,23 +286,34 @@ def _preflight(arguments: argparse.Namespace) -> int:
     import json
 
     from ampatch import amp
+    from ampatch.diagnostics.preflight import checked_levels, is_users
 
+    levels = arguments.level or ("O1", "O2", "O3")
+    checked_levels(levels)  # before the user's model is built
     with _searching_here():  # while it runs too: the model may import what it needs late
         model, inputs, loss_fn = _subject(arguments.target)
-        levels = arguments.level or ("O1", "O2", "O3")
-        result = amp.preflight(model, inputs, loss_fn, levels=levels, measure=not arguments.no_measure)
+        try:
+            result = amp.preflight(model, inputs, loss_fn, levels=levels, measure=not arguments.no_measure)
+        except OptionError as error:
+            raise OptionError(f"{arguments.target}: {error}") from error
+        except (Exception, SystemExit) as error:
+            if not is_users(error):
+                raise  # with the traceback, since it is a fault of ampatch
+            told = f"{arguments.target}: {type(error).__name__}: {error}"
+            raise in_one_error(told, error, _step_of(arguments.target, inputs)) from error
     _print([json.dumps(result.to_dict(), indent=2)] if arguments.json else str(result).splitlines())
     return 0 if any(each.verdict == "stands" for each in result.levels) else _FAULT
 
 
 def _subject(target: str) -> tuple[Any, Any, Any]:
     """Returns what the user's function returns."""
-    from ampatch.errors import did_you_mean
-
     module_name, separator, name = target.partition(":")
-    if not (separator and name and module_name) or module_name.endswith(".py") or "/" in module_name:
+    is_path = module_name.endswith(".py") or "/" in module_name
+    if not (separator and name and module_name) or is_path:
+        module_name = ".".join(Path(module_name).with_suffix("").parts) if is_path else module_name or "train"
         raise OptionError(
-            f"found {target!r}; expected MODULE:FUNCTION, such as train:preflight or package.module:make."
+            f"found {target!r}; expected MODULE:FUNCTION, such as {module_name}:{name or 'one_step'}. The module is "
+            "named as in `import`, and the function returns the model, its inputs and a loss function."
         )
     _import([module_name])
     module = sys.modules[module_name]
@@ -306,15 +326,21 @@ def _subject(target: str) -> tuple[Any, Any, Any]:
         )
     try:
         result = function()
-    except Exception as error:  # a user's function may raise anything
-        raise OptionError(
-            f"{target} raised {type(error).__name__}: {error}. It is called without arguments, and is to return the "
-            "model, its inputs and a loss function."
-        ) from error
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
+        told = f"{target} raised {type(error).__name__}: {error}"
+        hint = "It is called without arguments, and is to return the model, its inputs and a loss function."
+        raise in_one_error(told, error, f"import {module_name}; {module_name}.{name}()", otherwise=hint) from error
     if not isinstance(result, (tuple, list)) or len(result) != 3:
         found = f"{len(result)} values" if isinstance(result, (tuple, list)) else type(result).__name__
         raise OptionError(f"{target} returned {found}; expected three: the model, its inputs and a loss function.")
     return result[0], result[1], result[2]
+
+
+def _step_of(target: str, inputs: object) -> str:
+    """Returns Python that runs the user's step without ampatch."""
+    module, _, function = target.partition(":")
+    stars = "*" if isinstance(inputs, (tuple, list)) else "**" if isinstance(inputs, Mapping) else ""
+    return f"import {module}; model, inputs, loss_fn = {module}.{function}(); loss_fn(model({stars}inputs)).backward()"
 
 
 def _add_build(parser: argparse.ArgumentParser) -> None:

@@ -111,15 +111,38 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A listed function that another function calls inside, with its own rulings."""
+    """A listed function that another function calls inside.
+
+    Attributes:
+        caller: path of the function that calls it.
+        path: its own path.
+        rulings: what decides about it.
+        operator: the operator that calls it if an operand is a tensor, such as "@"; None for a call by name.
+    """
 
     caller: str
     path: str
     rulings: tuple[Ruling, ...]
+    operator: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data."""
-        return {"caller": self.caller, "path": self.path, "rulings": [ruling.to_dict() for ruling in self.rulings]}
+        rulings = [ruling.to_dict() for ruling in self.rulings]
+        return {"caller": self.caller, "path": self.path, "rulings": rulings, "operator": self.operator}
+
+    @property
+    def is_certain(self) -> bool:
+        """False if it is called on tensors only, and the code does not show that there is one.
+
+        A name that torch's own code looks up on an object is nearly always a tensor's method.
+        """
+        is_method = self.path.startswith("torch.Tensor.") and not self.caller.startswith("torch.")
+        return self.operator is None and not is_method
+
+    @property
+    def text(self) -> str:
+        """The path, with the operator."""
+        return self.path if self.operator is None else f"{self.path} ({self.operator})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +345,9 @@ def _reason_lines(several: Sequence[Spelling | Called]) -> Iterator[str]:
 def _called_lines(calls: Sequence[Called]) -> Iterator[str]:
     for caller, group in itertools.groupby(calls, lambda called: called.caller):
         yield f"  {caller} calls"
-        yield from _aligned(row for called in group for row in _rows(f"    {called.path}", called.rulings))
+        yield from _aligned(row for called in group for row in _rows(f"    {called.text}", called.rulings))
+    if not all(called.is_certain for called in calls):
+        yield "  The code does not show types: operators and methods count where they are used on a tensor."
 
 
 def _place_lines(places: Sequence[BoundPlace], calls_others: bool) -> Iterator[str]:

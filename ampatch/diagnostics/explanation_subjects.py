@@ -15,7 +15,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from ampatch.cast_lists.paths import Path, PathError, find, find_owner, identity, is_wrapper, unwrapped
-from ampatch.cast_lists.spellings import NAMESPACES, called_by, known_names, method_of_operator, plain_name, spellings
+from ampatch.cast_lists.spellings import (
+    NAMESPACES,
+    called_by,
+    known_names,
+    method_of_operator,
+    operators_in,
+    plain_name,
+    spellings,
+)
 from ampatch.diagnostics.explanation_settings import Settings
 from ampatch.errors import OptionError, did_you_mean
 from ampatch.runtime import decoration_of
@@ -225,7 +233,8 @@ class Finder:
                 f"found {shown}; expected a function, its name or its path, such as torch.softmax, 'softmax' or '@'."
             )
         forward = unwrapped(vars(kind).get("forward"))
-        inside = ", ".join(map(str, self._settings.listed_among(called_by(forward).values())))
+        called = [*called_by(forward).values(), *(methods[0] for methods in operators_in(forward).values())]
+        inside = ", ".join(map(str, self._settings.listed_among(called)))
         hint = f" Its forward calls {inside}." if inside else ""
         raise OptionError(f"found {shown}; expected a function, or the name of one.{hint}")
 

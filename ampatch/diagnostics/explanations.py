@@ -16,7 +16,7 @@ from torch import Tensor
 from ampatch.cast_lists import list_edits
 from ampatch.cast_lists.annotations import shipped_entries
 from ampatch.cast_lists.lists import CastLists
-from ampatch.cast_lists.spellings import called_by
+from ampatch.cast_lists.spellings import called_by, operators_in
 from ampatch.diagnostics.explanation_places import bound_places
 from ampatch.diagnostics.explanation_report import Called, ExplainedCall, Explanation, dtype_name
 from ampatch.diagnostics.explanation_rulings import Rulings
@@ -73,6 +73,12 @@ def _called(subject: Subject, rulings: Rulings) -> Iterator[Called]:
         seen.add(id(function))
         for path in rulings.settings.listed_among(called_by(function).values()):
             yield Called(spelled.text, str(path), rulings.of(located(path)))
+        for symbol, methods in operators_in(function).items():
+            listed = [path for method in methods for path in rulings.settings.listed_among([method])]
+            # The method of the right operand is told only if another rule decides about it.
+            by_ruling = {rulings.of(located(path)): path for path in reversed(listed)}
+            for ruling, path in reversed(by_ruling.items()):
+                yield Called(spelled.text, str(path), ruling, symbol)
 
 
 def _notes(subject: Subject, settings: Settings) -> Iterator[str]:

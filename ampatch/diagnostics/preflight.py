@@ -19,17 +19,24 @@ from torch.nn.parameter import is_lazy
 from ampatch.diagnostics.examiner import Examiner
 from ampatch.diagnostics.preflight_measuring import Measured, measured
 from ampatch.diagnostics.preflight_mending import Mended, banned_functions, mended
-from ampatch.diagnostics.preflight_operators import Operators, autograd_functions, underflows
+from ampatch.diagnostics.preflight_operators import Operators, autograd_functions
 from ampatch.diagnostics.preflight_report import FAILS, STANDS, LevelVerdict, Preflight, level_and_halves
 from ampatch.diagnostics.preflight_steps import RandomState, Setup, Step, Subject, dense
 from ampatch.diagnostics.preflight_trials import GRADIENT_BOUND, Trial, examined, tried
+from ampatch.diagnostics.preflight_underflows import Underflows
 from ampatch.diagnostics.watch import Watch
 from ampatch.distributed import is_sharded
-from ampatch.errors import OptionError, UsageError
+from ampatch.errors import AmpError, OptionError, UsageError
 from ampatch.runtime import runtime
 from ampatch.scaling.loss_scaler import make_policy
 
 Level = tuple[str, torch.dtype]
+
+_FORWARD, _LOSS, _BACKWARD = (
+    f"ampatch: {stage} raised this in float32, with amp off, before any opt level was tried."
+    for stage in ("The forward pass", "loss_fn", "The backward pass")
+)
+_MEMORY = "ampatch: Preflight keeps all tensors of a float32 step. Give it a smaller batch."
 
 
 def preflight(
@@ -56,7 +63,7 @@ def preflight(
         )
     args, kwargs = _arguments(inputs)
     subject = Subject(_checked(model), args, kwargs, loss_fn)
-    with _undisturbed() as state:
+    with _undisturbed() as state, _noting(_MEMORY, (torch.OutOfMemoryError,)):
         return _Flight(subject, state, tolerance).run(levels, measure)
 
 
@@ -140,6 +147,23 @@ def _undisturbed() -> Iterator[RandomState]:
         yield state
 
 
+@contextlib.contextmanager
+def _noting(note: str, kinds: tuple[type[BaseException], ...] = (Exception, SystemExit)) -> Iterator[None]:
+    """Adds a note to exceptions of some kinds, those of amp excepted."""
+    try:
+        yield
+    except AmpError:  # says all there is to say
+        raise
+    except kinds as error:
+        error.add_note(note)
+        raise
+
+
+def is_users(error: BaseException) -> bool:
+    """Returns True if the user's code, and not `preflight` itself, is to blame for an exception that came out of it."""
+    return not {_FORWARD, _LOSS, _BACKWARD, _MEMORY}.isdisjoint(getattr(error, "__notes__", ()))
+
+
 class _Flight:
     """One run of preflight.
 
@@ -160,6 +184,7 @@ class _Flight:
         reference, operators, trace, called = self._in_float32()
         if operators is None:
             return Preflight(name, reference.loss, False, trace, tolerance=self._tolerance)
+        underflows = Underflows(self._subject, reference, self._state, operators.draws_itself)
         verdicts: list[LevelVerdict] = []
         setups: list[Setup | None] = [Setup("O0", torch.float16)]
         banned = banned_functions(called)
@@ -186,12 +211,13 @@ class _Flight:
             operators.out_of_range,
             operators.imprecise,
             operators.uncompared,
-            underflows(reference, _settled_scale(verdicts)),
+            underflows.rows(_settled_scale(verdicts)),
             operators.unlisted,
             self._tolerance,
             GRADIENT_BOUND,
             found[0].milliseconds,
             found[0].peak_bytes,
+            underflows.uncompared,
         )
 
     def _in_float32(self) -> tuple[Step, Operators | None, Any, list[str]]:
@@ -207,14 +233,15 @@ class _Flight:
         examiner = Examiner(setup.properties, make_policy(1.0), lambda: names)
         arguments = subject.arguments()
         self._state.restore()
-        try:
-            with watch:
-                loss = subject.loss_of(model, arguments)
-                functions = autograd_functions(loss)
+        args, kwargs = arguments
+        with watch:
+            with _noting(_FORWARD):
+                output = model(*args, **kwargs)
+            with _noting(_LOSS):
+                loss = subject.loss_for(output)
+            functions = autograd_functions(loss)
+            with _noting(_BACKWARD):
                 loss.backward()
-        except Exception as error:
-            error.add_note(f"ampatch: {type(subject.model).__name__} raised this in float32, before any opt level.")
-            raise
         gradients = {name: dense(each.grad) for name, each in model.named_parameters() if each.grad is not None}
         step = Step(float(loss.detach()), gradients)
         if not step.is_finite:

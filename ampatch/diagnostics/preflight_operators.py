@@ -21,9 +21,9 @@ from ampatch.cast_lists.paths import Path, identity, unwrapped
 from ampatch.cast_lists.rules import Rule, Treatment
 from ampatch.diagnostics.examiner import Examiner
 from ampatch.diagnostics.operands import floating_in, with_types
-from ampatch.diagnostics.preflight_report import Imprecise, Location, OutOfRange, Underflow, Unlisted
-from ampatch.diagnostics.preflight_steps import Step, flushed_of
+from ampatch.diagnostics.preflight_report import Imprecise, Location, OutOfRange, Unlisted
 from ampatch.diagnostics.preflight_trials import enclosing
+from ampatch.diagnostics.preflight_underflows import draws_itself
 from ampatch.diagnostics.watch import Watch, paused
 from ampatch.diagnostics.watched import Values, WatchedOp
 from ampatch.patching.function_patches import Registration
@@ -82,6 +82,7 @@ class Operators:
         imprecise: operators that lose more than the tolerance.
         uncompared: number of operators that could not be compared.
         unlisted: functions that no list knows.
+        draws_itself: True if an attention kernel drew dropout.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Operators:
         self._locations: dict[int, Location] = {}
         watch.read()
         self._errors, self.uncompared = _errors(watch.ops)
+        self.draws_itself = draws_itself(watch.ops)
         for op in watch.ops:
             op.arguments = None  # the memory of the step is needed for the next ones
         self.out_of_range = self._out_of_range()
@@ -320,13 +322,3 @@ def autograd_functions(loss: Tensor) -> dict[type, int]:
             found[kind] = found.get(kind, 0) + 1
         waiting += [following for following, _ in node.next_functions]
     return found
-
-
-def underflows(reference: Step, scale: float) -> tuple[Underflow, ...]:
-    """Returns the parameters with gradient values that float16 flushes to zero, at scale 1 and at another."""
-    rows = []
-    for name, gradient in reference.gradients.items():
-        small, nonzero = flushed_of(gradient, 1.0)
-        if small:
-            rows.append(Underflow(name, small / nonzero, flushed_of(gradient, scale)[0] / nonzero, scale))
-    return tuple(sorted(rows, key=lambda row: (-row.share, row.parameter)))

@@ -23,6 +23,8 @@ STANDS, OVERFLOWS, INACCURATE, FAILS = "stands", "overflows", "inaccurate", "fai
 _WIDTH = 98
 _ROWS = 10  # of each list that is printed
 _LEAST_SHARE = 0.001  # of flushed values that is printed
+_NEARLY_ALL = 0.99  # of them that are noise
+_LEAST_NOISE = 0.01  # share of them that is printed
 _T = TypeVar("_T")
 
 #: O4 and O5 are O1 and O2 in bfloat16.
@@ -111,12 +113,20 @@ class Underflow:
         share: share of the nonzero elements whose absolute value is below 2**-24.
         share_scaled: the same for the gradient times `scale`.
         scale: loss scale of the first float16 level that has a dynamic one; 1 if there is none.
+        noise: share of the elements below 2**-24 that are rounding noise in float32 too: the gradient of a float64 step
+            differs from them by at least its own size. None if there was no such step.
     """
 
     parameter: str
     share: float
     share_scaled: float
     scale: float
+    noise: float | None = None
+
+    @property
+    def is_noise(self) -> bool:
+        """True if nearly all of these elements are noise, so that flushing them loses nothing that float32 has."""
+        return self.noise is not None and self.noise >= _NEARLY_ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,12 +220,14 @@ class Preflight:
         out_of_range: operators that leave float16's range, the largest value first.
         imprecise: operators that lose more than ``tolerance`` to bfloat16's precision, the greatest error first.
         uncompared: number of operators that could not be run in bfloat16, or are random.
-        underflows: parameters with gradient values that float16 flushes to zero, the greatest share first.
+        underflows: parameters with gradient values that float16 flushes to zero, the greatest share first, and those
+            last whose values are nearly all noise.
         unlisted: functions that no list knows: custom operators and autograd.Functions first.
         tolerance: the bound of ``imprecise``.
         gradient_bound: the gradient error above which a level is inaccurate.
         float32_milliseconds: median time of a float32 step (O0); None if not measured.
         float32_peak_bytes: its peak memory; None if not measured.
+        noise_unknown: why no float64 step told noise among the underflows; empty if one did, or none was needed.
     """
 
     model: str
@@ -232,6 +244,7 @@ class Preflight:
     gradient_bound: float = 0.2
     float32_milliseconds: float | None = None
     float32_peak_bytes: int | None = None
+    noise_unknown: str = ""
 
     def verdict(self, opt_level: str, half_dtype: torch.dtype | str | None = None) -> LevelVerdict:
         """Returns the verdict for a level that was tried.
@@ -294,6 +307,8 @@ def _lines(result: Preflight) -> Iterator[str]:
     )
     underflows = [row for row in result.underflows if row.share >= _LEAST_SHARE]
     yield from _section("Gradients with values that float16 flushes to zero", underflows, _flushed)
+    if underflows:
+        yield from _wrapped(_about_noise(underflows, result.noise_unknown), "  ", "    ")
     skipped = f" (not compared: {result.uncompared})" if result.uncompared else ""
     yield from _section(
         f"More than {result.tolerance:.0%} lost to bfloat16's precision{skipped}", result.imprecise, _lost
@@ -426,7 +441,20 @@ def _lost(row: Imprecise) -> tuple[str, str]:
 
 def _flushed(row: Underflow) -> tuple[str, str]:
     scaled = "" if row.scale == 1 else f", {row.share_scaled:.1%} with a loss scale of {row.scale:g}"
-    return f"{row.parameter}: {row.share:.1%}{scaled}", ""
+    noise = ""
+    if row.noise is not None and row.noise >= _LEAST_NOISE:
+        noise = "; rounding noise in float32 too" if row.is_noise else f"; {row.noise:.0%} of these are rounding noise"
+    return f"{row.parameter}: {row.share:.1%}{scaled}{noise}", ""
+
+
+def _about_noise(rows: Sequence[Underflow], unknown: str) -> str:
+    if unknown:
+        return f"Rounding noise was not told from small gradients by a float64 step: {unknown}"
+    if any(row.noise is not None and row.noise >= _LEAST_NOISE for row in rows):
+        return (
+            "Rounding noise: the gradient of a float64 step differs by at least its own size. Flushing it does no harm."
+        )
+    return "A float64 step has the same gradients, so none of these is rounding noise."
 
 
 def _unlisted(row: Unlisted) -> tuple[str, str]:

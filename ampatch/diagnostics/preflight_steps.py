@@ -88,7 +88,15 @@ class Subject:
             OptionError: ``loss_fn`` returns no scalar that depends on a parameter.
         """
         args, kwargs = arguments
-        loss = self.loss_fn(model(*args, **kwargs))
+        return self.loss_for(model(*args, **kwargs))
+
+    def loss_for(self, output: Any) -> Tensor:
+        """Returns the loss for the output of a forward pass.
+
+        Raises:
+            OptionError: ``loss_fn`` returns no scalar that depends on a parameter.
+        """
+        loss = self.loss_fn(output)
         if not isinstance(loss, Tensor):
             raise OptionError(
                 f"loss_fn returned {type(loss).__name__!r}; expected a scalar tensor. For a model that returns its "
@@ -144,46 +152,50 @@ class RandomState:
 
 
 class RandomInFloat32(TorchDispatchMode):
-    """Runs random operators on half tensors in float32, so that a mask of dropout does not depend on the type.
+    """Runs random operators on tensors of other types in float32, so that masks of dropout do not depend on the type.
 
     On a GPU, one seed gives other masks for other types, as kernels draw as many numbers at once as fit a register.
+
+    Args:
+        of: the other types.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of: frozenset[torch.dtype] = HALVES) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._of = of
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or "attention" in func._schema.name:
             return func(*args, **kwargs)
-        half = _half_in((args, kwargs))
-        if half is None:
+        other = _type_in((args, kwargs), self._of)
+        if other is None:
             return func(*args, **kwargs)
-        wide_args, wide_kwargs = with_types((args, kwargs), dict.fromkeys(HALVES, torch.float32))
-        result = func(*wide_args, **wide_kwargs)
+        cast_args, cast_kwargs = with_types((args, kwargs), dict.fromkeys(self._of, torch.float32))
+        result = func(*cast_args, **cast_kwargs)
         written = func._schema.arguments[0].alias_info if func._schema.arguments else None
         if written is not None and written.is_write:
-            args[0].copy_(wide_args[0])
+            args[0].copy_(cast_args[0])
             return args[0]
-        return _narrowed(result, half)
+        return _cast_back(result, other)
 
 
-def _half_in(value: Any) -> torch.dtype | None:
-    if isinstance(value, Tensor):
-        return value.dtype if value.dtype in HALVES else None
-    if isinstance(value, torch.dtype):
-        return value if value in HALVES else None
+def _type_in(value: Any, types: frozenset[torch.dtype]) -> torch.dtype | None:
+    """Returns the first dtype in arguments, of a tensor or by itself, that is one of some."""
+    if isinstance(value, (Tensor, torch.dtype)):
+        dtype = value.dtype if isinstance(value, Tensor) else value
+        return dtype if dtype in types else None
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, (list, tuple)):
-        return next((half for each in value if (half := _half_in(each)) is not None), None)
+        return next((found for each in value if (found := _type_in(each, types)) is not None), None)
     return None
 
 
-def _narrowed(result: Any, half: torch.dtype) -> Any:
+def _cast_back(result: Any, other: torch.dtype) -> Any:
     if isinstance(result, Tensor):
-        return result.to(half) if result.dtype is torch.float32 else result
-    return type(result)(_narrowed(each, half) for each in result) if isinstance(result, (list, tuple)) else result
+        return result.to(other) if result.dtype is torch.float32 else result
+    return type(result)(_cast_back(each, other) for each in result) if isinstance(result, (list, tuple)) else result
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,16 +317,14 @@ class Step:
 
     def flushed(self, scale: float) -> float:
         """Returns the share of the nonzero gradient values that float16 flushes to zero at a loss scale."""
-        counts = [flushed_of(each, scale) for each in self.gradients.values()]
-        nonzero = sum(count for _, count in counts)
-        return sum(small for small, _ in counts) / nonzero if nonzero else 0.0
+        gradients = self.gradients.values()
+        nonzero = sum(int((each != 0).sum()) for each in gradients)
+        return sum(int(flushed_of(each, scale).sum()) for each in gradients) / nonzero if nonzero else 0.0
 
 
-def flushed_of(gradient: Tensor, scale: float) -> tuple[int, int]:
-    """Returns how many elements float16 flushes to zero at a loss scale, and how many are not zero."""
-    nonzero = gradient != 0
-    small = nonzero & (gradient.abs() < FLUSHED_BELOW / scale)
-    return int(small.sum()), int(nonzero.sum())
+def flushed_of(gradient: Tensor, scale: float) -> Tensor:
+    """Returns which elements are not zero, and float16 flushes to zero at a loss scale."""
+    return (gradient != 0) & (gradient.abs() < FLUSHED_BELOW / scale)
 
 
 def _norm(tensor: Tensor | None) -> float:

@@ -230,6 +230,13 @@ class StepCheck(ScaleUse):
         """The blocks since the last step; empty if there was none."""
         return self._blocks
 
+    def count(self) -> None:
+        """Counts the overflow in the scaler, unless another optimizer's step has counted that of one of its blocks."""
+        if not any("counted" in block._noted for block in self._blocks):
+            super().count()
+            for block in self._blocks:
+                block._noted.append("counted")
+
     @property
     def began_at_floor(self) -> bool:
         """False: a smaller scale is no question here."""

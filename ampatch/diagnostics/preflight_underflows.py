@@ -1,0 +1,110 @@
+"""Judges gradients that float16 flushes to zero, and tells rounding noise from signal by a step in float64.
+
+A value is noise if the float64 gradient differs from it by at least that gradient's own size: then float32 has no
+correct digit of it either. Must never leave a value out because it is noise, nor call one noise without this evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ampatch.diagnostics.operands import with_types
+from ampatch.diagnostics.preflight_report import Underflow
+from ampatch.diagnostics.preflight_steps import (
+    RandomInFloat32,
+    RandomState,
+    Step,
+    Subject,
+    dense,
+    flushed_of,
+    text_of,
+)
+from ampatch.diagnostics.watched import WatchedOp
+
+#: The greatest error of the float32 gradients in which the float64 step still counts as the same step.
+_SAME_STEP = 0.01
+
+_DRAWS_ITSELF = "an attention kernel drew its own dropout, which is another one in float64"
+
+
+class Underflows:
+    """The gradients of a float32 step that float16 flushes to zero.
+
+    Args:
+        subject: the model and its step.
+        reference: the float32 step.
+        state: the random numbers of every step.
+        draws_itself: whether an attention kernel drew dropout, so that no other type can have the same one.
+
+    Attributes:
+        uncompared: why no step in float64 tells noise from signal; empty if one does, or if none was needed.
+    """
+
+    def __init__(self, subject: Subject, reference: Step, state: RandomState, draws_itself: bool) -> None:
+        self._gradients = reference.gradients
+        self._noise: dict[str, float] = {}  # share of the flushed values that are noise, by the parameter
+        self.uncompared = _DRAWS_ITSELF if draws_itself else ""
+        if not draws_itself and any(bool(flushed_of(each, 1.0).any()) for each in self._gradients.values()):
+            self._compare(subject, reference, state)
+
+    def _compare(self, subject: Subject, reference: Step, state: RandomState) -> None:
+        try:
+            exact = _in_float64(subject, state)
+        except Exception as error:  # noqa: BLE001 - a model may need float32, and the report says so
+            self.uncompared = text_of(error)
+            return
+        difference = exact.gradient_error(reference)
+        if not difference <= _SAME_STEP:  # NaN is not
+            self.uncompared = f"its gradients differ by {difference:.2g} in all, so that it is another step"
+            return
+        for name, gradient in self._gradients.items():
+            flushed, there = flushed_of(gradient, 1.0), exact.gradients.get(name)
+            if there is not None and bool(flushed.any()):
+                is_noise = (gradient - there).abs() >= there.abs()
+                self._noise[name] = int((is_noise & flushed).sum()) / int(flushed.sum())
+
+    def rows(self, scale: float) -> tuple[Underflow, ...]:
+        """Returns the parameters with such values, those of noise alone last.
+
+        Args:
+            scale: loss scale for which the share is given too.
+        """
+        rows = []
+        for name, gradient in self._gradients.items():
+            counts = [int(flushed_of(gradient, each).sum()) for each in (1.0, scale)]
+            if counts[0]:
+                share, share_scaled = (count / int((gradient != 0).sum()) for count in counts)
+                rows.append(Underflow(name, share, share_scaled, scale, self._noise.get(name)))
+        return tuple(sorted(rows, key=lambda row: (row.is_noise, -row.share, row.parameter)))
+
+
+def _in_float64(subject: Subject, state: RandomState) -> Step:
+    """Runs the step in float64, on the random numbers of float32.
+
+    The loss is computed on outputs in float32, since ``loss_fn`` may have targets in it. Its rounding errors are those
+    of the float32 step then, and never taken for noise.
+    """
+    model = subject.copied().double()
+    args, kwargs = with_types(subject.arguments(), {torch.float32: torch.float64})
+    state.restore()
+    with RandomInFloat32(of=frozenset({torch.float64})):
+        output = model(*args, **kwargs)
+        loss = subject.loss_for(with_types(output, {torch.float64: torch.float32}))
+        loss.backward()
+    gradients = {name: dense(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+    return Step(float(loss.detach()), gradients)
+
+
+def draws_itself(ops: Sequence[WatchedOp]) -> bool:
+    """Returns True if an attention kernel among operators draws dropout, each type in another order."""
+    return any("attention" in op.op_name and _dropout_of(op) > 0 for op in ops)
+
+
+def _dropout_of(op: WatchedOp) -> float:
+    names = [argument.name for argument in op.op._schema.arguments]
+    if "dropout_p" not in names or op.arguments is None:
+        return 0.0
+    place, (args, kwargs) = names.index("dropout_p"), op.arguments
+    return float(args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
