@@ -4,7 +4,9 @@ VENV := .venv
 RUN := $(VENV)/bin/python -m
 # Where tests and demo find the compiled extension, apart from the user's own.
 export AMPATCH_CACHE := $(CURDIR)/build/extension
-# --no-compile: Python compiles the modules that it imports; pip would compile all of torch's.
+# --no-compile: Python compiles the modules that it imports, once; pip would compile all of torch's. Some images of
+# containers set this variable: then each of the hundreds of Pythons that tests start would compile torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(RUN) pip install --quiet --no-compile --constraint constraints.txt
 # The package with what it needs at run time: enough for the demo.
 INSTALLED := $(VENV)/.installed
