@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstring>
 #include <numeric>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -152,9 +153,9 @@ Outcome visit(const std::vector<Piece>& pieces, const Operation& operation) {
   return {finite, std::accumulate(sums.begin(), sums.end(), 0.0)};
 }
 
-void unscale_(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_inf) {
+void unscale_(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_inf, std::optional<Tensor> more) {
   const char* name = "ampatch::unscale_";
-  Lists lists(name, inv_scale, grads, true);
+  Lists lists(name, inv_scale, grads, true, more);
   const float* factor = scalar<float>(name, "inv_scale", inv_scale, inv_scale);
   float* flag = scalar<float>(name, "found_inf", found_inf, inv_scale);
   if (!visit(lists.pieces(), Unscale{*factor}).finite) {
@@ -169,8 +170,9 @@ void unscale_into(const char* name,
                   const std::vector<Tensor>& master_grads,
                   const Tensor& inv_scale,
                   const Tensor& found_inf,
-                  bool write_back) {
-  Lists lists(name, inv_scale, grads, write_back, master_grads, true);
+                  bool write_back,
+                  const std::optional<Tensor>& more) {
+  Lists lists(name, inv_scale, grads, write_back, master_grads, true, more);
   const float* factor = scalar<float>(name, "inv_scale", inv_scale, inv_scale);
   float* flag = scalar<float>(name, "found_inf", found_inf, inv_scale);
   if (!visit(lists.pieces(), Operation{*factor, write_back}).finite) {
@@ -179,19 +181,28 @@ void unscale_into(const char* name,
   lists.finish();
 }
 
-void unscale_copy(
-    std::vector<Tensor> grads, std::vector<Tensor> master_grads, Tensor inv_scale, Tensor found_inf, bool write_back) {
-  unscale_into<UnscaleCopy>("ampatch::unscale_copy", grads, master_grads, inv_scale, found_inf, write_back);
+void unscale_copy(std::vector<Tensor> grads,
+                  std::vector<Tensor> master_grads,
+                  Tensor inv_scale,
+                  Tensor found_inf,
+                  bool write_back,
+                  std::optional<Tensor> more) {
+  unscale_into<UnscaleCopy>("ampatch::unscale_copy", grads, master_grads, inv_scale, found_inf, write_back, more);
 }
 
-void unscale_add(
-    std::vector<Tensor> grads, std::vector<Tensor> master_grads, Tensor inv_scale, Tensor found_inf, bool write_back) {
-  unscale_into<UnscaleAdd>("ampatch::unscale_add", grads, master_grads, inv_scale, found_inf, write_back);
+void unscale_add(std::vector<Tensor> grads,
+                 std::vector<Tensor> master_grads,
+                 Tensor inv_scale,
+                 Tensor found_inf,
+                 bool write_back,
+                 std::optional<Tensor> more) {
+  unscale_into<UnscaleAdd>("ampatch::unscale_add", grads, master_grads, inv_scale, found_inf, write_back, more);
 }
 
-void found_inf_norm(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_inf, Tensor sum_of_squares) {
+void found_inf_norm(
+    std::vector<Tensor> grads, Tensor inv_scale, Tensor found_inf, Tensor sum_of_squares, std::optional<Tensor> more) {
   const char* name = "ampatch::found_inf_norm";
-  Lists lists(name, inv_scale, grads, false);
+  Lists lists(name, inv_scale, grads, false, more);
   const float* factor = scalar<float>(name, "inv_scale", inv_scale, inv_scale);
   float* flag = scalar<float>(name, "found_inf", found_inf, inv_scale);
   double* total = scalar<double>(name, "sum_of_squares", sum_of_squares, inv_scale);
@@ -203,22 +214,25 @@ void found_inf_norm(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_in
 }
 
 template <class Operation>
-void copy(const char* name, const std::vector<Tensor>& masters, const std::vector<Tensor>& halves) {
+void copy(const char* name,
+          const std::vector<Tensor>& masters,
+          const std::vector<Tensor>& halves,
+          const std::optional<Tensor>& more) {
   if (masters.empty() && halves.empty()) {
     return;
   }
   const Tensor& beside = masters.empty() ? halves.front() : masters.front();
-  Lists lists(name, beside, halves, true, masters, false);
+  Lists lists(name, beside, halves, true, masters, false, more);
   visit(lists.pieces(), Operation{});
   lists.finish();
 }
 
-void copy_to_half(std::vector<Tensor> masters, std::vector<Tensor> halves) {
-  copy<CopyToHalf<false>>("ampatch::copy_to_half", masters, halves);
+void copy_to_half(std::vector<Tensor> masters, std::vector<Tensor> halves, std::optional<Tensor> more) {
+  copy<CopyToHalf<false>>("ampatch::copy_to_half", masters, halves, more);
 }
 
-void copy_to_half_grads(std::vector<Tensor> master_grads, std::vector<Tensor> grads) {
-  copy<CopyToHalf<true>>("ampatch::copy_to_half_grads", master_grads, grads);
+void copy_to_half_grads(std::vector<Tensor> master_grads, std::vector<Tensor> grads, std::optional<Tensor> more) {
+  copy<CopyToHalf<true>>("ampatch::copy_to_half_grads", master_grads, grads, more);
 }
 
 template <class Narrow>
@@ -232,9 +246,9 @@ uint32_t fingerprint_of(const Narrow* elements, int64_t first, int64_t count) {
   return sum;
 }
 
-void fingerprint(std::vector<Tensor> grads, Tensor fingerprints) {
+void fingerprint(std::vector<Tensor> grads, Tensor fingerprints, std::optional<Tensor> more) {
   const char* name = "ampatch::fingerprint";
-  Lists lists(name, fingerprints, grads, false);
+  Lists lists(name, fingerprints, grads, false, more);
   const Chunks chunks(lists.pieces());
   double* found = one_for_each(name, "fingerprints", fingerprints, fingerprints, lists.pieces());
   std::vector<uint32_t> sums(chunks.count());
@@ -247,9 +261,14 @@ void fingerprint(std::vector<Tensor> grads, Tensor fingerprints) {
   }
 }
 
-void copy_edits(std::vector<Tensor> halves, std::vector<Tensor> masters, Tensor before, Tensor now, bool of_gradients) {
+void copy_edits(std::vector<Tensor> halves,
+                std::vector<Tensor> masters,
+                Tensor before,
+                Tensor now,
+                bool of_gradients,
+                std::optional<Tensor> more) {
   const char* name = "ampatch::copy_edits";
-  Lists lists(name, before, halves, false, masters, true);
+  Lists lists(name, before, halves, false, masters, true, more);
   const double* then = one_for_each(name, "before", before, before, lists.pieces());
   const double* found = one_for_each(name, "now", now, before, lists.pieces());
   Chunks(lists.pieces()).visit([&](int64_t, size_t piece, auto* narrow, float* wide, int64_t, int64_t count) {

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -433,10 +434,10 @@ void in_batches(const std::vector<Piece>& pieces, const Launch& launch) {
   }
 }
 
-void unscale_(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_inf) {
+void unscale_(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_inf, std::optional<Tensor> more) {
   const char* name = "ampatch::unscale_";
   const OnDevice device(name, inv_scale);
-  Lists lists(name, inv_scale, grads, true);
+  Lists lists(name, inv_scale, grads, true, more);
   const float* factor = scalar<float>(name, "inv_scale", inv_scale, inv_scale);
   float* flag = scalar<float>(name, "found_inf", found_inf, inv_scale);
   in_batches(lists.pieces(), [&](const auto& batch, int64_t) {
@@ -452,9 +453,10 @@ void unscale_into(const char* name,
                   const std::vector<Tensor>& master_grads,
                   const Tensor& inv_scale,
                   const Tensor& found_inf,
-                  bool write_back) {
+                  bool write_back,
+                  const std::optional<Tensor>& more) {
   const OnDevice device(name, inv_scale);
-  Lists lists(name, inv_scale, grads, write_back, master_grads, true);
+  Lists lists(name, inv_scale, grads, write_back, master_grads, true, more);
   const float* factor = scalar<float>(name, "inv_scale", inv_scale, inv_scale);
   float* flag = scalar<float>(name, "found_inf", found_inf, inv_scale);
   in_batches(lists.pieces(),
@@ -462,26 +464,35 @@ void unscale_into(const char* name,
   lists.finish();
 }
 
-void unscale_copy(
-    std::vector<Tensor> grads, std::vector<Tensor> master_grads, Tensor inv_scale, Tensor found_inf, bool write_back) {
+void unscale_copy(std::vector<Tensor> grads,
+                  std::vector<Tensor> master_grads,
+                  Tensor inv_scale,
+                  Tensor found_inf,
+                  bool write_back,
+                  std::optional<Tensor> more) {
   const auto launch = [](const auto& batch, cudaStream_t stream, auto... rest) {
     unscale_copy_kernel<<<batch.chunks, kThreads, 0, stream>>>(batch, rest...);
   };
-  unscale_into("ampatch::unscale_copy", launch, grads, master_grads, inv_scale, found_inf, write_back);
+  unscale_into("ampatch::unscale_copy", launch, grads, master_grads, inv_scale, found_inf, write_back, more);
 }
 
-void unscale_add(
-    std::vector<Tensor> grads, std::vector<Tensor> master_grads, Tensor inv_scale, Tensor found_inf, bool write_back) {
+void unscale_add(std::vector<Tensor> grads,
+                 std::vector<Tensor> master_grads,
+                 Tensor inv_scale,
+                 Tensor found_inf,
+                 bool write_back,
+                 std::optional<Tensor> more) {
   const auto launch = [](const auto& batch, cudaStream_t stream, auto... rest) {
     unscale_add_kernel<<<batch.chunks, kThreads, 0, stream>>>(batch, rest...);
   };
-  unscale_into("ampatch::unscale_add", launch, grads, master_grads, inv_scale, found_inf, write_back);
+  unscale_into("ampatch::unscale_add", launch, grads, master_grads, inv_scale, found_inf, write_back, more);
 }
 
-void found_inf_norm(std::vector<Tensor> grads, Tensor inv_scale, Tensor found_inf, Tensor sum_of_squares) {
+void found_inf_norm(
+    std::vector<Tensor> grads, Tensor inv_scale, Tensor found_inf, Tensor sum_of_squares, std::optional<Tensor> more) {
   const char* name = "ampatch::found_inf_norm";
   const OnDevice device(name, inv_scale);
-  Lists lists(name, inv_scale, grads, false);
+  Lists lists(name, inv_scale, grads, false, more);
   const float* factor = scalar<float>(name, "inv_scale", inv_scale, inv_scale);
   float* flag = scalar<float>(name, "found_inf", found_inf, inv_scale);
   double* total = scalar<double>(name, "sum_of_squares", sum_of_squares, inv_scale);
@@ -503,35 +514,36 @@ template <class Launch>
 void copy(const char* name,
           const Launch& launch,
           const std::vector<Tensor>& masters,
-          const std::vector<Tensor>& halves) {
+          const std::vector<Tensor>& halves,
+          const std::optional<Tensor>& more) {
   if (masters.empty() && halves.empty()) {
     return;
   }
   const Tensor& beside = masters.empty() ? halves.front() : masters.front();
   const OnDevice device(name, beside);
-  Lists lists(name, beside, halves, true, masters, false);
+  Lists lists(name, beside, halves, true, masters, false, more);
   in_batches(lists.pieces(), [&](const auto& batch, int64_t) { launch(batch, device.stream()); });
   lists.finish();
 }
 
-void copy_to_half(std::vector<Tensor> masters, std::vector<Tensor> halves) {
+void copy_to_half(std::vector<Tensor> masters, std::vector<Tensor> halves, std::optional<Tensor> more) {
   const auto launch = [](const auto& batch, cudaStream_t stream) {
     copy_to_half_kernel<false><<<batch.chunks, kThreads, 0, stream>>>(batch);
   };
-  copy("ampatch::copy_to_half", launch, masters, halves);
+  copy("ampatch::copy_to_half", launch, masters, halves, more);
 }
 
-void copy_to_half_grads(std::vector<Tensor> master_grads, std::vector<Tensor> grads) {
+void copy_to_half_grads(std::vector<Tensor> master_grads, std::vector<Tensor> grads, std::optional<Tensor> more) {
   const auto launch = [](const auto& batch, cudaStream_t stream) {
     copy_to_half_kernel<true><<<batch.chunks, kThreads, 0, stream>>>(batch);
   };
-  copy("ampatch::copy_to_half_grads", launch, master_grads, grads);
+  copy("ampatch::copy_to_half_grads", launch, master_grads, grads, more);
 }
 
-void fingerprint(std::vector<Tensor> grads, Tensor fingerprints) {
+void fingerprint(std::vector<Tensor> grads, Tensor fingerprints, std::optional<Tensor> more) {
   const char* name = "ampatch::fingerprint";
   const OnDevice device(name, fingerprints);
-  Lists lists(name, fingerprints, grads, false);
+  Lists lists(name, fingerprints, grads, false, more);
   double* found = one_for_each(name, "fingerprints", fingerprints, fingerprints, lists.pieces());
   const int64_t chunks = chunks_of(lists.pieces());
   if (chunks == 0) {
@@ -546,10 +558,15 @@ void fingerprint(std::vector<Tensor> grads, Tensor fingerprints) {
   });
 }
 
-void copy_edits(std::vector<Tensor> halves, std::vector<Tensor> masters, Tensor before, Tensor now, bool of_gradients) {
+void copy_edits(std::vector<Tensor> halves,
+                std::vector<Tensor> masters,
+                Tensor before,
+                Tensor now,
+                bool of_gradients,
+                std::optional<Tensor> more) {
   const char* name = "ampatch::copy_edits";
   const OnDevice device(name, before);
-  Lists lists(name, before, halves, false, masters, true);
+  Lists lists(name, before, halves, false, masters, true, more);
   const double* then = one_for_each(name, "before", before, before, lists.pieces());
   const double* found = one_for_each(name, "now", now, before, lists.pieces());
   in_batches(lists.pieces(), [&](const auto& batch, int64_t) {

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
+#include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -86,19 +87,27 @@ inline bool are_alike(const Tensor& a, const Tensor& b) {
   return is_dense(a);
 }
 
+// Tensors, or pairs of tensors, as pieces. `more` has further ones as addresses and numbers, which
+// csrc/calls/pieces.cpp has checked: rows of narrow, wide, count and type.
 class Lists {
  public:
   // Gradients without masters, on the device of `beside`.
-  Lists(const char* name, const Tensor& beside, const std::vector<Tensor>& narrow, bool writes_narrow) : name_(name) {
-    pieces_.reserve(narrow.size());
+  Lists(const char* name,
+        const Tensor& beside,
+        const std::vector<Tensor>& narrow,
+        bool writes_narrow,
+        const std::optional<Tensor>& more)
+      : name_(name) {
+    pieces_.reserve(narrow.size() + rows_of(more));
     for (const Tensor& tensor : narrow) {
       const ScalarType type = checked(tensor, beside, true);
       const int64_t count = tensor.numel();
       if (count != 0) {
         void* data = is_dense(tensor) ? tensor.data_ptr() : copied(tensor, writes_narrow);
-        pieces_.push_back({data, nullptr, count, type});
+        pieces_.push_back({with_memory(data), nullptr, count, type});
       }
     }
+    add(more);
   }
 
   // Pairs of a tensor of float16, bfloat16 or float32 and a float32 tensor.
@@ -107,11 +116,12 @@ class Lists {
         const std::vector<Tensor>& narrow,
         bool writes_narrow,
         const std::vector<Tensor>& wide,
-        bool writes_wide)
+        bool writes_wide,
+        const std::optional<Tensor>& more)
       : name_(name) {
     STD_TORCH_CHECK(
         narrow.size() == wide.size(), name_, ": found lists of ", narrow.size(), " and ", wide.size(), " tensors");
-    pieces_.reserve(narrow.size());
+    pieces_.reserve(narrow.size() + rows_of(more));
     for (size_t index = 0; index < narrow.size(); ++index) {
       const Tensor &first = narrow[index], &second = wide[index];
       const ScalarType type = checked(first, beside, true);
@@ -126,9 +136,10 @@ class Lists {
         const bool alike = are_alike(first, second);
         void* data = alike ? first.data_ptr() : copied(first, writes_narrow);
         void* wide_data = alike ? second.data_ptr() : copied(second, writes_wide);
-        pieces_.push_back({data, static_cast<float*>(wide_data), count, type});
+        pieces_.push_back({with_memory(data), static_cast<float*>(with_memory(wide_data)), count, type});
       }
     }
+    add(more);
   }
 
   const std::vector<Piece>& pieces() const {
@@ -143,6 +154,25 @@ class Lists {
   }
 
  private:
+  static int64_t rows_of(const std::optional<Tensor>& more) {
+    return more.has_value() ? more->size(0) : 0;
+  }
+
+  void add(const std::optional<Tensor>& more) {
+    if (rows_of(more) == 0) {
+      return;
+    }
+    STD_TORCH_CHECK(more->scalar_type() == ScalarType::Long && more->is_cpu() && more->is_contiguous() &&
+                        more->dim() == 2 && more->size(1) == 4,
+                    name_,
+                    ": expected rows of four numbers");
+    const auto* row = static_cast<const int64_t*>(more->data_ptr());
+    for (const auto* end = row + more->numel(); row != end; row += 4) {
+      pieces_.push_back(
+          {reinterpret_cast<void*>(row[0]), reinterpret_cast<float*>(row[1]), row[2], static_cast<ScalarType>(row[3])});
+    }
+  }
+
   ScalarType checked(const Tensor& tensor, const Tensor& beside, bool may_be_half) const {
     const ScalarType type = tensor.scalar_type();
     STD_TORCH_CHECK(
@@ -151,6 +181,11 @@ class Lists {
         may_be_half ? ": expected tensors of float16, bfloat16 or float32" : ": expected master tensors of float32");
     STD_TORCH_CHECK(tensor.device() == beside.device(), name_, ": expected the tensors of one device");
     return type;
+  }
+
+  void* with_memory(void* data) const {
+    STD_TORCH_CHECK(data != nullptr, name_, ": found a tensor whose memory was freed");
+    return data;
   }
 
   void* copied(const Tensor& tensor, bool is_written) {

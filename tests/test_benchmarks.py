@@ -291,6 +291,16 @@ def test_skorch_nets_are_measured_with_amp_and_without() -> None:
     assert [ratio for name, ratio in rows if name == "skorch"] == ["1.00", "1.00"]
 
 
+def test_lists_are_measured_as_tensors_and_as_addresses(
+    compiled, compiled_calls, select, select_calls, monkeypatch, capsys
+):
+    module = imported("lists", monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["lists.py", "--rounds", "1"])
+    module.main()
+    rows = re.findall(r"^\| ([\w, ]+) \| (\d+) \| \d+ \| \d+ \|$", capsys.readouterr().out, re.MULTILINE)
+    assert len(rows) == len(set(rows)) == 3 * len(module.COUNTS)
+
+
 def test_crossings_counts_the_modules_that_a_step_runs_through(monkeypatch, capsys):
     """The counts themselves stand in docs/design/architecture.md."""
     imported("crossings", monkeypatch).main()

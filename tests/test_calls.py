@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 import functools
@@ -34,6 +35,7 @@ from ampatch.casting.nested import tensors_in
 from ampatch.errors import KernelError, OptionError
 from ampatch.native import calls, extension
 from ampatch.native.calls import Accelerator
+from ampatch.patching import weight_cache
 from ampatch.patching.adapters import Adapters
 from ampatch.patching.weight_cache import CastCounts, WeightCache
 from ampatch.patching.wrappers import wrap
@@ -133,6 +135,22 @@ arguments = st.tuples(st.lists(values, max_size=4), named)
 def seen(*args: object, **kwargs: object) -> object:
     """What a call hands over."""
     return args, kwargs
+
+
+def frames_of(call: Callable[[], object]) -> list[str]:
+    """Returns the names of the Python functions that run during a call."""
+    found: list[str] = []
+
+    def note(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call":
+            found.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found[1:]  # without `call` itself
 
 
 def seen_with_names(input=None, dim=None, dtype=None, out=None, **kwargs):
@@ -388,6 +406,54 @@ class TestWeights:
                 each.function(weight)
                 assert len(each.cache) == 0
             assert each.cache.counts() == CastCounts(casts=3, cache_hits=0)
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_frozen_ones_are_served_by_the_oldest_block_that_has_them(self, implementations, mode):
+        for each in implementations("whitelist", torch.float16, seen):
+            weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+            with mode(), contextlib.ExitStack() as younger:
+                with each.cache.frozen([weight]):
+                    younger.enter_context(each.cache.frozen([weight, other]))
+                    casts = [[each.function(which)[0][0] for _ in range(2)] for which in (weight, other)]
+                    assert all(first is again for first, again in casts)
+                ((after,), _), ((kept,), _) = each.function(weight), each.function(other)
+                assert after is not casts[0][0]
+                assert kept is casts[1][0]
+                assert each.function(weight)[0][0] is after
+            assert each.cache.counts() == CastCounts(casts=3, cache_hits=4)
+
+    def test_frozen_ones_that_a_captured_step_updates_are_cast_anew(self, implementations, monkeypatch):
+        """Python decides about every weight then, in C++ too."""
+        monkeypatch.setattr(weight_cache, "is_capturing", lambda: True)
+        for each in implementations("whitelist", torch.float16, seen):
+            weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+            with torch.no_grad(), each.cache.frozen([weight, other]):
+                ((cast,), _) = each.function(weight)
+                each.cache.end_iteration_of(lambda weight=weight: [weight])
+                each.cache._frozen[0].store.keep(weight, cast)  # as another thread, in which the cast was under way
+                for later in (contextlib.nullcontext(), each.cache.frozen([weight])):
+                    with later:
+                        assert each.function(weight)[0][0] is not each.function(weight)[0][0]
+                        assert each.function(other)[0][0] is each.function(other)[0][0]
+
+    @pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen", "beside frozen ones"])
+    def test_no_python_runs_to_serve_one_in_a_frozen_block(self, implementations, is_frozen):
+        _, compiled = implementations("whitelist", torch.float16, seen)
+        weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        with torch.no_grad(), compiled.cache.frozen([weight]):
+            compiled.cache.enter_forward(compiled)
+            used = weight if is_frozen else other
+            compiled.function(used)
+            assert frames_of(lambda: compiled.function(used)) == ["seen"]
+            compiled.cache.exit_forward(compiled)
+
+    @pytest.mark.gpu
+    def test_no_python_runs_to_serve_one_on_a_gpu(self, in_cpp):
+        model = nn.Linear(8, 8).cuda()
+        with amp.init(half_dtype=torch.float16):
+            value = torch.ones(8, 8, device="cuda", dtype=torch.float16)
+            F.linear(value, model.weight)
+            assert frames_of(lambda: F.linear(value, model.weight)) == []
 
     def test_many_threads_at_once_do_no_harm(self, implementations):
         _, compiled = implementations("whitelist", torch.float16, seen)

@@ -11,8 +11,10 @@ import copy
 import functools
 import gc
 import pickle
+import sys
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -1779,3 +1781,40 @@ class TestGradientsInOtherTensors:
         initialize(model, SGD(model.parameters()))
         model.register_state_dict_post_hook(transpose)
         assert_same_bits(model.state_dict()["weight"], wanted)
+
+
+class TestManyParameters:
+    """At O2, the block's end and the step run few Python calls for each parameter: C++ walks the lists."""
+
+    @staticmethod
+    def calls_of_a_step(count: int) -> Counter[str]:
+        """Counts the calls that code of amp makes in the end of a block and a step of ``count`` parameters."""
+        model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(count)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+        initialize(model, optimizer, half_dtype=torch.float16)
+        found: Counter[str] = Counter()
+
+        def note(frame: types.FrameType, event: str, function: Any) -> None:
+            if event in ("call", "c_call") and "ampatch" in frame.f_globals.get("__name__", ""):
+                found[frame.f_code.co_name if event == "call" else function.__name__] += 1
+
+        for is_last in (False, False, True):
+            optimizer.zero_grad()
+            block = amp.scale_loss(torch.stack([each.sum() for each in model]).float().sum(), optimizer)
+            block.__enter__().backward()
+            sys.setprofile(note if is_last else None)
+            try:
+                block.__exit__(None, None, None)
+                optimizer.step()
+            finally:
+                sys.setprofile(None)
+        amp.deinitialize()
+        return found
+
+    def test_each_adds_few_calls_to_a_step(self, compiled, compiled_calls, select, select_calls):
+        select("extension")
+        select_calls("compiled")
+        fewer, more = self.calls_of_a_step(20), self.calls_of_a_step(40)
+        grows = {name: (count - fewer[name]) / 20 for name, count in more.items() if count > fewer[name]}
+        # `id` finds the parameters without a master, `append` those whose master was updated.
+        assert grows == dict.fromkeys(("id", "empty_like", "append", "clear"), 1)

@@ -21,8 +21,9 @@ from helpers import HALF_DTYPES, assert_same_bits, dtype_name
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampatch.native import extension, extension_kernels, torch_kernels
+from ampatch.native import calls, extension, extension_kernels, torch_kernels
 
 DTYPES = (*HALF_DTYPES, torch.float32)
 NOT_FINITE = (math.inf, -math.inf, math.nan)
@@ -776,6 +777,186 @@ def test_what_an_operator_cannot_take_is_an_error_that_names_it_and_changes_noth
         assert now._version == 0
         if now.device.type != "meta":
             assert torch.equal(now.cpu(), before)
+
+
+class Subclass(Tensor):
+    pass
+
+
+class NoMode(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def freed() -> Tensor:
+    tensor = ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def in_inference_mode(tensor: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return tensor.clone()
+
+
+# Operators of lists, called with these, a factor and a flag.
+WITH_LISTS: dict[str, Callable[[list[Tensor], list[Tensor], Tensor, Tensor], None]] = {
+    "unscale_": lambda narrow, _, factor, flag: extension_kernels.unscale_(narrow, factor, flag),
+    "unscale_copy": lambda *arguments: extension_kernels.unscale_copy(*arguments, False),
+    "unscale_add": lambda *arguments: extension_kernels.unscale_add(*arguments, True),
+    "found_inf_norm": lambda narrow, _, factor, flag: extension_kernels.found_inf_norm(
+        narrow, factor, flag, factor.double()
+    ),
+    "copy_to_half": lambda narrow, wide, *_: extension_kernels.copy_to_half(wide, narrow),
+    "copy_to_half_grads": lambda narrow, wide, *_: extension_kernels.copy_to_half_grads(wide, narrow),
+    "copy_edits": lambda narrow, wide, *_: extension_kernels.copy_differing(narrow, wide),
+}
+
+# Pairs of tensors.
+ACCEPTED: dict[str, tuple[Tensor, Tensor]] = {
+    "contiguous": (ones(2, 3, dtype=HALF), ones(2, 3)),
+    "transposed alike": (ones(2, 3, dtype=HALF).t(), ones(2, 3).t()),
+    "channels last alike": tuple(
+        ones(2, 3, 4, 5, dtype=dtype).contiguous(memory_format=torch.channels_last) for dtype in (HALF, FLOAT)
+    ),
+    "unlike in dimensions of one element": (ones(1, 3, dtype=HALF), ones(3, 1).t()),
+    "empty": (ones(0, 2, dtype=HALF), ones(0, 2)),
+    "parameters": (torch.nn.Parameter(ones(2, dtype=HALF)), torch.nn.Parameter(ones(2))),
+    "of inference mode": (in_inference_mode(ones(2, dtype=HALF)), in_inference_mode(ones(2))),
+}
+
+# One tensor, or a pair, that only the operator itself can judge, or has to copy.
+LEFT: dict[str, Callable[[], tuple[Tensor, ...]]] = {
+    "doubles": lambda: (ones(2, dtype=DOUBLE),),
+    "complex numbers": lambda: (ones(2, dtype=torch.complex64),),
+    "a subclass": lambda: (ones(2).as_subclass(Subclass),),
+    "a negated view": lambda: (ones(2, dtype=torch.complex64).conj().imag,),
+    "gaps": lambda: (ones(6)[::2],),
+    "elements in one place": lambda: (ones(1).expand(3),),
+    "no device": lambda: (ones(2).to("meta"),),
+    "sparse": lambda: (ones(2).to_sparse(),),
+    "freed memory": lambda: (freed(),),
+    "no tensor": lambda: (None,),  # type: ignore[dict-item]
+    "gaps beside none": lambda: (ones(3), ones(6)[::2]),
+    "another order": lambda: (ones(2, 3), ones(3, 2).t()),
+    "another shape": lambda: (ones(2, 3), ones(3, 2)),
+    "half masters": lambda: (ones(2), ones(2, dtype=HALF)),
+}
+
+
+class TestAddresses:
+    """Lists that operators get as addresses, which C++ has checked, do and are what lists of tensors do and are."""
+
+    @pytest.fixture
+    def as_tensors(self, compiled_calls: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+        """Makes operators get lists as tensors, or as addresses where C++ accepts them."""
+
+        def choose(choice: bool) -> None:
+            monkeypatch.setattr(calls, "compiled", lambda: None if choice else compiled_calls)
+
+        return choose
+
+    @on_each_device
+    @pytest.mark.parametrize("operator", WITH_LISTS)
+    @settings(draws, suppress_health_check=list(HealthCheck))
+    @given(list_=drawn(("contiguous",), ("contiguous",)), seed=SEEDS, factor=FACTORS)
+    @example(list_=ENDS, seed=1, factor=0.3)
+    @example(list_=[Drawn((3, 50), HALF, "any bits", None, *[Lay("transposed")] * 2)] * 5, seed=1, factor=0.3)
+    def test_leave_the_same_bits_and_versions(self, compiled_calls, as_tensors, device, operator, list_, seed, factor):
+        left = []
+        for choice in (True, False):
+            as_tensors(choice)
+            narrow, wide = lay_out(list_, seed, device)
+            assert (compiled_calls.pieces(tensors(narrow), tensors(wide)) is None) == (len(list_) < 4)
+            flag, inv_scale = scalar(0.0, device), scalar(factor, device)
+            WITH_LISTS[operator](tensors(narrow), tensors(wide), inv_scale, flag)
+            left.append([*tensors(narrow), *tensors(wide), flag])
+        assert_all_same(*left)
+        assert [each._version for each in left[0]] == [each._version for each in left[1]]
+
+    @on_each_device
+    def test_leave_the_same_fingerprints_and_sums(self, as_tensors, device):
+        generator = torch.Generator().manual_seed(0)
+        halves = [torch.randn(count, generator=generator).half().to(device) for count in (1, 7, 33, CHUNK + 3, 2)]
+        found = []
+        for choice in (True, False):
+            as_tensors(choice)
+            numbers, flag = torch.zeros(len(halves), dtype=DOUBLE, device=device), scalar(0.0, device)
+            total = scalar(0.0, device, DOUBLE)
+            extension_kernels.fingerprint(halves, numbers)
+            extension_kernels.found_inf_norm(halves, scalar(0.5, device), flag, total)
+            found.append([numbers, total])
+        assert_all_same(*found)
+
+    @pytest.mark.parametrize("pair", ACCEPTED.values(), ids=ACCEPTED)
+    def test_are_given_for_usual_tensors(self, compiled_calls, pair):
+        narrow, wide = [ones(5)] * 4 + [pair[0]], [ones(5)] * 4 + [pair[1]]
+        assert compiled_calls.pieces(narrow, wide)[3:].tolist() == [
+            [half.data_ptr(), full.data_ptr(), half.numel(), [torch.uint8, torch.float16].index(half.dtype) * 5]
+            for half, full in [pair]
+            if half.numel()
+        ]
+        assert len(compiled_calls.pieces(narrow, None)) == 3 + bool(pair[0].numel())
+
+    @pytest.mark.parametrize("make", LEFT.values(), ids=LEFT)
+    def test_are_not_given_for_others_whose_results_and_errors_are_the_same(self, compiled_calls, as_tensors, make):
+        outcomes = []
+        for choice in (True, False):
+            as_tensors(choice)
+            made = make()
+            lists = [[*(ones(3) for _ in range(4)), each] for each in made]
+            wide = lists[1] if len(lists) == 2 else None
+            assert compiled_calls.pieces(lists[0], wide) is None
+            try:
+                if wide is None:
+                    extension_kernels.unscale_(lists[0], scalar(0.5, "cpu"), scalar(0.0, "cpu"))
+                else:
+                    extension_kernels.unscale_add(*lists, scalar(0.5, "cpu"), scalar(0.0, "cpu"), True)
+                outcome = [each.tolist() for list_ in lists for each in list_]
+            except (RuntimeError, TypeError) as error:
+                outcome = [type(error), str(error).partition("\n")[0]]
+                assert not any(each._version for list_ in lists for each in list_[:4])
+            outcomes.append(outcome)
+        assert outcomes[0] == outcomes[1]
+
+    def test_are_not_given_for_lists_of_other_lengths_tuples_and_few_tensors(self, compiled_calls):
+        four = [ones(3) for _ in range(4)]
+        assert compiled_calls.pieces(four, four) is not None
+        for narrow, wide in ([four, [*four, ones(3)]], [tuple(four), four], [four, tuple(four)], [four[:3], four[:3]]):
+            assert compiled_calls.pieces(narrow, wide) is None
+
+    def test_are_not_given_where_a_mode_has_to_see_the_tensors(self, compiled_calls):
+        four = [ones(3) for _ in range(4)]
+        with NoMode():
+            assert compiled_calls.pieces(four, None) is None
+        with torch.autocast("cpu"), torch.inference_mode():
+            assert compiled_calls.pieces(four, None) is not None
+
+    @pytest.mark.gpu
+    def test_are_not_given_for_tensors_of_two_devices(self, compiled_calls):
+        four = [ones(3).cuda() for _ in range(4)]
+        assert compiled_calls.pieces(four, four) is not None
+        assert compiled_calls.pieces([*four, ones(3)], None) is None
+        assert compiled_calls.pieces(four, [*four[:3], ones(3)]) is None
+
+    def test_of_a_lazy_copy_are_its_own(self, compiled_calls, as_tensors):
+        as_tensors(False)
+        origins = [ones(3) for _ in range(4)]
+        extension_kernels.unscale_(list(map(torch._lazy_clone, origins)), scalar(0.5, "cpu"), scalar(0.0, "cpu"))
+        assert_all_same(origins, [ones(3) for _ in range(4)])
+
+    def test_of_the_wrong_form_are_refused(self):
+        for more in (ones(2, 4), ones(2, 3, dtype=torch.int64), ones(8, dtype=torch.int64)):
+            with pytest.raises(RuntimeError, match="ampatch::unscale_"):
+                torch.ops.ampatch.unscale_([ones(2)], scalar(0.5, "cpu"), scalar(0.0, "cpu"), more)
+
+    @pytest.mark.parametrize("operator", ["unscale_", "unscale_copy"])
+    def test_an_error_that_they_come_to_counts_no_write(self, as_tensors, operator):
+        as_tensors(False)
+        narrow, wide = ([ones(3) for _ in range(4)] for _ in range(2))
+        with pytest.raises(RuntimeError, match=f"ampatch::{operator}: expected found_inf"):
+            WITH_LISTS[operator](narrow, wide, scalar(0.5, "cpu"), SUM)
+        assert not any(each._version for each in (*narrow, *wide))
 
 
 @pytest.mark.gpu

@@ -110,7 +110,8 @@ class CacheState:
         casts: number of tensors cast so far.
         hits: number of casts saved so far.
         iteration: store for code that records gradients; None if the cache must choose one for each weight.
-        has_frozen: True if there are frozen stores, for code that records no gradients.
+        frozen: ids of parameters and the store for their casts, for code that records no gradients; oldest first. None
+            if the cache must choose a store for each weight.
         sweep_at: number of entries from which a store is swept before the next one is added.
     """
 
@@ -118,7 +119,7 @@ class CacheState:
         self.casts = 0
         self.hits = 0
         self.iteration: Store | None = None
-        self.has_frozen = False
+        self.frozen: tuple[tuple[frozenset[int], Store], ...] | None = ()
         self.sweep_at = 0
         self._thread = _Thread()
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ampatch import compilers, tracing
+from ampatch import compilers
 from ampatch.casting import cast_errors
 from ampatch.casting.cast_store import CacheState, Store
 from ampatch.errors import KernelError
@@ -143,7 +143,7 @@ class Accelerator:
         # The type of the state decides, so that no session uses two implementations.
         self._module = None if type(state) is CacheState else _selection.current().compiled
         if self._module is not None:
-            self._caster = self._module.Caster(state, switch, cast, tracing.is_capturing)
+            self._caster = self._module.Caster(state, switch, cast, torch._C._cuda_isCurrentStreamCapturing)
         self.set_device_types(device_types)
 
     def set_device_types(self, device_types: Iterable[str]) -> None:

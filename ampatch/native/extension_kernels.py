@@ -1,72 +1,96 @@
 """The operators of the compiled extension, with version counters kept up to date.
 
 Each calls the operator of its name in `torch.ops.ampatch`, with the arguments of the function of that name in
-`ampatch.native.torch_kernels`; csrc/operators.cpp has the schemas. Then it increments the version counters of the
-tensors it wrote, so that autograd and the cache of casts notice the writes: torch does so for its own operators only.
-`copy_edits` increments none, because a change of version means that user code wrote to the master. Must not choose an
-implementation: `ampatch.native.kernels` does.
+`ampatch.native.torch_kernels`; csrc/operators.cpp has the schemas. It also increments the version counters of the
+tensors that the operator writes, so that autograd and the cache of casts notice the writes: torch does so for its own
+operators only. `copy_edits` increments none, because a change of version means that user code wrote to the master. Must
+not choose an implementation: `ampatch.native.kernels` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ampatch.native import calls
 
-def _operator(name: str, written: int | None = None) -> Callable[..., None]:
-    """Returns an operator of the extension.
+_Tensors = list[Tensor]
+
+# Operators that take the float32 tensors before the half ones.
+_WIDE_FIRST = frozenset({"copy_to_half", "copy_to_half_grads"})
+
+
+def _run(name: str, narrow: _Tensors, wide: _Tensors | None, written: Sequence[_Tensors], *others: Any) -> None:
+    """Calls an operator, with addresses in place of tensors if the compiled calls accept all tensors.
 
     Args:
-        name: its name in `torch.ops.ampatch`, which `ampatch.native.extension` loads later.
-        written: position of the list of tensors that it writes and whose version counters are incremented.
+        name: its name in `torch.ops.ampatch`, which `ampatch.native.extension` loads.
+        narrow: half or float32 tensors.
+        wide: float32 tensors; None if the operator takes one list only.
+        written: the lists that it writes and whose version counters are incremented.
+        others: its other arguments.
     """
-
-    def call(*arguments: Any) -> None:
-        getattr(torch.ops.ampatch, name)(*arguments)
-        if written is not None:
-            increment_version(arguments[written])
-
-    call.__name__ = call.__qualname__ = name
-    return call
-
-
-def _unless_empty(operator: Callable[..., None]) -> Callable[..., None]:
-    """Returns an operator that accepts empty lists: the dispatcher picks a kernel by the tensors in them."""
-
-    def call(first: list[Tensor], second: list[Tensor]) -> None:
-        if first:
-            operator(first, second)
-
-    return call
+    operator, compiled = getattr(torch.ops.ampatch, name), calls.compiled()
+    lists = (narrow,) if wide is None else (wide, narrow) if name in _WIDE_FIRST else (narrow, wide)
+    more = None if compiled is None else compiled.pieces(narrow, wide)
+    if more is None:
+        operator(*lists, *others)
+    else:  # the first tensors tell the device; the lists keep all of them alive
+        operator(*(tensors[:1] for tensors in lists), *others, more)
+    for tensors in written:
+        (increment_version if compiled is None else compiled.increment_versions)(tensors)
 
 
-unscale_ = _operator("unscale_", 0)
-found_inf_norm = _operator("found_inf_norm")  # squares in float32, and torch_kernels in float64
-copy_to_half = _unless_empty(_operator("copy_to_half", 1))
-copy_to_half_grads = _unless_empty(_operator("copy_to_half_grads", 1))
-fingerprint = _operator("fingerprint")  # its numbers differ from those of torch_kernels
-copy_edits = _operator("copy_edits")
-
-_unscale_copy = _operator("unscale_copy", 1)
-_unscale_add = _operator("unscale_add", 1)
+def unscale_(grads: _Tensors, inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Calls the operator, which writes ``grads``."""
+    _run("unscale_", grads, None, [grads], inv_scale, found_inf)
 
 
-def unscale_copy(grads: list[Tensor], *others: Any) -> None:
-    """Calls the operator, which also writes ``grads`` if its last argument ``write_back`` is true."""
-    _unscale_copy(grads, *others)
-    if others[-1]:
-        increment_version(grads)
+def unscale_copy(
+    grads: _Tensors, master_grads: _Tensors, inv_scale: Tensor, found_inf: Tensor, write_back: bool
+) -> None:
+    """Calls the operator, which writes ``master_grads``, and ``grads`` if ``write_back`` is true."""
+    written = [master_grads, grads] if write_back else [master_grads]
+    _run("unscale_copy", grads, master_grads, written, inv_scale, found_inf, write_back)
 
 
-def unscale_add(grads: list[Tensor], *others: Any) -> None:
-    """Calls the operator, which also writes ``grads`` if its last argument ``write_back`` is true."""
-    _unscale_add(grads, *others)
-    if others[-1]:
-        increment_version(grads)
+def unscale_add(
+    grads: _Tensors, master_grads: _Tensors, inv_scale: Tensor, found_inf: Tensor, write_back: bool
+) -> None:
+    """Calls the operator, which writes ``master_grads``, and ``grads`` if ``write_back`` is true."""
+    written = [master_grads, grads] if write_back else [master_grads]
+    _run("unscale_add", grads, master_grads, written, inv_scale, found_inf, write_back)
+
+
+def found_inf_norm(grads: _Tensors, inv_scale: Tensor, found_inf: Tensor, sum_of_squares: Tensor) -> None:
+    """Calls the operator, which squares in float32; `torch_kernels` squares in float64."""
+    _run("found_inf_norm", grads, None, [], inv_scale, found_inf, sum_of_squares)
+
+
+def copy_to_half(masters: _Tensors, halves: _Tensors) -> None:
+    """Calls the operator, which writes ``halves``."""
+    if masters:  # the dispatcher picks a kernel by the tensors
+        _run("copy_to_half", halves, masters, [halves])
+
+
+def copy_to_half_grads(master_grads: _Tensors, grads: _Tensors) -> None:
+    """Calls the operator, which writes ``grads``."""
+    if master_grads:
+        _run("copy_to_half_grads", grads, master_grads, [grads])
+
+
+def fingerprint(halves: _Tensors, fingerprints: Tensor) -> None:
+    """Calls the operator, whose numbers differ from those of `torch_kernels`."""
+    _run("fingerprint", halves, None, [], fingerprints)
+
+
+def copy_edits(halves: _Tensors, masters: _Tensors, before: Tensor, now: Tensor, of_gradients: bool) -> None:
+    """Calls the operator, which writes ``masters``."""
+    _run("copy_edits", halves, masters, [], before, now, of_gradients)
 
 
 def update_scale(*arguments: Any) -> None:

@@ -34,7 +34,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
@@ -65,12 +66,11 @@ class CastCounts:
     cache_hits: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Frozen:
+class _Frozen(NamedTuple):
     """The casts kept during one `WeightCache.frozen` block."""
 
     parameters: frozenset[int]  # ids; if a parameter dies and another gets its id, the entries tell them apart
-    store: Store = field(default_factory=calls.new_store)
+    store: Store
 
 
 class _Thread(threading.local):
@@ -185,7 +185,7 @@ class WeightCache:
         if is_capturing():
             self._replayed.update(map(id, updated()))
             if self._replayed:
-                self.state.iteration = None  # from now on `_store` decides for each weight
+                self.state.iteration = self.state.frozen = None  # from now on `_store` decides for each weight
         if self._frozen:
             keys = [id(parameter) for parameter in updated()]
             for block in list(self._frozen):
@@ -199,14 +199,14 @@ class WeightCache:
         """
         # Compiled code keeps no casts, but the code that it leaves to Python does.
         torch._dynamo.graph_break()
-        block = _Frozen(frozenset(map(id, parameters)))
+        block = _Frozen(frozenset(map(id, parameters)), calls.new_store())
         self._frozen.append(block)
-        self.state.has_frozen = True
+        self._serve_frozen()
         try:
             yield
         finally:
             self._frozen.remove(block)
-            self.state.has_frozen = bool(self._frozen)
+            self._serve_frozen()
 
     def enter_forward(self, model: object) -> None:
         """Notes that a forward of an adopted model begins in this thread.
@@ -228,6 +228,9 @@ class WeightCache:
         if thread.opened_by is not None and thread.opened_by() is model:
             self._serve_forward(None)
             thread.opened_by = None
+
+    def _serve_frozen(self) -> None:
+        self.state.frozen = None if self._replayed else tuple(self._frozen)
 
     def _serve_forward(self, store: Store | None) -> None:
         self.state.forward = store  # first, since the next line may free the store that the state borrowed

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampatch.errors import OptionError, UsageError
+from ampatch.native import calls
 from ampatch.opt_levels import HALVES
 from ampatch.weights.conversion_plan import Plan, own_tensors
 from ampatch.weights.untracked_writes import data_of
@@ -33,13 +34,23 @@ _ADDRESS = Tensor.data_ptr
 class Mark:
     """A tensor's address and version counter at one moment, to detect later writes that torch counts."""
 
-    __slots__ = ("_data", "address", "version")
+    __slots__ = ("_data", "_place", "_versions", "address")
 
     def __init__(self, tensor: Tensor) -> None:
         # Keeps the memory alive, so that torch cannot reuse its address for other data.
         self._data = data_of(tensor)
         self.address = tensor.data_ptr()
-        self.version = tensor._version
+        self._versions, self._place = [tensor._version], 0
+
+    @property
+    def version(self) -> int:
+        """Version counter at that moment."""
+        return self._versions[self._place]
+
+    def share(self, versions: list[int], place: int) -> None:
+        """From now on keeps the version in a list, so that its owner renews many versions together."""
+        versions[place] = self.version
+        self._versions, self._place = versions, place
 
     def is_now(self, tensor: Tensor) -> bool:
         """Returns True if the version counter and the address are unchanged."""
@@ -49,7 +60,7 @@ class Mark:
         """Records the present version counter and memory."""
         if tensor.data_ptr() != self.address:
             self._data, self.address = data_of(tensor), tensor.data_ptr()
-        self.version = tensor._version
+        self._versions[self._place] = tensor._version
 
 
 class Marks:
@@ -66,24 +77,31 @@ class Marks:
 
     def __init__(self, marks: list[Mark], tensors: list[Tensor]) -> None:
         self._marks, self._tensors = marks, tensors
-        self._versions: list[int] = []
+        self._versions = [0] * len(marks)  # each mark reads and renews its own
         self._addresses: list[int] = []
+        for place, mark in enumerate(marks):
+            mark.share(self._versions, place)
 
     def are_now(self) -> bool:
         """Returns True if no version counter and no address has changed since `renew`."""
-        tensors = self._tensors
-        return list(map(_VERSION, tensors)) == self._versions and list(map(_ADDRESS, tensors)) == self._addresses
+        return _moments_of(self._tensors) == (self._versions, self._addresses)
 
     def renew(self) -> bool:
         """Records the present versions and addresses; returns True if the address of any tensor changed."""
-        tensors, before = self._tensors, self._addresses
-        self._versions, self._addresses = list(map(_VERSION, tensors)), list(map(_ADDRESS, tensors))
-        for mark, tensor, version, address in zip(self._marks, tensors, self._versions, self._addresses, strict=True):
-            if mark.address == address:
-                mark.version = version
-            else:
-                mark.renew(tensor)
-        return self._addresses != before
+        before = self._addresses
+        self._versions[:], self._addresses = _moments_of(self._tensors)
+        if self._addresses == before:
+            return False
+        for mark, tensor in zip(self._marks, self._tensors, strict=True):
+            mark.renew(tensor)
+        return True
+
+
+def _moments_of(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
+    """Returns the version counters and the addresses of tensors."""
+    compiled = calls.compiled()
+    found = None if compiled is None else compiled.moments_of(tensors)
+    return (list(map(_VERSION, tensors)), list(map(_ADDRESS, tensors))) if found is None else found
 
 
 @dataclass(slots=True, eq=False)

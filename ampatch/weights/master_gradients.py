@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ampatch.errors import warn
-from ampatch.native import kernels
+from ampatch.native import calls, kernels
 from ampatch.native.host_copy import HostCopy
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
@@ -183,7 +183,7 @@ class MasterGradients:
         # Pairs whose masters have sums of blocks before a delayed one, with the fingerprint of the half gradient that
         # the delayed block left.
         self._scaled: list[tuple[Pair, Tensor]] = []
-        # Ids of all half gradients and masters' gradients, if kernels can compare all of them. Pairs keep the
+        # Numbers of all half gradients and masters' gradients, if kernels can compare all of them. Pairs keep the
         # gradients alive.
         self._left: list[int] = []
         # Messages, each with numbers on their way to the host; amp warns if one of the numbers is not 0.
@@ -211,13 +211,44 @@ class MasterGradients:
             inv_scale: factor for the half gradients, a 0-dimensional float32 tensor; None: 1.
             found_inf: 0-dimensional float32 tensor, set to 1 if a half gradient is not finite; None: not checked.
         """
-        pairs = self._with_new()
+        usual = self._all_new_and_usual()
+        pairs = list(self._pairs.values()) if usual else self._with_new()
         if not pairs:
             return
         self._is_clear = False
         device = pairs[0].master.device
         factor = torch.ones((), dtype=torch.float32, device=device) if inv_scale is None else inv_scale
         found_inf = torch.zeros((), dtype=torch.float32, device=device) if found_inf is None else found_inf
+        if usual:
+            self._unscale_usual(pairs, usual, factor, found_inf)
+        else:
+            self._unscale_each(pairs, inv_scale, factor, found_inf)
+
+    def _all_new_and_usual(self) -> list[Tensor] | None:
+        """Returns the half gradients if all pairs have new ones that kernels take as they are, and no master has one.
+
+        Otherwise returns None. Nearly every step has such gradients, and needs no look at each pair.
+        """
+        masters = map(_MASTER, self._pairs.values())
+        if not self._is_clear or not self._pairs or not optimizer_state.have_no_gradients(masters):
+            return None
+        return optimizer_state.usual_gradients_of(self._halves.values())
+
+    def _unscale_usual(self, pairs: list[Pair], grads: list[Tensor], factor: Tensor, found_inf: Tensor) -> None:
+        """Does what `unscale_to_masters` does, for the result of `_all_new_and_usual`."""
+        fulls = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+        kernels.unscale_copy(grads, fulls, factor, found_inf, write_back=True)
+        for pair, grad, full in zip(pairs, grads, fulls, strict=True):
+            pair.master.grad = full
+            pair.gradient, pair.left, pair.left_version = _Gradient.SHOWN, grad, grad._version
+        if all(map(Tensor.numel, grads)):
+            self._shown = [_Shown(pairs, grads, fulls, kernels.fingerprints(grads), list(map(_VERSION, fulls)))]
+            self._left = self._identities()
+        else:
+            self._note_shown()
+
+    def _unscale_each(self, pairs: list[Pair], inv_scale: Tensor | None, factor: Tensor, found_inf: Tensor) -> None:
+        """Does what `unscale_to_masters` does, for gradients of any kind."""
         first: list[Tensor] = []
         without: list[nn.Parameter] = []  # masters that have no gradient yet
         later: list[Tensor] = []
@@ -428,9 +459,11 @@ class MasterGradients:
         self._shown, self._left = [], []
 
     def _identities(self) -> list[int]:
-        """Returns the ids of all half gradients, then of all masters' gradients."""
-        halves, masters = self._halves.values(), map(_MASTER, self._pairs.values())
-        return [*map(id, map(_GRAD, halves)), *map(id, map(_GRAD, masters))]
+        """Returns a number for each half gradient, then for each master's gradient, which is its own while it lives."""
+        parameters = [*self._halves.values(), *map(_MASTER, self._pairs.values())]
+        compiled = calls.compiled()
+        found = None if compiled is None else compiled.identities_of_gradients(parameters)
+        return list(map(id, map(_GRAD, parameters))) if found is None else found
 
     def _are_as_left(self) -> bool:
         """Returns True if all gradients are the tensors that amp recorded, as in most steps."""

@@ -23,6 +23,7 @@ from ampatch.native import calls, kernels
 from ampatch.opt_levels import HALVES
 
 _PARAMETERS = operator.itemgetter("params")
+_GRAD = operator.attrgetter("grad")
 
 
 def parameters_of(optimizer: Any) -> Iterator[Tensor]:
@@ -46,6 +47,18 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
                 grad = writable_gradient(parameter)
             found[id(grad)] = grad
     return list(found.values())
+
+
+def usual_gradients_of(parameters: Iterable[Tensor]) -> list[Tensor] | None:
+    """Returns the gradients if each parameter has one, all of them plain, contiguous and on one device; otherwise None.
+
+    A plain gradient is a dense float32 or half tensor of torch's own class, without a graph. Without compiled calls
+    returns None, as the check would take as long as what it saves.
+    """
+    compiled = calls.compiled()
+    grads = list(map(_GRAD, parameters))
+    is_usual = compiled is not None and compiled.ordinary_device(grads, False) is not None
+    return grads if is_usual and all(map(Tensor.is_contiguous, grads)) else None
 
 
 def writable_gradient(parameter: Tensor) -> Tensor:

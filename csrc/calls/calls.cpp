@@ -7,6 +7,7 @@
 // handles every case and is the reference: the C++ must never decide differently.
 
 #include "parameters.h"
+#include "pieces.h"
 #include "store.h"
 #include "tensors.h"
 
@@ -63,8 +64,8 @@ struct Caster {
   PyObject* switch_;
   Py_ssize_t active;         // offset of the slot `active` in the switch
   PyObject* cast_otherwise;  // WeightCache.cast, for rare cases
-  PyObject* is_capturing;
-  uint64_t device_types;  // one bit per device type that is cast on
+  PyObject* is_capturing;    // torch's builtin: a call of it makes no frame
+  uint64_t device_types;     // one bit per device type that is cast on
 
   bool is_active() const {
     return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(switch_) + active) == Py_True;
@@ -77,6 +78,16 @@ struct Caster {
   bool casts(const Tensor& tensor, ScalarType type) const {
     const ScalarType found = tensor.scalar_type();
     return found != type && is_castable(found) && is_here(tensor);
+  }
+
+  // True if torch says that no CUDA graph records this thread's operators. In a process forked from one that uses a
+  // GPU, torch's builtin raises.
+  bool is_not_capturing() const {
+    const Ref answer = Ref::taken(PyObject_CallNoArgs(is_capturing));
+    if (!answer) {
+      PyErr_Clear();
+    }
+    return answer.get() == Py_False;
   }
 
   // On errors, each returns empty with a Python exception set, or throws.
@@ -103,25 +114,26 @@ Ref Caster::cast_anew(const Tensor& tensor, ScalarType type) {
 
 // Does what WeightCache.cast does, and calls it in rare cases.
 Ref Caster::cast_weight(PyObject* parameter, const Tensor& tensor, ScalarType type) {
-  if (tensor.is_cuda()) {
-    const Ref capturing = Ref::taken(PyObject_CallNoArgs(is_capturing));
-    if (!capturing) {
-      return Ref();
-    }
-    if (capturing.get() == Py_True) {
-      return cast_anew(tensor, type);
-    }
+  if (tensor.is_cuda() && !is_not_capturing()) {
+    return cast_by_cache(parameter, type);
   }
   const bool in_inference = c10::InferenceMode::is_enabled();
   const bool records = at::GradMode::is_enabled() && !in_inference;
-  if (records ? state->for_iteration() == nullptr : state->has_frozen) {
+  const int index = index_of(type);
+  if (!records) {
+    PyObject* kept = state->find_frozen(parameter, tensor, index);
+    if (kept != nullptr) {
+      ++state->hits;
+      return Ref::shared(kept);
+    }
+  }
+  if (records ? state->for_iteration() == nullptr : state->may_be_frozen(parameter)) {
     return cast_by_cache(parameter, type);
   }
   Store* store = records ? state->for_iteration() : state->for_forward();
   if (store == nullptr) {
     return cast_anew(tensor, type);
   }
-  const int index = index_of(type);
   if (PyObject* kept = store->find(parameter, tensor, index)) {
     ++state->hits;
     return Ref::shared(kept);
@@ -669,7 +681,7 @@ PyMODINIT_FUNC PyInit__calls() {
   Ref made = Ref::taken(PyModule_Create(&module_definition));
   if (!made || name_dtype == nullptr || name_out == nullptr || PyType_Ready(&call_type) < 0 ||
       PyModule_AddType(made.get(), &caster_type) < 0 || !add_store_types(made.get()) ||
-      !add_parameter_functions(made.get())) {
+      !add_parameter_functions(made.get()) || !add_pieces_functions(made.get())) {
     return nullptr;
   }
   return made.release();

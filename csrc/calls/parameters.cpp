@@ -83,27 +83,85 @@ PyObject* ordinary_device(PyObject*, PyObject* const* args, Py_ssize_t argument_
 }
 
 // have_no_gradients(parameters, may_be_half): returns True if no parameter has a gradient and, unless `may_be_half`,
-// none is half.
+// none is half. Stops at the first that has or is, as `parameters` may be an iterator that makes them.
 PyObject* have_no_gradients(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     TORCH_CHECK_TYPE(count == 2, "expected have_no_gradients(parameters, may_be_half)");
-    const Ref sequence = Ref::taken(PySequence_Fast(args[0], "expected have_no_gradients(parameters, may_be_half)"));
-    if (!sequence) {
+    const Ref iterator = Ref::taken(PyObject_GetIter(args[0]));
+    if (!iterator) {
       return nullptr;
     }
     const bool may_be_half = args[1] == Py_True;
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.get()); ++i) {
-      PyObject* parameter = PySequence_Fast_GET_ITEM(sequence.get(), i);
-      const Ref gradient = gradient_of(parameter);
+    while (const Ref parameter = Ref::taken(PyIter_Next(iterator.get()))) {
+      const Ref gradient = gradient_of(parameter.get());
       if (!gradient) {
         return nullptr;
       }
-      const bool is_wrong = !may_be_half && is_any_tensor(parameter) && is_half(tensor_of(parameter).scalar_type());
+      const bool is_wrong =
+          !may_be_half && is_any_tensor(parameter.get()) && is_half(tensor_of(parameter.get()).scalar_type());
       if (gradient.get() != Py_None || is_wrong) {
         Py_RETURN_FALSE;
       }
     }
+    if (PyErr_Occurred()) {
+      return nullptr;
+    }
     Py_RETURN_TRUE;
+  });
+}
+
+// Returns a list with the result of `number_of` for each tensor of a list; empty with a Python exception set.
+template <class Number>
+Ref numbers_of(PyObject* tensors, const Number& number_of) {
+  Ref found = Ref::taken(PyList_New(PyList_GET_SIZE(tensors)));
+  for (Py_ssize_t i = 0; found && i < PyList_GET_SIZE(tensors); ++i) {
+    PyObject* number = number_of(tensor_of(PyList_GET_ITEM(tensors, i)));
+    if (number == nullptr) {
+      return Ref();
+    }
+    PyList_SET_ITEM(found.get(), i, number);
+  }
+  return found;
+}
+
+// True if an object is a list of tensors of torch's own classes. Subclasses may override anything.
+bool is_list_of_tensors(PyObject* tensors) {
+  bool are_tensors = PyList_CheckExact(tensors);
+  for (Py_ssize_t i = 0; are_tensors && i < PyList_GET_SIZE(tensors); ++i) {
+    are_tensors = is_tensor(PyList_GET_ITEM(tensors, i));
+  }
+  return are_tensors;
+}
+
+// moments_of(tensors): returns a list of the version counters and a list of the addresses of tensors; None if the
+// tensors are not of torch's own classes.
+PyObject* moments_of(PyObject*, PyObject* tensors) {
+  return guarded([&]() -> PyObject* {
+    if (!is_list_of_tensors(tensors)) {
+      Py_RETURN_NONE;
+    }
+    const Ref versions =
+        numbers_of(tensors, [](const Tensor& tensor) { return PyLong_FromUnsignedLong(version_of(tensor)); });
+    const Ref addresses =
+        versions ? numbers_of(tensors, [](const Tensor& tensor) { return PyLong_FromVoidPtr(tensor.data_ptr()); })
+                 : Ref();
+    return addresses ? PyTuple_Pack(2, versions.get(), addresses.get()) : nullptr;
+  });
+}
+
+// identities_of_gradients(parameters): returns a list with a number for each parameter, which is the gradient's as long
+// as that lives, or 0; None if the parameters are not of torch's own classes.
+PyObject* identities_of_gradients(PyObject*, PyObject* parameters) {
+  return guarded([&]() -> PyObject* {
+    if (!is_list_of_tensors(parameters)) {
+      Py_RETURN_NONE;
+    }
+    return numbers_of(parameters,
+                      [](const Tensor& parameter) {
+                        const Tensor& gradient = parameter.grad();
+                        return PyLong_FromVoidPtr(gradient.defined() ? gradient.unsafeGetTensorImpl() : nullptr);
+                      })
+        .release();
   });
 }
 
@@ -138,6 +196,8 @@ PyObject* first_parameter(PyObject*, PyObject* module) {
 PyMethodDef functions[] = {{"gradients_of", fast(gradients_of), METH_FASTCALL, nullptr},
                            {"ordinary_device", fast(ordinary_device), METH_FASTCALL, nullptr},
                            {"have_no_gradients", fast(have_no_gradients), METH_FASTCALL, nullptr},
+                           {"moments_of", moments_of, METH_O, nullptr},
+                           {"identities_of_gradients", identities_of_gradients, METH_O, nullptr},
                            {"first_parameter", first_parameter, METH_O, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 

@@ -1,5 +1,5 @@
-// Functions that every step calls to inspect its gradients and parameters. ampatch/weights/optimizer_state.py,
-// ampatch/native/kernels.py and ampatch/patching/adopted_model.py have the same in Python. Must not change anything.
+// Functions that every step calls to inspect its gradients and parameters. ampatch/weights/, ampatch/native/kernels.py
+// and ampatch/patching/adopted_model.py have the same in Python. Must not change anything.
 
 #pragma once
 

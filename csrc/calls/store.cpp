@@ -155,6 +155,7 @@ PyObject* cache_state_new(PyTypeObject* type, PyObject*, PyObject*) {
   auto* self = reinterpret_cast<CacheState*>(type->tp_alloc(type, 0));
   if (self != nullptr) {
     self->iteration = Py_NewRef(Py_None);
+    self->frozen = PyTuple_New(0);
     self->number = ++last;
   }
   return reinterpret_cast<PyObject*>(self);
@@ -162,11 +163,13 @@ PyObject* cache_state_new(PyTypeObject* type, PyObject*, PyObject*) {
 
 int cache_state_traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(reinterpret_cast<CacheState*>(self)->iteration);
+  Py_VISIT(reinterpret_cast<CacheState*>(self)->frozen);
   return 0;
 }
 
 int cache_state_drop(PyObject* self) {
   Py_CLEAR(reinterpret_cast<CacheState*>(self)->iteration);
+  Py_CLEAR(reinterpret_cast<CacheState*>(self)->frozen);
   return 0;
 }
 
@@ -193,11 +196,33 @@ int cache_state_set_forward(PyObject* self, PyObject* value, void*) {
 PyMemberDef cache_state_members[] = {{"casts", T_LONGLONG, offsetof(CacheState, casts), 0, nullptr},
                                      {"hits", T_LONGLONG, offsetof(CacheState, hits), 0, nullptr},
                                      {"iteration", T_OBJECT_EX, offsetof(CacheState, iteration), 0, nullptr},
-                                     {"has_frozen", T_BOOL, offsetof(CacheState, has_frozen), 0, nullptr},
                                      {"sweep_at", T_PYSSIZET, offsetof(CacheState, sweep_at), 0, nullptr},
                                      {nullptr, 0, 0, 0, nullptr}};
 
+PyObject* cache_state_get_frozen(PyObject* self, void*) {
+  return Py_NewRef(reinterpret_cast<CacheState*>(self)->frozen);
+}
+
+bool is_frozen_block(PyObject* block) {
+  return PyTuple_Check(block) && PyTuple_GET_SIZE(block) == 2 && PyFrozenSet_CheckExact(PyTuple_GET_ITEM(block, 0)) &&
+         as_store(PyTuple_GET_ITEM(block, 1)) != nullptr;
+}
+
+int cache_state_set_frozen(PyObject* self, PyObject* value, void*) {
+  bool is_right = value == Py_None || (value != nullptr && PyTuple_CheckExact(value));
+  for (Py_ssize_t i = 0; is_right && value != Py_None && i < PyTuple_GET_SIZE(value); ++i) {
+    is_right = is_frozen_block(PyTuple_GET_ITEM(value, i));
+  }
+  if (!is_right) {
+    PyErr_SetString(PyExc_TypeError, "expected frozen to be a tuple of tuples of a frozenset and a Store, or None");
+    return -1;
+  }
+  Py_XSETREF(reinterpret_cast<CacheState*>(self)->frozen, Py_NewRef(value));
+  return 0;
+}
+
 PyGetSetDef cache_state_properties[] = {{"forward", cache_state_get_forward, cache_state_set_forward, nullptr, nullptr},
+                                        {"frozen", cache_state_get_frozen, cache_state_set_frozen, nullptr, nullptr},
                                         {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 }  // namespace
@@ -241,6 +266,29 @@ Store* CacheState::for_iteration() const {
 
 Store* CacheState::for_forward() const {
   return forward_here.state == number ? as_store(forward_here.store) : nullptr;
+}
+
+PyObject* CacheState::find_frozen(PyObject* parameter, const Tensor& tensor, int index) const {
+  for (Py_ssize_t i = 0; frozen != Py_None && i < PyTuple_GET_SIZE(frozen); ++i) {
+    Store* store = as_store(PyTuple_GET_ITEM(PyTuple_GET_ITEM(frozen, i), 1));
+    if (PyObject* kept = store->find(parameter, tensor, index)) {
+      return kept;
+    }
+  }
+  return nullptr;
+}
+
+bool CacheState::may_be_frozen(PyObject* parameter) const {
+  if (frozen == Py_None || PyTuple_GET_SIZE(frozen) == 0) {
+    return frozen == Py_None;
+  }
+  const Ref key = Ref::taken(PyLong_FromVoidPtr(parameter));
+  for (Py_ssize_t i = 0; key && i < PyTuple_GET_SIZE(frozen); ++i) {
+    if (PySet_Contains(PyTuple_GET_ITEM(PyTuple_GET_ITEM(frozen, i), 0), key.get()) == 1) {
+      return true;
+    }
+  }
+  return !key;
 }
 
 bool add_store_types(PyObject* module) {

@@ -87,7 +87,7 @@ struct CacheState {
   long long casts;
   long long hits;
   PyObject* iteration;  // a Store, or None
-  char has_frozen;
+  PyObject* frozen;     // a tuple of tuples of a frozenset and a Store, or None
   Py_ssize_t sweep_at;
   uint64_t number;  // unique in this process
 
@@ -95,6 +95,11 @@ struct CacheState {
   Store* for_iteration() const;
   // Returns this thread's store for code that does not record gradients; null outside a forward pass.
   Store* for_forward() const;
+  // Returns a borrowed reference; null if no frozen store has an entry that counts. Only the oldest block with a
+  // parameter ever makes an entry for it, so the order does not matter.
+  PyObject* find_frozen(PyObject* parameter, const Tensor& tensor, int index) const;
+  // True if `WeightCache.cast` has to decide whether a frozen store keeps the cast of a parameter.
+  bool may_be_frozen(PyObject* parameter) const;
 };
 
 extern PyTypeObject store_type;
