@@ -21,6 +21,7 @@ from ampatch.casting.nested import cast_tensors
 from ampatch.distributed import Ranks
 from ampatch.errors import AmpError, OptionError, warn
 from ampatch.native import kernels
+from ampatch.native.host_copy import on_device
 from ampatch.opt_levels import LossScale, check_loss_scale
 from ampatch.switch import WithoutCasts
 from ampatch.tracing import is_capturing
@@ -153,7 +154,7 @@ def scaled(loss: _L, scale: Tensor | None) -> _L:
     full = loss.float()
     if scale is None:
         return full  # type: ignore[return-value]
-    return full * (scale if scale.device == full.device else scale.to(full.device))  # type: ignore[return-value]
+    return full * on_device(scale, full.device)  # type: ignore[return-value]
 
 
 class LossScaler:

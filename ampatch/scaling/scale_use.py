@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ampatch.casting.nested import tensors_in
-from ampatch.native.host_copy import HostCopy
+from ampatch.native.host_copy import HostCopy, on_device
 from ampatch.scaling import overflows
 from ampatch.scaling.loss_scaler import LossScaler, scaled
 from ampatch.scaling.overflows import NonFiniteGradient, ScaleChange
@@ -128,7 +128,7 @@ class ScaleUse:
         """Starts to copy to the host what `overflowed` and `announce` read."""
         assert self.found_inf is not None
         device = self.found_inf.device
-        losses = (each if each.device == device else each.to(device) for each in self._losses)
+        losses = (on_device(each, device) for each in self._losses)
         values = torch.stack([self.found_inf, self.scale, self.scaler.snapshot(), *losses])
         self._sent = HostCopy(values)
 
