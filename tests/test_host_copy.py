@@ -88,6 +88,31 @@ class TestHostCopy:
         assert copied.values == (1, 2)
         assert far_devices.waits == []
 
+    @pytest.mark.parametrize("current", [0, 1])
+    @pytest.mark.parametrize("index", [0, 1])
+    def test_waits_for_the_device_that_it_comes_from(self, far_devices, current, index):
+        far_devices.current = current
+        assert HostCopy(far_devices.of([1.0, 2.0], index)).values == (1, 2)
+
+    @pytest.mark.gpu
+    def test_of_a_tensor_on_a_gpu_holds_what_was_there_behind_a_long_kernel(self):
+        numbers = torch.zeros(2, device="cuda")
+        torch.cuda._sleep(100_000_000)
+        numbers += 3
+        copied = HostCopy(numbers)
+        numbers += 1
+        assert not copied.has_arrived
+        assert copied.values == (3, 3)
+        assert copied.has_arrived
+
+
+@pytest.mark.gpu
+def test_a_number_from_a_gpu_is_on_the_cpu_what_it_was_behind_a_long_kernel():
+    number = torch.zeros((), device="cuda")
+    torch.cuda._sleep(100_000_000)
+    number += 3
+    assert on_device(number, CPU).item() == 3
+
 
 def _calls_that_do_not_block(path: Path) -> list[str]:
     calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]

@@ -60,7 +60,8 @@ class HostCopy:
             pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._numbers = pinned.copy_(numbers, non_blocking=True)
             self._event = torch.Event(numbers.device)
-            self._event.record()
+            # Given no stream, it would record one of the current device, which may be another.
+            self._event.record(torch.accelerator.current_stream(numbers.device))
 
     @property
     def has_arrived(self) -> bool:
