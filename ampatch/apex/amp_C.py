@@ -190,10 +190,10 @@ def _norms(noop_flag: Tensor, tensors: list[Tensor], per_tensor: bool | None) ->
 
 
 def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
-    number = torch.as_tensor(value, dtype=torch.float32).detach()
+    number = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32, device="cpu")
     if number.numel() != 1:
         raise OptionError(f"found {_described(value)} as a factor; expected a number.")
-    return on_device(number, device).reshape(())
+    return on_device(number.detach().float(), device).reshape(())
 
 
 def _raise_flag(noop_flag: Tensor, found_inf: Tensor) -> None:

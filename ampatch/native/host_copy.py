@@ -57,7 +57,7 @@ class HostCopy:
         if numbers.device.type == "cpu":
             self._numbers = numbers
         else:
-            pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            pinned = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             self._numbers = pinned.copy_(numbers, non_blocking=True)
             self._event = torch.Event(numbers.device)
             # Given no stream, it would record one of the current device, which may be another.

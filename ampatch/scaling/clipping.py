@@ -139,7 +139,7 @@ def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, ranks: Ranks) -
     parameters = list(parameters)
     parts = list(_parts(parameters, ranks))
     grads = [grad for _, part in parts for grad in part]
-    one = torch.ones((), dtype=torch.float32, device=grads[0].device if grads else None)
+    one = torch.ones((), dtype=torch.float32, device=grads[0].device if grads else "cpu")
     found_inf = torch.zeros_like(one)
     norm = _norm(parts, one, found_inf)
     ranks.reduce_overflow_(found_inf, parameters)

@@ -160,7 +160,7 @@ class FusedAdam(Float32Optimizer):
 
     def _loaded(self, name: str, value: Any, parameter: Tensor) -> Any:
         if name == "step":
-            return torch.as_tensor(value).to(parameter.device, torch.float32, copy=True)
+            return torch.as_tensor(value, dtype=torch.float32, device=parameter.device).clone()
         return super()._loaded(name, value, parameter)
 
 
