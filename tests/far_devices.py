@@ -1,8 +1,9 @@
 """Two GPUs that are not there: their tensors keep their values on the CPU, and what a GPU would refuse is refused.
 
-An operator refuses tensors of several devices, as torch's do. A copy to the host that does not block brings its values
-only when an event behind it on the same stream is waited for, or when the host waits for the device; until then the
-host reads `TOO_EARLY`. Autograd does not run there, as it asks torch for the device: tests set gradients themselves.
+An operator refuses tensors of several devices, as torch's do, and types for which torch has no kernel. A copy to the
+host that does not block brings its values only when an event behind it on the same stream is waited for, or when the
+host waits for the device; until then the host reads `TOO_EARLY`. Autograd does not run there: it asks torch for the
+device. So tests set gradients themselves.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class FarDevices(TorchDispatchMode):
     Attributes:
         current: index of the current device.
         waits: what the host has waited for so far, by operator.
+        slow: number of tensors of lists for which an operator took a launch each.
     """
 
     def __init__(self) -> None:
@@ -90,6 +92,7 @@ class FarDevices(TorchDispatchMode):
         self._mode_key = torch._C._TorchDispatchModeKey.FAKE
         self.current = 0
         self.waits: list[str] = []
+        self.slow = 0
         self._under_way: list[tuple[int, Tensor, Tensor]] = []  # the device, the copy, and the values it is to have
 
     def of(self, values: Any, index: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -128,6 +131,9 @@ class FarDevices(TorchDispatchMode):
         if operator in _COPIES:
             return self._copy(function, args, kwargs)
         self._check(function, given, list(far.values()))
+        if far:
+            self._refuse_missing_kernels(operator, args)
+            args = self._as_on_a_gpu(operator, args)
         if operator in _READS and far:
             self._wait(function, source.index)
         args, kwargs = tree_map(self.values, (args, kwargs))
@@ -143,6 +149,21 @@ class FarDevices(TorchDispatchMode):
 
         return tree_map(placed, result)
 
+    @staticmethod
+    def _refuse_missing_kernels(operator: Any, args: Any) -> None:
+        is_half = any(tensor.dtype is torch.bfloat16 for tensor in tree_leaves(args) if isinstance(tensor, Tensor))
+        if operator is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_ and is_half:
+            raise RuntimeError("\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'")
+
+    def _as_on_a_gpu(self, operator: Any, args: Any) -> Any:
+        """Returns the arguments that a kernel of a GPU computes with; counts the launches for each tensor of a list."""
+        if operator is torch.ops.aten._foreach_mul_ and isinstance(args[1], Tensor):
+            tensors, factor = args
+            if factor.dtype is not tensors[0].dtype:
+                self.slow += len(tensors)
+                return tensors, self.values(factor).to(tensors[0].dtype)
+        return args
+
     def _with_index(self, device: torch.device) -> torch.device:
         has_index = device.type != "cuda" or device.index is not None
         return device if has_index else torch.device("cuda", self.current)
@@ -154,7 +175,7 @@ class FarDevices(TorchDispatchMode):
             self.values(target).copy_(self.values(source))
             if isinstance(source, FarTensor) and not isinstance(target, FarTensor):
                 self._sent(function, source.device.index, target, not is_blocking)
-        return args[0]
+        return args[0] if isinstance(args[0], Tensor) else None
 
     def _sent(self, function: Any, index: int, copied: Tensor, is_under_way: bool) -> Tensor:
         """Returns a copy on the host, which holds its values only if the host waits for them now."""

@@ -137,14 +137,24 @@ def _try_out(device: torch.device) -> None:
 
 
 def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiplies every tensor by a scalar tensor in place.
+    """Multiplies every tensor by a scalar tensor in place; rounds each product once.
 
     Args:
         grads: floating or complex tensors of any shape, layout, dtype and device.
         factor: number to multiply by; 0-dimensional float32.
     """
     for group in _by_kind(grads):
-        torch._foreach_mul_(group, on_device(factor, group[0].device))
+        there, dtype = on_device(factor, group[0].device), group[0].dtype
+        if dtype not in HALVES:
+            # On a GPU a factor of another dtype would take a launch for each tensor (torch 2.13).
+            torch._foreach_mul_(group, there.to(dtype))
+        elif torch.is_grad_enabled() and any(map(_IS_RECORDED, group)):
+            for grad in group:
+                grad.copy_(grad.float() * there)
+        else:
+            # On a GPU `_foreach_mul_` would also round the factor to half: 2**16 would be inf in float16.
+            for operators, _, (some,) in _by_implementation(group):
+                operators.unscale_(some, there, torch.zeros_like(there))
 
 
 def unscale_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
