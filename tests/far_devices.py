@@ -197,6 +197,9 @@ class _Stream:
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
 
+    def is_capturing(self) -> bool:
+        return False
+
 
 def event_of(devices: FarDevices) -> type:
     """Returns what `torch.Event` is on the far devices."""
@@ -225,6 +228,7 @@ def far_devices(monkeypatch: pytest.MonkeyPatch, select: Callable[[str | None], 
     select("torch")
     monkeypatch.setattr(kernels, "_TYPES", kernels._TYPES | {FarTensor})
     monkeypatch.setattr(torch, "Event", event_of(devices))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     monkeypatch.setattr(
         torch.accelerator,
         "current_stream",

@@ -6,6 +6,7 @@ models that are partly on the CPU.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -121,3 +122,22 @@ class TestAStep:
         else:
             assert far.weights() == before
         assert amp.step_was_skipped(optimizer) == (overflowing is not None)
+
+
+@pytest.mark.parametrize("places", [(0, 0), (0, 1)], ids=["one-GPU", "two-GPUs"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@pytest.mark.parametrize("is_unpickled", [False, True], ids=["new", "unpickled"])
+def test_an_optimizer_for_graphs_skips_outside_of_a_capture_too(far, name, is_unpickled):
+    optimizer = getattr(torch.optim, name)(far.model.parameters(), lr=1.0, fused=True, capturable=True)
+    if is_unpickled:  # pickling keeps no more; of such an optimizer torch warns, and amp leaves that to it
+        del optimizer._warned_capturable_if_run_uncaptured
+    initialize(far, optimizer)
+    block(far, optimizer, (SCALE, SCALE))
+    with pytest.warns(UserWarning, match="capturable=True") if is_unpickled else contextlib.nullcontext():
+        optimizer.step()
+    optimizer.zero_grad()
+    before = far.weights()
+    block(far, optimizer, (math.inf, SCALE))
+    optimizer.step()
+    assert far.weights() == before
+    assert amp.skipped_steps(optimizer) == 1
