@@ -11,7 +11,7 @@ from far_devices import TOO_EARLY
 
 import ampatch
 from ampatch.native import host_copy
-from ampatch.native.host_copy import HostCopy, for_fused_step, on_device
+from ampatch.native.host_copy import HostCopy, for_fused_step, on_device, stacked
 
 PACKAGE = Path(ampatch.__file__).parent
 CPU = torch.device("cpu")
@@ -59,6 +59,16 @@ class TestOnDevice:
         assert far_devices.waits == []
         on_device(far_devices.of(3.0, 0), CPU)
         assert far_devices.waits == ["aten._to_copy"]
+
+
+class TestStacked:
+    def test_are_all_numbers_on_the_device_of_the_first(self, far_devices):
+        numbers = [far_devices.of(1.0, 1), far_devices.of(2.0, 0), torch.tensor(3.0)]
+        for count in range(3):
+            ordered = numbers[count:] + numbers[:count]
+            found = stacked(ordered)
+            assert found.device == ordered[0].device
+            assert far_devices.values(found).tolist() == [far_devices.values(each).item() for each in ordered]
 
 
 class TestANumberForAFusedStep:

@@ -31,6 +31,16 @@ def on_device(number: Tensor, device: torch.device) -> Tensor:
     return number if number.device == device else number.to(device, non_blocking=device.type != "cpu")
 
 
+def stacked(numbers: Iterable[Tensor]) -> Tensor:
+    """Returns 0-dimensional tensors as one tensor on the device of the first; see `on_device`.
+
+    Args:
+        numbers: one or more, on any devices.
+    """
+    first, *others = numbers
+    return torch.stack([first, *(on_device(each, first.device) for each in others)])
+
+
 def for_fused_step(number: _Number, parameters: Iterable[Tensor]) -> _Number:
     """Returns a number that torch's fused optimizers can read: on the CPU if they update a parameter there.
 

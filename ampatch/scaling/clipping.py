@@ -159,7 +159,7 @@ def _clip_scaled(optimizer: AdoptedOptimizer, unscaling: Unscaling, max_norm: fl
     """Unscales and clips at once: reads the gradients once, and writes them once or leaves that to the step."""
     gradients, scale_use = optimizer.gradients, unscaling.scale_use
     try:
-        inv_scale, found_inf = scale_use.scale.reciprocal(), scale_use.scaler.no_overflow()
+        inv_scale, found_inf = scale_use.scale.reciprocal(), torch.zeros_like(scale_use.scale)
         parts = [*_parts(gradients.parameters(), gradients.ranks), ((), gradients.masters.gradients.new())]
         norm = _norm(parts, inv_scale, found_inf)
         gradients.ranks.reduce_overflow_(found_inf, gradients.parameters())

@@ -304,7 +304,7 @@ class LossScaler:
         Args:
             found_inf: 0-dimensional float32, not 0 after an overflow.
         """
-        torch.maximum(self._found_inf, found_inf, out=self._found_inf)
+        torch.maximum(self._found_inf, on_device(found_inf, self._found_inf.device), out=self._found_inf)
         self._has_noted = True
         self._is_replayed = self._is_replayed or is_capturing()
 
@@ -338,7 +338,7 @@ class LossScaler:
             self._scale,
             self._unskipped,
             self._hysteresis_left,
-            found_inf,
+            on_device(found_inf, self._scale.device),
             growth=policy.growth_factor,
             backoff=policy.backoff_factor,
             window=policy.scale_window,

@@ -28,7 +28,7 @@ from ampatch.casting.nested import tensors_in
 from ampatch.errors import LossScaleError, OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
-from ampatch.native.host_copy import for_fused_step, on_device
+from ampatch.native.host_copy import for_fused_step, on_device, stacked
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling import overflows
 from ampatch.scaling.loss_scaler import LossScaler
@@ -524,7 +524,7 @@ class AdoptedOptimizer:
         verdicts = [scale_use.found_inf for scale_use in pending if scale_use.found_inf is not None]
         # torch's protocol between GradScaler and its optimizers. The gradients are unscaled already, or deferred.
         divisor = None if deferred is None else deferred.divisor
-        found_inf = torch.stack(verdicts).amax() if verdicts else None
+        found_inf = stacked(verdicts).amax() if verdicts else None
         optimizer.grad_scale = for_fused_step(divisor, self.gradients.parameters())
         optimizer.found_inf = for_fused_step(found_inf, self.gradients.parameters())
         try:
