@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import ampatch
 from ampatch import amp
+from ampatch.scaling.scale_use import ScaleUse
 
 SCALE = 4.0
 
@@ -205,6 +206,28 @@ class TestSeveralBlocks:
         first.step()
         second.step()
         assert far.weights() == pytest.approx([1 - 0.5**0.5, 0])
+
+
+class TestAScaleThatMoves:
+    """To the device of a later loss, while verdicts and uses of it are where they were."""
+
+    def test_takes_a_verdict_from_where_it_was(self, far_devices):
+        scaler = amp.LossScaler(init_scale=SCALE)
+        scaler.to(torch.device("cuda", 1))
+        scaler.note(far_devices.of(1.0, 0))
+        scaler.update()
+        assert scaler.state.loss_scale == SCALE / 2
+
+    def test_is_compared_with_what_it_was(self, far_devices):
+        scaler = amp.LossScaler(init_scale=SCALE)
+        scaler.to(torch.device("cuda", 0))
+        before = ScaleUse(scaler, 0)
+        scaler.to(torch.device("cuda", 1))
+        scaler.update()
+        assert ScaleUse(scaler, 0).is_same_scale(before)
+        scaler.note(far_devices.of(1.0, 1))
+        scaler.update()
+        assert not ScaleUse(scaler, 0).is_same_scale(before)
 
 
 @in_every_place
