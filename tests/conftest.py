@@ -35,7 +35,7 @@ from ampatch.native.extension import Library
 from ampatch.runtime import runtime
 from ampatch.scaling import scale_use
 
-pytest_plugins = ["accounting", "covering"]
+pytest_plugins = ["accounting", "covering", "far_devices"]
 
 # What tests compile does not go to the user's cache, and is still there when they run again. Tests that start processes
 # hand this on to them.

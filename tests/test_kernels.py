@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from ampatch.diagnostics.peak_memory import peak_allocated
 from ampatch.errors import KernelError, OptionError
 from ampatch.native import calls, extension, extension_kernels, kernels, torch_kernels
 from ampatch.native.extension import Library
@@ -114,6 +115,24 @@ class TestMultiply:
         tensor = torch.full((3,), 2.0**-20, dtype=dtype)
         kernels.multiply_([tensor], scalar(2.0**24))
         assert tensor.tolist() == [16.0] * 3
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+    @pytest.mark.parametrize("factor", [0.3, 2.0**-20, 2.0**17])
+    def test_rounds_once_whatever_the_factor(self, dtype, factor):
+        tensors = [normal(5, 7, dtype=dtype), normal(3000, dtype=dtype)]
+        expected = [times(tensor, scalar(factor).item()) for tensor in tensors]
+        kernels.multiply_(tensors, scalar(factor))
+        for tensor, wanted in zip(tensors, expected, strict=True):
+            assert_same_bits(tensor, wanted)
+
+    @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_name)
+    @pytest.mark.parametrize("is_recorded", [False, True], ids=["", "with-graph"])
+    def test_may_multiply_what_requires_gradients(self, dtype, is_recorded):
+        weight = torch.tensor([2.0**-20], dtype=dtype, requires_grad=True)
+        grad = weight * 1
+        with torch.set_grad_enabled(is_recorded):
+            kernels.multiply_([grad], scalar(2.0**20))
+        assert grad.item() == 1
 
     def test_sparse_and_complex_tensors(self):
         column = sparse([1.0, 2.0, 3.0], [4, 0, 4])
@@ -680,6 +699,7 @@ class TestChoice:
         program = """
 import torch
 from ampatch import amp
+from ampatch.diagnostics.peak_memory import peak_allocated
 from ampatch.errors import KernelError
 before = torch.mm
 try:
@@ -982,3 +1002,87 @@ class TestAreBare:
         other = nn.Parameter(torch.ones(5, 1))
         other.grad = sparse([1.0], [4])
         assert not optimizer_state.have_no_gradients([other])
+
+
+class TestOnAGpu:
+    """What torch's own kernels are not there for, and what they would do in another way."""
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+    def test_multiply_launches_nothing_for_each_tensor_and_rounds_once(self, far_devices, dtype):
+        values = [[2.0**-20, 0.3], [1.0, 3.0]]
+        tensors = [far_devices.of(row, dtype=dtype) for row in values]
+        expected = [times(torch.tensor(row, dtype=dtype), 2.0**17) for row in values]
+        kernels.multiply_(tensors, far_devices.of(2.0**17))
+        for tensor, wanted in zip(tensors, expected, strict=True):
+            assert_same_bits(far_devices.values(tensor), wanted)
+        assert (far_devices.slow, far_devices.waits) == (0, [])
+
+    def test_unscale_takes_bfloat16_for_which_torch_has_no_kernel(self, far_devices):
+        found = []
+        for value in (3.0, math.inf, math.nan):
+            tensors, flag = [far_devices.of([value, 8.0], dtype=torch.bfloat16)], far_devices.of(0.0)
+            kernels.unscale_(tensors, far_devices.of(0.5), flag)
+            assert far_devices.values(tensors[0])[1].item() == 4
+            found.append(far_devices.values(flag).item())
+        assert found == [0, 1, 1]
+        assert far_devices.waits == []
+
+
+@pytest.mark.gpu
+@with_each_implementation
+class TestOnARealGpu:
+    @pytest.mark.parametrize("factor", [0.3, 2.0**-20, 2.0**17])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+    def test_multiply_and_unscale_give_the_bits_of_the_cpu(self, dtype, factor):
+        for function in (kernels.multiply_, lambda *given: kernels.unscale_(*given, torch.zeros_like(given[1]))):
+            tensors = [normal(5, 7, dtype=dtype), normal(3000, dtype=dtype)]
+            there = [tensor.cuda() for tensor in tensors]
+            function(tensors, scalar(factor))
+            function(there, scalar(factor).cuda())
+            for tensor, wanted in zip(there, tensors, strict=True):
+                assert_same_bits(tensor.cpu(), wanted)
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+    def test_multiply_launches_few_kernels_for_many_tensors(self, dtype):
+        tensors, factor = [torch.ones(10, dtype=dtype, device="cuda") for _ in range(200)], scalar(0.5).cuda()
+        kernels.multiply_(tensors, factor)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            kernels.multiply_(tensors, factor)
+            torch.cuda.synchronize()
+        launched = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        assert 0 < len(launched) < 30
+
+
+class TestUnscaleWithoutAKernelOfTorchs:
+    """`unscale_` of half types for which torch's operator has no kernel, compared with that operator."""
+
+    @pytest.fixture(autouse=True)
+    def _without(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch_kernels, "_UNSCALED_HALVES", {})
+
+    @given(st.lists(st.lists(st.floats(width=16), max_size=5), min_size=1, max_size=4), st.floats(2**-24, 2**24))
+    @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_name)
+    def test_gives_the_same_bits_and_the_same_verdict(self, dtype, rows, factor):
+        tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+        expected, flag = [tensor.clone() for tensor in tensors], scalar(0.0)
+        torch._amp_foreach_non_finite_check_and_unscale_(expected, flag, scalar(factor))
+        found_inf = scalar(0.0)
+        torch_kernels.unscale_(tensors, scalar(factor), found_inf)
+        assert found_inf == flag
+        for tensor, wanted in zip(tensors, expected, strict=True):
+            assert torch.equal(tensor.isnan(), wanted.isnan())
+            assert_same_bits(tensor.nan_to_num(nan=7.0), wanted.nan_to_num(nan=7.0))
+
+    def test_of_many_elements_needs_little_more_memory(self):
+        large = normal(300, 1000, dtype=torch.bfloat16)
+        expected = times(large, 0.25)
+        peak = peak_allocated(lambda: lambda: torch_kernels.unscale_([large], scalar(0.25), scalar(0.0)))
+        assert_same_bits(large, expected)
+        assert 0 < peak < large.nbytes / 10
+
+    def test_keeps_strides_and_counts_the_write(self):
+        column = normal(6, 4, dtype=torch.bfloat16).t()[::2]
+        expected, version = times(column, 0.25), column._version
+        torch_kernels.unscale_([column], scalar(0.25), scalar(0.0))
+        assert torch.equal(column, expected)
+        assert column._version > version

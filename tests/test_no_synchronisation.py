@@ -250,6 +250,22 @@ READING: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+def _clip_in_two_calls(parameters: list[Tensor]) -> None:
+    norm = nn.utils.get_total_norm([each.grad for each in parameters])
+    nn.utils.clip_grads_with_norm_(parameters, 0.01, norm)
+
+
+# What users do to the gradients of `model.parameters()` between the block and the step.
+CHANGES: dict[str, Callable[[list[Tensor]], object]] = {
+    "norm": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.01),
+    "norm-one-by-one": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.01, foreach=False),
+    "norm-in-two-calls": _clip_in_two_calls,
+    "value": lambda parameters: nn.utils.clip_grad_value_(parameters, 0.01),
+    "replaced": lambda parameters: [setattr(each, "grad", each.grad * 0.5) for each in parameters],
+    "through-data": lambda parameters: [each.grad.data.mul_(0.5) for each in parameters],
+}
+
+
 class TestReads:
     @pytest.mark.parametrize("read", READING.values(), ids=READING)
     def test_are_seen_however_a_value_is_read(self, read, reads):
@@ -312,6 +328,22 @@ class TestReads:
                 optimizer.step()
         assert found == []
         assert amp.skipped_steps(optimizer) == len(log()) == 1
+
+    @every_level
+    @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+    def test_are_none_where_the_models_own_gradients_are_clipped(self, change, options, reads):
+        model = network()
+        optimizer = ADAM(model.parameters())
+        initialize(model, optimizer, **options)
+        train(model, optimizer, False)
+        with reads as found:
+            for overflows in (False, True, False):
+                optimizer.zero_grad()
+                backward(loss_of(model, 0), optimizer, overflows=overflows)
+                change(list(model.parameters()))
+                optimizer.step()
+        assert found == []
+        assert amp.skipped_steps(optimizer) == 1
 
     @every_fused_at_every_level
     def test_is_one_in_the_first_step_where_that_makes_state(self, make, options, reads):
@@ -858,3 +890,29 @@ def test_three_steps_on_a_gpu_wait_for_nothing(name, options):
     for parameter, earlier in zip(model.parameters(), before, strict=True):
         assert parameter.isfinite().all()
         assert not torch.equal(parameter, earlier)
+
+
+@pytest.mark.gpu
+@every_level
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_clipping_the_models_own_gradients_on_a_gpu_waits_for_nothing(change, options):
+    model = network().cuda()
+    optimizer = ADAM(model.parameters())
+    initialize(model, optimizer, **options)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        backward(loss_of(model, 0), optimizer)
+        change(list(model.parameters()))
+        torch.cuda.set_sync_debug_mode("error")
+        optimizer.step()
+
+    mode = torch.cuda.get_sync_debug_mode()
+    try:
+        train(model, optimizer, False)
+        for _ in range(2):
+            step()
+            torch.cuda.set_sync_debug_mode(mode)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    assert amp.skipped_steps(optimizer) == 0

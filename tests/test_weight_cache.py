@@ -21,6 +21,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from ampatch import amp
+from ampatch.casting import cast_store
 from ampatch.patching import weight_cache
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.runtime import runtime
@@ -911,6 +912,97 @@ class TestTransformsAndTracers:
             model.weight.add_(1)
             graph.replay()
             assert torch.equal(captured, reference(model.weight, value, torch.float16))
+
+
+class TestStreams:
+    """Of a GPU: what one stream made, another may read too early or too late."""
+
+    @pytest.fixture
+    def stream(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """The number of the current stream, in a list to be changed; the CPU stands in for a GPU that has it."""
+        current = [0]
+        monkeypatch.setattr(cast_store, "_current_stream", lambda _: current[0])
+        return current
+
+    def test_have_casts_of_their_own(self, stream, select_calls):
+        select_calls("python")
+        model = adopt(Thrice())
+        value = x().to(torch.bfloat16)
+        assert casts_of_weights(lambda: model(value)) == 1
+        assert casts_of_weights(lambda: model(value)) == 0
+        stream[0] = 1
+        assert casts_of_weights(lambda: model(value)) == 1
+        assert casts_of_weights(lambda: model(value)) == 0
+
+    def test_share_the_casts_of_a_frozen_block(self, stream, select_calls):
+        select_calls("python")
+        model = adopt(Thrice())
+        value = x().to(torch.bfloat16)
+        with torch.no_grad(), amp.frozen_weights(model):
+            model(value)
+            stream[0] = 1
+            assert casts_of_weights(lambda: model(value)) == 0
+
+    @pytest.mark.parametrize("kind", ["python", "compiled"])
+    def test_may_be_left_out_of_account(self, stream, kind, request):
+        module = cast_store if kind == "python" else request.getfixturevalue("compiled_calls")
+        store, weight = module.Store(), nn.Parameter(torch.ones(2))
+        cast = weight.to(torch.float16)
+        store.keep(weight, cast, True)
+        stream[0] = 1
+        assert store.find(weight, torch.float16) is cast
+
+    def test_that_capture_a_graph_leave_no_cast_from_before(self, model, half, monkeypatch, stream):
+        # Its graph would hold the node that accumulates the gradient, which belongs to the stream of before.
+        model(x())
+        assert len(cache()) == 1
+        monkeypatch.setattr(Tensor, "is_cuda", property(lambda _: True))
+        monkeypatch.setattr(weight_cache, "is_capturing", lambda: True)
+        cache().cast(model.weight, half)
+        assert len(cache()) == 0
+
+    @pytest.mark.gpu
+    def test_of_a_real_gpu_have_casts_of_their_own(self):
+        model = adopt(Thrice().cuda(), torch.float16)
+        value, other = x().cuda().half(), torch.cuda.Stream()
+        expected = reference(model.weight, value, torch.float16)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(100_000_000)  # the cast of this stream comes late
+        assert casts_of_weights(lambda: model(value)) == 1
+        with torch.cuda.stream(other):
+            results = []
+            assert casts_of_weights(lambda: results.append(model(value))) == 1
+            assert casts_of_weights(lambda: results.append(model(value))) == 0
+            other.synchronize()
+            assert all(torch.equal(result, expected) for result in results)
+
+    @pytest.mark.gpu
+    def test_of_a_real_gpu_share_the_casts_of_a_frozen_block(self):
+        model = adopt(Thrice().cuda(), torch.float16)
+        value, other = x().cuda().half(), torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.no_grad(), amp.frozen_weights(model):
+            model(value)
+            with torch.cuda.stream(other):
+                assert casts_of_weights(lambda: model(value)) == 0
+                torch.cuda._sleep(100_000_000)
+        assert other.query()
+
+    @pytest.mark.gpu
+    def test_of_a_real_gpu_that_capture_a_graph_take_no_node_of_an_earlier_cast(self):
+        model = adopt(Thrice().cuda(), torch.float16)
+        value, side = x().cuda(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            model(value).float().sum().backward()
+            model(value)  # its cast outlives this
+        torch.cuda.current_stream().wait_stream(side)
+        model.weight.grad = None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # torch would warn, which is an error here
+            model(value).float().sum().backward()
+        graph.replay()
+        assert model.weight.grad.isfinite().all()
 
 
 class TestOddParameters:

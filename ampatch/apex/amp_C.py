@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ampatch.errors import OptionError
 from ampatch.native import kernels
+from ampatch.native.host_copy import on_device
 from ampatch.opt_levels import HALVES
 
 __all__ = ["multi_tensor_axpby", "multi_tensor_l2norm", "multi_tensor_l2norm_scale", "multi_tensor_scale"]
@@ -181,18 +182,18 @@ def _norms(noop_flag: Tensor, tensors: list[Tensor], per_tensor: bool | None) ->
     found_inf = _scalar(0.0, noop_flag.device)
     kernels.found_inf_norm(tensors, _scalar(1.0, noop_flag.device), found_inf, sum_of_squares)
     _raise_flag(noop_flag, found_inf)
-    norm = sum_of_squares.sqrt().to(device, torch.float32, non_blocking=True).reshape(1)
+    norm = on_device(sum_of_squares.sqrt().float(), device).reshape(1)
     if not (per_tensor and tensors):
         return norm, torch.empty(0, dtype=torch.float32, device=device)
     norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
-    return norm, torch.stack([each.to(device, non_blocking=True) for each in norms])
+    return norm, torch.stack([on_device(each, device) for each in norms])
 
 
 def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
-    number = torch.as_tensor(value, dtype=torch.float32).detach()
+    number = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32, device="cpu")
     if number.numel() != 1:
         raise OptionError(f"found {_described(value)} as a factor; expected a number.")
-    return number.to(device, non_blocking=True).reshape(())
+    return on_device(number.detach().float(), device).reshape(())
 
 
 def _raise_flag(noop_flag: Tensor, found_inf: Tensor) -> None:

@@ -25,10 +25,11 @@ class _Entry:
     requires_grad: bool
     cast: Tensor
     cast_version: int
+    stream: int | None
 
     @classmethod
-    def of(cls, parameter: Tensor, cast: Tensor) -> _Entry:
-        """Returns an entry for a new cast."""
+    def of(cls, parameter: Tensor, cast: Tensor, stream: int | None) -> _Entry:
+        """Returns an entry for a new cast, which is valid on one CUDA stream; None: on any."""
         return cls(
             weakref.ref(parameter),
             parameter.data_ptr(),
@@ -38,6 +39,7 @@ class _Entry:
             parameter.requires_grad,
             cast,
             cast._version,
+            stream,
         )
 
     def counts(self, parameter: Tensor) -> bool:
@@ -50,7 +52,13 @@ class _Entry:
             and self.version == parameter._version
             and self.requires_grad == parameter.requires_grad
             and self.cast_version == self.cast._version
+            and (self.stream is None or self.stream == _current_stream(parameter))
         )
+
+
+def _current_stream(parameter: Tensor) -> int | None:
+    """Returns the current CUDA stream of this thread, on the device of a parameter; None on devices without streams."""
+    return torch.cuda.current_stream(parameter.device).cuda_stream if parameter.is_cuda else None
 
 
 class Store:
@@ -58,8 +66,9 @@ class Store:
 
     An entry is valid only while the parameter's version counter, address, layout and ``requires_grad`` are unchanged.
     The storage at that address must still live, as a new storage could take its place. The cast itself must not have
-    been written to. A parameter is found by its id. If it dies and another one gets that id, a weak reference tells the
-    two apart.
+    been written to. On a GPU it is valid only on the stream that made it: another stream might read it before it is
+    written, or after its memory is reused. A parameter is found by its id. If it dies and another one gets that id, a
+    weak reference tells the two apart.
     """
 
     def __init__(self) -> None:
@@ -71,14 +80,16 @@ class Store:
         entry = None if entries is None else entries.get(id(parameter))
         return entry.cast if entry is not None and entry.counts(parameter) else None
 
-    def keep(self, parameter: Tensor, cast: Tensor) -> None:
+    def keep(self, parameter: Tensor, cast: Tensor, on_any_stream: bool = False) -> None:
         """Stores a new cast, and drops an older one of the parameter to that dtype.
 
         Args:
             parameter: strided tensor; not an inference tensor.
             cast: cast of it; neither an inference tensor nor one that a transform of `torch.func` has wrapped.
+            on_any_stream: True if the caller has waited for the cast, and keeps its memory until all streams are done.
         """
-        self._entries.setdefault(cast.dtype, {})[id(parameter)] = _Entry.of(parameter, cast)
+        stream = None if on_any_stream else _current_stream(parameter)
+        self._entries.setdefault(cast.dtype, {})[id(parameter)] = _Entry.of(parameter, cast, stream)
 
     def forget(self, ids: Iterable[int]) -> None:
         """Drops all casts of the parameters with these ids."""

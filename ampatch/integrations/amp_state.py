@@ -186,7 +186,9 @@ class AmpState:
         self._keep()
         state = self._saved if self.scaler is None else {"scaler": self.scaler.state_dict()}
         return {
-            f"{name}.{key}": torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+            f"{name}.{key}": torch.tensor(
+                value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu"
+            )
             for name, values in state.items()
             for key, value in values.items()
         }

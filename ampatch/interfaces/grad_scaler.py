@@ -27,6 +27,7 @@ from ampatch.distributed import Ranks
 from ampatch.errors import LossScaleError, OptionError, ScalerOptionError, ScalerUsageError, warn
 from ampatch.interfaces.mixed_precision import mixed_precision_within
 from ampatch.native import kernels
+from ampatch.native.host_copy import for_fused_step, on_device
 from ampatch.opt_levels import HALVES
 from ampatch.runtime import runtime
 from ampatch.scaling import overflows, scale_use
@@ -255,7 +256,7 @@ class GradScaler(torch.amp.GradScaler):
         scale = scales.get(output.device)
         if scale is None:
             # A copy: autograd saves it, and an update before the backward pass would change the scale in place.
-            scale = self._scaler_or_raise("scale()").snapshot().to(output.device, non_blocking=True)
+            scale = on_device(self._scaler_or_raise("scale()").snapshot(), output.device)
             scales[output.device] = scale
         return (output.float() if output.dtype in HALVES else output) * scale
 
@@ -422,13 +423,11 @@ class GradScaler(torch.amp.GradScaler):
         if not is_unscaled:
             self._check_inf_per_device(optimizer)
         found_inf = _combined(state, scaler.no_overflow())
-        preset = getattr(optimizer, "grad_scale", None)
-        if is_unscaled:
-            optimizer.grad_scale = preset
-        else:
-            scale = scaler.snapshot()
-            optimizer.grad_scale = scale if preset is None else scale * preset
-        optimizer.found_inf = found_inf
+        divisor = preset = getattr(optimizer, "grad_scale", None)
+        if not is_unscaled:
+            divisor = scaler.snapshot() if preset is None else scaler.snapshot() * preset
+        optimizer.grad_scale = for_fused_step(divisor, optimizer_state.parameters_of(optimizer))
+        optimizer.found_inf = found_inf = for_fused_step(found_inf, optimizer_state.parameters_of(optimizer))
         try:
             if self._host_must_read(optimizer, found_inf) and bool(found_inf):
                 self._skip(optimizer)
@@ -802,7 +801,7 @@ def _combined(state: dict[str, Any], none: Tensor) -> Tensor:
 
 def _maximum(flags: list[Tensor], none: Tensor) -> Tensor:
     for flag in flags:
-        none = torch.maximum(none, flag.to(none.device, non_blocking=True).reshape(()))
+        none = torch.maximum(none, on_device(flag, none.device).reshape(()))
     return none
 
 

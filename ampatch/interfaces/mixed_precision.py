@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ampatch.errors import OptionError, UsageError
 from ampatch.native import kernels
+from ampatch.native.host_copy import for_fused_step
 from ampatch.opt_levels import HALVES, dtype_of
 from ampatch.runtime import runtime
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
@@ -318,7 +319,8 @@ class MixedPrecision(torch.optim.Optimizer):
                     return None
                 found_inf = None
             if found_inf is not None:
-                inside.grad_scale, inside.found_inf = None, found_inf
+                inside.grad_scale = None
+                inside.found_inf = for_fused_step(found_inf, optimizer_state.parameters_of(inside))
             self._versions = self._versions_now()
             try:
                 result = inside.step(*args, **kwargs) if closure is None else inside.step(closure, *args, **kwargs)

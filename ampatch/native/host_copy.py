@@ -1,32 +1,77 @@
-"""Copies numbers from a device to the host; the caller waits only when it reads them.
+"""Moves numbers between devices, and copies them to the host.
 
-Must not know what the numbers mean.
+Owns every copy that does not block: no other module starts one, because the host must not read a copy before it has
+arrived. Must not know what the numbers mean.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
+from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+_Number = TypeVar("_Number", bound=Tensor | None)
+
+_IS_ON_CPU = operator.attrgetter("is_cpu")
+
+
+def on_device(number: Tensor, device: torch.device) -> Tensor:
+    """Returns a number on a device; the tensor itself if it is there already.
+
+    Waits only for a copy to the CPU, whose code reads its memory at once. Work on any other device runs after the copy.
+
+    Args:
+        number: tensor of any shape and dtype.
+        device: where it is needed.
+    """
+    return number if number.device == device else number.to(device, non_blocking=device.type != "cpu")
+
+
+def stacked(numbers: Iterable[Tensor]) -> Tensor:
+    """Returns 0-dimensional tensors as one tensor on the device of the first; see `on_device`.
+
+    Args:
+        numbers: one or more, on any devices.
+    """
+    first, *others = numbers
+    return torch.stack([first, *(on_device(each, first.device) for each in others)])
+
+
+def for_fused_step(number: _Number, parameters: Iterable[Tensor]) -> _Number:
+    """Returns a number that torch's fused optimizers can read: on the CPU if they update a parameter there.
+
+    They copy it to each device without waiting (torch 2.13), so a kernel on the CPU would read it before it arrives.
+
+    Args:
+        number: such as an overflow flag or a scale; None: none is handed over.
+        parameters: those that the step updates.
+    """
+    if number is None or number.is_cpu or not any(map(_IS_ON_CPU, parameters)):
+        return number
+    return on_device(number, torch.device("cpu"))  # type: ignore[return-value]
 
 
 class HostCopy:
     """Copies numbers to the host without waiting for the device.
 
     Args:
-        on_device: one or more numbers; at least 1-dimensional.
+        numbers: one or more numbers; at least 1-dimensional.
     """
 
-    def __init__(self, on_device: Tensor) -> None:
+    def __init__(self, numbers: Tensor) -> None:
         self._event: torch.Event | None = None
-        if on_device.device.type == "cpu":
-            self._numbers = on_device
+        if numbers.device.type == "cpu":
+            self._numbers = numbers
         else:
-            pinned = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
-            self._numbers = pinned.copy_(on_device, non_blocking=True)
-            self._event = torch.Event(on_device.device)
-            self._event.record()
+            pinned = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+            self._numbers = pinned.copy_(numbers, non_blocking=True)
+            self._event = torch.Event(numbers.device)
+            # Given no stream, it would record one of the current device, which may be another.
+            self._event.record(torch.accelerator.current_stream(numbers.device))
 
     @property
     def has_arrived(self) -> bool:

@@ -2,7 +2,7 @@
 
 Owns the choice between the operators of the compiled extension (`csrc/`, `torch.ops.ampatch`) and torch's own
 multi-tensor kernels; no other file makes it. Functions work on the devices of their tensors. They must never sync with
-the device.
+the device, except for tensors on the CPU that need a number from a GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ampatch.errors import KernelError
 from ampatch.native import calls, extension, extension_kernels, torch_kernels
+from ampatch.native.host_copy import on_device
 from ampatch.native.selection import Chosen, Selection
 from ampatch.opt_levels import HALVES
 
@@ -136,14 +137,24 @@ def _try_out(device: torch.device) -> None:
 
 
 def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiplies every tensor by a scalar tensor in place.
+    """Multiplies every tensor by a scalar tensor in place; rounds each product once.
 
     Args:
         grads: floating or complex tensors of any shape, layout, dtype and device.
         factor: number to multiply by; 0-dimensional float32.
     """
     for group in _by_kind(grads):
-        torch._foreach_mul_(group, _on_device(factor, group[0].device))
+        there, dtype = on_device(factor, group[0].device), group[0].dtype
+        if dtype not in HALVES:
+            # On a GPU a factor of another dtype would take a launch for each tensor (torch 2.13).
+            torch._foreach_mul_(group, there.to(dtype))
+        elif torch.is_grad_enabled() and any(map(_IS_RECORDED, group)):
+            for grad in group:
+                grad.copy_(grad.float() * there)
+        else:
+            # On a GPU `_foreach_mul_` would also round the factor to half: 2**16 would be inf in float16.
+            for operators, _, (some,) in _by_implementation(group):
+                operators.unscale_(some, there, torch.zeros_like(there))
 
 
 def unscale_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -175,7 +186,7 @@ def unscale_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
         _unscale(operators, device, group, inv_scale, found_inf)
     for grad in recorded:
         finite = values_of(grad.detach()).isfinite().all()
-        found_inf.masked_fill_(~finite.to(found_inf.device, non_blocking=True), 1)
+        found_inf.masked_fill_(~on_device(finite, found_inf.device), 1)
     multiply_(recorded, inv_scale)
 
 
@@ -183,7 +194,7 @@ def _unscale(
     operators: ModuleType, device: torch.device, grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor
 ) -> None:
     with _ResultOn(device, found_inf, torch.maximum) as flag:
-        operators.unscale_(grads, _on_device(inv_scale, device), flag)
+        operators.unscale_(grads, on_device(inv_scale, device), flag)
 
 
 def unscale_by_(grads: list[Tensor], scale: Tensor) -> Tensor:
@@ -222,7 +233,7 @@ def unscale_copy(
     """
     for operators, device, (narrow, wide) in _by_implementation(grads, master_grads):
         with _ResultOn(device, found_inf, torch.maximum) as flag:
-            operators.unscale_copy(narrow, wide, _on_device(inv_scale, device), flag, write_back)
+            operators.unscale_copy(narrow, wide, on_device(inv_scale, device), flag, write_back)
 
 
 def unscale_add(
@@ -234,7 +245,7 @@ def unscale_add(
     """
     for operators, device, (narrow, wide) in _by_implementation(grads, master_grads):
         with _ResultOn(device, found_inf, torch.maximum) as flag:
-            operators.unscale_add(narrow, wide, _on_device(inv_scale, device), flag, write_back)
+            operators.unscale_add(narrow, wide, on_device(inv_scale, device), flag, write_back)
 
 
 def copy_to_half_grads(master_grads: list[Tensor], grads: list[Tensor]) -> None:
@@ -311,7 +322,7 @@ def found_inf_norm(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor
     values = [values_of(_coalesced(grad.detach())) for grad in grads]
     for operators, device, (group,) in _by_implementation(values):
         with _ResultOn(device, found_inf, torch.maximum) as flag, _ResultOn(device, sum_of_squares, torch.add) as total:
-            operators.found_inf_norm(group, _on_device(inv_scale, device), flag, total)
+            operators.found_inf_norm(group, on_device(inv_scale, device), flag, total)
 
 
 def zero_after_overflow_(grads: Iterable[Tensor], found_inf: Tensor) -> None:
@@ -322,7 +333,7 @@ def zero_after_overflow_(grads: Iterable[Tensor], found_inf: Tensor) -> None:
         found_inf: overflow flag; 0-dimensional float32.
     """
     for group in _by_kind(grads):
-        overflow = found_inf.to(group[0].device, non_blocking=True) != 0
+        overflow = on_device(found_inf, group[0].device) != 0
         for grad in group:
             grad.masked_fill_(overflow, 0)
 
@@ -470,11 +481,6 @@ def _operators_on(device: torch.device) -> ModuleType:
     return extension_kernels if _runs_on(device) else torch_kernels
 
 
-def _on_device(number: Tensor, device: torch.device) -> Tensor:
-    """Returns a 0-dimensional tensor on a device; the tensor itself if it is there already."""
-    return number if number.device == device else number.to(device, non_blocking=True)
-
-
 class _ResultOn:
     """Context manager: gives a 0-dimensional result on ``device``; on exit merges it into one on another device."""
 
@@ -490,4 +496,4 @@ class _ResultOn:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and self._there is not self._result:
-            self._combine(self._result, _on_device(self._there, self._result.device), out=self._result)
+            self._combine(self._result, on_device(self._there, self._result.device), out=self._result)

@@ -22,6 +22,9 @@ from torch.autograd.graph import increment_version
 # The smallest positive (subnormal) number of each dtype.
 _LEAST = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
 
+# Half types for which `torch._amp_foreach_non_finite_check_and_unscale_` has kernels, by type of device (torch 2.13).
+_UNSCALED_HALVES = {"cpu": (torch.float16, torch.bfloat16), "cuda": (torch.float16,)}
+
 # Minimum length, in elements, of batches and of cut pieces, for operations that need temporary tensors.
 _PIECE = 2**12
 
@@ -33,8 +36,25 @@ _HASH_STEPS = 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32
 def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """Computes ``grads *= inv_scale`` in place; sets ``found_inf`` to 1 if an element of ``grads`` was not finite."""
     for (group,) in _by_dtype(grads):
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inv_scale)
+        if _has_kernel(group[0]):
+            torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inv_scale)
+        else:
+            _unscale_in_float32(group, inv_scale, found_inf)
         increment_version(group)  # torch's operator does not (torch 2.13)
+
+
+def _has_kernel(grad: Tensor) -> bool:
+    """Returns True if torch's operator for unscaling has a kernel for the device and dtype of a gradient."""
+    return grad.dtype not in _LEAST or grad.dtype in _UNSCALED_HALVES.get(grad.device.type, ())
+
+
+def _unscale_in_float32(halves: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Does what torch's operator does, bit for bit: that computes in float32 and rounds once as well."""
+    for batch in _batches(halves):
+        (pieces,) = batch.columns
+        unscaled = [torch.empty_like(piece, dtype=torch.float32) for piece in pieces]
+        unscale_copy(pieces, unscaled, inv_scale, found_inf, False)
+        torch._foreach_copy_(pieces, unscaled)
 
 
 def unscale_copy(

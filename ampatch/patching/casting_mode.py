@@ -378,7 +378,7 @@ def _reported_functions() -> dict[Any, Any]:
             reported.setdefault(method, unwrapped(function))
             return args[0]
 
-    tensor = torch.ones(())
+    tensor = torch.ones((), device="cpu")
     for method in {method for _, *methods in _operators() for method in methods if method is not None}:
         for args in ((tensor, tensor), (tensor,)):
             with suppress(TypeError), Listening():

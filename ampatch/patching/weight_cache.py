@@ -19,6 +19,8 @@ The cache must never return a wrong cast. Constraints, and how the code keeps th
   step between them. `WeightCache.clear` is for these.
 - Lifetimes: the cache must keep no parameter alive. A cast's graph holds its parameter, so a weak reference alone would
   never die. As a store grows, entries whose parameter no Python code holds any more are swept out.
+- Streams: a cast of the iteration or of a forward is valid on the CUDA stream that made it. A cast of a frozen block is
+  waited for, and the end of the block waits for all streams of its device.
 - Threads: they share stores without a lock, because a fork could copy a lock that is held. If two threads miss at once,
   both cast, and the later cast is kept. A cast that is under way when a block ends goes to a store no longer in use.
 - Tracers (torch.compile, torch.export, torch.jit.trace, make_fx, CUDA graph capture) must record the cast at each use,
@@ -134,10 +136,11 @@ class WeightCache:
                 cast.requires_grad_(tensor.requires_grad)
             if len(store) >= state.sweep_at:
                 self._sweep(store)
-            if tensor.is_cuda and any(store is block.store for block in self._frozen):
+            is_frozen = any(store is block.store for block in self._frozen)
+            if is_frozen and tensor.is_cuda:
                 # Threads on other streams will read the cast, and only this stream knows when it is written.
                 torch.cuda.current_stream(tensor.device).synchronize()
-            store.keep(tensor, cast)
+            store.keep(tensor, cast, is_frozen)
         return cast
 
     def nbytes(self) -> int:
@@ -207,6 +210,7 @@ class WeightCache:
         finally:
             self._frozen.remove(block)
             self._serve_frozen()
+            _wait_for_readers(block.store)
 
     def enter_forward(self, model: object) -> None:
         """Notes that a forward of an adopted model begins in this thread.
@@ -245,6 +249,8 @@ class WeightCache:
         if not self._enabled or _get_tracing_state() is not None or (_len_torch_dispatch_stack() and _is_traced()):
             return None
         if parameter.is_cuda and is_capturing():
+            # The graph of a cast from before holds the gradient's node of another stream, which torch would reuse.
+            self.forget(parameter)
             return None
         changes_unseen = bool(self._replayed) and id(parameter) in self._replayed
         # In inference mode nothing is recorded, whatever enable_grad() says.
@@ -263,6 +269,13 @@ class WeightCache:
         """
         store.forget([key for key, parameter, cast in store.entries() if _abandoned(parameter, cast)])
         self.state.sweep_at = max(self._SWEEP_FROM, 2 * len(store))
+
+
+def _wait_for_readers(store: Store) -> None:
+    """Waits until no stream reads casts of a frozen block: their memory is about to be used again on another stream."""
+    devices = {cast.device for _, _, cast in store.entries() if cast.is_cuda}
+    for device in () if is_capturing() else devices:
+        torch.cuda.synchronize(device)
 
 
 def _is_traced() -> bool:

@@ -139,7 +139,7 @@ def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, ranks: Ranks) -
     parameters = list(parameters)
     parts = list(_parts(parameters, ranks))
     grads = [grad for _, part in parts for grad in part]
-    one = torch.ones((), dtype=torch.float32, device=grads[0].device if grads else None)
+    one = torch.ones((), dtype=torch.float32, device=grads[0].device if grads else "cpu")
     found_inf = torch.zeros_like(one)
     norm = _norm(parts, one, found_inf)
     ranks.reduce_overflow_(found_inf, parameters)
@@ -159,7 +159,7 @@ def _clip_scaled(optimizer: AdoptedOptimizer, unscaling: Unscaling, max_norm: fl
     """Unscales and clips at once: reads the gradients once, and writes them once or leaves that to the step."""
     gradients, scale_use = optimizer.gradients, unscaling.scale_use
     try:
-        inv_scale, found_inf = scale_use.scale.reciprocal(), scale_use.scaler.no_overflow()
+        inv_scale, found_inf = scale_use.scale.reciprocal(), torch.zeros_like(scale_use.scale)
         parts = [*_parts(gradients.parameters(), gradients.ranks), ((), gradients.masters.gradients.new())]
         norm = _norm(parts, inv_scale, found_inf)
         gradients.ranks.reduce_overflow_(found_inf, gradients.parameters())

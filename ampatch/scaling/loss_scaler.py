@@ -21,6 +21,7 @@ from ampatch.casting.nested import cast_tensors
 from ampatch.distributed import Ranks
 from ampatch.errors import AmpError, OptionError, warn
 from ampatch.native import kernels
+from ampatch.native.host_copy import on_device
 from ampatch.opt_levels import LossScale, check_loss_scale
 from ampatch.switch import WithoutCasts
 from ampatch.tracing import is_capturing
@@ -153,7 +154,7 @@ def scaled(loss: _L, scale: Tensor | None) -> _L:
     full = loss.float()
     if scale is None:
         return full  # type: ignore[return-value]
-    return full * (scale if scale.device == full.device else scale.to(full.device))  # type: ignore[return-value]
+    return full * on_device(scale, full.device)  # type: ignore[return-value]
 
 
 class LossScaler:
@@ -303,7 +304,7 @@ class LossScaler:
         Args:
             found_inf: 0-dimensional float32, not 0 after an overflow.
         """
-        torch.maximum(self._found_inf, found_inf, out=self._found_inf)
+        torch.maximum(self._found_inf, on_device(found_inf, self._found_inf.device), out=self._found_inf)
         self._has_noted = True
         self._is_replayed = self._is_replayed or is_capturing()
 
@@ -337,7 +338,7 @@ class LossScaler:
             self._scale,
             self._unskipped,
             self._hysteresis_left,
-            found_inf,
+            on_device(found_inf, self._scale.device),
             growth=policy.growth_factor,
             backoff=policy.backoff_factor,
             window=policy.scale_window,

@@ -28,6 +28,7 @@ from ampatch.casting.nested import tensors_in
 from ampatch.errors import LossScaleError, OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
+from ampatch.native.host_copy import for_fused_step, on_device, stacked
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling import overflows
 from ampatch.scaling.loss_scaler import LossScaler
@@ -351,7 +352,7 @@ class AdoptedOptimizer:
         self.gradients.ranks.reduce_overflow_(found_inf, self.gradients.model_parameters())
         others = getattr(self.optimizer, "found_inf", None)
         if others is not None:  # a GradScaler has the optimizer skip, and counts that itself
-            found_inf.masked_fill_(others.to(found_inf.device) != 0, 0)
+            found_inf.masked_fill_(on_device(others, found_inf.device) != 0, 0)
         return StepCheck(scaler, 0 if last is None else last.scaler_id, found_inf, pending)
 
     def _still_overflowed(self, pending: Sequence[ScaleUse], check: StepCheck | None) -> list[ScaleUse]:
@@ -522,8 +523,10 @@ class AdoptedOptimizer:
         deferred = self.gradients.deferred
         verdicts = [scale_use.found_inf for scale_use in pending if scale_use.found_inf is not None]
         # torch's protocol between GradScaler and its optimizers. The gradients are unscaled already, or deferred.
-        optimizer.grad_scale = None if deferred is None else deferred.divisor
-        optimizer.found_inf = torch.stack(verdicts).amax() if verdicts else None
+        divisor = None if deferred is None else deferred.divisor
+        found_inf = stacked(verdicts).amax() if verdicts else None
+        optimizer.grad_scale = for_fused_step(divisor, self.gradients.parameters())
+        optimizer.found_inf = for_fused_step(found_inf, self.gradients.parameters())
         try:
             with self._writing():
                 result = original()

@@ -11,12 +11,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ampatch.casting.nested import tensors_in
-from ampatch.native.host_copy import HostCopy
+from ampatch.native.host_copy import HostCopy, on_device, stacked
 from ampatch.scaling import overflows
 from ampatch.scaling.loss_scaler import LossScaler, scaled
 from ampatch.scaling.overflows import NonFiniteGradient, ScaleChange
@@ -122,15 +121,13 @@ class ScaleUse:
         """Returns True if gradients of both may be summed; syncs with the device only if the scale may have changed."""
         if self.scaler is not other.scaler:
             return False
-        return self._age == other._age or bool(self.scale == other.scale)
+        return self._age == other._age or bool(self.scale == on_device(other.scale, self.scale.device))
 
     def send(self) -> None:
         """Starts to copy to the host what `overflowed` and `announce` read."""
         assert self.found_inf is not None
-        device = self.found_inf.device
-        losses = (each if each.device == device else each.to(device) for each in self._losses)
-        values = torch.stack([self.found_inf, self.scale, self.scaler.snapshot(), *losses])
-        self._sent = HostCopy(values)
+        # The scaler may have moved to the device of a later loss.
+        self._sent = HostCopy(stacked([self.found_inf, self.scale, self.scaler.snapshot(), *self._losses]))
 
     @property
     def has_arrived(self) -> bool:

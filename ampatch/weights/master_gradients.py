@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ampatch.errors import warn
 from ampatch.native import calls, kernels
-from ampatch.native.host_copy import HostCopy
+from ampatch.native.host_copy import HostCopy, stacked
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
 from ampatch.weights.conversion import ConvertedTensor
@@ -516,7 +516,7 @@ class MasterGradients:
                 full.masked_fill_(changed & ~left, 0)
                 edited.append(changed & left)
         if edited and not is_capturing():
-            self._to_tell.append((HostCopy(torch.stack(edited)), _EDITED_WHILE_SCALED))
+            self._to_tell.append((HostCopy(stacked(edited)), _EDITED_WHILE_SCALED))
 
     def note_left_scaled(self) -> None:
         """Records gradients that stay scaled for a later block, so that amp can see if the user clears them."""

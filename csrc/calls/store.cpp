@@ -74,10 +74,11 @@ PyObject* store_find(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 
 PyObject* store_keep(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    TORCH_CHECK_TYPE(count == 2 && is_tensor(args[0]) && is_tensor(args[1]), "expected keep(parameter, cast)");
+    TORCH_CHECK_TYPE((count == 2 || (count == 3 && PyBool_Check(args[2]))) && is_tensor(args[0]) && is_tensor(args[1]),
+                     "expected keep(parameter, cast, on_any_stream=False)");
     const int index = index_of(tensor_of(args[1]).scalar_type());
     TORCH_CHECK_TYPE(index >= 0, "expected a cast of a type that is cast to");
-    if (!as_store(self)->keep(args[0], tensor_of(args[0]), args[1], index)) {
+    if (!as_store(self)->keep(args[0], tensor_of(args[0]), args[1], index, count == 3 && args[2] == Py_True)) {
       return nullptr;
     }
     Py_RETURN_NONE;
@@ -236,12 +237,12 @@ PyObject* Store::find(PyObject* parameter, const Tensor& tensor, int index) cons
   return item != entries.end() && item->second.counts(parameter, tensor) ? item->second.cast.get() : nullptr;
 }
 
-bool Store::keep(PyObject* parameter, const Tensor& tensor, PyObject* cast, int index) {
+bool Store::keep(PyObject* parameter, const Tensor& tensor, PyObject* cast, int index, bool on_any_stream) {
   Ref reference = Ref::taken(PyWeakref_NewRef(parameter, nullptr));
   if (!reference) {
     return false;
   }
-  Entry entry(std::move(reference), tensor, Ref::shared(cast));
+  Entry entry(std::move(reference), tensor, Ref::shared(cast), on_any_stream);
   auto& entries = by_type[index];
   const auto item = entries.find(parameter);
   if (item == entries.end()) {

@@ -3,10 +3,12 @@
 
 #pragma once
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/flat_hash_map.h>
 
 #include <functional>
+#include <optional>
 
 #include "tensors.h"
 
@@ -29,8 +31,9 @@ struct Entry {
   uint32_t cast_version;
   ScalarType type;
   bool requires_grad;
+  std::optional<c10::StreamId> stream;  // on which the cast counts; empty: on any
 
-  Entry(Ref reference, const Tensor& tensor, Ref cast_object)
+  Entry(Ref reference, const Tensor& tensor, Ref cast_object, bool on_any_stream)
       : parameter(std::move(reference)),
         cast(std::move(cast_object)),
         storage(tensor.storage().getWeakStorageImpl()),
@@ -39,7 +42,8 @@ struct Entry {
         version(version_of(tensor)),
         cast_version(version_of(tensor_of(cast.get()))),
         type(tensor.scalar_type()),
-        requires_grad(tensor.requires_grad()) {
+        requires_grad(tensor.requires_grad()),
+        stream(on_any_stream ? std::nullopt : current_stream(tensor)) {
     layout.append(tensor.sizes().begin(), tensor.sizes().end());
     layout.append(tensor.strides().begin(), tensor.strides().end());
   }
@@ -47,10 +51,17 @@ struct Entry {
   bool counts(PyObject* object, const Tensor& tensor) const {
     return is_of(object) && tensor.layout() == at::kStrided && type == tensor.scalar_type() && lies_as(tensor) &&
            version == version_of(tensor) && requires_grad == tensor.requires_grad() &&
-           cast_version == version_of(tensor_of(cast.get()));
+           cast_version == version_of(tensor_of(cast.get())) && (!stream || stream == current_stream(tensor));
   }
 
  private:
+  static std::optional<c10::StreamId> current_stream(const Tensor& tensor) {
+    if (!tensor.is_cuda()) {
+      return std::nullopt;
+    }
+    return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStream(tensor.device()).id();
+  }
+
   bool is_of(PyObject* object) const {
     PyObject* found = nullptr;
     PyWeakref_GetRef(parameter.get(), &found);
@@ -78,7 +89,7 @@ struct Store {
   // Returns a borrowed reference; null if there is no entry that counts.
   PyObject* find(PyObject* parameter, const Tensor& tensor, int index) const;
   // Returns false with a Python exception set.
-  bool keep(PyObject* parameter, const Tensor& tensor, PyObject* cast, int index);
+  bool keep(PyObject* parameter, const Tensor& tensor, PyObject* cast, int index, bool on_any_stream = false);
   Py_ssize_t size() const;
 };
 

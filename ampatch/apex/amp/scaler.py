@@ -34,7 +34,7 @@ class LossScaler:
                 "ampatch.amp.LossScaler(loss_scale)."
             )
         self._scaler = weakref.ref(scaler)
-        self._overflow_buf = torch.zeros(1, dtype=torch.int32)
+        self._overflow_buf = torch.zeros(1, dtype=torch.int32, device="cpu")
 
     @classmethod
     def of(cls, scaler: ampatch.scaling.loss_scaler.LossScaler) -> LossScaler:

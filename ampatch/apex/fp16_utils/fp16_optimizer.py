@@ -225,7 +225,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
                 master_grads.append(master.grad)
         full_grads = optimizer_state.gradients_of(itertools.chain(*self.fp32_from_fp32_groups))
         found = [*half_grads, *sparse, *full_grads]
-        found_inf = torch.zeros((), dtype=torch.float32, device=found[0].device if found else None)
+        found_inf = torch.zeros((), dtype=torch.float32, device=found[0].device if found else "cpu")
         kernels.unscale_copy(half_grads, master_grads, _number(1 / half_scale, found_inf), found_inf, write_back=False)
         kernels.unscale_(sparse, _number(1 / half_scale, found_inf), found_inf)
         kernels.unscale_(full_grads, _number(1 / full_scale, found_inf), found_inf)

@@ -54,7 +54,7 @@ class FusedAdagrad(Float32Optimizer):
                     values,
                     grads,
                     self._moments(parameters, values, "sum"),
-                    [torch.zeros(()) for _ in values],  # steps, which matter only if lr_decay is not 0
+                    [torch.zeros((), device="cpu") for _ in values],  # steps, which matter only if lr_decay is not 0
                     has_sparse_grad=False,
                     foreach=True,
                     has_complex=False,

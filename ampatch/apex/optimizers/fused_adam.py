@@ -16,6 +16,7 @@ from ampatch.apex.optimizers._float32_optimizer import (
     check_no_amsgrad,
     in_float32,
 )
+from ampatch.native.host_copy import for_fused_step
 
 
 class FusedAdam(Float32Optimizer):
@@ -129,8 +130,8 @@ class FusedAdam(Float32Optimizer):
                     [],
                     self._steps(parameters, group["bias_correction"]),
                     fused=True,
-                    grad_scale=getattr(self, "grad_scale", None),
-                    found_inf=getattr(self, "found_inf", None),
+                    grad_scale=for_fused_step(getattr(self, "grad_scale", None), parameters),
+                    found_inf=for_fused_step(getattr(self, "found_inf", None), parameters),
                     decoupled_weight_decay=self.adam_w_mode,
                     amsgrad=False,
                     beta1=group["betas"][0],
@@ -159,7 +160,7 @@ class FusedAdam(Float32Optimizer):
 
     def _loaded(self, name: str, value: Any, parameter: Tensor) -> Any:
         if name == "step":
-            return torch.as_tensor(value).to(parameter.device, torch.float32, copy=True)
+            return torch.as_tensor(value, dtype=torch.float32, device=parameter.device).clone()
         return super()._loaded(name, value, parameter)
 
 

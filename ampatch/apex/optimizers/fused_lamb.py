@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Tensors, check_no_amsgrad, in_float32
 from ampatch.native import kernels
+from ampatch.native.host_copy import on_device
 
 
 class FusedLAMB(Float32Optimizer):
@@ -74,7 +75,7 @@ class FusedLAMB(Float32Optimizer):
             with in_float32(parameters) as (values, grads):
                 clipped: Tensors = grads
                 if divisor is not None:
-                    clipped = torch._foreach_div(grads, divisor.to(grads[0].device, grads[0].dtype, non_blocking=True))
+                    clipped = torch._foreach_div(grads, on_device(divisor.to(grads[0].dtype), grads[0].device))
                 self._update_batch(group, parameters, values, clipped)
 
     def _clipping_divisor(self, parameters: list[Tensor]) -> Tensor | None:

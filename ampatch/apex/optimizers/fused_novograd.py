@@ -134,7 +134,7 @@ class FusedNovoGrad(Float32Optimizer):
             if "exp_avg_norm" not in state:
                 norm = next(left[state["exp_avg"].dtype is torch.float16], None)
                 if norm is not None:
-                    state["exp_avg_norm"] = torch.as_tensor(norm)
+                    state["exp_avg_norm"] = norm if isinstance(norm, Tensor) else torch.tensor(norm, device="cpu")
 
 
 def _regularised(tensors: Tensors, norms: Tensors, values: list[Tensor], weight_decay: float) -> Tensors:

@@ -11,6 +11,7 @@ from torch.optim.sgd import sgd
 
 from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, check_learning_rate, in_float32
 from ampatch.errors import OptionError
+from ampatch.native.host_copy import for_fused_step
 
 
 class FusedSGD(Float32Optimizer):
@@ -117,8 +118,8 @@ class FusedSGD(Float32Optimizer):
                 grads,
                 buffers,
                 fused=True,
-                grad_scale=getattr(self, "grad_scale", None),
-                found_inf=getattr(self, "found_inf", None),
+                grad_scale=for_fused_step(getattr(self, "grad_scale", None), parameters),
+                found_inf=for_fused_step(getattr(self, "found_inf", None), parameters),
                 weight_decay=weight_decay,
                 momentum=group["momentum"],
                 lr=group["lr"],
