@@ -29,7 +29,7 @@ from ampatch.errors import OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native.calls import Accelerator
 from ampatch.opt_levels import HALVES
-from ampatch.patching import adopted_model, autocast_checks
+from ampatch.patching import adopted_model, autocast_checks, cuda_graphs
 from ampatch.patching.adapters import Adapters
 from ampatch.patching.cast_labels import LabellingCache
 from ampatch.patching.function_patches import FunctionPatches, Registration
@@ -205,6 +205,8 @@ class Session:
             self.ledger.on_undo(register_optimizer_step_pre_hook(self._unadopted.before_step).remove)
         if self.has_masters or self.patches_functions:
             untracked_writes.announce(self.ledger, self._while_active(Session.note_write))
+        cuda_graphs.announce(self.ledger, self._while_active(Session._prepare_capture))
+        cuda_graphs.accept_adopted_models(self.ledger, self._while_active(lambda _: True))
         self.switch.active = True
 
     def _warn_of_undone_edits(self) -> None:
@@ -222,6 +224,19 @@ class Session:
         if self.has_masters and untracked_writes.has_memory(tensor):
             for adopted in list(self._optimizers.values()):
                 adopted.masters.note_write(tensor)
+
+    @_with_casts_off
+    def _prepare_capture(self) -> None:
+        """Does what cannot be done while a CUDA graph is captured, or would be missing from its replays.
+
+        Autograd graphs of kept casts belong to other streams, which a capture must not wait for. Writes to weights are
+        found by reading from the device.
+        """
+        self.cache.end_iteration()
+        self.conversion.take_back()
+        for adopted in list(self._optimizers.values()):
+            if self.has_masters and not adopted.masters.is_stepping:
+                adopted.masters.synchronise_all()
 
     def take_down(self) -> None:
         """Undoes everything, newest first. Wrappers that user code kept call the originals from now on.
@@ -309,6 +324,8 @@ class Session:
         self.device_types |= adopted_model.device_types(model)
         self._accelerator.set_device_types(self.device_types)
         is_new = model not in self._models
+        if is_new:
+            _check_not_graphed(model)
         if is_new and self.has_half_weights:
             self._check_is_no_part(model)
         self._models.add(model)
@@ -770,6 +787,17 @@ class Session:
             return method(session, *args, **kwargs) if session is not None and session.switch.active else None
 
         return call
+
+
+def _check_not_graphed(model: nn.Module) -> None:
+    """Raises if the forward of a model, or of a part of it, is a CUDA graph, to which amp could not add casts."""
+    for name, module in model.named_modules():
+        if cuda_graphs.is_graphed(module):
+            raise OptionError(
+                f"torch.cuda.make_graphed_callables has made {f'its {name!r}' if name else 'the model'} a CUDA graph, "
+                "which computes in the types in which it was captured. Call amp.initialize first, and "
+                "torch.cuda.make_graphed_callables on what it returns."
+            )
 
 
 def _is_wrapped_by_scheduler(owner: object, name: str) -> bool:

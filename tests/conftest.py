@@ -96,6 +96,9 @@ OWN_ATTRIBUTES = {
     "torch.optim.swa_utils.AveragedModel": torch.optim.swa_utils.AveragedModel,
     "torch.autograd": torch.autograd,
     "torch.amp.GradScaler": torch.amp.GradScaler,
+    "torch.cuda": torch.cuda,
+    "torch.cuda.graphs": torch.cuda.graphs,
+    "torch.cuda.graphs.CUDAGraph": torch.cuda.graphs.CUDAGraph,
     "torch.nn.utils.clip_grad": torch.nn.utils.clip_grad,
     "torch.functional": torch.functional,
     "torch.utils.checkpoint": torch.utils.checkpoint,
@@ -109,7 +112,7 @@ OWN_ATTRIBUTES = {
 
 
 # Modules that keep other things as well, which tests change.
-STATEFUL = (torch.distributed, torch.distributed.distributed_c10d)
+STATEFUL = (torch.cuda, torch.distributed, torch.distributed.distributed_c10d)
 
 
 def held_by(owner: object) -> dict[str, object]:

@@ -69,6 +69,11 @@ class TestCalls:
         model(x())
         assert labels(lambda: model(x())) == [f"argument of {LINEAR} to float16"]
 
+    def test_the_weights_of_a_recurrent_layer_share_one(self) -> None:
+        model = initialize(nn.GRU(3, 3))
+        assert labels(lambda: model(x(torch.float16))) == ["weights of torch.gru to float16"]
+        assert labels(lambda: model(x(torch.float16))) == []
+
     def test_what_needs_no_cast_has_none(self) -> None:
         initialize(net())
         assert labels(lambda: torch.mm(x(torch.float16), x(torch.float16).t())) == []

@@ -468,6 +468,7 @@ def _copied(
             kept = values.to("cpu", copy=True) if weights.keep_float32 else None
         planned.append((places, state, kept))
     made = adopted_model.without_hooks(copy.deepcopy(source, memo))
+    adopted_model.flatten_recurrent(made)
     copies = dict(made.named_modules())
     for places, state, kept in planned:
         name = ".".join(filter(None, places[0]))

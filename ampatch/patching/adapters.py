@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._C import _is_any_autocast_enabled
+from torch.compiler import is_compiling
 
 from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.rules import Rule, Treatment
@@ -22,7 +23,9 @@ from ampatch.casting.nested import CASTABLE, PLAIN, TensorCast, cast_tensors, te
 from ampatch.errors import BannedFunctionError, CastListError, Fault
 from ampatch.native.calls import Kind, PlainCast
 from ampatch.opt_levels import HALF_DTYPES
+from ampatch.patching import recurrent_weights
 from ampatch.patching.cast_labels import named
+from ampatch.patching.recurrent_weights import Layout
 
 Function = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -67,6 +70,15 @@ class Casts(Protocol):
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns a tensor of a castable type, cast to ``dtype``."""
+
+    def cast_together(
+        self,
+        weights: Sequence[Tensor],
+        dtype: torch.dtype,
+        layout_of: Callable[[], Layout],  # noqa: ARG002 - for caches that lay them out
+    ) -> list[Tensor]:
+        """Returns the weights of a recurrent layer, cast to ``dtype``; here each into memory of its own."""
+        return [weight if weight.dtype is dtype else self.cast(weight, dtype) for weight in weights]
 
 
 class Adapters:
@@ -173,6 +185,8 @@ class Adapters:
             return Adapter(self._in_place(path, original, refuse_half=treatment is Treatment.BLACKLIST))
         if treatment is Treatment.WHITELIST:
             adapter = self._obeying(self._to_half, original, "to", self.half_dtype)
+            if original is not None and recurrent_weights.is_recurrent(original):
+                return Adapter(self._with_weights_together(adapter.adapt, original))
         elif treatment is Treatment.PROMOTE:
             adapter = self._obeying(self._to_widest, original, "promote")
         elif via_dtype:
@@ -200,11 +214,27 @@ class Adapters:
         return to_half
 
     def _cast_as_autocast(self, tensor: Tensor) -> Tensor:
-        if not self._is_cast_on_device(tensor):
-            return tensor
+        return self._casts[self._half_dtype_for(tensor)](tensor) if self._is_cast_on_device(tensor) else tensor
+
+    def _half_dtype_for(self, tensor: Tensor) -> torch.dtype:
         kind = tensor.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.half_dtype
-        return self._casts[dtype](tensor)
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.half_dtype
+
+    def _with_weights_together(self, to_half: Adapt, original: Function) -> Adapt:
+        """Returns an adapter that casts the weights of a recurrent layer into one buffer, the rest by ``to_half``."""
+
+        def with_weights_together(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            place = recurrent_weights.place_of_weights(args)
+            if place is not None and args[place] and not is_compiling():
+                weights = args[place]
+                dtype = self._half_dtype_for(weights[0])
+                if recurrent_weights.can_share_memory(weights, dtype) and self._is_cast_on_device(weights[0]):
+                    layout_of = functools.partial(recurrent_weights.layout_of, original, args, place, dtype)
+                    casts = self._cache.cast_together(weights, dtype, layout_of)
+                    args = (*args[:place], casts, *args[place + 1 :])
+            return to_half(args, kwargs)
+
+        return with_weights_together
 
     def _make_to_widest(self) -> Adapt:
         casts = self._to

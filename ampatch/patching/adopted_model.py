@@ -5,6 +5,7 @@ Hooks must be module-level functions without state, so that an adopted model can
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -288,6 +289,30 @@ def without_hooks(copied: nn.Module) -> nn.Module:
             for key in [key for key, hook in hooks.items() if _is_of_amp(hook)]:
                 del hooks[key]
     return copied
+
+
+@contextlib.contextmanager
+def without_own_hooks(module: nn.Module) -> Iterator[None]:
+    """Takes amp's hooks around the forward off a module while the block runs."""
+    stores = (module._forward_pre_hooks, module._forward_hooks)
+    before = [dict(hooks) for hooks in stores]
+    try:
+        for hooks in stores:
+            for key in [key for key, hook in hooks.items() if _is_of_amp(hook)]:
+                del hooks[key]
+        yield
+    finally:
+        for hooks, known in zip(stores, before, strict=True):  # under the same keys, by which the ledger removes them
+            hooks.clear()
+            hooks.update(known)
+
+
+def dtype_of_arguments(module: nn.Module) -> torch.dtype | None:
+    """Returns the type that amp's hook casts the arguments of a module's forward to; None if there is no such hook."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, functools.partial) and hook.func in (_cast_arguments, cast_labels.cast_arguments):
+            return hook.args[0]  # type: ignore[no-any-return]
+    return None
 
 
 def _is_of_amp(hook: Any) -> bool:

@@ -7,7 +7,7 @@ count the label, because torch treats a label as an operator.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from ampatch.casting import write_back
 from ampatch.casting.nested import CASTABLE, cast_floating, tensors_in
 from ampatch.compilers import traced_within_others
+from ampatch.patching.recurrent_weights import Layout
 from ampatch.patching.weight_cache import WeightCache
 
 _Adapt = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -57,6 +58,15 @@ class LabellingCache(WeightCache):
             return super().cast(tensor, dtype)
         with _label("weight" if isinstance(tensor, Parameter) else "argument", _thread.function, dtype):
             return super().cast(tensor, dtype)
+
+    def cast_together(
+        self, weights: Sequence[Tensor], dtype: torch.dtype, layout_of: Callable[[], Layout]
+    ) -> list[Tensor]:
+        """Casts as `WeightCache.cast_together` does, under one label."""
+        if is_compiling() or all(self._has(weight, dtype) for weight in weights):
+            return super().cast_together(weights, dtype, layout_of)
+        with _label("weights", _thread.function, dtype):
+            return super().cast_together(weights, dtype, layout_of)
 
     def _has(self, tensor: Tensor, dtype: torch.dtype) -> bool:
         store = self._store(tensor) if type(tensor) is Parameter else None

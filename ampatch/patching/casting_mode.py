@@ -29,7 +29,7 @@ from ampatch.cast_lists.paths import PathError, find, unwrapped
 from ampatch.cast_lists.rules import Rule, Treatment
 from ampatch.casting.nested import TensorCast, cast_tensors
 from ampatch.compilers import traced_within_others
-from ampatch.patching.adapters import Adapt, Adapters, Arguments, Function
+from ampatch.patching.adapters import Adapt, Adapters, Arguments, Casts, Function
 from ampatch.patching.wrappers import explain
 from ampatch.tracing import is_below_operators
 
@@ -318,7 +318,7 @@ class _Thread(threading.local):
 thread = _Thread()
 
 
-class _CastsOfTheBlock:
+class _CastsOfTheBlock(Casts):
     """Casts through the weights of the mode that is active in this thread."""
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:

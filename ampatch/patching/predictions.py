@@ -20,7 +20,7 @@ from ampatch.cast_lists.signatures import argument_reader, first_argument_reader
 from ampatch.casting.nested import CASTABLE, tensors_in
 from ampatch.errors import BannedFunctionError
 from ampatch.opt_levels import HALVES
-from ampatch.patching.adapters import Adapt, Adapters, Arguments, Function, is_in_place
+from ampatch.patching.adapters import Adapt, Adapters, Arguments, Casts, Function, is_in_place
 from ampatch.patching.wrappers import adapted_for_override
 
 
@@ -56,7 +56,7 @@ class Prediction:
     error: str | None = None
 
 
-class _Stand:
+class _Stand(Casts):
     """Gives an empty tensor of the requested dtype in place of a cast."""
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG002 - the interface of a cache

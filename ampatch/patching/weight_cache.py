@@ -35,9 +35,9 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
@@ -49,7 +49,10 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from ampatch.casting.cast_store import Store
 from ampatch.native import calls
+from ampatch.patching.recurrent_weights import Layout
 from ampatch.tracing import is_capturing
+
+_T = TypeVar("_T")
 
 # Modes of selective checkpointing: for running a region, and for recomputing it.
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
@@ -127,21 +130,60 @@ class WeightCache:
             state.hits += 1
             return kept
         state.casts += 1
-        cast = _with_version(tensor, dtype)
-        if _can_be_kept(tensor, cast):
-            # Under a transform of torch.func, requires_grad_ raises.
-            if cast.grad_fn is None and torch._C._functorch.peek_interpreter_stack() is None:
-                # The cast requires grad like its weight, although no graph is recorded. Otherwise torch's linear, which
-                # checks this, copies the weight for each row of a batch.
-                cast.requires_grad_(tensor.requires_grad)
-            if len(store) >= state.sweep_at:
-                self._sweep(store)
-            is_frozen = any(store is block.store for block in self._frozen)
-            if is_frozen and tensor.is_cuda:
-                # Threads on other streams will read the cast, and only this stream knows when it is written.
-                torch.cuda.current_stream(tensor.device).synchronize()
-            store.keep(tensor, cast, is_frozen)
+        cast = _with_version(lambda: tensor.to(dtype))
+        self._keep(store, tensor, cast)
         return cast
+
+    def cast_together(
+        self, weights: Sequence[Tensor], dtype: torch.dtype, layout_of: Callable[[], Layout]
+    ) -> list[Tensor]:
+        """Casts the weights of a recurrent layer into one buffer; uses the kept casts if none has changed since.
+
+        Each cast is kept as by `cast`. If another layer shares a weight, the cast that was made last is kept, and the
+        first layer casts all its weights anew when it runs again.
+
+        Args:
+            weights: strided tensors of castable types, at least one of another type than ``dtype``, on one device.
+            dtype: type to cast to.
+            layout_of: function that returns the layout of the buffer.
+
+        Returns:
+            The casts, in the order of the weights. Under tracers and transforms, each has memory of its own.
+        """
+        if is_compiling() or _is_traced() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return [weight if weight.dtype is dtype else self.cast(weight, dtype) for weight in weights]
+        layout, state = layout_of(), self.state
+        stores = [self._store(weight) if type(weight) is Parameter else None for weight in weights]
+        found = (
+            None if store is None else store.find(weight, dtype) for store, weight in zip(stores, weights, strict=True)
+        )
+        kept = [cast for cast in found if cast is not None]
+        if len(kept) == len(weights) and layout.holds(kept):
+            state.hits += len(kept)
+            return kept
+        state.casts += len(weights)
+        casts = _with_version(lambda: layout.cast(weights, dtype))
+        for store, weight, cast in zip(stores, weights, casts, strict=True):
+            if store is not None:
+                self._keep(store, weight, cast)
+        return casts
+
+    def _keep(self, store: Store, tensor: Tensor, cast: Tensor) -> None:
+        """Keeps a new cast, if it stays usable."""
+        if not _can_be_kept(tensor, cast):
+            return
+        # Under a transform of torch.func, requires_grad_ raises.
+        if cast.grad_fn is None and torch._C._functorch.peek_interpreter_stack() is None:
+            # The cast requires grad like its weight, although no graph is recorded. Otherwise torch's linear, which
+            # checks this, copies the weight for each row of a batch.
+            cast.requires_grad_(tensor.requires_grad)
+        if len(store) >= self.state.sweep_at:
+            self._sweep(store)
+        is_frozen = any(store is block.store for block in self._frozen)
+        if is_frozen and tensor.is_cuda:
+            # Threads on other streams will read the cast, and only this stream knows when it is written.
+            torch.cuda.current_stream(tensor.device).synchronize()
+        store.keep(tensor, cast, is_frozen)
 
     def nbytes(self) -> int:
         """Returns the memory of the kept casts in bytes, without those of forwards that run in other threads."""
@@ -246,7 +288,7 @@ class WeightCache:
 
     def _store(self, parameter: Tensor) -> Store | None:
         """Returns the store to use for a parameter here and now; None under a tracer, or if there is none."""
-        if not self._enabled or _get_tracing_state() is not None or (_len_torch_dispatch_stack() and _is_traced()):
+        if not self._enabled or _is_traced():
             return None
         if parameter.is_cuda and is_capturing():
             # The graph of a cast from before holds the gradient's node of another stream, which torch would reuse.
@@ -279,20 +321,27 @@ def _wait_for_readers(store: Store) -> None:
 
 
 def _is_traced() -> bool:
-    """Returns True if a dispatch mode is active, other than those of selective checkpointing, which record no graph."""
+    """Returns True under ``torch.jit.trace`` and under a dispatch mode, except those of selective checkpointing.
+
+    Selective checkpointing records no graph.
+    """
+    if _get_tracing_state() is not None:
+        return True
+    if not _len_torch_dispatch_stack():
+        return False
     return not all(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
 
 
-def _with_version(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a cast with a version counter, which a cast made in inference mode would lack."""
+def _with_version(make: Callable[[], _T]) -> _T:
+    """Returns new casts with version counters, which casts made in inference mode would lack."""
     if _len_torch_dispatch_stack():
         # A selective checkpoint counts operators. It must find the same number when it recomputes, even on a cache hit.
         with _disable_current_modes():
-            return _with_version(tensor, dtype)
+            return _with_version(make)
     if not is_inference_mode_enabled():
-        return tensor.to(dtype)
+        return make()
     with torch.inference_mode(False), torch.no_grad():
-        return tensor.to(dtype)
+        return make()
 
 
 def _can_be_kept(parameter: Tensor, cast: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ampatch.casting.nested import cast_tensors
 from ampatch.distributed import Ranks
-from ampatch.errors import AmpError, OptionError, warn
+from ampatch.errors import AmpError, OptionError, UsageError, warn
 from ampatch.native import kernels
 from ampatch.native.host_copy import on_device
 from ampatch.opt_levels import LossScale, check_loss_scale
@@ -391,8 +391,17 @@ class LossScaler:
         self.to(_checked_losses(loss)[0].device)
 
     def to(self, device: torch.device) -> None:
-        """Moves the state to a device."""
+        """Moves the state to a device.
+
+        Raises:
+            UsageError: a CUDA graph is being captured, and the state is elsewhere: it would be copied in each replay.
+        """
         if self._scale.device != device:
+            if is_capturing():
+                raise UsageError(
+                    f"the loss scale is on {str(self._scale.device)!r}, and cannot be moved to {str(device)!r} while a "
+                    "CUDA graph is captured. Run one whole step before the capture."
+                )
             self._scale = self._scale.to(device)
             self._unskipped = self._unskipped.to(device)
             self._hysteresis_left = self._hysteresis_left.to(device)

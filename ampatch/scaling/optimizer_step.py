@@ -299,6 +299,7 @@ class AdoptedOptimizer:
             if self._checks_by is not None:
                 check = None if closures else self._check(pending, self._checks_by)
                 judged = [each for each in (*pending, check) if each is not None and each.found_inf is not None]
+            _check_not_captured(judged)
             # An optimizer's kernel that skips by itself is slower: it serves only where reading the verdict would sync.
             would_wait = not all(map(_IS_AT_HAND, judged))
             if (would_wait or self.gradients.deferred is not None) and self._skips_by_itself(args, kwargs):
@@ -606,7 +607,7 @@ class AdoptedOptimizer:
         self._has_other_scale, self._uses_by_hand = False, LossScaler.uses_by_hand
         grad = next((each.grad for each in self.gradients.model_parameters() if each.grad is not None), None)
         last, self._stepped_with = self._stepped_with, None
-        if grad is None:
+        if grad is None or is_capturing():  # nothing can be read from the device
             return
         is_same = last is not None and last[0]() is grad and last[1] == grad._version
         is_known = is_judged or is_same or bool(self.gradients.pending)
@@ -717,6 +718,16 @@ class _ClosureOverflowedError(BaseException):
 
 def _last_of_each_loss(overflowed: Iterable[ScaleUse]) -> Iterable[ScaleUse]:
     return {scale_use.scaler_id: scale_use for scale_use in overflowed}.values()
+
+
+def _check_not_captured(judged: Sequence[ScaleUse]) -> None:
+    """Raises if a CUDA graph has captured a block whose verdict decides on a step that runs outside of the graph."""
+    if any(each.is_captured for each in judged) and not is_capturing():
+        raise UsageError(
+            "a CUDA graph has captured the amp.scale_loss block before this step, but not the step itself. It could "
+            "skip after the first replay only, as replays tell Python nothing of overflows. Capture optimizer.step() "
+            "as well; or capture the model alone (torch.cuda.make_graphed_callables); or use a static loss_scale."
+        )
 
 
 def _has_hooks(*hooks: Mapping[int, Callable[..., Any]]) -> bool:

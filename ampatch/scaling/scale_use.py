@@ -40,6 +40,7 @@ class ScaleUse:
         is_judged_later: True if a later block or other code lets the scale react to the overflow.
         is_confirmed: True if an overflow counts even after the gradients were cleared.
         is_of_others: True if an optimizer without gradients remembers it.
+        is_captured: True if a CUDA graph captured the verdict, so that each replay finds another one.
         is_one: True if the scale is static and 1, so that scaling changes nothing.
         is_checked: True if a step may be skipped because of these gradients.
         non_finite: the gradients that overflowed, if they were zeroed for a later backward pass and counted before.
@@ -52,6 +53,7 @@ class ScaleUse:
     is_judged_later = False
     is_confirmed = False
     is_of_others = False
+    is_captured = False
     non_finite: tuple[NonFiniteGradient, ...] = ()
     found_inf: Tensor | None = None
     _original: ScaleUse | None = None

@@ -13,6 +13,7 @@ from ampatch.distributed import Ranks
 from ampatch.native import kernels
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.scale_use import ScaleUse
+from ampatch.tracing import is_capturing
 from ampatch.weights.optimizer_state import gradients_of
 
 
@@ -65,6 +66,7 @@ class Unscaling:
             return
         self.scale_use.found_inf = found_inf
         self.scale_use.is_judged_later = delay_overflow_check
+        self.scale_use.is_captured = is_capturing()
         for each in self.gradients:
             each.add_verdict(self.scale_use)
         if delay_overflow_check:

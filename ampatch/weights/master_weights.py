@@ -23,6 +23,7 @@ from ampatch.errors import UsageError
 from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
 from ampatch.opt_levels import HALVES
+from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
 from ampatch.weights.conversion import Conversion, Mark, Marks
 from ampatch.weights.master_gradients import MasterGradients, Pair, by_device
@@ -271,6 +272,8 @@ class MasterWeights:
 
     def _check_not_both_written(self) -> None:
         """Raises `UsageError` if the user wrote to a watched master and to its half parameter, and the two differ."""
+        if is_capturing():  # nothing can be read from the device; checked before the capture
+            return
         for group in self._groups:
             for pair in group.with_written_master():
                 if self._was_written(pair) and not _are_alike(pair):

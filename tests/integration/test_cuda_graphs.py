@@ -1,23 +1,24 @@
-"""Of whole training steps in a CUDA graph: what is replayed is what would have been run, skipped steps included.
+"""Of CUDA graphs, of whole training steps and of models: what is replayed is what would have been run.
 
-What can be told without a GPU is told of any machine: that a step under capture reads nothing back, and that what a
-graph would go on writing to stays where it is.
+Where there is no GPU, the CPU captures (`emulated_graphs`): it refuses what torch and a capturing stream refuse, and
+its replays run no Python. On any machine, steps that amp takes for captured ones read nothing back.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import emulated_graphs
 import pytest
 import torch
 from helpers import HALF_DTYPES, assert_same_bits, dtype_name
 from torch import Tensor, nn
 
 from ampatch import amp
-from ampatch.errors import UsageError
+from ampatch.errors import OptionError, UsageError
 from ampatch.patching import weight_cache
 from ampatch.runtime import runtime
 from ampatch.scaling import optimizer_step, scale_use
@@ -29,7 +30,25 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True, capturable=True),
     "SGD": functools.partial(torch.optim.SGD, lr=1e-1, momentum=0.9, fused=True),
 }
-WITHOUT_SKIPPING = functools.partial(torch.optim.Adam, lr=1e-2, capturable=True, foreach=True)
+levels = pytest.mark.parametrize("level", ["O1", "O2"])
+halves = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+makes = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+WITHOUT_SKIPPING: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "cuda": functools.partial(torch.optim.Adam, lr=1e-2, capturable=True, foreach=True),
+    "cpu": functools.partial(torch.optim.SGD, lr=1e-1, momentum=0.9, foreach=True),  # Adam reads its count of steps
+}
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A GPU; or the CPU, which stands in for one that captures graphs and that the host would have to wait for."""
+    if request.param == "cuda":
+        yield "cuda"
+        return
+    emulated_graphs.install(monkeypatch)
+    monkeypatch.setattr(scale_use, "AT_HAND", frozenset())
+    yield "cpu"
+    amp.deinitialize()
 
 
 class Loop:
@@ -44,7 +63,7 @@ class Loop:
     def __init__(self, make: Callable[..., torch.optim.Optimizer], device: str, **options: Any) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4)).to(device)
-        self.optimizer = make(self.model.parameters())
+        self.optimizer = (make if device == "cuda" else _on_cpu(make))(self.model.parameters())
         options = {"loss_scale": "dynamic", "init_scale": SCALE, "scale_window": 3, "verbosity": 0, **options}
         amp.initialize(self.model, self.optimizer, **options)
         self.input = torch.zeros(5, 8, device=device)
@@ -52,8 +71,7 @@ class Loop:
     def step(self) -> None:
         """Whole: forward, backward, the check for overflow, and the update or none."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.model(self.input).float().square().mean()
-        with amp.scale_loss(loss, self.optimizer) as scaled_loss:
+        with amp.scale_loss(self.loss(), self.optimizer) as scaled_loss:
             scaled_loss.backward()
         self.optimizer.step()
 
@@ -61,15 +79,18 @@ class Loop:
         batch = torch.randn(5, 8, generator=torch.Generator().manual_seed(index))
         self.input.copy_(batch * math.inf if overflows else batch)
 
-    def warm_up(self) -> None:
+    def warm_up(self, step: Callable[[Loop], None] | None = None) -> None:
         """Two steps on a stream of their own, as torch asks for before a capture; the first makes the state."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for index in range(2):
                 self.feed(index, overflows=False)
-                self.step()
+                (step or Loop.step)(self)
         torch.cuda.current_stream().wait_stream(stream)
+
+    def loss(self) -> Tensor:
+        return self.model(self.input).float().square().mean()
 
     def everything(self) -> list[Tensor]:
         """Weights, what the optimizer updates, what it keeps, and the scale."""
@@ -89,17 +110,63 @@ def capture(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def clipped_step(loop: Loop) -> None:
+    loop.optimizer.zero_grad(set_to_none=True)
+    with amp.scale_loss(loop.loss(), loop.optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    amp.clip_grad_norm_(loop.optimizer, 0.1)
+    loop.optimizer.step()
+
+
+def step_clipped_by_torch(loop: Loop) -> None:
+    loop.optimizer.zero_grad(set_to_none=True)
+    with amp.scale_loss(loop.loss(), loop.optimizer) as scaled_loss:
+        scaled_loss.backward()
+    nn.utils.clip_grad_norm_(amp.master_params(loop.optimizer), 0.1)
+    loop.optimizer.step()
+
+
+def accumulating_step(loop: Loop) -> None:
+    loop.optimizer.zero_grad(set_to_none=True)
+    for delays in (True, False):
+        with amp.scale_loss(loop.loss() / 2, loop.optimizer, delay_unscale=delays) as scaled_loss:
+            scaled_loss.backward()
+    loop.optimizer.step()
+
+
+def step_of_two_losses(loop: Loop) -> None:
+    loop.optimizer.zero_grad(set_to_none=True)
+    for loss_id in (0, 1):
+        with amp.scale_loss(loop.loss(), loop.optimizer, loss_id=loss_id) as scaled_loss:
+            scaled_loss.backward()
+    loop.optimizer.step()
+
+
+def zeroing_step(loop: Loop) -> None:
+    """Leaves zeros in place of no gradients, so that their memory stays."""
+    loop.optimizer.zero_grad(set_to_none=False)
+    with amp.scale_loss(loop.loss(), loop.optimizer) as scaled_loss:
+        scaled_loss.backward()
+    loop.optimizer.step()
+
+
+STEPS = {
+    "clipped": clipped_step,
+    "clipped by torch": step_clipped_by_torch,
+    "accumulating": accumulating_step,
+    "two losses": step_of_two_losses,
+    "zeroing": zeroing_step,
+}
 OVERFLOWS = [False, True, False, False, True, True, False, False, False, False]
 
 
-@pytest.mark.gpu
 class TestAWholeStep:
-    @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-    @pytest.mark.parametrize("level", ["O1", "O2"])
-    def test_replayed_is_what_it_is_when_it_is_run(self, level, half, make):
+    @makes
+    @halves
+    @levels
+    def test_replayed_is_what_it_is_when_it_is_run(self, device, level, half, make):
         def train(graphed: bool) -> list[list[Tensor]]:
-            loop = Loop(make, "cuda", opt_level=level, half_dtype=half)
+            loop = Loop(make, device, opt_level=level, half_dtype=half)
             loop.warm_up()
             run = capture(loop.step).replay if graphed else loop.step
             moments = []
@@ -114,9 +181,9 @@ class TestAWholeStep:
             for found, wanted in zip(replayed, plain, strict=True):
                 assert_same_bits(found, wanted)
 
-    @pytest.mark.parametrize("level", ["O1", "O2"])
-    def test_that_overflows_changes_nothing_but_the_scale(self, level):
-        loop = Loop(OPTIMIZERS["Adam"], "cuda", opt_level=level, half_dtype=torch.float16)
+    @levels
+    def test_that_overflows_changes_nothing_but_the_scale(self, device, level):
+        loop = Loop(OPTIMIZERS["Adam"], device, opt_level=level, half_dtype=torch.float16)
         loop.warm_up()
         graph = capture(loop.step)
         before = loop.everything()
@@ -127,20 +194,14 @@ class TestAWholeStep:
             assert_same_bits(found, wanted)
         assert after[-1] == before[-1] / 2
 
-    def test_with_clipping_is_what_it_is_when_it_is_run(self):
-        def clipped_step() -> None:
-            loop.optimizer.zero_grad(set_to_none=True)
-            loss = loop.model(loop.input).float().square().mean()
-            with amp.scale_loss(loss, loop.optimizer, delay_unscale=True) as scaled_loss:
-                scaled_loss.backward()
-            amp.clip_grad_norm_(loop.optimizer, 0.1)
-            loop.optimizer.step()
-
+    @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+    @levels
+    def test_of_another_form_is_what_it_is_when_it_is_run(self, device, step, level):
         results = []
         for graphed in (True, False):
-            loop = Loop(OPTIMIZERS["Adam"], "cuda", opt_level="O1", half_dtype=torch.float16)
-            loop.warm_up()
-            run = capture(clipped_step).replay if graphed else clipped_step
+            loop = Loop(OPTIMIZERS["Adam"], device, opt_level=level, half_dtype=torch.float16, num_losses=2)
+            loop.warm_up(step)
+            run = capture(lambda: step(loop)).replay if graphed else functools.partial(step, loop)  # noqa: B023
             for index, overflows in enumerate(OVERFLOWS):
                 loop.feed(index, overflows)
                 run()
@@ -149,10 +210,10 @@ class TestAWholeStep:
         for found, wanted in zip(*results, strict=True):
             assert_same_bits(found, wanted)
 
-    def test_under_a_static_scale_needs_no_optimizer_that_skips(self):
+    def test_under_a_static_scale_needs_no_optimizer_that_skips(self, device):
         results = []
         for graphed in (True, False):
-            loop = Loop(WITHOUT_SKIPPING, "cuda", half_dtype=torch.float16, loss_scale=128.0)
+            loop = Loop(WITHOUT_SKIPPING[device], device, half_dtype=torch.float16, loss_scale=128.0)
             loop.warm_up()
             run = capture(loop.step).replay if graphed else loop.step
             for index in range(5):
@@ -163,8 +224,8 @@ class TestAWholeStep:
         for found, wanted in zip(*results, strict=True):
             assert_same_bits(found, wanted)
 
-    def test_goes_on_with_a_scale_that_was_loaded_after_the_capture(self):
-        loop = Loop(OPTIMIZERS["Adam"], "cuda", half_dtype=torch.float16)
+    def test_goes_on_with_a_scale_that_was_loaded_after_the_capture(self, device):
+        loop = Loop(OPTIMIZERS["Adam"], device, half_dtype=torch.float16)
         loop.warm_up()
         graph = capture(loop.step)
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**10, "unskipped": 0}})
@@ -172,9 +233,9 @@ class TestAWholeStep:
         graph.replay()
         assert amp.get_loss_scale() == 2.0**9
 
-    def test_is_followed_by_code_that_is_run(self):
+    def test_is_followed_by_code_that_is_run(self, device):
         """Whose casts of the weights are of those that the replay has left."""
-        loop = Loop(OPTIMIZERS["Adam"], "cuda", half_dtype=torch.float16)
+        loop = Loop(OPTIMIZERS["Adam"], device, half_dtype=torch.float16)
         loop.warm_up()
         graph = capture(loop.step)
         loop.feed(0, overflows=False)
@@ -185,10 +246,213 @@ class TestAWholeStep:
         assert_same_bits(found, loop.model(loop.input))
         assert not torch.equal(found, stale)
 
-    def test_by_an_optimizer_that_cannot_skip_is_refused(self):
-        loop = Loop(WITHOUT_SKIPPING, "cuda", half_dtype=torch.float16)
+    @levels
+    def test_without_its_end_is_refused_once_the_step_is_run(self, device, level):
+        """Which would skip after the first replay at most."""
+        loop = Loop(OPTIMIZERS["Adam"], device, opt_level=level, half_dtype=torch.float16)
+        loop.warm_up()
+
+        def without_step() -> None:
+            loop.optimizer.zero_grad(set_to_none=True)
+            with amp.scale_loss(loop.loss(), loop.optimizer) as scaled_loss:
+                scaled_loss.backward()
+
+        graph = capture(without_step)
+        graph.replay()
+        with pytest.raises(UsageError, match=r"Capture optimizer\.step\(\) as well"):
+            loop.optimizer.step()
+        loop.step()  # of a block that is run
+
+    def test_by_an_optimizer_that_cannot_skip_is_refused(self, device):
+        loop = Loop(WITHOUT_SKIPPING[device], device, half_dtype=torch.float16)
         loop.warm_up()
         with pytest.raises(UsageError, match=r"while a CUDA graph is captured\. Use an optimizer with fused=True"):
+            capture(loop.step)
+
+
+def graph_it(model: nn.Module, *shapes: tuple[int, ...], device: str, **options: Any) -> Any:
+    """Graphs a model as users do: with samples in the type in which they call it."""
+    samples = tuple(torch.randn(*shape, device=device) for shape in shapes or [(5, 8)])
+    return torch.cuda.make_graphed_callables(model, samples, **options)
+
+
+class TestGraphedModels:
+    @pytest.mark.filterwarnings("ignore:the loss of a skipped step is nan:UserWarning")
+    @makes
+    @halves
+    @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+    @pytest.mark.covering(2)
+    def test_train_as_they_do_without_a_graph(self, level, half, make, device):
+        halves_of = {"O4": torch.bfloat16, "O5": torch.bfloat16}
+
+        def train(graphed: bool) -> list[list[Tensor]]:
+            loop = Loop(make, device, opt_level=level, half_dtype=halves_of.get(level, half))
+            if graphed:
+                assert graph_it(loop.model, device=device) is loop.model
+            moments = []
+            for index, overflows in enumerate(OVERFLOWS):
+                loop.feed(index, overflows)
+                loop.step()
+                moments.append([*loop.everything(), loop.model(loop.input).nan_to_num()])
+            amp.deinitialize()
+            return moments
+
+        for found, wanted in zip(train(graphed=True), train(graphed=False), strict=True):
+            for one, other in zip(found, wanted, strict=True):
+                assert_same_bits(one, other)
+
+    @levels
+    def test_run_their_graph_and_see_updated_weights(self, level, device, monkeypatch):
+        loop = Loop(OPTIMIZERS["SGD"], device, opt_level=level, half_dtype=torch.bfloat16)
+        ran = []
+        loop.model[0].register_forward_hook(lambda *_: ran.append("layer"))
+        graph_it(loop.model, device=device)
+        ran.clear()
+        before = loop.model(loop.input).clone()
+        with torch.no_grad():
+            for parameter in loop.model.parameters():
+                parameter.mul_(2)
+        after = loop.model(loop.input)
+        assert not ran
+        assert not torch.equal(before, after)
+        assert before.dtype == after.dtype == (torch.float32 if level == "O2" else torch.bfloat16)
+
+    @levels
+    def test_are_evaluated_without_the_graph(self, level, device):
+        loop = Loop(OPTIMIZERS["SGD"], device, opt_level=level, half_dtype=torch.bfloat16)
+        loop.feed(0, overflows=False)
+        loop.model.eval()
+        expected = loop.model(loop.input)
+        loop.model.train()
+        graph_it(loop.model, device=device)
+        loop.model.eval()
+        ran = []
+        loop.model[0].register_forward_hook(lambda *_: ran.append("layer"))
+        assert_same_bits(loop.model(loop.input), expected)
+        assert ran
+
+    @levels
+    def test_are_what_they_were_after_deinitialize(self, level, device):
+        loop = Loop(OPTIMIZERS["SGD"], device, opt_level=level, half_dtype=torch.float16)
+        expected = [parameter.detach().clone() for parameter in amp.master_params(loop.optimizer)]
+        graph_it(loop.model, device=device)
+        amp.deinitialize()
+        assert "forward" not in vars(loop.model)
+        assert not loop.model._forward_hooks
+        assert not loop.model._forward_pre_hooks
+        for parameter, wanted in zip(loop.model.parameters(), expected, strict=True):
+            assert_same_bits(parameter, wanted)
+        assert loop.model(loop.input).dtype == torch.float32
+
+    @levels
+    def test_pass_gradients_to_their_inputs(self, level, device):
+        loop = Loop(OPTIMIZERS["SGD"], device, opt_level=level, half_dtype=torch.bfloat16)
+        x = torch.randn(5, 8, device=device, requires_grad=True)
+        loop.model(x).float().sum().backward()
+        wanted, x.grad = x.grad, None
+        torch.cuda.make_graphed_callables(loop.model, sample_args=(torch.randn_like(x).requires_grad_(),))
+        loop.model(x).float().sum().backward()
+        assert_same_bits(x.grad, wanted)
+
+    @levels
+    def test_several_at_once_with_a_function_and_a_part_of_a_model(self, level, device):
+        loop = Loop(OPTIMIZERS["SGD"], device, opt_level=level, half_dtype=torch.bfloat16)
+        half = torch.bfloat16 if level == "O2" else torch.float32
+        samples = ((torch.randn(5, 8, device=device),), (torch.randn(5, 8, device=device, dtype=half),))
+        loop.feed(0, overflows=False)
+        expected = loop.model(loop.input), loop.model[0](loop.input.to(half))
+        model, layer = torch.cuda.make_graphed_callables((loop.model, loop.model[0]), samples)
+        assert (model, layer) == (loop.model, loop.model[0])
+        for found, wanted in zip((model(loop.input), layer(loop.input.to(half))), expected, strict=True):
+            assert_same_bits(found, wanted)
+        amp.deinitialize()
+        assert not any("forward" in vars(module) for module in loop.model.modules())
+
+    def test_parts_that_stay_float32_keep_their_casts(self, device):
+        model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).to(device)
+        amp.initialize(model, opt_level="O2", half_dtype=torch.bfloat16, verbosity=0)
+        x = torch.randn(5, 8, device=device)
+        expected = model(x)
+        graph_it(model, device=device)
+        assert_same_bits(model(x), expected)
+
+    def test_with_hooks_of_the_user_are_refused_as_torch_does_and_stay_as_they_are(self, device):
+        loop = Loop(OPTIMIZERS["SGD"], device, opt_level="O2", half_dtype=torch.bfloat16)
+        handle = loop.model.register_forward_hook(lambda *_: None)
+        before = dict(loop.model._forward_hooks), dict(loop.model._forward_pre_hooks)
+        with pytest.raises(AssertionError, match="must not have hooks registered"):
+            graph_it(loop.model, device=device)
+        assert (dict(loop.model._forward_hooks), dict(loop.model._forward_pre_hooks)) == before
+        handle.remove()
+        assert loop.model(loop.input).dtype == torch.float32
+
+    @levels
+    @pytest.mark.parametrize("is_part", [False, True], ids=["model", "part"])
+    def test_that_are_graphed_before_amp_is_set_up_are_refused(self, level, is_part, device):
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).to(device)
+        graph_it(model[0] if is_part else model, device=device)
+        with pytest.raises(OptionError, match=r"Call amp\.initialize first, and torch\.cuda\.make_graphed_callables"):
+            amp.initialize(model, opt_level=level, half_dtype=torch.bfloat16, verbosity=0)
+        assert not model._forward_hooks
+
+    def test_may_be_handed_in_again_with_another_optimizer(self, device):
+        loop = Loop(OPTIMIZERS["SGD"], device, opt_level="O1", half_dtype=torch.bfloat16)
+        graph_it(loop.model, device=device)
+        options = {"loss_scale": "dynamic", "init_scale": SCALE, "scale_window": 3, "verbosity": 0}
+        amp.initialize(
+            loop.model, torch.optim.SGD(loop.model.parameters(), lr=0.1), half_dtype=torch.bfloat16, **options
+        )
+        assert "forward" in vars(loop.model)
+
+    def test_of_a_user_are_none_of_amps_business_once_it_is_off(self, device):
+        model = nn.Linear(8, 8).to(device)
+        amp.initialize(nn.Linear(2, 2), verbosity=0, half_dtype=torch.bfloat16)
+        make_graphed = torch.cuda.make_graphed_callables
+        amp.deinitialize()
+        make_graphed(model, (torch.randn(5, 8, device=device),))
+        assert model(torch.randn(5, 8, device=device)).dtype == torch.float32
+
+
+class TestBeforeACapture:
+    def test_no_cast_is_kept_whose_graph_belongs_to_another_stream(self, device):
+        loop = Loop(OPTIMIZERS["SGD"], device, opt_level="O1", half_dtype=torch.bfloat16)
+        loop.warm_up()
+        loop.model(loop.input)
+        assert len(runtime.live.cache) > 0
+        sizes: list[int] = []
+        capture(lambda: sizes.append(len(runtime.live.cache)))
+        assert sizes == [0]
+
+    @pytest.mark.parametrize("written", ["weight", "weight.data", "master"])
+    def test_written_weights_reach_their_masters_and_the_reverse(self, written, device):
+        loop = Loop(OPTIMIZERS["SGD"], device, opt_level="O2", half_dtype=torch.bfloat16)
+        loop.warm_up()
+        weight, master = loop.model[0].weight, next(iter(amp.master_params(loop.optimizer)))
+        with torch.no_grad():
+            {"weight": weight, "weight.data": weight.data, "master": master}[written].fill_(2)
+        graph = capture(loop.step)
+        loop.feed(0, overflows=False)
+        graph.replay()
+        assert (next(iter(amp.master_params(loop.optimizer))) - 2).abs().max() < 1
+        assert_same_bits(weight, master.bfloat16())
+
+    def test_masters_that_share_their_memory_are_compared(self, device):
+        """Which reads from the device, and so is not done within the capture."""
+        loop = Loop(OPTIMIZERS["SGD"], device, opt_level="O2", half_dtype=torch.bfloat16)
+        loop.warm_up()
+        views = [master.data for master in amp.master_params(loop.optimizer)]
+        views[0].fill_(2)
+        graph = capture(loop.step)
+        loop.feed(0, overflows=False)
+        graph.replay()
+        assert (views[0] - 2).abs().max() < 1
+        assert_same_bits(loop.model[0].weight, views[0].bfloat16())
+
+    def test_a_step_is_asked_for_where_the_scale_is_still_elsewhere(self, device):
+        loop = Loop(OPTIMIZERS["SGD"], device, opt_level="O1", half_dtype=torch.float16, loss_scale=128.0)
+        if device == "cpu":  # where the scale begins
+            runtime.live.scalers[0].to(torch.device("meta"))
+        with pytest.raises(UsageError, match="Run one whole step before the capture"):
             capture(loop.step)
 
 
@@ -214,7 +478,7 @@ class TestUnderCapture:
         def sends(*_: object) -> None:
             pytest.fail("a value was sent to the host")
 
-        loop = Loop(_on_cpu(make), "cpu", opt_level=level, half_dtype=torch.float16)
+        loop = Loop(make, "cpu", opt_level=level, half_dtype=torch.float16)
         loop.step()  # after which the optimizer has its state
         loop.feed(0, overflows)
         capturing()
@@ -227,7 +491,7 @@ class TestUnderCapture:
         def asks(*_: object) -> bool:
             pytest.fail("it was asked whether a value has arrived")
 
-        loop = Loop(_on_cpu(OPTIMIZERS["Adam"]), "cpu", half_dtype=torch.float16)
+        loop = Loop(OPTIMIZERS["Adam"], "cpu", half_dtype=torch.float16)
         loop.step()
         loop.step()
         capturing()
@@ -235,7 +499,7 @@ class TestUnderCapture:
         loop.step()
 
     def test_a_first_step_is_refused_where_it_would_make_state(self, capturing):
-        loop = Loop(_on_cpu(OPTIMIZERS["Adam"]), "cpu", half_dtype=torch.float16)
+        loop = Loop(OPTIMIZERS["Adam"], "cpu", half_dtype=torch.float16)
         capturing()
         with pytest.raises(UsageError, match=r"fused=True .* that has made a step before; or a static loss_scale"):
             loop.step()
@@ -256,7 +520,7 @@ class TestUnderCapture:
         assert not torch.equal(loop.everything()[0], before[0])
 
     def test_weights_that_a_step_updates_are_kept_for_a_forward_at_most_from_then_on(self, capturing, monkeypatch):
-        loop = Loop(_on_cpu(OPTIMIZERS["Adam"]), "cpu", half_dtype=torch.bfloat16)
+        loop = Loop(OPTIMIZERS["Adam"], "cpu", half_dtype=torch.bfloat16)
         cache = runtime.live.cache
         loop.model(loop.input)
         assert len(cache) > 0
@@ -270,7 +534,7 @@ class TestUnderCapture:
             assert len(cache) == 0
 
     def test_what_a_graph_would_write_to_stays_where_it_is(self):
-        loop = Loop(_on_cpu(OPTIMIZERS["Adam"]), "cpu", half_dtype=torch.float16)
+        loop = Loop(OPTIMIZERS["Adam"], "cpu", half_dtype=torch.float16)
         loop.step()
         (scaler,) = runtime.live.scalers
         before = {name: value.data_ptr() for name, value in vars(scaler).items() if isinstance(value, Tensor)}

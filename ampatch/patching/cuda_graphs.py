@@ -1,0 +1,98 @@
+"""CUDA graphs: the work before a capture, and adopted models in ``torch.cuda.make_graphed_callables``.
+
+Owns the patches of torch's two entries to a capture. Must capture nothing itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.cuda import graphs
+from torch.utils._pytree import tree_leaves
+
+from ampatch.casting.nested import cast_floating
+from ampatch.ledger import MISSING, PatchLedger, bindings
+from ampatch.patching import adopted_model
+
+
+def announce(ledger: PatchLedger, before_capture: Callable[[], object]) -> None:
+    """Calls a function before each capture of a CUDA graph begins.
+
+    Args:
+        ledger: records the patch.
+        before_capture: function to call; the stream does not capture yet.
+    """
+    original = getattr(graphs.CUDAGraph, "capture_begin", None)
+    if original is None:  # under `ampatch run --cpu`, where the class only raises
+        return
+
+    @functools.wraps(original)
+    def capture_begin(*args: Any, **kwargs: Any) -> None:
+        before_capture()
+        original(*args, **kwargs)
+
+    ledger.set(graphs.CUDAGraph, "capture_begin", capture_begin)
+
+
+def accept_adopted_models(ledger: PatchLedger, is_active: Callable[[], bool | None]) -> None:
+    """Lets ``torch.cuda.make_graphed_callables`` take models that have amp's hooks, which torch alone refuses.
+
+    The graph holds the forward without the hooks. They run around it in each call, as around any other forward.
+
+    Args:
+        ledger: records the patches, and the graphed forwards: these hold casts, and addresses of half weights.
+        is_active: returns whether the session still lives.
+    """
+    original = graphs.make_graphed_callables
+
+    @functools.wraps(original)
+    def make_graphed_callables(callables: Any, sample_args: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_active():
+            return original(callables, sample_args, *args, **kwargs)
+        is_one = not isinstance(callables, tuple)
+        pairs = [(callables, sample_args)] if is_one else list(zip(callables, sample_args, strict=False))
+        modules = [each for each, _ in pairs if isinstance(each, nn.Module)]
+        samples = tuple(_as_hooks_pass_on(each, given) for each, given in pairs)
+        before = [vars(module).get("forward", MISSING) for module in modules]
+        with contextlib.ExitStack() as without_hooks:
+            for module in modules:
+                without_hooks.enter_context(adopted_model.without_own_hooks(module))
+            made = original(callables, samples[0] if is_one else samples, *args, **kwargs)
+        for module, forward in zip(modules, before, strict=True):
+            _record_forward(ledger, module, forward)
+        return made
+
+    for owner, name, _ in bindings((torch.cuda, graphs), {id(original): original}):
+        ledger.set(owner, name, make_graphed_callables)
+
+
+def is_graphed(module: nn.Module) -> bool:
+    """Returns True if ``torch.cuda.make_graphed_callables`` has replaced the forward of a module."""
+    return getattr(vars(module).get("forward"), "__module__", None) == graphs.__name__
+
+
+def _as_hooks_pass_on(function: object, sample_args: Any) -> Any:
+    """Returns sample arguments in the types in which amp's hooks pass arguments to the forward, as new leaves."""
+    dtype = adopted_model.dtype_of_arguments(function) if isinstance(function, nn.Module) else None
+    if dtype is None:
+        return sample_args
+    with torch.no_grad():
+        passed = cast_floating(sample_args, dtype)
+    for given, cast in zip(tree_leaves(sample_args), tree_leaves(passed), strict=True):
+        if cast is not given and isinstance(given, Tensor):
+            cast.requires_grad_(given.requires_grad)
+    return passed
+
+
+def _record_forward(ledger: PatchLedger, module: nn.Module, before: object) -> None:
+    graphed = vars(module)["forward"]
+    if before is MISSING:
+        del module.forward
+    else:
+        module.forward = before  # type: ignore[assignment]
+    ledger.set(module, "forward", graphed)
