@@ -36,6 +36,7 @@ SCRIPTS = [
     "gradient_penalty",
     "single_process",
     "skorch_digits",
+    "transformers_digits",
 ]
 
 
