@@ -239,10 +239,15 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
             yield
 
     def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> Any:
-        """Sets amp up for training before Trainer wraps the model: now there is an optimizer, and DDP is to come."""
+        """Sets amp up for training before Trainer wraps the model: now there is an optimizer, and DDP is to come.
+
+        Raises:
+            OptionError: amp is on, and weights that are to be trained are half already.
+        """
         if training:
             self._amp_training.close()  # of a batch size that did not fit into memory (auto_find_batch_size)
             if self._amp_is_on():
+                _check_weights(self.model)
                 if isinstance(model, DistributedDataParallel):  # from an earlier train(), around weights of that time
                     model = self.model
                 self._amp_training.enter_context(self._amp_held(training=True))
@@ -362,6 +367,16 @@ def _check_arguments(args: Any) -> None:
             f"Trainer would use DataParallel for {args.n_gpu} GPUs, and amp works with DistributedDataParallel. Type "
             "torchrun --nproc-per-node gpu SCRIPT; or set CUDA_VISIBLE_DEVICES=0."
         )
+
+
+def _check_weights(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in opt_levels.HALVES:
+            raise OptionError(
+                f"{name} is to be trained and is {parameter.dtype}, in which small updates are lost: amp makes half "
+                "weights and their float32 masters itself. Load the model with from_pretrained(..., "
+                "dtype=torch.float32), or call model.float()."
+            )
 
 
 def _check_accelerator(accelerator: Any) -> None:
