@@ -66,7 +66,10 @@ def _guard_train(method: Any) -> Any:
 
     @functools.wraps(method)
     def guarded(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        with casts_off() if trainer._amp_is_on() else apart():
+        is_on = trainer._amp_is_on()
+        if is_on and isinstance(trainer.model_wrapped, DistributedDataParallel):
+            trainer.model_wrapped = trainer.model  # the wrapper of an earlier train() expects other types
+        with casts_off() if is_on else apart():
             try:
                 return method(trainer, *args, **kwargs)
             finally:
@@ -248,8 +251,6 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
             self._amp_training.close()  # of a batch size that did not fit into memory (auto_find_batch_size)
             if self._amp_is_on():
                 _check_weights(self.model)
-                if isinstance(model, DistributedDataParallel):  # from an earlier train(), around weights of that time
-                    model = self.model
                 self._amp_training.enter_context(self._amp_held(training=True))
         return super()._wrap_model(model, training, *args, **kwargs)
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +54,21 @@ COPIES = [{"input_ids": each, "labels": each} for each in SENTENCES]
 UNEVEN = [
     {**each, "labels": torch.where(each["labels"] > n % 18, each["labels"], -100)} for n, each in enumerate(COPIES)
 ]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+#: Runs a script that is killed in the middle of its second epoch.
+KILLED = """
+import os, runpy, signal, sys
+from transformers import TrainerCallback, trainer
+
+class Killer(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 15:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+trainer.DEFAULT_CALLBACKS.append(Killer)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 EXPLODING = {"init_scale": 2.0**24, "half_dtype": "float16"}
 EACH_LEVEL = pytest.mark.parametrize("level", ["O1", "O2"])
 EACH_HALF = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
@@ -522,16 +536,18 @@ class TestCheckpoints:
     @pytest.mark.slow
     @pytest.mark.parametrize(("level", "half"), [("O1", "float16"), ("O2", "bfloat16")])
     def test_a_killed_run_resumes_to_the_same_bits(self, level: str, half: str, tmp_path: Path) -> None:
-        script = Path(__file__).parents[2] / "examples" / "transformers_digits.py"
-        command = [sys.executable, str(script), "--epochs", "3", "--opt-level", level, "--half", half, "--checkpoints"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*command, str(tmp_path / "whole")], env=environment, check=True, capture_output=True)
-        with subprocess.Popen([*command, str(tmp_path / "killed")], env=environment, stdout=subprocess.DEVNULL) as run:
-            while run.poll() is None and not (tmp_path / "killed" / "checkpoint-11" / "trainer_state.json").exists():
-                time.sleep(0.01)
-            run.send_signal(signal.SIGKILL)
-        assert not (tmp_path / "killed" / "model").exists()
-        subprocess.run([*command, str(tmp_path / "killed")], env=environment, check=True, capture_output=True)
+        script = str(Path(__file__).parents[2] / "examples" / "transformers_digits.py")
+        options = ["--epochs", "3", "--opt-level", level, "--half", half, "--checkpoints"]
+        runs = (
+            (tmp_path / "whole", [script]),
+            (tmp_path / "killed", ["-c", KILLED, script]),
+            (tmp_path / "killed", [script]),
+        )
+        codes = [
+            subprocess.run([sys.executable, *command, *options, str(folder)], env=ENVIRONMENT, check=False).returncode
+            for folder, command in runs
+        ]
+        assert codes == [0, -signal.SIGKILL, 0]
         whole, killed = (tmp_path / name / "model" / "model.safetensors" for name in ("whole", "killed"))
         assert whole.read_bytes() == killed.read_bytes()
 
