@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from helpers import HALF_DTYPES, assert_same_state, dtype_name
@@ -68,6 +69,32 @@ class Killer(TrainerCallback):
 trainer.DEFAULT_CALLBACKS.append(Killer)
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+#: Runs under torchrun: accumulation, skipped steps and a second train() at O2, compared between two ranks.
+RANKS = """
+import tempfile
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from test_transformers import COPIES, calling, gpt, make, types_of
+
+told = []
+note = calling(on_step_end=lambda optimizer, **_: told.append(bool(optimizer.step_was_skipped)))
+options = {"opt_level": "O2", "half_dtype": "float16", "init_scale": 2.0**22}
+given = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "ddp_backend": "gloo", "max_steps": 8}
+trainer = make(Path(tempfile.mkdtemp()), options, model=gpt(), data=COPIES, callbacks=[note], **given)
+for _ in range(2):
+    trainer.train()
+    assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+    assert types_of(trainer.model) == {torch.float32}
+assert True in told and False in told, told
+mine = torch.cat([each.detach().flatten() for each in trainer.model.parameters()] + [torch.tensor(told).float()])
+all_ranks = [torch.zeros_like(mine) for _ in range(2)]
+dist.all_gather(all_ranks, mine)
+assert torch.equal(*all_ranks)
+print("alike", flush=True)
+dist.destroy_process_group()
 """
 EXPLODING = {"init_scale": 2.0**24, "half_dtype": "float16"}
 EACH_LEVEL = pytest.mark.parametrize("level", ["O1", "O2"])
@@ -212,7 +239,7 @@ class TestTraining:
         callback = calling(on_pre_optimizer_step=measure)
         trainer = make(tmp_path, options, max_grad_norm=1e-4, callbacks=[callback])
         trainer.train()
-        assert norms == pytest.approx([1e-4] * 4, rel=1e-3)
+        assert norms == pytest.approx([1e-4] * 4, rel=1e-5)
         assert min(logged(trainer, "grad_norm")) > 0.1  # before clipping, and unscaled
 
     def test_clips_by_value_too(self, tmp_path: Path) -> None:
@@ -282,6 +309,18 @@ class TestTraining:
         trainer.train()
         assert scales[0] == 2.0**18 > scales[1] == scales[2]
         assert any(not torch.equal(now, between[name]) for name, now in weights(trainer).items())
+
+    @pytest.mark.slow
+    @pytest.mark.once
+    def test_two_ranks_train_alike_and_twice(self, tmp_path: Path) -> None:
+        script = tmp_path / "ranks.py"
+        script.write_text(RANKS)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+        here = Path(__file__).parent
+        environment = {**ENVIRONMENT, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("alike") == 2
 
     def test_a_batch_size_that_does_not_fit_is_tried_smaller(self, tmp_path: Path) -> None:
         class Full(AmpatchTrainer):
@@ -534,6 +573,10 @@ class TestCheckpoints:
         assert plain.state.global_step == 2
 
     @pytest.mark.slow
+    @pytest.mark.skipif(
+        transformers.__version__.startswith("5."),
+        reason="without amp, too, Trainer 5 goes on with other bits after a checkpoint at the end of an epoch",
+    )
     @pytest.mark.parametrize(("level", "half"), [("O1", "float16"), ("O2", "bfloat16")])
     def test_a_killed_run_resumes_to_the_same_bits(self, level: str, half: str, tmp_path: Path) -> None:
         script = str(Path(__file__).parents[2] / "examples" / "transformers_digits.py")
