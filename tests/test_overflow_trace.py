@@ -625,9 +625,10 @@ class TestTheProcessAfterwards:
         assert torch.equal(*results)
 
     def test_where_warnings_are_errors_amp_is_off_after_this_one(self):
-        with warnings.catch_warnings(), pytest.raises(amp.AmpWarning, match="has no effect"):
+        with warnings.catch_warnings():
             warnings.simplefilter("error")
-            amp.initialize(nn.Linear(2, 2), half_dtype=torch.bfloat16, on_overflow="raise", verbosity=0)
+            with pytest.raises(amp.AmpWarning, match="has no effect"):
+                amp.initialize(nn.Linear(2, 2), half_dtype=torch.bfloat16, on_overflow="raise", verbosity=0)
         assert not amp.is_on()
 
     @pytest.mark.parametrize("on_overflow", ["trace", "raise", print])
