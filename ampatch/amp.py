@@ -1062,22 +1062,21 @@ def _session_of(optimizer: OptimizerLike, what: str) -> Session:
 def _open(settings: Settings, device_types: Iterable[str]) -> Session:
     """Opens a session, which watches its steps if that was asked for."""
     opened = open_session(settings, device_types)
-    if opened.overflows.traces:
-        from ampatch.diagnostics.overflow_tracer import OverflowTracer
+    try:
+        if opened.overflows.traces:
+            from ampatch.diagnostics.overflow_tracer import OverflowTracer
 
-        try:
-            tracer = OverflowTracer(settings.properties, settings.scale_policy, opened.named_modules)
-            opened.trace_with(tracer)
-        except BaseException:
-            close_session(opened)
-            raise
-    never_fires = opened.overflows.reports and not (settings.scale_policy.dynamic or settings.check_finite)
-    if never_fires:
-        warn(
-            f"on_overflow={overflows.name_of_choice(settings.on_overflow)!r} has no effect with a static loss scale "
-            f"({settings.properties.loss_scale:g}), which skips no step. Type check_finite=True as well, or "
-            "loss_scale='dynamic'."
-        )
+            opened.trace_with(OverflowTracer(settings.properties, settings.scale_policy, opened.named_modules))
+        never_fires = opened.overflows.reports and not (settings.scale_policy.dynamic or settings.check_finite)
+        if never_fires:
+            warn(
+                f"on_overflow={overflows.name_of_choice(settings.on_overflow)!r} has no effect with a static loss "
+                f"scale ({settings.properties.loss_scale:g}), which skips no step. Type check_finite=True as well, or "
+                "loss_scale='dynamic'."
+            )
+    except BaseException:  # such as the warning, where warnings are errors
+        close_session(opened)
+        raise
     return opened
 
 

@@ -7,6 +7,7 @@ import logging
 import math
 import multiprocessing
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -622,6 +623,13 @@ class TestTheProcessAfterwards:
             model.train()
             amp.deinitialize()
         assert torch.equal(*results)
+
+    def test_where_warnings_are_errors_amp_is_off_after_this_one(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(amp.AmpWarning, match="has no effect"):
+                amp.initialize(nn.Linear(2, 2), half_dtype=torch.bfloat16, on_overflow="raise", verbosity=0)
+        assert not amp.is_on()
 
     @pytest.mark.parametrize("on_overflow", ["trace", "raise", print])
     def test_a_static_scale_without_a_check_is_warned_of(self, on_overflow):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import signal
 import threading
@@ -325,9 +326,7 @@ class TrainerSession:
         return sum(map(amp.skipped_steps, self.optimizers))
 
     def _warn_if_idle(self) -> None:
-        is_compiled = any(isinstance(part, torch._dynamo.OptimizedModule) for m in self.models for part in m.modules())
-        counts = amp.cast_counts()
-        if is_compiled or self.converts or counts != self._counts:
+        if self.converts or amp.cast_counts() != self._counts or _are_compiled(self.models):
             return
         live = amp.settings()
         warn(
@@ -531,6 +530,15 @@ def _without_scale(options: Mapping[str, Any]) -> dict[str, Any]:
 def _may_convert(options: Mapping[str, Any]) -> bool:
     level = LEVELS.get(str(options.get("opt_level", "O1")))
     return level is None or level.converts or options.get("cast_model_type") is not None
+
+
+def _are_compiled(models: Sequence[nn.Module]) -> bool:
+    """Returns True if torch.compile has compiled a part of the models, or a model within a wrapper of its own."""
+    parts = {id(part): part for model in models for part in model.modules()}
+    return any(part._compiled_call_impl is not None for part in parts.values()) or any(
+        issubclass(type(each), torch._dynamo.OptimizedModule) and id(each._orig_mod) in parts
+        for each in gc.get_objects()
+    )
 
 
 def _floating(models: Sequence[nn.Module]) -> list[Tensor]:

@@ -36,6 +36,7 @@ SCRIPTS = [
     "gradient_penalty",
     "single_process",
     "skorch_digits",
+    "transformers_digits",
 ]
 
 
@@ -104,7 +105,7 @@ class TestExamples:
         first, last = first_and_last(run(script, where=tmp_path))
         assert last < first / 2
 
-    @pytest.mark.parametrize("script", ["accumulation", "single_process", "skorch_digits"])
+    @pytest.mark.parametrize("script", ["accumulation", "single_process", "skorch_digits", "transformers_digits"])
     def test_learn_something_in_half(self, script, tmp_path):
         first, last = first_and_last(run(script, "--opt-level", "O2", where=tmp_path))
         assert last < first / 2

@@ -1,0 +1,431 @@
+"""``AmpatchTrainer`` and ``AmpatchMixin``: amp for Hugging Face's ``Trainer``, set by the argument ``amp``.
+
+Owns the list of methods that amp guards, the checks of what the training arguments ask for beside amp, and the file of
+the loss scale in a checkpoint. Must never change the results of a trainer that has amp off.
+`ampatch.integrations.trainer_session` owns what amp does within a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ampatch import amp, opt_levels
+from ampatch.errors import IntegrationError, OptionError, UsageError, did_you_mean, warn
+from ampatch.integrations.amp_state import AmpState
+from ampatch.integrations.shared_patches import SharedPatches
+from ampatch.integrations.trainer_session import apart, casts_off, casts_on
+from ampatch.ledger import PatchLedger
+from ampatch.runtime import runtime
+
+_INSTALL = "Type pip install 'transformers>=4.57' 'accelerate>=1.15'."
+try:
+    import transformers
+except ModuleNotFoundError as error:
+    raise IntegrationError(
+        f"ampatch.integrations.transformers needs transformers, but {error.name} is missing. {_INSTALL}"
+    ) from error
+if tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2])) < (4, 57):
+    raise IntegrationError(
+        f"ampatch.integrations.transformers needs transformers 4.57, but found {transformers.__version__}. {_INSTALL}"
+    )
+
+from transformers import PreTrainedModel, Trainer  # noqa: E402
+
+from ampatch.integrations.accelerated import adopted_optimizers, bare  # noqa: E402
+
+__all__ = ["AmpatchMixin", "AmpatchTrainer"]
+
+#: File of a checkpoint with the state of the loss scale; Trainer's own "scaler.pt" is of ``torch.amp.GradScaler``.
+STATE_NAME = "ampatch.pt"
+_GRAD_SCALER_NAME = "scaler.pt"
+
+_OWN = {"models", "optimizers", "num_losses"}  # arguments of amp.initialize that the trainer passes itself
+_OPTIONS = [name for name in inspect.signature(amp.initialize).parameters if name not in _OWN]
+_OVERRIDES = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+_GUARDED = "_is_guarded_by_ampatch"
+
+_M = TypeVar("_M", bound=Callable[..., Any])
+
+
+# Guards: the code that amp runs around a method of Trainer or around an override. An override that calls its parent's
+# method is guarded twice, which is harmless.
+
+
+def _guard_train(method: Any) -> Any:
+    """Takes amp down at the end, however the method ends; `_wrap_model` sets it up, once the optimizer exists."""
+
+    @functools.wraps(method)
+    def guarded(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        is_on = trainer._amp_is_on()
+        if is_on and isinstance(trainer.model_wrapped, DistributedDataParallel):
+            trainer.model_wrapped = trainer.model  # the wrapper of an earlier train() expects other types
+        with casts_off() if is_on else apart():
+            try:
+                return method(trainer, *args, **kwargs)
+            finally:
+                trainer._amp_training.close()
+
+    return guarded
+
+
+def _guard_training_step(method: Any) -> Any:
+    """Turns casts on while the method runs, and scales its backward passes."""
+
+    @functools.wraps(method)
+    def guarded(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not trainer._amp_state.is_live and trainer._amp_is_on():
+            raise UsageError(
+                "training_step was called outside of train(), which sets amp up, so that nothing would be cast or "
+                "scaled. Call trainer.train(), or write the loop with amp.initialize and amp.scale_loss."
+            )
+        with trainer._amp_state.step(trainer), casts_on():
+            return method(trainer, *args, **kwargs)
+
+    return guarded
+
+
+def _guard_evaluation(method: Any) -> Any:
+    """Sets amp up while the method runs."""
+
+    @functools.wraps(method)
+    def guarded(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        with trainer._amp_entered():
+            return method(trainer, *args, **kwargs)
+
+    return guarded
+
+
+def _guard_prediction_step(method: Any) -> Any:
+    """Turns casts on while the method runs, generation included."""
+
+    @functools.wraps(method)
+    def guarded(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        with trainer.amp_session():
+            return method(trainer, *args, **kwargs)
+
+    return guarded
+
+
+_GUARDS: dict[str, Callable[[Any], Any]] = {
+    "train": _guard_train,
+    "training_step": _guard_training_step,
+    "evaluate": _guard_evaluation,
+    "predict": _guard_evaluation,
+    "prediction_step": _guard_prediction_step,
+}
+
+
+def _guarded(method: _M) -> _M:
+    guarded = _GUARDS[method.__name__](method)
+    setattr(guarded, _GUARDED, True)
+    return guarded  # type: ignore[no-any-return]
+
+
+class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
+    """Mixin that trains, evaluates and predicts in mixed precision; it must be the first base of a trainer.
+
+    ::
+
+        class Summarizer(AmpatchMixin, Seq2SeqTrainer): ...
+
+        trainer = Summarizer(model, args, train_dataset=data, amp={"opt_level": "O2", "half_dtype": "float16"})
+
+    amp casts within `training_step` and `prediction_step` only, whether these are Trainer's own or overrides.
+
+    Attributes:
+        amp: opt level, or mapping of arguments of ``amp.initialize`` except ``models``, ``optimizers`` and
+            ``num_losses``. A class may set a default; the constructor takes it by keyword. A new value takes effect
+            with the next `train`, `evaluate` or `predict`.
+
+    Args:
+        args: arguments of the trainer.
+        amp: see the attribute; None for the class's.
+        kwargs: keyword arguments of the trainer.
+
+    Raises:
+        UsageError: a class names the mixin after the trainer.
+        OptionError: ``amp`` has a name or value that is not allowed, or the training arguments ask for something that
+            excludes amp, such as a second precision.
+    """
+
+    amp: str | Mapping[str, Any] = "O1"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if issubclass(cls, Trainer) and cls.__mro__.index(Trainer) < cls.__mro__.index(AmpatchMixin):
+            raise UsageError(
+                f"{cls.__name__} names AmpatchMixin after the trainer, whose methods would bypass it. Type "
+                f"class {cls.__name__}(AmpatchMixin, {cls.__bases__[0].__name__})."
+            )
+        for name in _GUARDS:
+            method = cls.__dict__.get(name)
+            if method is None and not hasattr(getattr(cls, name), _GUARDED):  # from a base that precedes the mixin
+                method = _inherited(cls, name)
+            if method is not None and not hasattr(method, _GUARDED):
+                setattr(cls, name, _guarded(method))
+
+    def __init__(self, *args: Any, amp: str | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        if amp is not None:
+            self.amp = amp
+        self._amp_options()
+        self._amp_state = AmpState()
+        self._amp_training = contextlib.ExitStack()
+        super().__init__(*args, **kwargs)
+
+    # Guarded methods
+
+    @_guarded
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the trainer's `train`; the model is float32 again when it ends."""
+        return super().train(*args, **kwargs)
+
+    @_guarded
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the trainer's `training_step` with casts on; amp scales its backward passes.
+
+        Raises:
+            UsageError: amp is on for this trainer, and `train` is not running.
+        """
+        return super().training_step(*args, **kwargs)
+
+    @_guarded
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the trainer's `evaluate` with amp set up."""
+        return super().evaluate(*args, **kwargs)
+
+    @_guarded
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the trainer's `predict` with amp set up."""
+        return super().predict(*args, **kwargs)
+
+    @_guarded
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the trainer's `prediction_step` with casts on, generation included."""
+        return super().prediction_step(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def amp_session(self) -> Iterator[None]:
+        """Sets amp up with casts on while the block runs, for the user's own calls of the model.
+
+        Raises:
+            UsageError: amp is on in this process with other settings, or set up in a way that cannot be shared.
+            OptionError: `amp` has a value that is not allowed.
+        """
+        with self._amp_entered(), casts_on():
+            yield
+
+    @contextlib.contextmanager
+    def _amp_entered(self) -> Iterator[None]:
+        """Sets amp up without casts while the block runs; a no-op if this thread has it set up."""
+        if self._amp_state.is_held_here(training=False):
+            yield
+        elif self._amp_state.is_live or self._amp_is_on():
+            with self._amp_held(training=False), casts_off():
+                yield
+        else:
+            with apart():
+                yield
+
+    @contextlib.contextmanager
+    def _amp_held(self, training: bool) -> Iterator[None]:
+        with self._amp_state.held(self, training), adopted_optimizers.installed(), _honest_configs.installed():
+            yield
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> Any:
+        """Sets amp up for training before Trainer wraps the model: now there is an optimizer, and DDP is to come.
+
+        Raises:
+            OptionError: amp is on, and weights that are to be trained are half already.
+        """
+        if training:
+            self._amp_training.close()  # of a batch size that did not fit into memory (auto_find_batch_size)
+            if self._amp_is_on():
+                _check_weights(self.model)
+                self._amp_training.enter_context(self._amp_held(training=True))
+        return super()._wrap_model(model, training, *args, **kwargs)
+
+    # Options
+
+    def _amp_options(self) -> dict[str, Any]:
+        """Returns the arguments for ``amp.initialize``.
+
+        Raises:
+            OptionError: a name or value is not allowed.
+        """
+        given: Any = {"opt_level": self.amp} if isinstance(self.amp, str) else self.amp
+        if not isinstance(given, Mapping):
+            raise OptionError(
+                f"amp is {given!r}; expected an opt level, such as amp='O1', or arguments of amp.initialize, such as "
+                "amp={'opt_level': 'O2', 'half_dtype': 'float16'}."
+            )
+        for name in given:
+            if name not in _OPTIONS:
+                near = did_you_mean(name, _OPTIONS) or f" Expected one of {', '.join(_OPTIONS)}."
+                raise OptionError(f"amp has the unknown argument {name!r}.{near}")
+        half = opt_levels.check_half_dtype(given.get("half_dtype") or torch.bfloat16)
+        overrides = opt_levels.Overrides(**{name: given.get(name) for name in _OVERRIDES})
+        opt_levels.resolve(given.get("opt_level", "O1"), half, overrides)
+        return {"cast_model_outputs": torch.float32, **given}  # as Accelerate has it with autocast
+
+    def _amp_is_on(self) -> bool:
+        options = self._amp_options()
+        enabled = options.get("enabled", True)
+        if not (opt_levels.check_flag("enabled", enabled) if isinstance(enabled, str) else enabled):
+            return False
+        return options.get("opt_level", "O1") != "O0" or any(options.get(name) is not None for name in _OVERRIDES)
+
+    def _amp_trained(self, training: bool) -> tuple[list[nn.Module], list[Any]]:
+        return [self.model], [bare(self.optimizer)] if training else []
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Creates the accelerator; Trainer's constructor calls it before anything else.
+
+        Raises:
+            OptionError: amp is on for this trainer, and something excludes it.
+        """
+        if self._amp_is_on():
+            _check_arguments(self.args)
+        super().create_accelerator_and_postprocess()
+        if self._amp_is_on():
+            _check_accelerator(self.accelerator)
+
+    # Checkpoints
+
+    def _save_scaler(self, output_dir: str) -> None:
+        super()._save_scaler(output_dir)
+        if self._amp_state.is_live and self.args.should_save:
+            torch.save(amp.state_dict(), Path(output_dir, STATE_NAME))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self._amp_state.is_live:
+            super()._load_scaler(checkpoint)
+            return
+        for name in (STATE_NAME, _GRAD_SCALER_NAME):
+            path = Path(checkpoint, name)
+            if path.is_file():
+                amp.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+                return
+        if amp.settings()["loss_scale"] == "dynamic":
+            warn(
+                f"there is no {STATE_NAME} in {checkpoint}: it was probably saved with amp off. The loss scale starts "
+                "afresh."
+            )
+
+
+class AmpatchTrainer(AmpatchMixin, Trainer):
+    """Hugging Face's ``Trainer`` in mixed precision; `AmpatchMixin` describes the argument ``amp``.
+
+    ::
+
+        trainer = AmpatchTrainer(model, args, train_dataset=data, amp="O2")
+    """
+
+
+def _inherited(cls: type, name: str) -> Callable[..., Any]:
+    """Returns a method that calls the method of this name that a class inherits."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(cls, self), name)(*args, **kwargs)
+
+    return functools.wraps(getattr(cls, name))(method)
+
+
+# What excludes amp
+
+
+def _check_arguments(args: Any) -> None:
+    for name in ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval"):
+        if getattr(args, name, False):
+            what = "converts the model's weights for good" if name.endswith("eval") else "casts as well"
+            raise OptionError(
+                f"TrainingArguments has {name}=True, which {what}, and this trainer has amp. Leave {name} out, or use "
+                "a trainer without amp (amp='O0')."
+            )
+    for name in ("deepspeed", "fsdp"):
+        if getattr(args, name, None):
+            raise OptionError(
+                f"TrainingArguments has {name}, which shards the weights that amp is to adopt. Leave {name} out, or "
+                "set its own mixed precision and use a trainer without amp (amp='O0')."
+            )
+    optim = str(getattr(args.optim, "value", args.optim))
+    if "lomo" in optim or optim.endswith("layerwise"):
+        raise OptionError(
+            f"TrainingArguments has optim={optim!r}, which updates weights within the backward pass, from gradients "
+            "that are still scaled. Choose an optimizer that steps after it, such as optim='adamw_torch'."
+        )
+    if args.n_gpu > 1:
+        raise OptionError(
+            f"Trainer would use DataParallel for {args.n_gpu} GPUs, and amp works with DistributedDataParallel. Type "
+            "torchrun --nproc-per-node gpu SCRIPT; or set CUDA_VISIBLE_DEVICES=0."
+        )
+
+
+def _check_weights(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in opt_levels.HALVES:
+            raise OptionError(
+                f"{name} is to be trained and is {parameter.dtype}, in which small updates are lost: amp makes half "
+                "weights and their float32 masters itself. Load the model with from_pretrained(..., "
+                "dtype=torch.float32), or call model.float()."
+            )
+
+
+def _check_accelerator(accelerator: Any) -> None:
+    """Checks what ``accelerate launch`` and its environment variables ask for."""
+    if accelerator.mixed_precision != "no":
+        raise OptionError(
+            f"accelerate has mixed_precision={accelerator.mixed_precision!r}, which casts as well, and this trainer "
+            "has amp. Type accelerate launch --mixed_precision no, or unset ACCELERATE_MIXED_PRECISION."
+        )
+    sharding = accelerator.distributed_type.value
+    if sharding in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        raise OptionError(
+            f"accelerate has the distributed type {sharding}, which shards the weights that amp is to adopt. Launch "
+            "with torchrun, or use a trainer without amp (amp='O0')."
+        )
+
+
+# The type in config.json
+
+
+def _install(ledger: PatchLedger) -> None:
+    original = PreTrainedModel.save_pretrained
+
+    @functools.wraps(original)
+    def save_pretrained(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        with _types_as_saved(model):
+            return original(model, *args, **kwargs)
+
+    ledger.set(PreTrainedModel, "save_pretrained", save_pretrained)
+
+
+#: Within `_honest_configs.installed()`, ``save_pretrained`` writes the type that it saves into ``config.json``. Without
+#: it, the config has the type of the first parameter, which is half while the state dict is float32.
+_honest_configs = SharedPatches(_install)
+
+
+@contextlib.contextmanager
+def _types_as_saved(model: PreTrainedModel) -> Iterator[None]:
+    """Makes ``model.parameters()`` yield tensors of the types that its state dict has, while the block runs."""
+    live, ledger, parameters = runtime.live, PatchLedger(), model.parameters
+
+    def as_saved(*args: Any, **kwargs: Any) -> Iterator[Tensor]:
+        for parameter in parameters(*args, **kwargs):
+            dtype = None if live is None else live.conversion.dtype_before(parameter)
+            yield parameter if dtype is None else torch.empty((), dtype=dtype)
+
+    ledger.set(model, "parameters", as_saved)
+    try:
+        yield
+    finally:
+        ledger.undo()

@@ -1,0 +1,781 @@
+"""Of `ampatch.integrations.transformers`: whatever Trainer's users do, amp is right in it, or says why it cannot be."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from helpers import HALF_DTYPES, assert_same_state, dtype_name
+from torch import nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    PrinterCallback,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers import logging as transformers_logging
+
+from ampatch import amp
+from ampatch.errors import AmpWarning, IntegrationError, OptionError, UsageError
+from ampatch.integrations import accelerated
+from ampatch.integrations.shared_patches import SharedPatches
+from ampatch.integrations.transformers import AmpatchMixin, AmpatchTrainer
+from ampatch.ledger import PatchLedger
+
+transformers_logging.set_verbosity_error()
+GENERATOR = torch.Generator().manual_seed(0)
+SENTENCES = [torch.randint(2, 20, (6,), generator=GENERATOR) for _ in range(32)]
+CLASSES = [{"input_ids": each, "labels": int(each[0]) % 3} for each in SENTENCES]
+COPIES = [{"input_ids": each, "labels": each} for each in SENTENCES]
+UNEVEN = [
+    {**each, "labels": torch.where(each["labels"] > n % 18, each["labels"], -100)} for n, each in enumerate(COPIES)
+]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+#: Runs a script that is killed in the middle of its second epoch.
+KILLED = """
+import os, runpy, signal, sys
+from transformers import TrainerCallback, trainer
+
+class Killer(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 15:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+trainer.DEFAULT_CALLBACKS.append(Killer)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+#: Runs under torchrun: accumulation, skipped steps and a second train() at O2, compared between two ranks.
+RANKS = """
+import tempfile
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from test_transformers import COPIES, calling, gpt, make, types_of
+
+told = []
+note = calling(on_step_end=lambda optimizer, **_: told.append(bool(optimizer.step_was_skipped)))
+options = {"opt_level": "O2", "half_dtype": "float16", "init_scale": 2.0**22}
+given = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "ddp_backend": "gloo", "max_steps": 8}
+trainer = make(Path(tempfile.mkdtemp()), options, model=gpt(), data=COPIES, callbacks=[note], **given)
+for _ in range(2):
+    trainer.train()
+    assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+    assert types_of(trainer.model) == {torch.float32}
+assert True in told and False in told, told
+mine = torch.cat([each.detach().flatten() for each in trainer.model.parameters()] + [torch.tensor(told).float()])
+all_ranks = [torch.zeros_like(mine) for _ in range(2)]
+dist.all_gather(all_ranks, mine)
+assert torch.equal(*all_ranks)
+print("alike", flush=True)
+dist.destroy_process_group()
+"""
+EXPLODING = {"init_scale": 2.0**24, "half_dtype": "float16"}
+EACH_LEVEL = pytest.mark.parametrize("level", ["O1", "O2"])
+EACH_HALF = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+
+pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found")
+
+
+class Seq2Seq(AmpatchMixin, Seq2SeqTrainer):
+    pass
+
+
+def bert() -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return BertForSequenceClassification(BertConfig(vocab_size=20, max_position_embeddings=8, num_labels=3, **sizes))
+
+
+def gpt() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=20, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1)
+    )
+
+
+def t5() -> T5ForConditionalGeneration:
+    torch.manual_seed(0)
+    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    sizes = {"vocab_size": 20, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes, **tokens))
+
+
+def arguments(folder: Path, kind: type = TrainingArguments, **given: Any) -> Any:
+    settings = {"max_steps": 4, "per_device_train_batch_size": 8, "learning_rate": 0.01, "logging_steps": 1}
+    quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True, "log_level": "error"}
+    return kind(str(folder), **{**settings, **quiet, **given})
+
+
+def asking_for(folder: Path, **values: Any) -> Any:
+    """Training arguments with values that Trainer itself would refuse on this machine, or without a package."""
+    given = arguments(folder)
+    given.__class__ = type("Changed", (type(given),), {"n_gpu": values.pop("n_gpu", 1)})
+    vars(given).update(values)
+    return given
+
+
+def make(
+    folder: Path, options: Any = None, kind: type = AmpatchTrainer, model: Any = None, data: Any = CLASSES, **given: Any
+) -> Any:
+    of_trainer = ("compute_metrics", "callbacks", "compute_loss_func", "optimizers", "model_init", "eval_dataset")
+    taken = {name: given.pop(name) for name in of_trainer if name in given}
+    if issubclass(kind, AmpatchMixin):
+        taken["amp"] = options
+    of_arguments = Seq2SeqTrainingArguments if issubclass(kind, Seq2SeqTrainer) else TrainingArguments
+    model = None if "model_init" in taken else model or bert()
+    trainer = kind(model, arguments(folder, of_arguments, **given), train_dataset=data, **taken)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def trained(folder: Path, *args: Any, **given: Any) -> Any:
+    """A trainer after `train`. Its constructor sets the seed, so that two of them have the same dropout."""
+    trainer = make(folder, *args, **given)
+    trainer.train()
+    return trainer
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def weights(trainer: Any) -> dict[str, Any]:
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def types_of(model: nn.Module) -> set[torch.dtype]:
+    return {each.dtype for each in model.parameters()}
+
+
+def calling(**events: Callable[..., None]) -> TrainerCallback:
+    """A callback that calls functions at events, with the event's keyword arguments."""
+
+    class Calling(TrainerCallback):
+        pass
+
+    for name, function in events.items():
+        setattr(Calling, name, lambda self, args, state, control, _f=function, **kwargs: _f(state=state, **kwargs))
+    return Calling()
+
+
+@pytest.fixture(autouse=True)
+def amp_is_off_afterwards() -> Iterator[None]:
+    methods = AcceleratedOptimizer.step_was_skipped, Accelerator.clip_grad_norm_, PreTrainedModel.save_pretrained
+    before = torch.autograd.backward, *methods
+    yield
+    assert not amp.is_on()
+    methods = AcceleratedOptimizer.step_was_skipped, Accelerator.clip_grad_norm_, PreTrainedModel.save_pretrained
+    assert before == (torch.autograd.backward, *methods)
+
+
+class TestTraining:
+    @EACH_HALF
+    @EACH_LEVEL
+    def test_learns_what_float32_learns(self, level: str, half: torch.dtype, tmp_path: Path) -> None:
+        seen = set()
+        model = bert()
+        model.classifier.register_forward_hook(lambda _, args, output: seen.add(output.dtype))
+        trainer = trained(tmp_path, {"opt_level": level, "half_dtype": half, "init_scale": 1024.0}, model=model)
+        plain = trained(tmp_path, kind=Trainer)
+        assert seen == {half}
+        assert logged(trainer, "loss") == pytest.approx(logged(plain, "loss"), rel=0.02)
+        assert logged(trainer, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=0.05)
+        assert types_of(trainer.model) == {torch.float32}
+
+    @pytest.mark.parametrize("options", ["O0", {"enabled": False}], ids=str)
+    def test_where_amp_is_off_the_bits_are_those_of_trainer(self, options: Any, tmp_path: Path) -> None:
+        trainer, plain = trained(tmp_path, options), trained(tmp_path, kind=Trainer)
+        assert_same_state(weights(trainer), weights(plain))
+
+    @pytest.mark.parametrize("data", [COPIES, UNEVEN], ids=["even", "uneven"])
+    @EACH_LEVEL
+    @pytest.mark.covering(1)
+    def test_accumulates_over_batches_as_trainer_does(self, level: str, data: Any, tmp_path: Path) -> None:
+        # 32 examples in 7 batches of 5, 3 a step: the last step of an epoch has one batch only.
+        batches = {"per_device_train_batch_size": 5, "gradient_accumulation_steps": 3, "max_steps": 6}
+        options = {"opt_level": level, "half_dtype": "float16", "init_scale": 256.0}
+        trainer = trained(tmp_path, options, model=gpt(), data=data, **batches)
+        plain = trained(tmp_path, kind=Trainer, model=gpt(), data=data, **batches)
+        assert logged(trainer, "loss") == pytest.approx(logged(plain, "loss"), rel=0.01)
+        assert logged(trainer, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=0.02)
+
+    @EACH_LEVEL
+    def test_clips_the_gradients_that_the_optimizer_steps_with(self, level: str, tmp_path: Path) -> None:
+        norms = []
+
+        def measure(optimizer: Any, **_: Any) -> None:
+            gradients = [each.grad for each in amp.master_params(optimizer) if each.grad is not None]
+            assert {each.dtype for each in gradients} == {torch.float32}
+            norms.append(torch.stack([each.double().norm() for each in gradients]).norm().item())
+
+        options = {"opt_level": level, "half_dtype": "float16", "init_scale": 1024.0}
+        callback = calling(on_pre_optimizer_step=measure)
+        trainer = make(tmp_path, options, max_grad_norm=1e-4, callbacks=[callback])
+        trainer.train()
+        assert norms == pytest.approx([1e-4] * 4, rel=1e-5)
+        assert min(logged(trainer, "grad_norm")) > 0.1  # before clipping, and unscaled
+
+    def test_clips_by_value_too(self, tmp_path: Path) -> None:
+        class Clipping(AmpatchTrainer):
+            def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+                loss = super().training_step(model, *args, **kwargs)
+                self.accelerator.clip_grad_value_(model.parameters(), 1e-3)
+                full = [each.grad.abs().max() for each in amp.master_params(self.optimizer) if each.grad is not None]
+                largest.append(max(full).item())
+                return loss
+
+        largest: list[float] = []
+        options = {"opt_level": "O2", "half_dtype": "float16", "init_scale": 1024.0}
+        make(tmp_path, options, Clipping, max_steps=2).train()
+        assert largest == pytest.approx([1e-3] * 2, rel=1e-6)
+
+    @EACH_LEVEL
+    def test_schedulers_leave_out_skipped_steps(self, level: str, tmp_path: Path) -> None:
+        skipped, told = [], []
+
+        def count(optimizer: Any, **_: Any) -> None:
+            skipped.append(amp.skipped_steps(optimizer))
+            told.append(optimizer.step_was_skipped)
+
+        trainer = make(
+            tmp_path, {"opt_level": level, **EXPLODING}, max_steps=12, callbacks=[calling(on_step_end=count)]
+        )
+        trainer.train()
+        assert 0 < skipped[-1] < 12
+        assert trainer.lr_scheduler.last_epoch == 12 - skipped[-1]
+        assert told == [now > before for before, now in zip([0, *skipped], skipped, strict=False)]
+
+    @pytest.mark.parametrize(
+        "options", [{"on_overflow": "raise", "check_finite": True}, {"half_dtype": "float16"}], ids=str
+    )
+    def test_arguments_of_initialize_arrive(self, options: dict[str, Any], tmp_path: Path) -> None:
+        settings = []
+        callback = calling(on_step_end=lambda **_: settings.append(amp.settings()))
+        make(tmp_path, options, max_steps=1, callbacks=[callback]).train()
+        assert settings[0] == {**settings[0], **options, "opt_level": "O1"}
+
+    @pytest.mark.slow
+    @EACH_LEVEL
+    def test_compiled_by_torch_compile(self, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("BACKEND", "MODE", "USE_FULLGRAPH", "USE_DYNAMIC"):
+            monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", "")
+            monkeypatch.delenv(f"ACCELERATE_DYNAMO_{name}")
+        options = {"opt_level": level, "half_dtype": "float16", "init_scale": 1024.0}
+        eager = trained(tmp_path, options)
+        for name in ("BACKEND", "MODE"):
+            os.environ.pop(f"ACCELERATE_DYNAMO_{name}", None)
+        compiled = make(tmp_path, options, torch_compile=True, torch_compile_backend="aot_eager")
+        compiled.train()
+        assert isinstance(compiled.model_wrapped, torch._dynamo.OptimizedModule)
+        assert logged(compiled, "loss") == pytest.approx(logged(eager, "loss"), rel=5e-3)
+        torch._dynamo.reset()
+
+    def test_trains_twice_and_keeps_the_scale(self, tmp_path: Path) -> None:
+        scales: list[float] = []
+        callback = calling(
+            on_train_begin=lambda **_: scales.append(amp.get_loss_scale()),
+            on_train_end=lambda **_: scales.append(amp.get_loss_scale()),
+        )
+        options = {"opt_level": "O2", "half_dtype": "float16", "init_scale": 2.0**18}
+        trainer = trained(tmp_path, options, callbacks=[callback])
+        between = weights(trainer)
+        trainer.train()
+        assert scales[0] == 2.0**18 > scales[1] == scales[2]
+        assert any(not torch.equal(now, between[name]) for name, now in weights(trainer).items())
+
+    @pytest.mark.slow
+    @pytest.mark.once
+    def test_two_ranks_train_alike_and_twice(self, tmp_path: Path) -> None:
+        script = tmp_path / "ranks.py"
+        script.write_text(RANKS)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+        here = Path(__file__).parent
+        environment = {**ENVIRONMENT, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("alike") == 2
+
+    def test_a_batch_size_that_does_not_fit_is_tried_smaller(self, tmp_path: Path) -> None:
+        class Full(AmpatchTrainer):
+            def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+                if len(inputs["labels"]) > 4:
+                    raise RuntimeError("CUDA out of memory.")
+                return super().training_step(model, inputs, *args, **kwargs)
+
+        trainer = make(tmp_path, "O2", Full, auto_find_batch_size=True)
+        trainer.train()
+        assert trainer.state.global_step == 4
+        assert types_of(trainer.model) == {torch.float32}
+
+
+class TestOverrides:
+    """Of methods that users override, with ``super()`` or without."""
+
+    def test_a_training_step_without_super_gives_the_same_bits(self, tmp_path: Path) -> None:
+        class Own(AmpatchTrainer):
+            def training_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+                model.train()
+                loss = model(**inputs).loss
+                loss.backward()
+                return loss.detach()
+
+        options = {"opt_level": "O2", "half_dtype": "float16", "init_scale": 1024.0}
+        own, usual = trained(tmp_path, options, Own), trained(tmp_path, options)
+        assert_same_state(weights(own), weights(usual))
+
+    def test_a_base_that_precedes_the_mixin_is_guarded(self, tmp_path: Path) -> None:
+        class First:
+            def training_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+                output = model(**inputs).loss
+                products.append((torch.mm(torch.ones(2, 2), torch.ones(2, 2))).dtype)
+                output.backward()
+                return output.detach()
+
+        class Both(First, AmpatchTrainer):
+            pass
+
+        products: list[torch.dtype] = []
+        make(tmp_path, {"half_dtype": "float16"}, Both, max_steps=1).train()
+        assert products == [torch.float16]
+
+    @EACH_LEVEL
+    @pytest.mark.parametrize("how", ["label smoother", "compute_loss_func", "compute_loss"])
+    @pytest.mark.covering(1)
+    def test_losses_get_float32_outputs(self, how: str, level: str, tmp_path: Path) -> None:
+        class Weighted(AmpatchTrainer):
+            def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+                outputs = model(**inputs)
+                loss = weighted(outputs, inputs["labels"])
+                return (loss, outputs) if return_outputs else loss
+
+        def weighted(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+            seen.append(outputs.logits.dtype)
+            return F.cross_entropy(outputs.logits, labels, weight=torch.tensor([1.0, 2.0, 3.0]))
+
+        seen: list[torch.dtype] = []
+        kind = Weighted if how == "compute_loss" else AmpatchTrainer
+        given: dict[str, Any] = {"compute_loss_func": weighted} if how == "compute_loss_func" else {}
+        given |= {"label_smoothing_factor": 0.1} if how == "label smoother" else {}
+        options = {"opt_level": level, "half_dtype": "float16", "init_scale": 1024.0}
+        trainer = trained(tmp_path, options, kind, **given)
+        plain = trained(tmp_path, {"enabled": False}, kind, **given)
+        assert logged(trainer, "loss") == pytest.approx(logged(plain, "loss"), rel=0.02)
+        assert set(seen) <= {torch.float32}
+
+    def test_outputs_keep_another_type_where_that_is_asked_for(self, tmp_path: Path) -> None:
+        trainer = make(tmp_path, {"half_dtype": "float16", "cast_model_outputs": "float16"})
+        with trainer.amp_session():
+            assert trainer.model(SENTENCES[0][None]).logits.dtype is torch.float16
+
+    def test_casts_reach_neither_callbacks_nor_metrics_nor_data(self, tmp_path: Path) -> None:
+        def multiply(*_: Any, **__: Any) -> None:
+            products.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
+
+        def metrics(_: Any) -> dict[str, float]:
+            multiply()
+            return {}
+
+        class Data(list[Any]):
+            def __getitem__(self, index: Any) -> Any:
+                multiply()
+                return super().__getitem__(index)
+
+        products: list[torch.dtype] = []
+        callback = calling(on_step_end=multiply, on_evaluate=multiply, on_prediction_step=multiply)
+        given: dict[str, Any] = {"callbacks": [callback], "compute_metrics": metrics, "eval_dataset": Data(CLASSES)}
+        make(
+            tmp_path, {"half_dtype": "float16"}, data=Data(CLASSES), eval_strategy="steps", eval_steps=2, **given
+        ).train()
+        assert len(products) > 50
+        assert set(products) == {torch.float32}
+
+    def test_a_training_step_outside_of_train_raises(self, tmp_path: Path) -> None:
+        trainer = make(tmp_path)
+        with pytest.raises(UsageError, match="outside of train"):
+            trainer.training_step(trainer.model, {})
+
+    def test_hyperparameter_search_makes_a_model_for_each_run(self, tmp_path: Path) -> None:
+        trainer = make(tmp_path, "O2", model_init=bert)
+        trainer.train()
+        first = trainer.model
+        trainer.train()
+        assert trainer.model is not first
+        assert types_of(first) == types_of(trainer.model) == {torch.float32}
+
+
+class TestPredicting:
+    @EACH_HALF
+    @EACH_LEVEL
+    @pytest.mark.covering(1)
+    def test_evaluates_between_steps_and_afterwards_alike(self, level: str, half: torch.dtype, tmp_path: Path) -> None:
+        model, kinds = bert(), set()
+        model.classifier.register_forward_hook(lambda _, args, output: kinds.add(output.dtype))
+
+        def metrics(prediction: Any) -> dict[str, float]:
+            assert prediction.predictions.dtype == np.float32
+            return {"mean": float(prediction.predictions.mean())}
+
+        given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "compute_metrics": metrics}
+        options = {"opt_level": level, "half_dtype": half}
+        trainer = make(tmp_path, options, model=model, eval_dataset=CLASSES, **given)
+        trainer.train()
+        before = weights(trainer)
+        assert trainer.evaluate()["eval_mean"] == logged(trainer, "eval_mean")[-2]
+        assert trainer.predict(CLASSES).metrics["test_loss"] == logged(trainer, "eval_loss")[-1]
+        assert kinds == {half}
+        assert_same_state(weights(trainer), before)
+
+    @EACH_LEVEL
+    def test_generates_between_steps(self, level: str, tmp_path: Path) -> None:
+        model, kinds = t5(), []
+        model.encoder.block[0].layer[0].SelfAttention.q.register_forward_hook(
+            lambda module, args, output: kinds.append((output.dtype, module.training))
+        )
+        given: dict[str, Any] = {"predict_with_generate": True, "generation_max_length": 5, "generation_num_beams": 2}
+        given |= {
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "eval_dataset": COPIES[:8],
+            "compute_metrics": lambda _: {},
+        }
+        options = {"opt_level": level, "half_dtype": "float16"}
+        trainer = make(tmp_path, options, Seq2Seq, model=model, data=COPIES, **given)
+        trainer.train()
+        predicted = trainer.predict(COPIES[:8]).predictions
+        assert predicted.dtype == np.int64
+        assert set(kinds) == {(torch.float16, True), (torch.float16, False)}
+
+    def test_a_session_is_for_calls_of_ones_own(self, tmp_path: Path) -> None:
+        trainer = make(tmp_path, {"half_dtype": "float16"}, model=gpt(), data=COPIES)
+        kinds = set()
+        trainer.model.lm_head.register_forward_hook(lambda _, args, output: kinds.add(output.dtype))
+        with trainer.amp_session():
+            trainer.model.generate(SENTENCES[0][None], max_new_tokens=2, pad_token_id=0)
+        assert kinds == {torch.float16}
+
+    def test_a_callback_may_open_a_session(self, tmp_path: Path) -> None:
+        def sample(model: Any, **_: Any) -> None:
+            with trainer.amp_session(), torch.no_grad():
+                kinds.add(model(SENTENCES[0][None]).logits.dtype)
+                kinds.add(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
+
+        kinds: set[torch.dtype] = set()
+        trainer = make(tmp_path, {"half_dtype": "float16"}, callbacks=[calling(on_step_end=sample)], max_steps=1)
+        trainer.train()
+        assert kinds == {torch.float32, torch.float16}
+
+
+class TestCheckpoints:
+    @EACH_HALF
+    @EACH_LEVEL
+    def test_resumes_to_the_same_bits(self, level: str, half: torch.dtype, tmp_path: Path) -> None:
+        options = {"opt_level": level, "half_dtype": half, "scale_window": 2, "init_scale": 2.0**14}
+        given: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+        whole, scales = make(tmp_path / "whole", options, **given), []
+        note = calling(on_train_end=lambda **_: scales.append(amp.state_dict()))
+        whole.add_callback(note)
+        whole.train()
+        saved = tmp_path / "whole" / "checkpoint-3"
+        resumed = make(tmp_path / "resumed", options, callbacks=[note], **given)
+        resumed.train(resume_from_checkpoint=str(saved))
+        assert_same_state(weights(resumed), weights(whole))
+        assert_same_state(resumed.optimizer.state_dict(), whole.optimizer.state_dict())
+        assert scales[0] == scales[1]
+        if half is torch.float16:
+            assert scales[0]["loss_scaler0"]["loss_scale"] > 2.0**14
+
+    @EACH_HALF
+    def test_saves_float32_and_says_so(self, half: torch.dtype, tmp_path: Path) -> None:
+        def save(model: Any, **_: Any) -> None:
+            assert types_of(model) >= {half}
+            model.save_pretrained(tmp_path / "callback")
+            copy.deepcopy(model).save_pretrained(tmp_path / "copy")
+
+        options = {"opt_level": "O2", "half_dtype": half}
+        given: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+        trainer = make(tmp_path, options, callbacks=[calling(on_train_end=save)], **given)
+        trainer.train()
+        trainer.save_model(tmp_path / "after")
+        for name in ("checkpoint-2", "callback", "copy", "after"):
+            assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == "float32"
+            loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / name)
+            assert_same_state(loaded.state_dict(), trainer.model.state_dict())
+
+    def test_a_half_model_that_amp_does_not_have_is_saved_as_half(self, tmp_path: Path) -> None:
+        trainer, other = make(tmp_path, "O2"), bert().to(torch.float16)
+        with trainer.amp_session():
+            other.save_pretrained(tmp_path / "other")
+        assert json.loads((tmp_path / "other" / "config.json").read_text())["dtype"] == "float16"
+
+    def test_the_best_model_is_loaded_at_the_end(self, tmp_path: Path) -> None:
+        values = iter([1.0, 3.0, 2.0])
+        given: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+        given |= {"load_best_model_at_end": True, "metric_for_best_model": "value", "greater_is_better": True}
+        given |= {"compute_metrics": lambda _: {"value": next(values)}, "eval_dataset": CLASSES[:8]}
+        trainer = make(tmp_path, "O2", max_steps=3, **given)
+        trainer.train()
+        best = AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint-2")
+        assert_same_state(weights(trainer), best.state_dict())
+
+    def test_a_checkpoint_of_fp16_goes_on_with_its_scale(self, tmp_path: Path) -> None:
+        given: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+        make(tmp_path, kind=Trainer, **given).train()
+        scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+        scaler.scale(torch.ones(()))
+        torch.save(scaler.state_dict(), tmp_path / "checkpoint-1" / "scaler.pt")
+        scales: list[float] = []
+        note = calling(on_train_begin=lambda **_: scales.append(amp.get_loss_scale()))
+        trainer = make(tmp_path, {"half_dtype": "float16"}, callbacks=[note], **given)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        assert scales == [512.0]
+
+    def test_a_checkpoint_without_a_scale_warns(self, tmp_path: Path) -> None:
+        given: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+        make(tmp_path, kind=Trainer, **given).train()
+        with pytest.warns(AmpWarning, match=r"there is no ampatch\.pt"):
+            make(tmp_path, {"half_dtype": "float16"}, **given).train(
+                resume_from_checkpoint=str(tmp_path / "checkpoint-1")
+            )
+        make(tmp_path, {"half_dtype": "bfloat16"}, **given).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+    def test_goes_on_without_the_adapter(self, tmp_path: Path) -> None:
+        given: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+        make(tmp_path, "O2", **given).train()
+        plain = make(tmp_path, kind=Trainer, **given)
+        plain.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        assert plain.state.global_step == 2
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(
+        transformers.__version__.startswith("5."),
+        reason="without amp, too, Trainer 5 goes on with other bits after a checkpoint at the end of an epoch",
+    )
+    @pytest.mark.parametrize(("level", "half"), [("O1", "float16"), ("O2", "bfloat16")])
+    def test_a_killed_run_resumes_to_the_same_bits(self, level: str, half: str, tmp_path: Path) -> None:
+        script = str(Path(__file__).parents[2] / "examples" / "transformers_digits.py")
+        options = ["--epochs", "3", "--opt-level", level, "--half", half, "--checkpoints"]
+        runs = (
+            (tmp_path / "whole", [script]),
+            (tmp_path / "killed", ["-c", KILLED, script]),
+            (tmp_path / "killed", [script]),
+        )
+        codes = [
+            subprocess.run([sys.executable, *command, *options, str(folder)], env=ENVIRONMENT, check=False).returncode
+            for folder, command in runs
+        ]
+        assert codes == [0, -signal.SIGKILL, 0]
+        whole, killed = (tmp_path / name / "model" / "model.safetensors" for name in ("whole", "killed"))
+        assert whole.read_bytes() == killed.read_bytes()
+
+
+class TestEndings:
+    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt], ids=lambda error: error.__name__)
+    @pytest.mark.parametrize("where", ["on_step_end", "on_train_begin", "forward"])
+    @pytest.mark.covering(1)
+    def test_an_exception_takes_amp_down(self, where: str, error: type[BaseException], tmp_path: Path) -> None:
+        def stop(*_: Any, **__: Any) -> None:
+            raise error("in the midst")
+
+        model, callbacks = bert(), []
+        if where == "forward":
+            hook = model.bert.register_forward_hook(stop)
+        else:
+            callbacks.append(calling(**{where: stop}))
+        trainer = make(tmp_path, "O2", model=model, callbacks=callbacks)
+        with pytest.raises(error, match="in the midst"):
+            trainer.train()
+        assert not amp.is_on()
+        assert types_of(trainer.model) == {torch.float32}
+        if where == "forward":
+            hook.remove()
+        else:
+            trainer.remove_callback(callbacks[0])
+        trainer.train()
+        assert trainer.state.global_step == 4
+
+    def test_ctrl_c_is_seen(self, tmp_path: Path) -> None:
+        callback = calling(on_step_end=lambda **_: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path, "O2", callbacks=[callback]).train()
+
+    def test_early_stopping(self, tmp_path: Path) -> None:
+        given: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+        given |= {"load_best_model_at_end": True, "metric_for_best_model": "value", "greater_is_better": True}
+        given |= {"compute_metrics": lambda _: {"value": 1.0}, "eval_dataset": CLASSES[:8]}
+        trainer = make(tmp_path, "O2", callbacks=[EarlyStoppingCallback(1)], **given)
+        trainer.train()
+        assert trainer.state.global_step == 2
+        assert types_of(trainer.model) == {torch.float32}
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ("O7", "opt_level is 'O7'"),
+            ("o1", "capital letter O"),
+            (3, "expected an opt level"),
+            ({"opt_levle": "O1"}, "Did you mean 'opt_level'"),
+            ({"models": []}, "unknown argument 'models'"),
+            ({"half_dtype": "float8"}, "half_dtype is 'float8'"),
+            ({"opt_level": "O1", "master_weights": True}, "contradicts opt_level='O1'"),
+            ({"loss_scale": "dynamical"}, "loss_scale is 'dynamical'"),
+        ],
+    )
+    def test_options_are_checked_before_anything_else(self, options: Any, message: str) -> None:
+        with pytest.raises(OptionError, match=message):
+            AmpatchTrainer(None, None, amp=options)
+
+    def test_values_that_only_amp_knows_are_checked_before_the_first_step(self, tmp_path: Path) -> None:
+        trainer = make(tmp_path, {"scale_window": 0})
+        with pytest.raises(OptionError, match="scale_window"):
+            trainer.train()
+        assert trainer.state.global_step == 0
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"fp16": True}, "fp16=True, which casts as well"),
+            ({"bf16": True}, "bf16=True, which casts as well"),
+            ({"fp16_full_eval": True}, "for good"),
+            ({"bf16_full_eval": True}, "for good"),
+            ({"deepspeed": "zero3.json"}, "deepspeed"),
+            ({"fsdp": "full_shard"}, "fsdp"),
+            ({"n_gpu": 2}, "DataParallel for 2 GPUs"),
+            ({"optim": "lomo"}, "within the backward pass"),
+            ({"optim": "galore_adamw_layerwise"}, "within the backward pass"),
+        ],
+    )
+    def test_two_precisions_and_wrappers_raise(self, given: dict[str, Any], message: str, tmp_path: Path) -> None:
+        with pytest.raises(OptionError, match=message):
+            AmpatchTrainer(bert(), asking_for(tmp_path, **given))
+
+    def test_a_precision_of_accelerate_launch_raises(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        trainer = make(tmp_path)
+        monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", "fp16")
+        with pytest.raises(OptionError, match="mixed_precision='fp16'"):
+            make(tmp_path)
+
+    def test_weights_that_were_loaded_in_half_raise(self, tmp_path: Path) -> None:
+        model = bert().to(torch.bfloat16)
+        with pytest.raises(OptionError, match=r"dtype=torch\.float32"):
+            make(tmp_path, model=model).train()
+        model.bert.requires_grad_(False)  # a frozen base may be half, under layers that are trained
+        model.classifier.float()
+        make(tmp_path, model=model, max_steps=1).train()
+        assert types_of(model.bert) == {torch.bfloat16}
+
+    def test_a_mixin_after_the_trainer_raises(self) -> None:
+        with pytest.raises(UsageError, match=r"class Wrong\(AmpatchMixin, Seq2SeqTrainer\)"):
+
+            class Wrong(Seq2SeqTrainer, AmpatchMixin):
+                pass
+
+    def test_a_session_of_the_users_own_raises(self, tmp_path: Path) -> None:
+        trainer = make(tmp_path)
+        amp.initialize(bert(), verbosity=0)
+        with pytest.raises(UsageError, match="set up already"):
+            trainer.train()
+        amp.deinitialize()
+
+    def test_deinitialize_within_train_raises(self, tmp_path: Path) -> None:
+        trainer = make(tmp_path, callbacks=[calling(on_step_end=lambda **_: amp.deinitialize())])
+        with pytest.raises(UsageError, match="in the midst"):
+            trainer.train()
+
+    def test_a_class_gives_the_default(self, tmp_path: Path) -> None:
+        class Half(AmpatchTrainer):
+            amp = "O2"
+
+        def note(**_: Any) -> None:
+            levels.append(amp.settings()["opt_level"])
+
+        levels: list[str] = []
+        make(tmp_path, None, Half, max_steps=1, callbacks=[calling(on_step_end=note)]).train()
+        make(tmp_path, "O1", Half, max_steps=1, callbacks=[calling(on_step_end=note)]).train()
+        assert levels == ["O2", "O1"]
+
+    @pytest.mark.slow
+    @pytest.mark.once
+    @pytest.mark.parametrize(
+        ("fake", "message"),
+        [
+            ("sys.modules['transformers'] = None", "pip install"),
+            ("import transformers; transformers.__version__ = '4.40.0'", "4.40.0"),
+            ("sys.modules['accelerate'] = None", "needs accelerate"),
+        ],
+    )
+    def test_without_its_packages_there_is_one_clear_error(self, fake: str, message: str) -> None:
+        code = f"import sys; import ampatch.integrations; {fake}; import ampatch.integrations.transformers"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert IntegrationError.__name__ in done.stderr
+        assert message in done.stderr
+
+
+class TestWrappedOptimizers:
+    """Of `ampatch.integrations.accelerated`, without Trainer."""
+
+    def test_unknown_optimizers_answer_for_themselves(self) -> None:
+        optimizer = Accelerator(cpu=True).prepare(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+        with accelerated.adopted_optimizers.installed():
+            assert not optimizer.step_was_skipped
+            optimizer._is_overflow = True
+            assert optimizer.step_was_skipped
+
+    def test_parameters_without_masters_are_clipped_themselves(self) -> None:
+        parameter = nn.Parameter(torch.ones(2))
+        assert accelerated.updated(parameter) == [parameter]
+        with torch.no_grad():
+            amp.initialize(nn.Linear(2, 2), verbosity=0)
+            assert accelerated.updated([parameter])[0] is parameter
+            amp.deinitialize()
+
+    def test_the_bare_optimizer_is_found(self) -> None:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+        assert accelerated.bare(Accelerator(cpu=True).prepare(optimizer)) is optimizer
+        assert accelerated.bare(optimizer) is optimizer
+
+    def test_patches_stay_until_the_last_user_leaves(self) -> None:
+        class Owner:
+            value = 1
+
+        def install(ledger: PatchLedger) -> None:
+            ledger.set(Owner, "value", Owner.value + 1)
+
+        patches = SharedPatches(install)
+        first, second = patches.installed(), patches.installed()
+        first.__enter__()
+        second.__enter__()
+        assert Owner.value == 2
+        first.__exit__(None, None, None)
+        assert Owner.value == 2
+        second.__exit__(None, None, None)
+        assert Owner.value == 1
