@@ -1,8 +1,8 @@
 """The precision plugin of Lightning's Trainer: when to set amp up, and what runs in a training step.
 
 Owns one run (``Trainer.fit``, ``validate``, ``test`` or ``predict``): its session, and the few methods of Lightning
-that it patches meanwhile. Must import neither of Lightning's two packages: the modules `lightning` and `pytorch_lightning`
-beside it choose one. `ampatch.integrations.trainer_session` owns what amp does within a run.
+that it patches meanwhile. Must import neither of Lightning's two packages: the modules `lightning` and
+`pytorch_lightning` beside it choose one. `ampatch.integrations.trainer_session` owns what amp does within a run.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ import contextlib
 import copy
 import functools
 import importlib
+import json
+import os
 import pickle
 import sys
 import types
@@ -579,6 +581,24 @@ class TestHalfWeights:
         assert not torch.equal(averaged.net[0].weight, fit("O1").net[0].weight)
 
 
+@pytest.mark.slow
+def test_two_ranks_train_as_in_float32_and_stay_equal(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("lightning_ranks.py")
+    done = completed([sys.executable, str(script)], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.iterdir()}
+    assert len(results) == 2 * (4 * 3 + 2)
+    for mode in ("automatic", "accumulated", "manual", "unsynchronised", "overflow"):
+        for level in ("O1", "O2"):
+            first, second = results[f"{mode} {level} 0"], results[f"{mode} {level} 1"]
+            assert first == second
+            if mode == "overflow":
+                assert (first["skipped"], first["scale"]) == ([1], 512)
+            else:
+                assert (first["skipped"], first["scale"]) == ([], 1024)
+                assert first["weights"] == pytest.approx(results[f"{mode} float32 0"]["weights"], rel=1e-3, abs=1e-3)
+
+
 class TestBadInput:
     def test_of_two_precisions_raises(self) -> None:
         with pytest.raises(ValueError, match=r"Received both `precision=16-mixed` and `plugins=<.*AmpatchPrecision"):
@@ -634,7 +654,6 @@ class TestPackages:
     @pytest.mark.slow
     @pytest.mark.parametrize("adapter", ["lightning", "pytorch_lightning"])
     def test_pytorch_lightning_trains_too(self, adapter: str, tmp_path: Path) -> None:
-        pytest.importorskip("pytorch_lightning", reason="needs the other name of Lightning's package")
         script = f"""
 import warnings
 warnings.simplefilter("ignore")
@@ -661,6 +680,19 @@ print("clipped and stepped", trainer.global_step)
 """
         done = completed([sys.executable, "-c", script], cwd=tmp_path, env={})
         assert "clipped and stepped 3" in done.stdout, done.stderr
+
+    @pytest.mark.slow
+    def test_that_is_not_the_trainers_raises_and_names_its_own(self, tmp_path: Path) -> None:
+        script = """
+import lightning.pytorch, pytorch_lightning
+from ampatch.integrations.lightning import AmpatchPrecision
+from ampatch.integrations.pytorch_lightning import AmpatchPrecision as Other
+
+pytorch_lightning.Trainer(plugins=Other("O1"), accelerator="cpu", logger=False, enable_checkpointing=False)
+pytorch_lightning.Trainer(plugins=AmpatchPrecision("O1"), accelerator="cpu", logger=False, enable_checkpointing=False)
+"""
+        done = completed([sys.executable, "-c", script], cwd=tmp_path, env={})
+        assert "integrations.lightning.AmpatchPrecision('O1') for Trainer of lightning.pytorch>. Exp" in done.stderr
 
     def test_the_plugin_pickles_before_a_fit_and_after(self) -> None:
         running = trainer("O1", amp_options={"scale_window": 3})
