@@ -181,6 +181,35 @@ class TestTraining:
         assert_same_state(bits(module), bits(expected))
 
     @EACH_LEVEL
+    def test_is_over_before_lightning_moves_the_weights_to_the_cpu(self, level: str) -> None:
+        class Moved(Lit):
+            types: Any = None
+
+            def cpu(self) -> Any:
+                self.types = amp.is_on(), {each.dtype for each in self.parameters()}
+                return super().cpu()
+
+        assert fit(level, Moved()).types == (False, {torch.float32})
+
+    def test_passes_its_closure_only_to_optimizers_that_may_call_it_again(self) -> None:
+        class Own(torch.optim.SGD):
+            """An optimizer of the user's."""
+
+        class Watching(Lit):
+            def configure_optimizers(self) -> Any:
+                optimizer = super().configure_optimizers()
+                optimizer.register_step_pre_hook(
+                    lambda _, args, kwargs: self.given.append(len(args) > 1 or bool(kwargs))
+                )
+                return optimizer
+
+        for kind, gets_closure in ((torch.optim.SGD, False), (Own, True)):
+            module = Watching(kind)
+            module.given = []
+            fit("O1", module, max_steps=1)
+            assert module.given == [gets_closure]
+
+    @EACH_LEVEL
     def test_accumulates(self, level: str) -> None:
         module = fit(level, accumulate_grad_batches=2, max_epochs=1)
         plain = fit(accumulate_grad_batches=2, max_epochs=1)
@@ -283,6 +312,29 @@ class TestGradients:
             assert module.clipped[0] == pytest.approx(0.01, rel=1e-3)
 
     @EACH_LEVEL
+    def test_are_clipped_for_fused_optimizers_too(self, level: str) -> None:
+        fused = functools.partial(torch.optim.SGD, fused=True)
+        module, usual = Lit(fused), Lit()
+        for each in (module, usual):
+            trainer(level, gradient_clip_val=0.05).fit(each, loader())
+        assert module.losses == pytest.approx(usual.losses, rel=1e-3)
+
+    @EACH_LEVEL
+    def test_that_a_hook_edits_are_clipped_as_edited(self, level: str) -> None:
+        class Editing(Lit):
+            def on_before_optimizer_step(self, optimizer: Any) -> None:
+                for each in self.parameters():
+                    each.grad.mul_(3.0)
+
+            def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:
+                self.clip_gradients(optimizer, **options)
+                self.norms.append(norm(amp.master_params(optimizer)))
+
+        options = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
+        module, plain = fit(level, Editing(), **options), fit(None, Editing(), **options)
+        assert module.norms == pytest.approx(plain.norms, rel=2e-2)
+
+    @EACH_LEVEL
     def test_of_two_optimizers_stay_apart_when_toggled(self, level: str) -> None:
         class Gan(Lit):
             def __init__(self) -> None:
@@ -320,6 +372,42 @@ class TestGradients:
                 loss.backward(retain_graph=True)
 
         assert fit("O1", Own()).norms == fit("O1").norms
+
+
+class TestCasting:
+    def test_covers_steps_and_nothing_else(self) -> None:
+        class Noting(Lit):
+            def __init__(self) -> None:
+                super().__init__()
+                self.casts: dict[str, set[bool]] = {}
+
+            def note(self, where: str) -> None:
+                self.casts.setdefault(where, set()).add(amp.settings()["casts_here"])
+
+            def training_step(self, batch: Any, index: int) -> Any:
+                self.note("training_step")
+                return super().training_step(batch, index)
+
+            def validation_step(self, batch: Any, index: int) -> None:
+                self.note("validation_step")
+
+            def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+                self.note("clipping")
+
+            def on_after_backward(self) -> None:
+                self.note("after_backward")
+
+            def on_train_batch_end(self, *_: Any) -> None:
+                self.note("batch_end")
+
+            def on_validation_epoch_end(self) -> None:
+                self.note("epoch_end")
+
+        module = Noting()
+        trainer("O1").fit(module, loader(), loader())
+        assert module.casts.pop("training_step") == module.casts.pop("validation_step") == {True}
+        assert module.casts.keys() == {"clipping", "after_backward", "batch_end", "epoch_end"}
+        assert set().union(*module.casts.values()) == {False}
 
 
 class TestSkippedSteps:
@@ -596,7 +684,7 @@ def test_two_ranks_train_as_in_float32_and_stay_equal(tmp_path: Path) -> None:
                 assert (first["skipped"], first["scale"]) == ([1], 512)
             else:
                 assert (first["skipped"], first["scale"]) == ([], 1024)
-                assert first["weights"] == pytest.approx(results[f"{mode} float32 0"]["weights"], rel=1e-3, abs=1e-3)
+                assert first["weights"] == pytest.approx(results[f"{mode} float32 0"]["weights"], rel=1e-2, abs=5e-3)
 
 
 class TestBadInput:
