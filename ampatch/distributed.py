@@ -97,6 +97,15 @@ class Ranks:
             replica = self._ddp[wrapper] = _Replica(frozenset(map(id, reduced)))
         return replica
 
+    def forget(self, wrapper: DistributedDataParallel) -> None:
+        """Drops the record of a wrapper that no training goes on in."""
+        self._ddp.pop(wrapper, None)
+
+    def expect_backward(self, wrapper: DistributedDataParallel) -> None:
+        """Records whether the next backward pass reduces gradients, if other code than a forward pass prepares it."""
+        reduces = wrapper.require_backward_grad_sync
+        self.add(wrapper).next = _NextBackward.REDUCES if reduces else _NextBackward.POSTPONES
+
     def note_forward(self, wrapper: DistributedDataParallel) -> None:
         """Records at a wrapper's forward pass whether its next backward pass reduces gradients.
 

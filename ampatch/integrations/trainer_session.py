@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ampatch import GradScaler, amp
 from ampatch.casting.nested import tensors_in
@@ -154,7 +155,7 @@ class TrainerSession:
         self._may_skip = self._is_one = False
         self._steps = PatchLedger()
         self._is_in_step = self._is_unscaled = self._has_stepped = self._was_skipped = False
-        self._unproven = False
+        self._unproven = self._has_run_backward = False
         self._session: Any = None
 
     # Setup and teardown
@@ -236,7 +237,8 @@ class TrainerSession:
             if now.dtype is not before.dtype and not (id(now) in mastered and now.requires_grad)
         ]
         self._counts = amp.cast_counts()
-        self._unproven = self.is_training and (live["patch_torch_functions"] or live["cast_model_type"] is not None)
+        casts = live["patch_torch_functions"] or live["cast_model_type"] in ("float16", "bfloat16")
+        self._unproven, self._has_run_backward = self.is_training and casts, False
         if is_first:
             _shared.first_state = amp.state_dict()
             _shared.ledger.set(torch.autograd, "backward", _backward_of_steps(torch.autograd.backward))
@@ -295,24 +297,38 @@ class TrainerSession:
         Warns:
             AmpWarning: amp cast nothing in the first training step.
         """
+        with self.scaled_backward():
+            skipped = self._skipped_steps()
+            self._was_skipped = False
+            yield
+        self._warn_if_idle()
+        if self._scaler is not None:
+            self._update_scaler()
+        elif self._may_skip:
+            self._was_skipped = self._skipped_steps() > skipped
+
+    @contextlib.contextmanager
+    def scaled_backward(self) -> Iterator[None]:
+        """Scales the backward passes of this thread in the block, for trainers whose steps are in several blocks.
+
+        Raises:
+            UsageError: user code took amp down after `open`.
+
+        Warns:
+            AmpWarning: amp cast nothing until the end of the first block with a backward pass.
+        """
         if runtime.live is not self._session:
             raise UsageError(
                 "amp.deinitialize() was called in the midst of a fit, which sets amp up and takes it down itself. "
                 "Leave that call out, or call it after the fit."
             )
-        outer, _thread.stepping, self._is_in_step = _thread.stepping, self, True
-        skipped = self._skipped_steps()
-        self._was_skipped = False
+        outer, _thread.stepping = _thread.stepping, self
+        was_in_step, self._is_in_step = self._is_in_step, True
         try:
             yield
         finally:
-            _thread.stepping, self._is_in_step = outer, False
-        if self._scaler is not None:
-            self._update_scaler()
-        elif self._may_skip:
-            self._was_skipped = self._skipped_steps() > skipped
-        if self._unproven:
-            self._unproven = False
+            _thread.stepping, self._is_in_step = outer, was_in_step
+        if self._has_run_backward:
             self._warn_if_idle()
 
     @property
@@ -320,12 +336,19 @@ class TrainerSession:
         """True if an optimizer skipped its step in the last training step, after an overflow."""
         return self._was_skipped
 
+    def last_step_was_skipped(self) -> bool:
+        """Returns whether the last step of any optimizer was skipped, after an overflow; syncs with the device."""
+        return self._may_skip and any(map(amp.step_was_skipped, self.optimizers))
+
     def _skipped_steps(self) -> int:
         if self._scaler is not None or not self._may_skip:
             return 0
         return sum(map(amp.skipped_steps, self.optimizers))
 
     def _warn_if_idle(self) -> None:
+        if not self._unproven:
+            return
+        self._unproven = False
         if self.converts or amp.cast_counts() != self._counts or _are_compiled(self.models):
             return
         live = amp.settings()
@@ -334,6 +357,21 @@ class TrainerSession:
             f"nothing: no function of the cast lists met a tensor on {', '.join(live['device_types'])} that needs a "
             "cast. ampatch lists show NAME prints which functions are cast; opt_level='O0' turns amp off."
         )
+
+    # What frameworks do to the models
+
+    def follow_masters(self) -> None:
+        """Gives half weights the ``requires_grad`` that user code has set on their masters."""
+        for optimizer in self.optimizers:
+            self._session.adopted(optimizer).masters.follow_requires_grad()
+
+    def expect_backward(self, wrapper: DistributedDataParallel) -> None:
+        """Notes that the framework has prepared a wrapper for a backward pass, without a forward pass."""
+        self._session.ranks.expect_backward(wrapper)
+
+    def forget_wrapper(self, wrapper: DistributedDataParallel) -> None:
+        """Notes that the framework is about to drop a wrapper."""
+        self._session.ranks.forget(wrapper)
 
     # Backward passes
 
@@ -351,9 +389,11 @@ class TrainerSession:
         """
         if not self.optimizers:
             raise UsageError(
-                "found a backward pass in a training step, but no optimizer whose gradients to unscale. Make one in "
-                "initialize_optimizer, as an attribute such as self.optimizer_, of a subclass of torch.optim.Optimizer."
+                "found a backward pass in a training step, but no optimizer whose gradients to unscale. Make one where "
+                "the framework does: in configure_optimizers for Lightning; in initialize_optimizer for skorch, "
+                "as an attribute such as self.optimizer_, of a subclass of torch.optim.Optimizer."
             )
+        self._has_run_backward = True
         inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
         leaves = {} if self._is_one else self._leaves(tensors, inputs)
         ours = self._ours(leaves)

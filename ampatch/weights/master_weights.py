@@ -226,6 +226,11 @@ class MasterWeights:
         masters = self._parameters
         return [parameter for parameter in parameters if id(parameter) not in masters]
 
+    def follow_requires_grad(self) -> None:
+        """Gives half parameters the ``requires_grad`` of their masters, which the optimizer's groups hold."""
+        for pair in self._pairs.values():
+            pair.parameter.requires_grad_(pair.master.requires_grad)
+
     # Weights
 
     def note_write(self, tensor: Tensor) -> None:

@@ -36,6 +36,7 @@ SCRIPTS = [
     "gradient_penalty",
     "single_process",
     "skorch_digits",
+    "lightning_digits",
     "transformers_digits",
 ]
 
@@ -105,9 +106,17 @@ class TestExamples:
         first, last = first_and_last(run(script, where=tmp_path))
         assert last < first / 2
 
-    @pytest.mark.parametrize("script", ["accumulation", "single_process", "skorch_digits", "transformers_digits"])
+    @pytest.mark.parametrize(
+        "script", ["accumulation", "single_process", "skorch_digits", "lightning_digits", "transformers_digits"]
+    )
     def test_learn_something_in_half(self, script, tmp_path):
         first, last = first_and_last(run(script, "--opt-level", "O2", where=tmp_path))
+        assert last < first / 2
+
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_learn_something_where_lightning_starts_two_processes(self, level, tmp_path):
+        printed = run("lightning_digits", "--opt-level", level, "--devices", "2", where=tmp_path)
+        first, last = first_and_last(printed)
         assert last < first / 2
 
     @pytest.mark.parametrize("command", UNDER_TORCHRUN, ids=" ".join)
@@ -127,7 +136,9 @@ def saved_by(script: list[str], *options: str, checkpoint: Path) -> dict[str, An
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["convert_model", "grad_scaler", "mixed_precision", "skorch_digits"])
+@pytest.mark.parametrize(
+    "name", ["convert_model", "grad_scaler", "mixed_precision", "skorch_digits", "lightning_digits"]
+)
 def test_one_that_is_killed_and_resumed_ends_with_the_same_bits(name: str, half: str, tmp_path: Path) -> None:
     script = [sys.executable, "-W", "error::UserWarning", str(EXAMPLES / f"{name}.py")]
     options = ["--epochs", "12", "--half", half]

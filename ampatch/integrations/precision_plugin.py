@@ -1,0 +1,419 @@
+"""The precision plugin of Lightning's Trainer: when to set amp up, and what runs in a training step.
+
+Owns one run (``Trainer.fit``, ``validate``, ``test`` or ``predict``): its session, and the few methods of Lightning
+that it patches meanwhile. Must import neither of Lightning's two packages: the modules `lightning` and
+`pytorch_lightning` beside it choose one. `ampatch.integrations.trainer_session` owns what amp does within a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import glob
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ampatch import amp
+from ampatch.errors import IntegrationError, OptionError, UsageError, did_you_mean
+from ampatch.integrations.trainer_session import TrainerSession, casts_off, casts_on, uninterrupted
+from ampatch.ledger import PatchLedger
+from ampatch.opt_levels import LEVELS, check_opt_level
+from ampatch.weights import conversion_plan
+
+_LEAST = (2, 5)
+_OWN = {"models", "optimizers", "enabled", "opt_level", "num_losses"}  # arguments that the plugin sets itself
+_OPTIONS = [name for name in inspect.signature(amp.initialize).parameters if name not in _OWN]
+_AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
+
+
+def precision_class(*packages: str) -> Any:
+    """Returns the class ``Precision`` of the first of Lightning's packages that is imported, else installed.
+
+    Raises:
+        IntegrationError: none of them is installed, or its version is too old.
+    """
+    install = f"Type pip install '{packages[0].partition('.')[0]}>={'.'.join(map(str, _LEAST))}'."
+    missing: ModuleNotFoundError | None = None
+    for name in sorted(packages, key=lambda each: each not in sys.modules):
+        try:
+            package = importlib.import_module(name)
+            plugins = importlib.import_module(f"{name}.plugins.precision")
+        except ModuleNotFoundError as error:
+            missing = missing or error
+            continue
+        version = str(package.__version__)
+        if tuple(map(int, re.findall(r"\d+", version)[:2])) < _LEAST:
+            raise IntegrationError(f"AmpatchPrecision needs {name} 2.5, but found {version}. {install}")
+        return plugins.Precision
+    assert missing is not None
+    raise IntegrationError(
+        f"AmpatchPrecision needs {' or '.join(packages)}, but {missing.name} is missing. {install}"
+    ) from missing
+
+
+class PrecisionPlugin:
+    """Everything of ``AmpatchPrecision`` but its base, the class ``Precision`` of one of Lightning's packages."""
+
+    def __init__(self, opt_level: str = "O1", **options: Any) -> None:
+        super().__init__()
+        for name in options:
+            if name not in _OPTIONS:
+                near = did_you_mean(name, _OPTIONS) or f" Expected opt_level or one of {', '.join(_OPTIONS)}."
+                raise OptionError(f"AmpatchPrecision got an unexpected argument {name}.{near}")
+        self._options = {"opt_level": check_opt_level(opt_level), **options}
+        self._saved: dict[str, Any] = {}
+        self._run: _Run | None = None
+
+    def __repr__(self) -> str:
+        given = [repr(self._options["opt_level"])]
+        given += [f"{name}={value!r}" for name, value in self._options.items() if name != "opt_level"]
+        kind = type(self)
+        return f"<{kind.__module__}.{kind.__qualname__}({', '.join(given)}) for Trainer of {self._package}>"
+
+    @property
+    def _package(self) -> str:
+        precision = next(base for base in type(self).__mro__ if base.__name__ == "Precision")
+        return precision.__module__.partition(".plugins.")[0]
+
+    # The run. Lightning calls `convert_module` first, then wraps the model and makes the optimizers, then `connect`.
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Begins a run; its end is the strategy's teardown, also after an exception or Ctrl-C.
+
+        Raises:
+            UsageError: the module has no Trainer, as in Fabric.
+        """
+        self._end()
+        trainer = getattr(module, "_trainer", None)
+        if trainer is None:
+            raise UsageError(
+                f"AmpatchPrecision is a plugin for Trainer, and this {type(module).__name__} has none. With Fabric, "
+                "leave the plugin out: call amp.initialize before fabric.setup, and amp.scale_loss in the loop."
+            )
+        self._run = _Run(trainer, module, self._end)
+        return module
+
+    def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> tuple[nn.Module, Any, Any]:
+        """Sets amp up for the model and its optimizers; only then DDP wraps the model.
+
+        Raises:
+            UsageError: amp is set up already, or a callback averages weights at a level that makes them half.
+            OptionError: an option has a value that is not allowed.
+        """
+        assert self._run is not None
+        with uninterrupted():
+            self._run.open(self._options, self._saved)
+        return self._run.wrapped(model), optimizers, lr_schedulers
+
+    def teardown(self) -> None:
+        """Ends the run: torch is unpatched, and weights are float32."""
+        self._end()
+        super().teardown()  # type: ignore[misc]
+
+    def _end(self) -> None:
+        with uninterrupted():
+            run, self._run = self._run, None
+            if run is not None:
+                try:
+                    self._saved = run.state_dict() or self._saved
+                finally:
+                    run.close()
+
+    def _running(self) -> _Run:
+        if self._run is None:
+            raise UsageError(
+                "found a step outside of Trainer.fit, validate, test and predict, which set amp up. Call one of them; "
+                "in a loop of your own, use amp.initialize and amp.scale_loss."
+            )
+        return self._run
+
+    # Steps
+
+    @contextlib.contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Turns casts on for a step of the module."""
+        with casts_on():
+            yield
+
+    @contextlib.contextmanager
+    def train_step_context(self) -> Iterator[None]:
+        """Turns casts on, and scales backward passes within the step: ``manual_backward`` and ``loss.backward()``."""
+        run = self._running()
+        run.thaw()
+        with run.session.scaled_backward(), self.forward_context():
+            yield
+
+    @contextlib.contextmanager
+    def val_step_context(self) -> Iterator[None]:
+        """Turns casts on; the casts of weights last until the next training step, as evaluation leaves weights."""
+        self._running().freeze()
+        with self.forward_context():
+            yield
+
+    test_step_context = val_step_context
+    predict_step_context = val_step_context
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Runs the module's `backward` with the loss scaled, and leaves the gradients unscaled."""
+        run = self._running()
+        run.prepare_backward()
+        with run.session.scaled_backward():
+            super().backward(tensor, model, optimizer, *args, **kwargs)  # type: ignore[misc]
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Runs the closure and the optimizer's step, which an overflow skips.
+
+        Optimizers of torch that call their closure once step after it, which reads no overflow flag from the device if
+        they are fused. Others get the closure.
+        """
+        if not _calls_closure_once(optimizer):
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
+        result = closure()
+        self._after_closure(model, optimizer)  # type: ignore[attr-defined]
+        optimizer.step(**kwargs)
+        return result
+
+    def main_params(self, optimizer: Any) -> Iterator[Tensor]:
+        """Iterates over the parameters whose gradients are clipped: the masters, at levels that have them."""
+        return amp.master_params(optimizer)
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the loss scale."""
+        if self._run is not None:
+            self._saved = self._run.state_dict() or self._saved
+        return dict(self._saved)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state of the loss scale, or of a ``torch.amp.GradScaler``.
+
+        Raises:
+            OptionError: it is neither.
+        """
+        if self._run is not None and self._run.session.is_training:
+            self._run.session.load_state_dict(state_dict)
+        else:
+            self._saved = dict(state_dict)
+
+    def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """Takes the loss scale over from a checkpoint of Lightning's ``precision="16-mixed"``."""
+        state = checkpoint.get("MixedPrecision")
+        if state and type(self).__qualname__ not in checkpoint:
+            self.load_state_dict(state)
+
+
+class _Run:
+    """One run of a Trainer, from the conversion of its module to the teardown of its strategy.
+
+    Args:
+        trainer: Lightning's Trainer.
+        module: its LightningModule.
+        end: function that ends this run.
+
+    Attributes:
+        session: amp for the run; set by `open`.
+    """
+
+    session: TrainerSession
+
+    def __init__(self, trainer: Any, module: nn.Module, end: Callable[[], None]) -> None:
+        self._trainer = trainer
+        self._module: Any = module
+        self._ledger = PatchLedger()
+        self._opened = contextlib.ExitStack()
+        self._frozen: contextlib.ExitStack | None = None
+        strategy = trainer.strategy
+        # Lightning's teardown moves the weights to the CPU before it calls the plugin's.
+        self._ledger.set(strategy, "teardown", _preceded(end, strategy.teardown))
+        # DDP must wrap the weights that amp has converted, and amp needs the optimizers for that.
+        self._wraps = self._is_fit and hasattr(strategy, "configure_ddp")
+        self._wrapping = PatchLedger()
+        if self._wraps:
+            self._wrapping.set(strategy, "configure_ddp", lambda: None)
+
+    @property
+    def _is_fit(self) -> bool:
+        return bool(self._trainer.state.fn.value == "fit")
+
+    def open(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Sets amp up."""
+        trainer, module = self._trainer, self._module
+        models: list[nn.Module] = [module]
+        if LEVELS[options["opt_level"]].converts or options.get("cast_model_type") is not None:
+            _check_callbacks(trainer.callbacks, options["opt_level"])
+            models, options = _converted_parts(module, options)
+        optimizers = [each.optimizer for each in trainer.strategy._lightning_optimizers]
+        optimizers = [each for each in optimizers if type(each).__name__ != "_MockOptimizer"]  # there is none
+        session = TrainerSession(models, optimizers if self._is_fit else None, options)
+        session.open(state)
+        self._opened.callback(session.close)
+        self.session = session
+        self._opened.enter_context(casts_off())
+        if self._is_fit:
+            self._patch_lightning()
+
+    def _patch_lightning(self) -> None:
+        loop = self._trainer.fit_loop.epoch_loop
+        self._ledger.set(loop, "update_lr_schedulers", self._unless_skipped(loop.update_lr_schedulers))
+        if self.session.converts:
+            for name in ("toggle_optimizer", "untoggle_optimizer"):
+                owner = next(each for each in type(self._module).__mro__ if name in vars(each))
+                self._ledger.set(owner, name, _followed(vars(owner)[name], self.session.follow_masters))
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """Wraps the model in DDP, if the strategy was about to; returns the strategy's model."""
+        self._wrapping.undo()
+        if not self._wraps:
+            return model
+        self._trainer.strategy.configure_ddp()
+        wrapper = self._trainer.strategy.model
+        self._opened.callback(self.session.forget_wrapper, wrapper)
+        return wrapper  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Takes amp down, and undoes the patches."""
+        with contextlib.ExitStack() as whatever_raises:  # from the last to the first
+            whatever_raises.callback(self._ledger.undo)
+            whatever_raises.callback(self._wrapping.undo)
+            whatever_raises.callback(self._opened.close)
+            whatever_raises.callback(self.thaw)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Returns the state of the loss scale; None if this run has none."""
+        return self.session.state_dict() if hasattr(self, "session") else None
+
+    # Steps
+
+    def prepare_backward(self) -> None:
+        """Reports a backward pass of manual optimization: Lightning, not DDP's forward, decides whether it reduces."""
+        model = self._trainer.strategy.model
+        if isinstance(model, DistributedDataParallel) and not self._module.automatic_optimization:
+            self.session.expect_backward(model)
+
+    def freeze(self) -> None:
+        """Keeps the casts of weights until `thaw`; a no-op where gradients are recorded."""
+        if self._frozen is None and not torch.is_grad_enabled():
+            self._frozen = contextlib.ExitStack()
+            for model in self.session.models:
+                self._frozen.enter_context(amp.frozen_weights(model))
+
+    def thaw(self) -> None:
+        """Drops the casts that `freeze` has kept."""
+        frozen, self._frozen = self._frozen, None
+        if frozen is not None:
+            frozen.close()
+
+    def _unless_skipped(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Returns an ``update_lr_schedulers`` that leaves schedulers of every step as they are after a skipped step."""
+        strategy = self._trainer.strategy
+
+        @functools.wraps(original)
+        def update(interval: str, update_plateau_schedulers: bool) -> None:
+            configs = strategy.lr_scheduler_configs
+            counting = [each for each in configs if _counts_steps(each)]
+            if interval == "step" and counting and self.session.last_step_was_skipped():
+                strategy.lr_scheduler_configs = [each for each in configs if not _counts_steps(each)]
+            try:
+                original(interval, update_plateau_schedulers=update_plateau_schedulers)
+            finally:
+                strategy.lr_scheduler_configs = configs
+
+        return update
+
+
+def _counts_steps(config: Any) -> bool:
+    """Returns True if a scheduler steps after each step; one that steps every n-th must not miss its turn."""
+    return config.interval == "step" and config.frequency == 1 and not config.reduce_on_plateau
+
+
+def _calls_closure_once(optimizer: Any) -> bool:
+    """Returns True for torch's own optimizers other than LBFGS."""
+    kind = type(optimizer)
+    return getattr(torch.optim, kind.__name__, None) is kind and kind is not torch.optim.LBFGS
+
+
+def _preceded(first: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        try:
+            first()
+        finally:
+            result = original(*args, **kwargs)
+        return result
+
+    return method
+
+
+def _followed(original: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        then()
+        return result
+
+    return method
+
+
+def _check_callbacks(callbacks: list[Any], opt_level: str) -> None:
+    """Raises if a callback writes averages into half weights, which would round them and the masters."""
+    for callback in callbacks:
+        if not _AVERAGING.isdisjoint(base.__name__ for base in type(callback).__mro__):
+            raise UsageError(
+                f"{type(callback).__name__} writes averages into the model's weights, which opt_level={opt_level!r} "
+                "makes half: averages and masters would be rounded. Use opt_level='O1' (or 'O4') with it."
+            )
+
+
+def _converted_parts(module: nn.Module, options: Mapping[str, Any]) -> tuple[list[nn.Module], dict[str, Any]]:
+    """Returns the submodules to convert, and the options with ``keep_fp32`` by their names in these.
+
+    A LightningModule's steps call its submodules, not its forward, so amp casts at their boundaries. The module's own
+    parameters, losses without weights and metrics stay as they are.
+
+    Raises:
+        OptionError: there is no such submodule, or ``keep_fp32`` matches none or cannot be said for each by itself.
+    """
+    wanted = conversion_plan.check_keep_fp32(options.get("keep_fp32"))
+    conversion_plan.check_matches([module], wanted)
+    kept = {
+        each
+        for name, below in module.named_modules()
+        if name and any(conversion_plan.matches(one, name, below) for one in wanted)
+        for each in below.modules()
+    }
+    parts = [part for part in _parts(module) if part not in kept]
+    if not parts:
+        raise OptionError(
+            f"opt_level={options['opt_level']!r} found no submodule of this {type(module).__name__} whose weights to "
+            "convert: its own parameters stay float32. Put the layers into submodules, or use opt_level='O1'."
+        )
+    names = [(name, below in kept) for part in parts for name, below in part.named_modules() if name]
+    inside = dict.fromkeys(name for name, is_kept in names if is_kept)
+    for name, is_kept in names:
+        if name in inside and not is_kept:
+            raise OptionError(
+                f"keep_fp32 keeps one {name!r} in float32, and another submodule of this {type(module).__name__} has a "
+                f"{name!r} that is to be half. Keep both or none, or put the submodules into one."
+            )
+    return parts, {**options, "keep_fp32": [glob.escape(name) for name in inside]}
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the outermost submodules that have weights and a forward."""
+    metric = getattr(sys.modules.get("torchmetrics"), "Metric", ())
+    for child in module.children():
+        if isinstance(child, metric) or not any(each.is_floating_point() for each in child.parameters()):
+            continue
+        if type(child).forward is nn.Module.forward:  # a ModuleList, for example
+            yield from _parts(child)
+        else:
+            yield child

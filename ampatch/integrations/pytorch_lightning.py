@@ -1,0 +1,34 @@
+"""``AmpatchPrecision`` for the Trainer of ``pytorch_lightning``, where ``lightning`` is imported as well.
+
+Owns nothing but that choice. Must leave everything else to `ampatch.integrations.precision_plugin`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ampatch.integrations.precision_plugin import PrecisionPlugin, precision_class
+
+if TYPE_CHECKING:
+    Precision: Any = object
+else:
+    Precision = precision_class("pytorch_lightning")
+
+__all__ = ["AmpatchPrecision"]
+
+
+class AmpatchPrecision(PrecisionPlugin, Precision):  # type: ignore[misc]
+    """Trains, validates, tests and predicts in mixed precision, in a ``Trainer``.
+
+    ::
+
+        trainer = Trainer(plugins=AmpatchPrecision("O1", half_dtype="float16"))
+
+    Args:
+        opt_level: "O0" to "O5", as for ``amp.initialize``.
+        options: other arguments of ``amp.initialize``, except ``models``, ``optimizers``, ``enabled`` and
+            ``num_losses``.
+
+    Raises:
+        OptionError: the level or the name of an option is unknown.
+    """

@@ -1,0 +1,801 @@
+"""Of `ampatch.integrations.lightning`: whatever a user of Lightning's Trainer does, amp is right, or says why not."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import json
+import os
+import pickle
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, completed, dtype_name
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from ampatch import amp
+from ampatch.errors import AmpWarning, IntegrationError, OptionError, UsageError
+from ampatch.integrations.lightning import AmpatchPrecision
+from ampatch.integrations.precision_plugin import precision_class
+
+# Lightning wraps it for good, for Fabric; after each test torch must be what it was.
+torch.compile = torch.compile.__wrapped__
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+]
+
+RANDOM = torch.Generator().manual_seed(0)
+X = torch.randn(256, 8, generator=RANDOM)
+Y = (X[:, 0] > 0).long() + (X[:, 1] > 0).long()
+EACH_LEVEL = pytest.mark.parametrize("level", ["O1", "O2"])
+ADAM = {"optimizer": torch.optim.Adam, "lr": 0.01}
+
+
+class Lit(pl.LightningModule):
+    """Notes the types in which it computes, and its gradients before each step."""
+
+    def __init__(self, optimizer: Any = torch.optim.SGD, lr: float = 0.1, factor: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+        self.optimizer, self.lr, self.factor = optimizer, lr, factor
+        self.seen: set[torch.dtype] = set()
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.net(inputs)
+        self.seen.add(self.net[0](inputs.to(self.net[0].weight.dtype)).dtype)
+        return hidden  # type: ignore[no-any-return]
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1]) * self.factor
+        self.losses.append(loss.item())
+        return loss
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("loss", self.loss(batch))
+
+    def test_step(self, batch: Any, index: int) -> None:
+        self.log("loss", self.loss(batch))
+
+    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
+        return self(batch[0])  # type: ignore[no-any-return]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(norm(amp.master_params(optimizer)))
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=self.lr)
+
+
+def norm(parameters: Any) -> float:
+    gradients = [each.grad.norm() for each in parameters if each.grad is not None]
+    return torch.stack(gradients).float().norm().item() if gradients else 0.0
+
+
+def loader(batch_size: int = 64) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(X, Y), batch_size=batch_size)
+
+
+def trainer(level: str | None = None, half: Any = "float16", amp_options: Any = (), **options: Any) -> pl.Trainer:
+    plugins = None if level is None else AmpatchPrecision(level, half_dtype=half, **dict(amp_options))
+    quiet = {
+        "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "num_sanity_val_steps": 0, "max_epochs": 3,
+    }  # fmt: skip
+    return pl.Trainer(plugins=plugins, **{**quiet, **options})
+
+
+def fit(level: str | None = None, module: Any = None, **options: Any) -> Any:
+    """Trains a module, a fresh one unless it is given."""
+    module = Lit() if module is None else module
+    trainer(level, **options).fit(module, loader())
+    return module
+
+
+def bits(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: each.clone() for name, each in module.state_dict().items()}
+
+
+@pytest.fixture(autouse=True)
+def amp_is_off_afterwards() -> Any:
+    yield
+    assert not amp.is_on()
+
+
+class TestTraining:
+    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+    @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+    @pytest.mark.covering(1)
+    def test_learns_what_float32_learns(self, level: str, half: torch.dtype) -> None:
+        module, plain = fit(level, half=half), fit()
+        assert module.losses[-1] == pytest.approx(plain.losses[-1], rel=5e-3)
+        assert module.seen == {torch.float32 if level == "O0" else half}
+        assert {each.dtype for each in module.parameters()} == {torch.float32}
+
+    def test_at_o0_gives_the_bits_of_lightnings_own(self) -> None:
+        assert_same_state(bits(fit("O0")), bits(fit()))
+
+    def test_one_after_the_other_with_other_levels_and_again(self) -> None:
+        module = fit("O1")
+        again = trainer("O2")
+        again.fit(module, loader())
+        again.fit_loop.max_epochs = 4
+        again.fit(module, loader())
+        assert module.seen == {torch.float16}
+        assert len(module.losses) == 7 * 4
+
+    @EACH_LEVEL
+    @pytest.mark.parametrize(("error", "raised"), [(ZeroDivisionError,) * 2, (KeyboardInterrupt, SystemExit)])
+    @pytest.mark.parametrize("where", ["training_step", "on_train_batch_end", "configure_optimizers"])
+    @pytest.mark.covering(1)
+    def test_that_is_broken_off_leaves_the_masters_in_float32(
+        self, level: str, error: Any, raised: Any, where: str
+    ) -> None:
+        class Breaking(Lit):
+            def step_or_break(self) -> None:
+                if len(self.losses) == 3 or where == "configure_optimizers":
+                    raise error
+
+            def training_step(self, batch: Any, index: int) -> Any:
+                if where == "training_step":
+                    self.step_or_break()
+                return self.loss(batch)
+
+            def on_train_batch_end(self, *_: Any) -> None:
+                if where == "on_train_batch_end":
+                    self.step_or_break()
+
+            def configure_optimizers(self) -> Any:
+                if where == "configure_optimizers":
+                    self.step_or_break()
+                return super().configure_optimizers()
+
+        module = Breaking()
+        with pytest.raises(raised):
+            fit(level, module)
+        assert not amp.is_on()
+        steps = 0 if where == "configure_optimizers" else 3
+        expected = fit(level, max_steps=steps) if steps else Lit()
+        assert_same_state(bits(module), bits(expected))
+
+    @EACH_LEVEL
+    def test_is_over_before_lightning_moves_the_weights_to_the_cpu(self, level: str) -> None:
+        class Moved(Lit):
+            types: Any = None
+
+            def cpu(self) -> Any:
+                self.types = amp.is_on(), {each.dtype for each in self.parameters()}
+                return super().cpu()
+
+        assert fit(level, Moved()).types == (False, {torch.float32})
+
+    def test_passes_its_closure_only_to_optimizers_that_may_call_it_again(self) -> None:
+        class Own(torch.optim.SGD):
+            """An optimizer of the user's."""
+
+        class Watching(Lit):
+            def configure_optimizers(self) -> Any:
+                optimizer = super().configure_optimizers()
+                optimizer.register_step_pre_hook(
+                    lambda _, args, kwargs: self.given.append(len(args) > 1 or bool(kwargs))
+                )
+                return optimizer
+
+        for kind, gets_closure in ((torch.optim.SGD, False), (Own, True)):
+            module = Watching(kind)
+            module.given = []
+            fit("O1", module, max_steps=1)
+            assert module.given == [gets_closure]
+
+    @EACH_LEVEL
+    def test_accumulates(self, level: str) -> None:
+        module = fit(level, accumulate_grad_batches=2, max_epochs=1)
+        plain = fit(accumulate_grad_batches=2, max_epochs=1)
+        assert len(module.norms) == 2
+        assert module.norms == pytest.approx(plain.norms, rel=2e-2)
+
+    @EACH_LEVEL
+    def test_with_lbfgs_which_evaluates_its_closure_several_times(self, level: str) -> None:
+        lbfgs = functools.partial(torch.optim.LBFGS, max_iter=4, history_size=5)
+        module, plain = Lit(lbfgs, lr=0.05), Lit(lbfgs, lr=0.05)
+        trainer(level).fit(module, loader(256))
+        trainer().fit(plain, loader(256))
+        assert len(module.losses) == len(plain.losses) > 3
+        assert module.losses[-1] == pytest.approx(plain.losses[-1], rel=1e-2)
+
+    def test_leaves_out_batches_whose_step_returns_none(self) -> None:
+        class Omitting(Lit):
+            def training_step(self, batch: Any, index: int) -> Any:
+                return self.loss(batch) if index % 2 else None
+
+        module = Omitting()
+        with pytest.warns(UserWarning, match="returned `None`"):
+            fit("O1", module)
+        assert [each > 0 for each in module.norms] == [False, True] * 6
+
+    @EACH_LEVEL
+    def test_is_the_same_with_validation_in_between(self, level: str) -> None:
+        module = Lit()
+        trainer(level, val_check_interval=2).fit(module, loader(), loader())
+        assert_same_state(bits(module), bits(fit(level)))
+
+    def test_with_no_optimizer_raises_at_the_backward_pass(self) -> None:
+        class Without(Lit):
+            def configure_optimizers(self) -> Any:
+                return None
+
+        module = Without()
+        with pytest.warns(UserWarning, match="returned `None`"), pytest.raises(UsageError, match="no optimizer"):
+            fit("O1", module)
+
+    def test_without_effect_warns(self) -> None:
+        class Uncast(Lit):
+            def training_step(self, batch: Any, index: int) -> Any:
+                return self.net[0].weight.square().sum()
+
+        module = Uncast()
+        with pytest.warns(AmpWarning, match="cast nothing"):
+            fit("O1", module)
+
+
+class TestGradients:
+    @EACH_LEVEL
+    @pytest.mark.parametrize("backward", ["automatic", "manual_backward", "loss.backward", "closure"])
+    def test_are_unscaled_in_every_hook(self, level: str, backward: str) -> None:
+        class Hooked(Lit):
+            def __init__(self) -> None:
+                super().__init__()
+                self.automatic_optimization = backward == "automatic"
+                self.after_backward: list[float] = []
+
+            def on_after_backward(self) -> None:
+                self.after_backward.append(norm(self.parameters()))
+
+            def training_step(self, batch: Any, index: int) -> Any:
+                if backward == "automatic":
+                    return self.loss(batch)
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                if backward == "closure":
+                    optimizer.step(closure=lambda: self.manual_backward(self.loss(batch)))
+                    return None
+                loss = self.loss(batch)
+                self.manual_backward(loss) if backward == "manual_backward" else loss.backward()
+                optimizer.step()
+                return None
+
+        plain, module = fit(None, Hooked()), fit(level, Hooked())
+        assert module.norms == pytest.approx(plain.norms, rel=2e-2)
+        assert module.after_backward == pytest.approx(plain.after_backward, rel=2e-2)
+        assert module.seen == {torch.float16}
+
+    @EACH_LEVEL
+    @pytest.mark.parametrize("algorithm", ["norm", "value"])
+    @pytest.mark.parametrize("overridden", [False, True], ids=["trainer", "configure_gradient_clipping"])
+    def test_are_clipped_unscaled(self, level: str, algorithm: str, overridden: bool) -> None:
+        class Clipping(Lit):
+            clipped: tuple[float, ...] = ()
+
+            def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:
+                if overridden:
+                    options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
+                self.clip_gradients(optimizer, **options)
+                self.clipped = (*self.clipped, norm(amp.master_params(optimizer)))
+
+        options = {} if overridden else {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
+        module, plain = fit(level, Clipping(), **options), fit(None, Clipping(), **options)
+        assert module.clipped == pytest.approx(plain.clipped, rel=2e-2)
+        assert module.norms[0] > module.clipped[0] > 0
+        if algorithm == "norm":
+            assert module.clipped[0] == pytest.approx(0.01, rel=1e-3)
+
+    @EACH_LEVEL
+    def test_are_clipped_for_fused_optimizers_too(self, level: str) -> None:
+        fused = functools.partial(torch.optim.SGD, fused=True)
+        module, usual = Lit(fused), Lit()
+        for each in (module, usual):
+            trainer(level, gradient_clip_val=0.05).fit(each, loader())
+        assert module.losses == pytest.approx(usual.losses, rel=1e-3)
+
+    @EACH_LEVEL
+    def test_that_a_hook_edits_are_clipped_as_edited(self, level: str) -> None:
+        class Editing(Lit):
+            def on_before_optimizer_step(self, optimizer: Any) -> None:
+                for each in self.parameters():
+                    each.grad.mul_(3.0)
+
+            def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:
+                self.clip_gradients(optimizer, **options)
+                self.norms.append(norm(amp.master_params(optimizer)))
+
+        options = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
+        module, plain = fit(level, Editing(), **options), fit(None, Editing(), **options)
+        assert module.norms == pytest.approx(plain.norms, rel=2e-2)
+
+    @EACH_LEVEL
+    def test_of_two_optimizers_stay_apart_when_toggled(self, level: str) -> None:
+        class Gan(Lit):
+            def __init__(self) -> None:
+                super().__init__()
+                self.automatic_optimization = False
+                self.critic = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
+                self.critic[0].bias.requires_grad_(False)
+
+            def training_step(self, batch: Any, index: int) -> None:
+                of_net, of_critic = self.optimizers()
+                self.toggle_optimizer(of_net)
+                self.manual_backward(self.loss(batch) - 0.1 * self.critic(self(batch[0])).mean())
+                assert all(each.grad is None for each in self.critic.parameters())
+                of_net.step()
+                of_net.zero_grad()
+                self.untoggle_optimizer(of_net)
+                with of_critic.toggle_model():
+                    self.manual_backward(self.critic(self(batch[0]).detach()).square().mean())
+                    of_critic.step()
+                    of_critic.zero_grad()
+                assert all(each.requires_grad for each in self.net.parameters())
+                assert [each.requires_grad for each in self.critic.parameters()] == [True, False, True, True]
+
+            def configure_optimizers(self) -> Any:
+                return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.net, self.critic)]
+
+        module, plain = fit(level, Gan(), amp_options={"init_scale": 1024.0}), fit(None, Gan())
+        assert module.norms == pytest.approx(plain.norms, rel=3e-2)
+        assert type(module).toggle_optimizer is pl.LightningModule.toggle_optimizer
+        assert not hasattr(pl.LightningModule.toggle_optimizer, "__wrapped__")
+
+    def test_of_a_backward_of_the_modules_own(self) -> None:
+        class Own(Lit):
+            def backward(self, loss: torch.Tensor) -> None:
+                loss.backward(retain_graph=True)
+
+        assert fit("O1", Own()).norms == fit("O1").norms
+
+
+class TestCasting:
+    def test_covers_steps_and_nothing_else(self) -> None:
+        class Noting(Lit):
+            def __init__(self) -> None:
+                super().__init__()
+                self.casts: dict[str, set[bool]] = {}
+
+            def note(self, where: str) -> None:
+                self.casts.setdefault(where, set()).add(amp.settings()["casts_here"])
+
+            def training_step(self, batch: Any, index: int) -> Any:
+                self.note("training_step")
+                return super().training_step(batch, index)
+
+            def validation_step(self, batch: Any, index: int) -> None:
+                self.note("validation_step")
+
+            def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+                self.note("clipping")
+
+            def on_after_backward(self) -> None:
+                self.note("after_backward")
+
+            def on_train_batch_end(self, *_: Any) -> None:
+                self.note("batch_end")
+
+            def on_validation_epoch_end(self) -> None:
+                self.note("epoch_end")
+
+        module = Noting()
+        trainer("O1").fit(module, loader(), loader())
+        assert module.casts.pop("training_step") == module.casts.pop("validation_step") == {True}
+        assert module.casts.keys() == {"clipping", "after_backward", "batch_end", "epoch_end"}
+        assert set().union(*module.casts.values()) == {False}
+
+
+class TestSkippedSteps:
+    @EACH_LEVEL
+    @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+    def test_change_nothing_and_schedulers_know_of_them(self, level: str, manual: bool) -> None:
+        class Scheduled(Lit):
+            def __init__(self) -> None:
+                super().__init__(factor=100.0)  # the first steps overflow
+                self.automatic_optimization = not manual
+                self.skipped: list[bool] = []
+                self.before = bits(self)
+
+            def training_step(self, batch: Any, index: int) -> Any:
+                if not manual:
+                    return self.loss(batch)
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+                optimizer.step()
+                if not amp.step_was_skipped(optimizer):
+                    self.lr_schedulers()[0].step()
+                return None
+
+            def on_train_batch_end(self, *_: Any) -> None:
+                self.skipped.append(amp.step_was_skipped(self.optimizers()))
+                if all(self.skipped):
+                    assert_same_state(bits(self), self.before)
+
+            def configure_optimizers(self) -> Any:
+                optimizer = torch.optim.SGD(self.parameters(), lr=1e-6)
+                intervals = [("step", 1), ("step", 2), ("epoch", 1)]
+                return [optimizer], [
+                    {
+                        "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+                        "interval": interval,
+                        "frequency": frequency,
+                    }
+                    for interval, frequency in intervals
+                ]
+
+        module, running = Scheduled(), trainer(level, max_epochs=2)
+        running.fit(module, loader())
+        assert module.skipped[0]
+        assert not module.skipped[-1]
+        counts = [each.scheduler.last_epoch for each in running.lr_scheduler_configs]
+        assert counts[0] == module.skipped.count(False)
+        assert counts[1:] == ([0, 0] if manual else [4, 2])
+        assert running.global_step == 8
+
+    @pytest.mark.parametrize("by_hand", [False, True], ids=["manual_backward", "amp.scale_loss"])
+    def test_are_of_all_optimizers_unless_the_block_is_of_one(self, by_hand: bool) -> None:
+        class Two(Lit):
+            def __init__(self) -> None:
+                super().__init__()
+                self.automatic_optimization = False
+                self.other = nn.Linear(8, 3)
+                self.skipped: list[tuple[bool, bool]] = []
+
+            def training_step(self, batch: Any, index: int) -> None:
+                both = self.optimizers()
+                losses = self.loss(batch) * 1000, F.cross_entropy(self.other(batch[0]), batch[1])
+                for optimizer, loss in zip(both, losses, strict=True):
+                    optimizer.zero_grad()
+                    block = amp.scale_loss(loss, optimizer) if by_hand else contextlib.nullcontext(loss)
+                    with block as given:
+                        self.manual_backward(given)
+                    optimizer.step()
+                self.skipped.append(tuple(map(amp.step_was_skipped, both)))
+
+            def configure_optimizers(self) -> Any:
+                return [torch.optim.SGD(each.parameters(), lr=1e-6) for each in (self.net, self.other)]
+
+        assert fit("O1", Two(), amp_options={"init_scale": 2048.0}).skipped[0] == (True, not by_hand)
+
+
+class TestCheckpoints:
+    @EACH_LEVEL
+    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+    @pytest.mark.parametrize("at", [None, 2], ids=["after the fit", "in the midst"])
+    @pytest.mark.covering(1)
+    def test_resume_to_the_same_bits(self, level: str, half: Any, at: int | None, tmp_path: Path) -> None:
+        class Saving(pl.Callback):
+            def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+                if trainer.current_epoch + 1 == at:
+                    trainer.save_checkpoint(path)
+
+        def train(epochs: int, **options: Any) -> tuple[Lit, pl.Trainer]:
+            module = Lit(**ADAM)
+            running = trainer(
+                level, half, {"scale_window": 3}, max_epochs=epochs, gradient_clip_val=0.5, callbacks=[Saving()]
+            )
+            running.fit(module, loader(), **options)
+            return module, running
+
+        path = tmp_path / "amp.ckpt"
+        whole, of_whole = train(4)
+        _, first = train(2 if at is None else 3)
+        if at is None:
+            first.save_checkpoint(path)
+        saved = torch.load(path, weights_only=True)
+        assert {each.dtype for each in saved["state_dict"].values()} == {torch.float32}
+        moments = saved["optimizer_states"][0]["state"][0]
+        assert moments["exp_avg"].dtype is torch.float32
+        assert set(saved["AmpatchPrecision"]) == {"loss_scaler0"}
+        resumed, of_resumed = train(4, ckpt_path=path)
+        assert_same_state(bits(resumed), bits(whole))
+        assert_same_state(of_resumed.optimizers[0].state_dict(), of_whole.optimizers[0].state_dict())
+        assert of_resumed.precision_plugin.state_dict() == of_whole.precision_plugin.state_dict()
+        if half is torch.float16:
+            assert of_whole.precision_plugin.state_dict()["loss_scaler0"]["loss_scale"] > 2**16
+
+    def test_load_without_the_plugin_and_the_other_way_round(self, tmp_path: Path) -> None:
+        path = tmp_path / "amp.ckpt"
+        first = trainer("O2", max_epochs=1)
+        first.fit(Lit(), loader())
+        first.save_checkpoint(path)
+        plain = trainer(max_epochs=2)
+        plain.fit(Lit(), loader(), ckpt_path=path)
+        plain.save_checkpoint(path)
+        trainer("O2", max_epochs=3).fit(Lit(), loader(), ckpt_path=path)
+        assert_same_state(bits(Lit.load_from_checkpoint(path)), bits(plain.lightning_module))
+
+    def test_take_over_the_scale_of_16_mixed(self, tmp_path: Path) -> None:
+        path = tmp_path / "mixed.ckpt"
+        plain = trainer(max_epochs=1)
+        plain.fit(Lit(), loader())
+        plain.save_checkpoint(path)
+        saved = torch.load(path, weights_only=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        scaler.scale(torch.ones(()))
+        torch.save({**saved, "MixedPrecision": scaler.state_dict()}, path)
+        resumed = trainer("O1", max_epochs=2)
+        resumed.fit(Lit(), loader(), ckpt_path=path)
+        assert resumed.precision_plugin.state_dict()["loss_scaler0"]["loss_scale"] == 256
+
+    def test_of_something_else_raise(self) -> None:
+        plugin = AmpatchPrecision("O1")
+        plugin.load_state_dict({"loss_scaler0": {"scale": "large"}})
+        with pytest.raises(OptionError):
+            pl.Trainer(plugins=plugin, accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=1).fit(
+                Lit(), loader()
+            )
+
+
+class TestEvaluating:
+    @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+    @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
+    @pytest.mark.covering(1)
+    def test_computes_in_half_and_leaves_every_bit_of_the_weights(self, level: str, entry: str) -> None:
+        module = Lit()
+        before = bits(module)
+        getattr(trainer(level), entry)(module, loader(), **({} if entry == "predict" else {"verbose": False}))
+        assert module.seen == {torch.float16}
+        assert_same_state(bits(module), before)
+
+    def test_casts_each_weight_once(self) -> None:
+        class Counting(Lit):
+            casts: tuple[int, ...] = ()
+
+            def on_predict_batch_end(self, *_: Any) -> None:
+                self.casts = (*self.casts, amp.cast_counts().casts)
+
+        few, many = Counting(), Counting()
+        trainer("O1", limit_predict_batches=1).predict(few, loader())
+        trainer("O1").predict(many, loader())
+        inputs = many.casts[-1] - many.casts[-2]
+        assert few.casts[0] == inputs + 4  # two weights and two biases
+        assert many.casts == tuple(few.casts[0] + inputs * index for index in range(4))
+
+    def test_sees_what_training_has_written(self) -> None:
+        class Comparing(Lit):
+            def validation_step(self, batch: Any, index: int) -> None:
+                with amp.disable_casts():
+                    expected = self.net(batch[0])
+                assert torch.allclose(self(batch[0]).float(), expected, rtol=1e-2, atol=1e-2)
+
+        trainer("O1", val_check_interval=1).fit(Comparing(lr=5.0), loader(), loader())
+
+
+class TestHalfWeights:
+    """At O2 amp casts where a step calls a submodule, as Lightning's steps need not call the module's forward."""
+
+    def test_get_half_inputs_and_give_float32_outputs_wherever_they_are_called(self) -> None:
+        class Parts(Lit):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 3)])
+                self.weight = nn.Parameter(torch.ones(3))
+                self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.1, 1.2]))
+                self.accuracy = MulticlassAccuracy(3)
+
+            def training_step(self, batch: Any, index: int) -> Any:
+                hidden = self.layers[0](batch[0])
+                outputs = self.layers[1](hidden)
+                assert hidden.dtype is outputs.dtype is self.weight.dtype is torch.float32
+                assert self.layers[0].weight.dtype is torch.float16
+                self.log("accuracy", self.accuracy(outputs, batch[1]))
+                return self.criterion(outputs * self.weight, batch[1]) + 0 * self.loss(batch)
+
+        module = fit("O2", Parts())
+        assert not torch.equal(module.weight, torch.ones(3))
+
+    @pytest.mark.parametrize("wanted", ["net.2", "net.*", nn.LayerNorm], ids=str)
+    def test_stay_float32_by_their_full_names(self, wanted: Any) -> None:
+        class Normed(Lit):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net[1] = nn.LayerNorm(16)
+                self.head = nn.Linear(3, 3)
+
+            def training_step(self, batch: Any, index: int) -> Any:
+                kept = {
+                    name for name, each in self.named_modules() if getattr(each, "weight", X).dtype is torch.float32
+                }
+                assert {"net.2", "net.1"} & kept
+                assert self.head.weight.dtype is torch.float16
+                return F.cross_entropy(self.head(self.net(batch[0])), batch[1])
+
+        fit("O2", Normed(), amp_options={"keep_fp32": wanted})
+
+    def test_of_which_one_of_two_is_named_raise_if_that_cannot_be_said(self) -> None:
+        class Twins(Lit):
+            def __init__(self) -> None:
+                super().__init__()
+                self.one = nn.Sequential(nn.Linear(8, 3))
+                self.two = nn.Sequential(nn.Linear(8, 3))
+
+        fit("O2", Twins(), amp_options={"keep_fp32": "one"}, max_steps=1)
+        with pytest.raises(OptionError, match="keep_fp32 keeps one '0'"):
+            fit("O2", Twins(), amp_options={"keep_fp32": "one.0"})
+        with pytest.raises(OptionError, match="matches no submodule"):
+            fit("O2", Twins(), amp_options={"keep_fp32": "three"})
+
+    def test_are_needed(self) -> None:
+        class Bare(pl.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(3))
+
+            def training_step(self, batch: Any, index: int) -> Any:
+                return self.weight.sum()
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        with pytest.raises(OptionError, match=r"found no submodule of this Bare .* use opt_level='O1'"):
+            fit("O2", Bare())
+
+    @pytest.mark.parametrize(
+        "callback", [EMAWeightAveraging(), StochasticWeightAveraging(swa_lrs=0.1)], ids=lambda each: type(each).__name__
+    )
+    def test_raise_with_callbacks_that_would_round_the_masters(self, callback: Any) -> None:
+        with pytest.raises(UsageError, match=f"{type(callback).__name__} writes averages .* Use opt_level='O1'"):
+            fit("O2", callbacks=[callback])
+
+    def test_do_not_hinder_averages_at_o1(self) -> None:
+        averaged = fit("O1", callbacks=[EMAWeightAveraging(decay=0.5)])
+        assert not torch.equal(averaged.net[0].weight, fit("O1").net[0].weight)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_in_float32_and_stay_equal(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("lightning_ranks.py")
+    done = completed([sys.executable, str(script)], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.iterdir()}
+    assert len(results) == 2 * (4 * 3 + 2)
+    for mode in ("automatic", "accumulated", "manual", "unsynchronised", "overflow"):
+        for level in ("O1", "O2"):
+            first, second = results[f"{mode} {level} 0"], results[f"{mode} {level} 1"]
+            assert first == second
+            if mode == "overflow":
+                assert (first["skipped"], first["scale"]) == ([1], 512)
+            else:
+                assert (first["skipped"], first["scale"]) == ([], 1024)
+                assert first["weights"] == pytest.approx(results[f"{mode} float32 0"]["weights"], rel=1e-2, abs=5e-3)
+
+
+class TestBadInput:
+    def test_of_two_precisions_raises(self) -> None:
+        with pytest.raises(ValueError, match=r"Received both `precision=16-mixed` and `plugins=<.*AmpatchPrecision"):
+            trainer("O1", precision="16-mixed")
+        with pytest.raises(MisconfigurationException, match="multiple values for Precision"):
+            pl.Trainer(plugins=[AmpatchPrecision("O1"), AmpatchPrecision("O2")])
+
+    def test_of_unknown_levels_and_options_raises_at_once(self) -> None:
+        with pytest.raises(OptionError, match="opt_level is 'O9'"):
+            AmpatchPrecision("O9")
+        with pytest.raises(OptionError, match=r"unexpected argument half_type\. Did you mean 'half_dtype'"):
+            AmpatchPrecision("O1", half_type="float16")
+        with pytest.raises(OptionError, match="unexpected argument models"):
+            AmpatchPrecision("O1", models=[])
+
+    def test_after_amp_initialize_raises(self) -> None:
+        amp.initialize(nn.Linear(2, 2), half_dtype="float16")
+        with pytest.raises(UsageError, match=r"Type amp.deinitialize\(\) before it"):
+            fit("O1")
+        amp.deinitialize()
+
+    def test_of_a_fit_that_is_deinitialized_raises(self) -> None:
+        class Meddling(Lit):
+            def on_train_batch_end(self, *_: Any) -> None:
+                amp.deinitialize()
+
+        with pytest.raises(UsageError, match="in the midst of a fit"):
+            fit("O1", Meddling())
+
+    def test_of_fabric_raises(self) -> None:
+        fabric = pl.Trainer.__module__.partition(".")[0]
+        fabric = importlib.import_module(f"{fabric}.fabric").Fabric(plugins=AmpatchPrecision("O1"), accelerator="cpu")
+        with pytest.raises(UsageError, match="With Fabric, leave the plugin out"):
+            fabric.setup(nn.Linear(2, 2))
+
+    def test_without_lightning_or_with_an_old_one_raises(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(IntegrationError, match=r"needs nowhere.pytorch, but nowhere is missing. .*'nowhere>=2.5'"):
+            precision_class("nowhere.pytorch")
+        old = types.ModuleType("old_lightning")
+        old.__version__ = "1.9.5"
+        old.__path__ = []
+        monkeypatch.setitem(sys.modules, "old_lightning", old)
+        monkeypatch.setitem(sys.modules, "old_lightning.plugins.precision", types.ModuleType("plugins"))
+        with pytest.raises(IntegrationError, match=r"needs old_lightning 2.5, but found 1.9.5"):
+            precision_class("old_lightning")
+
+
+class TestPackages:
+    def test_that_is_imported_is_chosen(self) -> None:
+        assert precision_class("nowhere", "lightning.pytorch") is pl.plugins.Precision
+        assert isinstance(AmpatchPrecision("O1"), pl.plugins.Precision)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("adapter", ["lightning", "pytorch_lightning"])
+    def test_pytorch_lightning_trains_too(self, adapter: str, tmp_path: Path) -> None:
+        script = f"""
+import warnings
+warnings.simplefilter("ignore")
+import pytorch_lightning as pl
+import torch
+from ampatch.integrations.{adapter} import AmpatchPrecision
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch, index):
+        assert self.net.weight.dtype is torch.float16
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+trainer = pl.Trainer(plugins=AmpatchPrecision("O2", half_dtype="float16"), max_steps=3, accelerator="cpu",
+    logger=False, enable_checkpointing=False, enable_progress_bar=False, gradient_clip_val=1.0)
+trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(64, 4), batch_size=8))
+print("clipped and stepped", trainer.global_step)
+"""
+        done = completed([sys.executable, "-c", script], cwd=tmp_path, env={})
+        assert "clipped and stepped 3" in done.stdout, done.stderr
+
+    @pytest.mark.slow
+    def test_that_is_not_the_trainers_raises_and_names_its_own(self, tmp_path: Path) -> None:
+        script = """
+import lightning.pytorch, pytorch_lightning
+from ampatch.integrations.lightning import AmpatchPrecision
+from ampatch.integrations.pytorch_lightning import AmpatchPrecision as Other
+
+pytorch_lightning.Trainer(plugins=Other("O1"), accelerator="cpu", logger=False, enable_checkpointing=False)
+pytorch_lightning.Trainer(plugins=AmpatchPrecision("O1"), accelerator="cpu", logger=False, enable_checkpointing=False)
+"""
+        done = completed([sys.executable, "-c", script], cwd=tmp_path, env={})
+        assert "integrations.lightning.AmpatchPrecision('O1') for Trainer of lightning.pytorch>. Exp" in done.stderr
+
+    def test_the_plugin_pickles_before_a_fit_and_after(self) -> None:
+        running = trainer("O1", amp_options={"scale_window": 3})
+        for _ in range(2):
+            plugin = pickle.loads(pickle.dumps(running.precision_plugin))
+            assert plugin.state_dict() == running.precision_plugin.state_dict()
+            running.fit(Lit(), loader())
+        assert plugin.state_dict() != {}
+
+    @EACH_LEVEL
+    def test_a_copy_of_the_module_in_a_fit_is_independent(self, level: str) -> None:
+        class Copying(Lit):
+            def on_train_batch_end(self, *_: Any) -> None:
+                self.kept = [copy.deepcopy(self.net)]
+
+        module = fit(level, Copying())
+        assert_same_bits(module.kept[0][0].weight.detach(), module.net[0].weight.detach())
+        assert module.kept[0][0].weight.dtype is torch.float32
