@@ -438,13 +438,14 @@ class TestWeights:
 
     @pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen", "beside frozen ones"])
     def test_no_python_runs_to_serve_one_in_a_frozen_block(self, implementations, is_frozen):
-        _, compiled = implementations("whitelist", torch.float16, seen)
+        # A builtin: calls of Python functions run in Python once torch.compile has watched frames in this process.
+        _, compiled = implementations("whitelist", torch.float16, torch.clone)
         weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
         with torch.no_grad(), compiled.cache.frozen([weight]):
             compiled.cache.enter_forward(compiled)
             used = weight if is_frozen else other
             compiled.function(used)
-            assert frames_of(lambda: compiled.function(used)) == ["seen"]
+            assert frames_of(lambda: compiled.function(used)) == []
             compiled.cache.exit_forward(compiled)
 
     @pytest.mark.gpu
