@@ -345,7 +345,7 @@ class TestNamesWithoutCasts:
 
     @pytest.mark.parametrize(
         ("owner", "name"),
-        [(F, "linear"), (F, "layer_norm"), (torch, "matmul"), (torch.linalg, "norm"), (torch.Tensor, "bmm")],
+        [(F, "linear"), (F, "layer_norm"), (torch, "matmul"), (torch.linalg, "multi_dot"), (torch.Tensor, "bmm")],
         ids=["functional-builtin", "functional", "torch", "linalg", "method"],
     )
     def test_a_name_bound_before_another_tool_replaced_the_function(self, owner, name, module, monkeypatch):

@@ -422,7 +422,7 @@ def _types_as_saved(model: PreTrainedModel) -> Iterator[None]:
     def as_saved(*args: Any, **kwargs: Any) -> Iterator[Tensor]:
         for parameter in parameters(*args, **kwargs):
             dtype = None if live is None else live.conversion.dtype_before(parameter)
-            yield parameter if dtype is None else torch.empty((), dtype=dtype)
+            yield parameter if dtype is None else torch.empty((), dtype=dtype, device=parameter.device)
 
     ledger.set(model, "parameters", as_saved)
     try:
