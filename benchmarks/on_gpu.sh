@@ -75,7 +75,8 @@ tests=("$PYTHON" -m pytest -p no:cacheprovider --continue-on-collection-errors -
 beside=(-p xdist.plugin -n 6) # one GPU: more processes would wait for it, and each holds half a GiB of its memory
 "$PYTHON" -c 'import xdist' 2>/dev/null || beside=()
 core=(tests/test_operators.py tests/test_kernels.py tests/test_no_synchronisation.py tests/test_master_weights.py
-    tests/test_memory.py tests/test_weight_cache.py tests/integration/test_cuda_graphs.py)
+    tests/test_memory.py tests/test_weight_cache.py tests/integration/test_cuda_graphs.py tests/test_host_copy.py
+    tests/test_several_devices.py)
 # Short tests that reach every kernel, lists that are longer than a launch holds, and sums over blocks of threads.
 sanitized=(tests/test_operators.py::TestOnAGpu::test_all_of_them_do_what_torch_does
     tests/test_operators.py::TestUnscale::test_many_tensors_each_with_a_value_of_its_own
