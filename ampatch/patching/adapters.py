@@ -224,8 +224,8 @@ class Adapters:
         """Returns an adapter that casts the weights of a recurrent layer into one buffer, the rest by ``to_half``."""
 
         def with_weights_together(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            place = recurrent_weights.place_of_weights(args)
-            if place is not None and args[place] and not is_compiling():
+            place = None if is_compiling() else recurrent_weights.place_of_weights(args)
+            if place is not None and args[place]:
                 weights = args[place]
                 dtype = self._half_dtype_for(weights[0])
                 if recurrent_weights.can_share_memory(weights, dtype) and self._is_cast_on_device(weights[0]):

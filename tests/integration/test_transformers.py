@@ -620,10 +620,16 @@ class TestEndings:
         trainer.train()
         assert trainer.state.global_step == 4
 
-    def test_ctrl_c_is_seen(self, tmp_path: Path) -> None:
-        callback = calling(on_step_end=lambda **_: os.kill(os.getpid(), signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):
-            make(tmp_path, "O2", callbacks=[callback]).train()
+    def test_ctrl_c_ends_it_like_any_exception(self, tmp_path: Path) -> None:
+        trainer = make(tmp_path, "O2", callbacks=[calling(on_step_end=lambda **_: signal.raise_signal(signal.SIGINT))])
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background has none
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                trainer.train()
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert not amp.is_on()
+        assert types_of(trainer.model) == {torch.float32}
 
     def test_early_stopping(self, tmp_path: Path) -> None:
         given: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
