@@ -212,8 +212,10 @@ class Row:
         if self.fault:
             return self
         low, *_, high = statistics.quantiles(values, n=10, method="inclusive")
-        median = statistics.median
-        return replace(self, median=median(values), low=low, high=high, seconds=median(seconds))
+        median = statistics.median(values)
+        # Interpolation between equal figures rounds, and may end beside the median.
+        low, high = min(low, median), max(high, median)
+        return replace(self, median=median, low=low, high=high, seconds=statistics.median(seconds))
 
     def cell(self) -> str:
         if self.median is None:
