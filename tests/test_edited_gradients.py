@@ -219,6 +219,38 @@ class TestByEveryMeans:
         alike(opt_level, half_dtype, script)
 
 
+class Twins(Weights):
+    """Two weights of one shape, so that one tensor can be the gradient of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Parameter(torch.tensor(START).flip(0))
+
+
+@every_half
+@pytest.mark.parametrize("choice", ["extension", "torch"])
+@pytest.mark.parametrize(
+    "share",
+    [lambda grad: grad, Tensor.detach, lambda grad: grad.view(2, 2).view(4)],
+    ids=["itself", "detached", "viewed"],
+)
+@pytest.mark.covering(1)
+def test_two_weights_with_one_gradient_get_it_unscaled_once(share, choice, half_dtype, select, request):
+    if choice == "extension":
+        request.getfixturevalue("compiled")
+    select(choice)
+
+    def script(run: Run) -> None:
+        for factor in (1.0, 2.0):
+            with run.block(run.model(factor), run.optimizer) as loss:
+                loss.backward()
+                run.model.second.grad = share(run.model.first.grad)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    alike("O2", half_dtype, script, model=Twins)
+
+
 @every_level
 @pytest.mark.covering(1)
 class TestOfMasters:

@@ -35,6 +35,7 @@ _DTYPES = frozenset({*HALVES, torch.float32})
 # For `map` over all tensors of a list: a line of Python for each tensor would cost more than the kernels.
 _KIND = operator.attrgetter("dtype", "device", "layout")
 _DTYPE = operator.attrgetter("dtype")
+_ADDRESS = Tensor.data_ptr
 _IS_RECORDED = operator.attrgetter("requires_grad")
 
 
@@ -229,8 +230,13 @@ def unscale_copy(
         master_grads: float32 tensors of the same number, shapes and devices; their values are overwritten unread.
         inv_scale: reciprocal of the loss scale; 0-dimensional float32.
         found_inf: overflow flag; 0-dimensional float32.
-        write_back: True to copy the results back to ``grads``, as `copy_to_half_grads` does.
+        write_back: True to copy the results back to ``grads``, as `copy_to_half_grads` does; where several of these
+            are one tensor, after all of them are read.
     """
+    if write_back and _share_memory(grads):
+        unscale_copy(grads, master_grads, inv_scale, found_inf, False)
+        copy_to_half_grads(master_grads, grads)
+        return
     for operators, device, (narrow, wide) in _by_implementation(grads, master_grads):
         with _ResultOn(device, found_inf, torch.maximum) as flag:
             operators.unscale_copy(narrow, wide, on_device(inv_scale, device), flag, write_back)
@@ -243,9 +249,19 @@ def unscale_add(
 
     ``found_inf`` reports overflows in ``grads`` only, not in the earlier values of ``master_grads``.
     """
+    if write_back and _share_memory(grads):
+        unscale_add(grads, master_grads, inv_scale, found_inf, False)
+        copy_to_half_grads(master_grads, grads)
+        return
     for operators, device, (narrow, wide) in _by_implementation(grads, master_grads):
         with _ResultOn(device, found_inf, torch.maximum) as flag:
             operators.unscale_add(narrow, wide, on_device(inv_scale, device), flag, write_back)
+
+
+def _share_memory(grads: list[Tensor]) -> bool:
+    """Returns True if a kernel might read a gradient after it has written to the same memory."""
+    addresses = list(map(_ADDRESS, grads))
+    return len(set(addresses)) < len(addresses)
 
 
 def copy_to_half_grads(master_grads: list[Tensor], grads: list[Tensor]) -> None:
