@@ -77,8 +77,11 @@ class Casts(Protocol):
         dtype: torch.dtype,
         layout_of: Callable[[], Layout],  # noqa: ARG002 - for caches that lay them out
     ) -> list[Tensor]:
-        """Returns the weights of a recurrent layer, cast to ``dtype``; here each into memory of its own."""
-        return [weight if weight.dtype is dtype else self.cast(weight, dtype) for weight in weights]
+        """Returns the weights of a recurrent layer, cast to ``dtype``; here each into memory of its own.
+
+        Compilers do not trace it: in code that they compile, the weights are cast as all other arguments.
+        """
+        return recurrent_weights.cast_each(weights, dtype, self.cast)
 
 
 class Adapters:

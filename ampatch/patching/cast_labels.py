@@ -63,7 +63,7 @@ class LabellingCache(WeightCache):
         self, weights: Sequence[Tensor], dtype: torch.dtype, layout_of: Callable[[], Layout]
     ) -> list[Tensor]:
         """Casts as `WeightCache.cast_together` does, under one label."""
-        if is_compiling() or all(self._has(weight, dtype) for weight in weights):
+        if all(self._has(weight, dtype) for weight in weights):
             return super().cast_together(weights, dtype, layout_of)
         with _label("weights", _thread.function, dtype):
             return super().cast_together(weights, dtype, layout_of)

@@ -49,7 +49,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from ampatch.casting.cast_store import Store
 from ampatch.native import calls
-from ampatch.patching.recurrent_weights import Layout
+from ampatch.patching.recurrent_weights import Layout, cast_each
 from ampatch.tracing import is_capturing
 
 _T = TypeVar("_T")
@@ -150,8 +150,8 @@ class WeightCache:
         Returns:
             The casts, in the order of the weights. Under tracers and transforms, each has memory of its own.
         """
-        if is_compiling() or _is_traced() or torch._C._functorch.peek_interpreter_stack() is not None:
-            return [weight if weight.dtype is dtype else self.cast(weight, dtype) for weight in weights]
+        if _is_traced() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return cast_each(weights, dtype, self.cast)
         layout, state = layout_of(), self.state
         stores = [self._store(weight) if type(weight) is Parameter else None for weight in weights]
         found = (
