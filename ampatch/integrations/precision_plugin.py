@@ -11,8 +11,6 @@ import contextlib
 import functools
 import glob
 import importlib
-import inspect
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,15 +20,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ampatch import amp
-from ampatch.errors import IntegrationError, OptionError, UsageError, did_you_mean
+from ampatch.errors import IntegrationError, OptionError, UsageError
+from ampatch.integrations import versions
+from ampatch.integrations.options import hint
+from ampatch.integrations.options import names as option_names
 from ampatch.integrations.trainer_session import TrainerSession, casts_off, casts_on, uninterrupted
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import LEVELS, check_opt_level
 from ampatch.weights import conversion_plan
 
 _LEAST = (2, 5)
-_OWN = {"models", "optimizers", "enabled", "opt_level", "num_losses"}  # arguments that the plugin sets itself
-_OPTIONS = [name for name in inspect.signature(amp.initialize).parameters if name not in _OWN]
+_OPTIONS = option_names("enabled", "opt_level")
 _AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
 
 
@@ -49,9 +49,7 @@ def precision_class(*packages: str) -> Any:
         except ModuleNotFoundError as error:
             missing = missing or error
             continue
-        version = str(package.__version__)
-        if tuple(map(int, re.findall(r"\d+", version)[:2])) < _LEAST:
-            raise IntegrationError(f"AmpatchPrecision needs {name} 2.5, but found {version}. {install}")
+        versions.check("AmpatchPrecision", name, str(package.__version__), _LEAST, install)
         return plugins.Precision
     assert missing is not None
     raise IntegrationError(
@@ -66,7 +64,7 @@ class PrecisionPlugin:
         super().__init__()
         for name in options:
             if name not in _OPTIONS:
-                near = did_you_mean(name, _OPTIONS) or f" Expected opt_level or one of {', '.join(_OPTIONS)}."
+                near = hint(name, _OPTIONS, also="opt_level")
                 raise OptionError(f"AmpatchPrecision got an unexpected argument {name}.{near}")
         self._options = {"opt_level": check_opt_level(opt_level), **options}
         self._saved: dict[str, Any] = {}
@@ -218,17 +216,13 @@ class _Run:
         trainer: Lightning's Trainer.
         module: its LightningModule.
         end: function that ends this run.
-
-    Attributes:
-        session: amp for the run; set by `open`.
     """
-
-    session: TrainerSession
 
     def __init__(self, trainer: Any, module: nn.Module, end: Callable[[], None]) -> None:
         self._trainer = trainer
         self._module: Any = module
         self._ledger = PatchLedger()
+        self._session: TrainerSession | None = None
         self._opened = contextlib.ExitStack()
         self._frozen: contextlib.ExitStack | None = None
         strategy = trainer.strategy
@@ -239,6 +233,12 @@ class _Run:
         self._wrapping = PatchLedger()
         if self._wraps:
             self._wrapping.set(strategy, "configure_ddp", lambda: None)
+
+    @property
+    def session(self) -> TrainerSession:
+        """Amp for the run, from `open` on."""
+        assert self._session is not None
+        return self._session
 
     @property
     def _is_fit(self) -> bool:
@@ -256,7 +256,7 @@ class _Run:
         session = TrainerSession(models, optimizers if self._is_fit else None, options)
         session.open(state)
         self._opened.callback(session.close)
-        self.session = session
+        self._session = session
         self._opened.enter_context(casts_off())
         if self._is_fit:
             self._patch_lightning()
@@ -289,7 +289,7 @@ class _Run:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Returns the state of the loss scale; None if this run has none."""
-        return self.session.state_dict() if hasattr(self, "session") else None
+        return None if self._session is None else self._session.state_dict()
 
     # Steps
 

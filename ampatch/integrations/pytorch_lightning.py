@@ -18,17 +18,4 @@ __all__ = ["AmpatchPrecision"]
 
 
 class AmpatchPrecision(PrecisionPlugin, Precision):  # type: ignore[misc]
-    """Trains, validates, tests and predicts in mixed precision, in a ``Trainer``.
-
-    ::
-
-        trainer = Trainer(plugins=AmpatchPrecision("O1", half_dtype="float16"))
-
-    Args:
-        opt_level: "O0" to "O5", as for ``amp.initialize``.
-        options: other arguments of ``amp.initialize``, except ``models``, ``optimizers``, ``enabled`` and
-            ``num_losses``.
-
-    Raises:
-        OptionError: the level or the name of an option is unknown.
-    """
+    """`ampatch.integrations.lightning.AmpatchPrecision`, for the Trainer of ``pytorch_lightning``."""

@@ -9,20 +9,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
-import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ampatch import amp
 from ampatch.casting.nested import cast_floating
-from ampatch.errors import IntegrationError, OptionError, UsageError, did_you_mean, warn
+from ampatch.errors import IntegrationError, OptionError, UsageError, warn
+from ampatch.integrations import guards, options, versions
 from ampatch.integrations.amp_state import AmpState
 from ampatch.integrations.trainer_session import apart, casts_off, casts_on
-from ampatch.opt_levels import check_flag
 
 _INSTALL = "Type pip install 'skorch>=1.4'."
 try:
@@ -32,19 +29,12 @@ except ModuleNotFoundError as error:
     raise IntegrationError(f"ampatch.integrations.skorch needs skorch, but {error.name} is missing. {_INSTALL}") from (
         error
     )
-if tuple(map(int, re.findall(r"\d+", skorch.__version__)[:2])) < (1, 4):
-    raise IntegrationError(f"ampatch.integrations.skorch needs skorch 1.4, but found {skorch.__version__}. {_INSTALL}")
+versions.check("ampatch.integrations.skorch", "skorch", skorch.__version__, (1, 4), _INSTALL)
 
 __all__ = ["AmpNetMixin", "AmpState"]
 
-_OWN = {"models", "optimizers", "num_losses"}  # arguments of amp.initialize that the net passes itself
-_OPTIONS = [name for name in inspect.signature(amp.initialize).parameters if name not in _OWN]
-_OVERRIDES = ("loss_scale", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
+_OPTIONS = options.names()
 _OF_SCALERS = ("scale", "unscale_", "step", "update", "get_scale", "state_dict", "load_state_dict", "is_enabled")
-_GUARDED = "_is_guarded_by_ampatch"
-
-_M = TypeVar("_M", bound=Callable[..., Any])
-
 
 _NOTHING = contextlib.nullcontext()
 
@@ -54,8 +44,7 @@ def _session(net: Any, training: bool = False) -> contextlib.AbstractContextMana
     return _NOTHING if net._amp_state().is_held_here(training) else net.amp_session(training)
 
 
-# Guards: the code that amp runs around a method of skorch or around an override. An override that calls its parent's
-# method is guarded twice, which is harmless.
+# Guards around methods of skorch
 
 
 def _guard_fit(method: Any) -> Any:
@@ -137,10 +126,7 @@ _GUARDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _guarded(method: _M, name: str = "") -> _M:
-    guarded = _GUARDS[name or method.__name__](method)
-    setattr(guarded, _GUARDED, True)
-    return guarded  # type: ignore[no-any-return]
+_guarded = functools.partial(guards.guarded, _GUARDS)
 
 
 class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -169,17 +155,8 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
         bases = [base.__name__ for base in cls.__mro__ if base.__module__.partition(".")[0] == "skorch"]
         if "AccelerateMixin" in bases:
             raise UsageError(f"{cls.__name__} has AmpNetMixin and AccelerateMixin, and both cast. Leave one out.")
-        if issubclass(cls, NeuralNet) and cls.__mro__.index(NeuralNet) < cls.__mro__.index(AmpNetMixin):
-            raise UsageError(
-                f"{cls.__name__} names AmpNetMixin after the net, whose methods would bypass it. Type "
-                f"class {cls.__name__}(AmpNetMixin, {cls.__bases__[0].__name__})."
-            )
-        for name in _GUARDS:
-            method = cls.__dict__.get(name)
-            if method is None and not hasattr(getattr(cls, name), _GUARDED):  # from a base that precedes the mixin
-                method = _inherited(cls, name)
-            if method is not None and not hasattr(method, _GUARDED):
-                setattr(cls, name, _guarded(method, name))
+        guards.check_precedes(AmpNetMixin, NeuralNet, cls, "net")
+        guards.guard_methods(cls, _GUARDS)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -274,16 +251,12 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
         return self.amp_
 
     def _amp_is_on(self) -> bool:
-        enabled = getattr(self, "amp__enabled", True)
-        if not (check_flag("enabled", enabled) if isinstance(enabled, str) else enabled):
-            return False
-        if getattr(self, "amp__opt_level", "O1") != "O0":
-            return True
-        return any(getattr(self, f"amp__{name}", None) is not None for name in _OVERRIDES)
+        given = {name: getattr(self, f"amp__{name}") for name in options.DECIDING if hasattr(self, f"amp__{name}")}
+        return options.turn_on(given)
 
     def _amp_options(self) -> dict[str, Any]:
-        options = {key: value for key, value in self.get_params_for("amp").items() if not key.startswith("scaler")}
-        return {"verbosity": int(bool(self.verbose)), **options}
+        given = {key: value for key, value in self.get_params_for("amp").items() if not key.startswith("scaler")}
+        return {"verbosity": int(bool(self.verbose)), **given}
 
     def _amp_trained(self, training: bool) -> tuple[list[nn.Module], list[Any]]:
         modules = [getattr(self, name + "_") for name in self._modules]
@@ -339,7 +312,7 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
         known = [f"amp__{name}" for name in (*_OPTIONS, "scaler")]
         for name in sorted(names):
             if name not in known and not name.startswith("amp__scaler__"):
-                near = did_you_mean(name, known) or f" Expected one of {', '.join(known)}."
+                near = options.hint(name, known)
                 raise OptionError(f"__init__() or set_params() got an unexpected argument {name}.{near}")
 
     def set_params(self, **kwargs: Any) -> Any:
@@ -410,12 +383,3 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
                 f"there is no {f_amp}: the net was probably saved with amp off. The loss scale starts afresh. To "
                 "continue without amp, set amp__opt_level='O0'."
             )
-
-
-def _inherited(cls: type, name: str) -> Callable[..., Any]:
-    """Returns a method that calls the method of this name that a class inherits."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(super(cls, self), name)(*args, **kwargs)
-
-    return functools.wraps(getattr(cls, name))(method)

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ampatch import amp, opt_levels
-from ampatch.errors import IntegrationError, OptionError, UsageError, did_you_mean, warn
+from ampatch.errors import IntegrationError, OptionError, UsageError, warn
+from ampatch.integrations import guards, options, versions
 from ampatch.integrations.amp_state import AmpState
 from ampatch.integrations.shared_patches import SharedPatches
 from ampatch.integrations.trainer_session import apart, casts_off, casts_on
@@ -34,10 +33,7 @@ except ModuleNotFoundError as error:
     raise IntegrationError(
         f"ampatch.integrations.transformers needs transformers, but {error.name} is missing. {_INSTALL}"
     ) from error
-if tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2])) < (4, 57):
-    raise IntegrationError(
-        f"ampatch.integrations.transformers needs transformers 4.57, but found {transformers.__version__}. {_INSTALL}"
-    )
+versions.check("ampatch.integrations.transformers", "transformers", transformers.__version__, (4, 57), _INSTALL)
 
 from transformers import PreTrainedModel, Trainer  # noqa: E402
 
@@ -49,16 +45,10 @@ __all__ = ["AmpatchMixin", "AmpatchTrainer"]
 STATE_NAME = "ampatch.pt"
 _GRAD_SCALER_NAME = "scaler.pt"
 
-_OWN = {"models", "optimizers", "num_losses"}  # arguments of amp.initialize that the trainer passes itself
-_OPTIONS = [name for name in inspect.signature(amp.initialize).parameters if name not in _OWN]
-_OVERRIDES = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
-_GUARDED = "_is_guarded_by_ampatch"
-
-_M = TypeVar("_M", bound=Callable[..., Any])
+_OPTIONS = options.names()
 
 
-# Guards: the code that amp runs around a method of Trainer or around an override. An override that calls its parent's
-# method is guarded twice, which is harmless.
+# Guards around methods of Trainer
 
 
 def _guard_train(method: Any) -> Any:
@@ -125,10 +115,7 @@ _GUARDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _guarded(method: _M) -> _M:
-    guarded = _GUARDS[method.__name__](method)
-    setattr(guarded, _GUARDED, True)
-    return guarded  # type: ignore[no-any-return]
+_guarded = functools.partial(guards.guarded, _GUARDS)
 
 
 class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -162,17 +149,8 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if issubclass(cls, Trainer) and cls.__mro__.index(Trainer) < cls.__mro__.index(AmpatchMixin):
-            raise UsageError(
-                f"{cls.__name__} names AmpatchMixin after the trainer, whose methods would bypass it. Type "
-                f"class {cls.__name__}(AmpatchMixin, {cls.__bases__[0].__name__})."
-            )
-        for name in _GUARDS:
-            method = cls.__dict__.get(name)
-            if method is None and not hasattr(getattr(cls, name), _GUARDED):  # from a base that precedes the mixin
-                method = _inherited(cls, name)
-            if method is not None and not hasattr(method, _GUARDED):
-                setattr(cls, name, _guarded(method))
+        guards.check_precedes(AmpatchMixin, Trainer, cls, "trainer")
+        guards.guard_methods(cls, _GUARDS)
 
     def __init__(self, *args: Any, amp: str | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         if amp is not None:
@@ -270,19 +248,14 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
             )
         for name in given:
             if name not in _OPTIONS:
-                near = did_you_mean(name, _OPTIONS) or f" Expected one of {', '.join(_OPTIONS)}."
-                raise OptionError(f"amp has the unknown argument {name!r}.{near}")
+                raise OptionError(f"amp has the unknown argument {name!r}.{options.hint(name, _OPTIONS)}")
         half = opt_levels.check_half_dtype(given.get("half_dtype") or torch.bfloat16)
-        overrides = opt_levels.Overrides(**{name: given.get(name) for name in _OVERRIDES})
+        overrides = opt_levels.Overrides(**{name: given.get(name) for name in options.OVERRIDES})
         opt_levels.resolve(given.get("opt_level", "O1"), half, overrides)
         return {"cast_model_outputs": torch.float32, **given}  # as Accelerate has it with autocast
 
     def _amp_is_on(self) -> bool:
-        options = self._amp_options()
-        enabled = options.get("enabled", True)
-        if not (opt_levels.check_flag("enabled", enabled) if isinstance(enabled, str) else enabled):
-            return False
-        return options.get("opt_level", "O1") != "O0" or any(options.get(name) is not None for name in _OVERRIDES)
+        return options.turn_on(self._amp_options())
 
     def _amp_trained(self, training: bool) -> tuple[list[nn.Module], list[Any]]:
         return [self.model], [bare(self.optimizer)] if training else []
@@ -329,15 +302,6 @@ class AmpatchTrainer(AmpatchMixin, Trainer):
 
         trainer = AmpatchTrainer(model, args, train_dataset=data, amp="O2")
     """
-
-
-def _inherited(cls: type, name: str) -> Callable[..., Any]:
-    """Returns a method that calls the method of this name that a class inherits."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(super(cls, self), name)(*args, **kwargs)
-
-    return functools.wraps(getattr(cls, name))(method)
 
 
 # What excludes amp

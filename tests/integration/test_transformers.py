@@ -365,6 +365,20 @@ class TestOverrides:
         make(tmp_path, {"half_dtype": "float16"}, Both, max_steps=1).train()
         assert products == [torch.float16]
 
+    def test_a_method_under_another_name_is_guarded(self, tmp_path: Path) -> None:
+        def step_of_a_library(trainer: Any, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            output = model(**inputs).loss
+            products.append((torch.mm(torch.ones(2, 2), torch.ones(2, 2))).dtype)
+            output.backward()
+            return output.detach()
+
+        class Borrowing(AmpatchTrainer):
+            training_step = step_of_a_library
+
+        products: list[torch.dtype] = []
+        make(tmp_path, {"half_dtype": "float16"}, Borrowing, max_steps=1).train()
+        assert products == [torch.float16]
+
     @EACH_LEVEL
     @pytest.mark.parametrize("how", ["label smoother", "compute_loss_func", "compute_loss"])
     @pytest.mark.covering(1)

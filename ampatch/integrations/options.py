@@ -1,0 +1,54 @@
+"""The arguments of ``amp.initialize`` that users of a framework give to its adapter.
+
+Owns their names, and whether they turn amp on. Must not read them from a framework's objects.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ampatch import amp
+from ampatch.errors import did_you_mean
+from ampatch.opt_levels import Overrides, check_flag
+
+#: Arguments that replace a value of the opt level.
+OVERRIDES = tuple(field.name for field in dataclasses.fields(Overrides))
+
+#: Arguments that decide whether amp is on.
+DECIDING = ("enabled", "opt_level", *OVERRIDES)
+
+
+def names(*own: str) -> list[str]:
+    """Returns the names of the arguments, without models, optimizers, ``num_losses`` and others that an adapter owns.
+
+    Args:
+        own: further arguments that the adapter passes itself.
+    """
+    excluded = {"models", "optimizers", "num_losses", *own}
+    return [name for name in inspect.signature(amp.initialize).parameters if name not in excluded]
+
+
+def hint(name: str, known: Sequence[str], also: str = "") -> str:
+    """Returns the end of an error about an unknown name: similar names, or all known ones.
+
+    Args:
+        name: name that is not known.
+        known: names that are.
+        also: one more known name, which is not looked at for similarity; empty: none.
+    """
+    return did_you_mean(name, known) or f" Expected {f'{also} or ' if also else ''}one of {', '.join(known)}."
+
+
+def turn_on(given: Mapping[str, Any]) -> bool:
+    """Returns True if amp does anything with these arguments: O0 without overrides does not.
+
+    Raises:
+        OptionError: ``enabled`` is a text other than "True" and "False".
+    """
+    enabled = given.get("enabled", True)
+    if not (check_flag("enabled", enabled) if isinstance(enabled, str) else enabled):
+        return False
+    return given.get("opt_level", "O1") != "O0" or any(given.get(name) is not None for name in OVERRIDES)
