@@ -81,7 +81,9 @@ class Switch:
 
     def suspended(self) -> AbstractContextManager[None]:
         """Turns casts off for amp's own arithmetic, which is never traced; a no-op if no functions are patched."""
-        return _Region(self._count() + 1) if self._patches else _NOTHING
+        if not self._patches:
+            return _NOTHING
+        return _Region(self._count() + 1 if self.thread.off else 1)
 
     def resumed(self) -> AbstractContextManager[None]:
         """Undoes one `suspended` until the block ends: for a closure that an optimizer's step calls."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 import warnings
@@ -688,6 +689,35 @@ class TestLossesBesideTheScaledOne:
                     parameter.grad = torch.ones_like(parameter)
 
         told(step, "nothing went backward through the scaled loss")
+
+    @pytest.mark.usefixtures("no_warning")
+    @pytest.mark.parametrize(
+        "gradients",
+        [
+            pytest.param(torch.autograd.grad, id="grad"),
+            pytest.param(functools.partial(torch.autograd.grad, retain_graph=True), id="a graph kept"),
+            pytest.param(lambda loss, weights: torch.autograd.grad(loss + 1, weights, retain_graph=True), id="a sum"),
+            pytest.param(
+                lambda loss, weights: torch.autograd.grad(
+                    [torch.autograd.graph.get_gradient_edge(loss)], weights, torch.ones(())
+                ),
+                id="an edge of the graph",
+            ),
+            pytest.param(
+                lambda loss, weights: torch.autograd.Variable._execution_engine.run_backward(
+                    (loss,), (torch.ones(()),), False, False, tuple(weights), True, False
+                ),
+                id="torch's engine itself",
+            ),
+        ],
+    )
+    def test_gradients_by_hand_from_the_scaled_loss_are_right(self, gradients):
+        model, optimizer = begun()
+        with amp.scale_loss(loss_of(model), optimizer) as scaled:
+            weights = list(model.parameters())
+            for parameter, gradient in zip(weights, gradients(scaled, weights), strict=True):
+                parameter.grad = gradient
+        optimizer.step()
 
 
 class TestUnscaling:

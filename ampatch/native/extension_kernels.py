@@ -9,6 +9,7 @@ not choose an implementation: `ampatch.native.kernels` does.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ def _run(name: str, narrow: _Tensors, wide: _Tensors | None, written: Sequence[_
         written: the lists that it writes and whose version counters are incremented.
         others: its other arguments.
     """
-    operator, compiled = getattr(torch.ops.ampatch, name), calls.compiled()
+    operator, compiled = _operator(name), calls.compiled()
     lists = (narrow,) if wide is None else (wide, narrow) if name in _WIDE_FIRST else (narrow, wide)
     more = None if compiled is None else compiled.pieces(narrow, wide)
     if more is None:
@@ -42,7 +43,18 @@ def _run(name: str, narrow: _Tensors, wide: _Tensors | None, written: Sequence[_
     else:  # the first tensors tell the device; the lists keep all of them alive
         operator(*(tensors[:1] for tensors in lists), *others, more)
     for tensors in written:
-        (increment_version if compiled is None else compiled.increment_versions)(tensors)
+        _count_writes(tensors)
+
+
+@functools.cache
+def _operator(name: str) -> Any:
+    return getattr(torch.ops.ampatch, name)
+
+
+def _count_writes(tensors: _Tensors) -> None:
+    """Increments the version counters of tensors."""
+    compiled = calls.compiled()
+    (increment_version if compiled is None else compiled.increment_versions)(tensors)
 
 
 def unscale_(grads: _Tensors, inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -95,8 +107,8 @@ def copy_edits(halves: _Tensors, masters: _Tensors, before: Tensor, now: Tensor,
 
 def update_scale(*arguments: Any) -> None:
     """Calls the operator, which writes its first three arguments."""
-    torch.ops.ampatch.update_scale(*arguments)
-    increment_version(arguments[:3])
+    _operator("update_scale")(*arguments)
+    _count_writes(list(arguments[:3]))
 
 
 def copy_differing(narrow: list[Tensor], wide: list[Tensor]) -> None:

@@ -36,6 +36,8 @@ _DTYPES = frozenset({*HALVES, torch.float32})
 _KIND = operator.attrgetter("dtype", "device", "layout")
 _DTYPE = operator.attrgetter("dtype")
 _ADDRESS = Tensor.data_ptr
+# The method below those that amp patches, whose wrappers take as long as the operator.
+_reciprocal = torch._C.TensorBase.reciprocal
 _IS_RECORDED = operator.attrgetter("requires_grad")
 
 
@@ -211,7 +213,7 @@ def unscale_by_(grads: list[Tensor], scale: Tensor) -> Tensor:
     found_inf = torch.zeros_like(scale)
     if not grads:  # all gradients belong to masters
         return found_inf
-    inv_scale = scale.reciprocal()
+    inv_scale = _reciprocal(scale)
     device = _ordinary_device(grads, may_require_grad=False)
     if device == scale.device:  # nearly every step: saves the Python frames of `unscale_`
         _operators_on(device).unscale_(grads, inv_scale, found_inf)

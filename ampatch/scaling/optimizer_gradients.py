@@ -103,7 +103,7 @@ class OptimizerGradients:
 
     def model_parameters(self) -> Iterator[Tensor]:
         """Returns the model's parameters that `parameters` stands for: half parameters instead of masters."""
-        return map(self.masters.parameter_of, self.parameters())
+        return map(self.masters.parameter_of, self.parameters()) if self.masters else self.parameters()
 
     def tensors(self) -> list[Tensor]:
         """Returns the gradients that the optimizer reads, each once."""

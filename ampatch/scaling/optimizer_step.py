@@ -609,8 +609,8 @@ class AdoptedOptimizer:
         last, self._stepped_with = self._stepped_with, None
         if grad is None or is_capturing():  # nothing can be read from the device
             return
-        is_same = last is not None and last[0]() is grad and last[1] == grad._version
-        is_known = is_judged or is_same or bool(self.gradients.pending)
+        is_known = is_judged or bool(self.gradients.pending)
+        is_known = is_known or (last is not None and last[0]() is grad and last[1] == grad._version)
         if before_closure and not is_known:
             return
         if not is_known and any(bool(kernels.values_of(each).any()) for each in self.gradients.of_model()):

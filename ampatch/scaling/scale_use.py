@@ -70,17 +70,21 @@ class ScaleUse:
         self._noted: list[str] = []  # shared with its copies: what has been done for all optimizers that skip
         self._losses: list[Tensor] = []
 
-    def apply(self, loss: Any) -> Any:
-        """Returns losses in float32, multiplied by the scale of this use; see `scaled`.
+    def apply(self, loss: Any) -> tuple[Any, list[Tensor]]:
+        """Multiplies losses by the scale of this use; see `scaled`.
 
         Remembers their values, to report one that is inf or NaN when a step is skipped.
+
+        Returns:
+            The scaled losses in float32, in the same lists, tuples and dicts; and a list of those outside of transforms
+            of `torch.func`, which take no hooks and have no values to read.
         """
         result = scaled(loss, None if self.is_one else self.scale)
+        losses = [each for each in tensors_in(result) if not is_functorch_wrapped_tensor(each)]
         if self.is_checked:
             # Sums without graph: a loss may be a view of a large tensor.
-            values = (each.detach() for each in tensors_in(result) if not is_functorch_wrapped_tensor(each))
-            self._losses = [each.sum() if each.dim() else each for each in values]
-        return result
+            self._losses = [each.sum() if each.dim() else each for each in map(Tensor.detach, losses)]
+        return result, losses
 
     def reuse_scale_of(self, earlier: ScaleUse) -> None:
         """Takes the snapshot of an earlier use, although the scale may have changed since."""

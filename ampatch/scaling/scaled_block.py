@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from ampatch.casting.nested import tensors_in
 from ampatch.distributed import Ranks
 from ampatch.errors import UsageError, warn
 from ampatch.native import kernels
@@ -73,6 +71,7 @@ class ScaledBlock(Generic[_L]):
     Attributes:
         scale_use: this use of the scale; set on entry.
         watched: nodes of the scaled losses in the graph; empty if the block does not warn of other losses.
+        is_used: True once a backward pass went through one of them, or if none is watched.
         has_warned: True once it has.
     """
 
@@ -82,9 +81,9 @@ class ScaledBlock(Generic[_L]):
     _optimizers: list[AdoptedOptimizer]
     _gradients: list[OptimizerGradients]
     watched: tuple[Node, ...] = ()
+    is_used = True
     has_warned = False
     _is_open = False
-    _is_used = True
 
     def __init__(
         self,
@@ -139,12 +138,10 @@ class ScaledBlock(Generic[_L]):
             self.scale_use = scale_use = ScaleUse(self._scaler, self._loss_id, blocks.checks_finite)
             self._unscaling = Unscaling(scale_use, self._gradients, blocks.ranks)
             # First what may run out of memory: nothing has begun then.
-            scaled = scale_use.apply(loss)
-            losses = list(tensors_in(scaled))
+            scaled, losses = scale_use.apply(loss)
             if not self.begin_if_clear():
                 if self._joins_postponed():
-                    scaled = scale_use.apply(loss)
-                    losses = list(tensors_in(scaled))
+                    scaled, losses = scale_use.apply(loss)
                 self._begin(losses)
             if not scale_use.is_one:
                 self._watch(losses)
@@ -213,7 +210,7 @@ class ScaledBlock(Generic[_L]):
         may change or clear them.
 
         Args:
-            losses: the scaled losses.
+            losses: the scaled losses that take hooks.
 
         Raises:
             UsageError: existing gradients are scaled by another scale, or by a block around this one.
@@ -285,7 +282,7 @@ class ScaledBlock(Generic[_L]):
     def _wait_for_backward(self, gradients: Sequence[OptimizerGradients], losses: Sequence[Tensor]) -> None:
         self._waiting = [each.masters.gradients for each in gradients if not each.masters.gradients.are_clear()]
         if self._waiting:
-            self._hooks = [each.register_hook(self._clear_for_backward) for each in _hookable(losses)]
+            self._hooks = [each.register_hook(self._clear_for_backward) for each in losses if each.requires_grad]
         if not self._hooks:
             self._clear_for_backward()
 
@@ -317,16 +314,10 @@ class ScaledBlock(Generic[_L]):
                 optimizer.note_scaled_losses(losses)
         if self._loss_id in self._blocks.warned:
             return
-        hookable = _hookable(losses)
-        self._is_used = not hookable
-        self.watched = tuple(each.grad_fn for each in hookable if each.grad_fn is not None)
-        for each in hookable:
-            each.register_hook(self._note_use)
+        self.watched = tuple(each.grad_fn for each in losses if each.grad_fn is not None)
         if self.watched:
+            self.is_used = False
             self._blocks.watched.append(self)
-
-    def _note_use(self, _: Tensor) -> None:
-        self._is_used = True
 
     def unscales_any_of(self, parameters: Collection[int]) -> bool:
         """Returns True if the block is going to unscale the gradient of one of these parameters.
@@ -356,8 +347,10 @@ class ScaledBlock(Generic[_L]):
         """Unscales, unless that is delayed or DDP has postponed the reduction of these gradients."""
         scale_use, ranks, unscaling = self.scale_use, self._blocks.ranks, self._unscaling
         scale_use.is_open = False
+        self.is_used = (
+            self.is_used or self.has_warned or any(map(_was_freed, self.watched)) or self._existing() == self._before
+        )
         self.watched = ()
-        self._is_used = self._is_used or self.has_warned or self._existing() == self._before
         self._follow_unused()
         if ranks.has_wrappers:
             # If DDP postpones the all-reduce, unscaling waits too: otherwise scaled and unscaled gradients would be
@@ -372,7 +365,7 @@ class ScaledBlock(Generic[_L]):
                 each.note_scaled()
         else:
             unscaling.run(self._delays_check)
-        if not self._is_used and any(each.exist() for each in self._gradients):
+        if not self.is_used and any(each.exist() for each in self._gradients):
             self.has_warned = True
             warn(
                 "nothing went backward through the scaled loss of this amp.scale_loss, and new gradients are divided "
@@ -384,7 +377,7 @@ class ScaledBlock(Generic[_L]):
         """Copies changed half gradients to the masters if no backward pass has begun."""
         waiting = self._stop_waiting()
         if not self.scale_use.is_one and any(gradients.were_written() for gradients in waiting):
-            self._is_used = False
+            self.is_used = False
         for gradients in waiting:
             gradients.copy_edits()
 
@@ -396,6 +389,16 @@ class ScaledBlock(Generic[_L]):
         self._unscaling.abandon()
 
 
-def _hookable(losses: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the losses that take a hook, which runs when their backward pass begins."""
-    return [each for each in losses if each.requires_grad and not is_functorch_wrapped_tensor(each)]
+def _was_freed(node: Node) -> bool:
+    """Returns True if a backward pass has freed the graph of a scaled loss.
+
+    Code that calls torch's engine by itself goes past `ampatch.scaling.unscaled_losses`, which sees all others.
+
+    Args:
+        node: the loss's node, which saves its factor.
+    """
+    try:
+        getattr(node, "_saved_other", None)
+    except RuntimeError:  # torch's error for what is freed
+        return True
+    return False

@@ -1,12 +1,12 @@
 """Warns of backward passes in a ``scale_loss`` block from losses that it did not scale: the block unscales those too.
 
-Must never change a backward pass, nor keep its graph after the block.
+Also notes that a backward pass went through the scaled loss, for the block's own warning. Must never change a backward pass, nor keep its graph after the block.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from ampatch.scaling.scaled_block import ScaledBlock
 def watch(ledger: PatchLedger, open_blocks: Callable[[], Sequence[ScaledBlock[Any]] | None]) -> None:
     """Makes torch's backward passes warn if they begin with another loss than the one that a block around them scaled.
 
+    Blocks learn from it that a backward pass went through their loss.
+
     Args:
         ledger: records what is installed.
         open_blocks: returns the open blocks that warn; None: there are none.
@@ -33,33 +35,51 @@ def watch(ledger: PatchLedger, open_blocks: Callable[[], Sequence[ScaledBlock[An
         result = original(outputs, *args, **kwargs)
         blocks = open_blocks()
         # Inside another backward pass, as in a checkpoint's, the gradients are scaled already.
-        if blocks and kwargs.get("accumulate_grad") and torch._C._current_graph_task_id() == -1:
-            _check(outputs, args[3] if len(args) > 3 else (), blocks)
+        if blocks and torch._C._current_graph_task_id() == -1:
+            scaled = {node: each for each in blocks for node in each.watched}
+            inputs = frozenset(map(id, args[3])) if len(args) > 3 else frozenset()
+            for output in outputs:
+                _follow(output, scaled, blocks, inputs, bool(kwargs.get("accumulate_grad")))
         return result
 
     ledger.set(torch.autograd, "_engine_run_backward", run)
 
 
-def _check(
-    outputs: Iterable[Tensor | GradientEdge], inputs: Sequence[object], blocks: Sequence[ScaledBlock[Any]]
+def _follow(
+    output: Tensor | GradientEdge,
+    scaled: Mapping[Node, ScaledBlock[Any]],
+    blocks: Sequence[ScaledBlock[Any]],
+    inputs: Collection[int],
+    accumulates: bool,
 ) -> None:
-    """Warns, once for each block.
+    """Notes which block's loss a backward pass went through; warns, once for each block, if it began with another loss.
+
+    A hook on the loss would note it too, but costs six times as much.
 
     Args:
-        outputs: the tensors that the backward pass began with.
-        inputs: the only leaves that receive gradients; empty: all leaves.
-        blocks: the blocks around it.
+        output: what the backward pass began with.
+        scaled: the blocks, by the nodes of their scaled losses.
+        blocks: the blocks around the backward pass.
+        inputs: ids of the only leaves that receive gradients; empty: all leaves.
+        accumulates: whether it adds to the gradients of leaves.
     """
-    scaled = {node for each in blocks for node in each.watched}
-    for output in outputs:
-        # A backward pass in pieces begins with an intermediate tensor and a gradient that is scaled already.
-        if not isinstance(output, Tensor) or output.numel() != 1 or output.grad_fn is None:
-            continue
-        leaves = set(leaves_of(output.grad_fn, scaled))
-        if inputs:
-            leaves &= set(map(id, inputs))
+    node = output.node if isinstance(output, GradientEdge) else output.grad_fn
+    if node is None:
+        return
+    if node in scaled:
+        scaled[node].is_used = True
+        return
+    # A backward pass in pieces begins with an intermediate tensor and a gradient that is scaled already.
+    is_loss = accumulates and isinstance(output, Tensor) and output.numel() == 1
+    if not is_loss and all(each.is_used for each in blocks):
+        return
+    leaves, found = _walk(node, scaled)
+    if found is not None:
+        scaled[found].is_used = True
+    elif is_loss:
+        reached = leaves.keys() & inputs if inputs else leaves.keys()
         for each in blocks:
-            if not each.has_warned and each.unscales_any_of(leaves):
+            if not each.has_warned and each.unscales_any_of(reached):
                 each.has_warned = True
                 warn(
                     "this backward pass begins with another loss than the scaled one of the amp.scale_loss block "
@@ -69,20 +89,31 @@ def _check(
                 )
 
 
-def leaves_of(root: Node, scaled: Collection[Node] = ()) -> dict[int, Tensor]:
-    """Returns the leaves of a graph, by id; empty if the graph contains a scaled loss.
-
-    Walks the graph in Python, about a microsecond per node.
+def leaves_of(root: Node) -> dict[int, Tensor]:
+    """Returns the leaves of a graph, by id.
 
     Args:
         root: the node that the backward pass begins with.
-        scaled: the nodes of scaled losses.
     """
-    seen, leaves, waiting = {root}, {}, [root]
+    return _walk(root)[0]
+
+
+def _walk(root: Node, ends: Collection[Node] = ()) -> tuple[dict[int, Tensor], Node | None]:
+    """Walks a graph in Python, about a microsecond per node.
+
+    Args:
+        root: the node that the backward pass begins with.
+        ends: nodes to stop at.
+
+    Returns:
+        The leaves by id, and None; or the leaves found so far, and the first of ``ends``.
+    """
+    leaves: dict[int, Tensor] = {}
+    seen, waiting = {root}, [root]
     while waiting:
         node = waiting.pop()
-        if node in scaled:
-            return {}
+        if node in ends:
+            return leaves, node
         leaf = getattr(node, "variable", None)  # of AccumulateGrad
         if isinstance(leaf, Tensor):
             leaves[id(leaf)] = leaf
@@ -90,4 +121,4 @@ def leaves_of(root: Node, scaled: Collection[Node] = ()) -> dict[int, Tensor]:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-    return leaves
+    return leaves, None
