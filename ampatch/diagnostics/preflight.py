@@ -5,28 +5,24 @@ Owns the order of the runs, and that nothing of the user's changes: copies run, 
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ampatch.diagnostics.examiner import Examiner
 from ampatch.diagnostics.preflight_measuring import Measured, measured
 from ampatch.diagnostics.preflight_mending import Mended, banned_functions, mended
 from ampatch.diagnostics.preflight_operators import Operators, autograd_functions
 from ampatch.diagnostics.preflight_report import FAILS, STANDS, LevelVerdict, Preflight, level_and_halves
-from ampatch.diagnostics.preflight_steps import RandomState, Setup, Step, Subject, dense
+from ampatch.diagnostics.preflight_steps import Setup, Step, dense
+from ampatch.diagnostics.preflight_subject import RandomState, Subject, noting, undisturbed
 from ampatch.diagnostics.preflight_trials import GRADIENT_BOUND, Trial, examined, tried
 from ampatch.diagnostics.preflight_underflows import Underflows
 from ampatch.diagnostics.watch import Watch
-from ampatch.distributed import is_sharded
-from ampatch.errors import AmpError, OptionError, UsageError
+from ampatch.errors import OptionError, UsageError
 from ampatch.runtime import runtime
 from ampatch.scaling.loss_scaler import make_policy
 
@@ -61,9 +57,8 @@ def preflight(
             "amp.preflight sets amp up for copies of the model, and amp is set up already. Type amp.deinitialize() "
             "first."
         )
-    args, kwargs = _arguments(inputs)
-    subject = Subject(_checked(model), args, kwargs, loss_fn)
-    with _undisturbed() as state, _noting(_MEMORY, (torch.OutOfMemoryError,)):
+    subject = Subject.of(model, inputs, loss_fn)
+    with undisturbed() as state, noting(_MEMORY, (torch.OutOfMemoryError,)):
         return _Flight(subject, state, tolerance).run(levels, measure)
 
 
@@ -88,75 +83,6 @@ def checked_levels(levels: object) -> list[Level]:
     if not found:
         raise OptionError("levels is empty; expected opt levels, such as ('O1', 'O2').")
     return list(found)
-
-
-def _arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, torch.Tensor):
-        return (inputs,), {}
-    if isinstance(inputs, (tuple, list)):
-        return tuple(inputs), {}
-    if isinstance(inputs, Mapping):
-        unnamed = [key for key in inputs if not isinstance(key, str)]
-        if unnamed:
-            raise OptionError(f"inputs has the key {unnamed[0]!r}; expected names of the forward's arguments.")
-        return (), dict(inputs)
-    raise OptionError(
-        f"inputs is {type(inputs).__name__!r}; expected a tensor, a tuple of the forward's arguments, or a mapping of "
-        "its keyword arguments."
-    )
-
-
-def _checked(model: nn.Module) -> nn.Module:
-    trainable = False
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise OptionError(f"the model's {name!r} has no shape yet. Run one batch through the model first.")
-        if parameter.is_floating_point() and parameter.dtype is not torch.float32:
-            raise OptionError(
-                f"the model's {name!r} is {str(parameter.dtype).removeprefix('torch.')}; expected float32, with which "
-                "every level is compared. Type model.float() first."
-            )
-        if parameter.device.type not in ("cpu", "cuda"):
-            raise OptionError(
-                f"the model's {name!r} is on {parameter.device.type!r}; expected the CPU or a GPU (cuda)."
-            )
-        trainable |= parameter.requires_grad
-    if not trainable:
-        raise OptionError("the model has no parameter that requires a gradient; expected one to train.")
-    if is_sharded(model.parameters()):
-        raise OptionError("the model's parameters are sharded over ranks; give amp.preflight the model before that.")
-    return model
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[RandomState]:
-    """Runs a block with gradients on, autocast off and nothing compiled; then random numbers go on as without it."""
-    state = RandomState()
-    with contextlib.ExitStack() as stack:
-        stack.callback(state.restore)
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        for device_type in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-        if "torch._dynamo" in sys.modules:  # without it nothing is compiled
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(warnings.catch_warnings())
-            # Of global hooks, which compiled code might not call; but none runs.
-            warnings.filterwarnings("ignore", message="Using `torch.compile")
-        yield state
-
-
-@contextlib.contextmanager
-def _noting(note: str, kinds: tuple[type[BaseException], ...] = (Exception, SystemExit)) -> Iterator[None]:
-    """Adds a note to exceptions of some kinds, those of amp excepted."""
-    try:
-        yield
-    except AmpError:  # says all there is to say
-        raise
-    except kinds as error:
-        error.add_note(note)
-        raise
 
 
 def is_users(error: BaseException) -> bool:
@@ -235,12 +161,12 @@ class _Flight:
         self._state.restore()
         args, kwargs = arguments
         with watch:
-            with _noting(_FORWARD):
+            with noting(_FORWARD):
                 output = model(*args, **kwargs)
-            with _noting(_LOSS):
+            with noting(_LOSS):
                 loss = subject.loss_for(output)
             functions = autograd_functions(loss)
-            with _noting(_BACKWARD):
+            with noting(_BACKWARD):
                 loss.backward()
         gradients = {name: dense(each.grad) for name, each in model.named_parameters() if each.grad is not None}
         step = Step(float(loss.detach()), gradients)

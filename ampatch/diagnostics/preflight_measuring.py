@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ampatch.diagnostics.peak_memory import peak_allocated
-from ampatch.diagnostics.preflight_steps import RandomState, Setup, Subject, noting_warnings, opened_copy, text_of
+from ampatch.diagnostics.preflight_steps import Setup, noting_warnings, opened_copy, text_of
+from ampatch.diagnostics.preflight_subject import RandomState, Subject
 
 _ROUNDS = 3
 

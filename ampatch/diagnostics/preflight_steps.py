@@ -1,19 +1,16 @@
 """Runs steps of copies of a model, at any opt level, on the same random numbers.
 
-Owns the copies, and the arguments of ``amp.initialize`` with which they run. Must never touch the user's model, nor
+Owns the arguments of ``amp.initialize`` with which they run. Must never touch the user's model, nor
 leave a session.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import math
-import random
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampatch.cast_lists.lists import shipped
 from ampatch.diagnostics.operands import with_types
 from ampatch.diagnostics.preflight_report import call_of
-from ampatch.errors import AmpWarning, OptionError
+from ampatch.diagnostics.preflight_subject import Arguments, Subject
+from ampatch.errors import AmpWarning
 from ampatch.native import calls, kernels
 from ampatch.opt_levels import HALVES, LossScale, Overrides, Properties, resolve
 from ampatch.patching import adopted_model
@@ -35,120 +33,6 @@ from ampatch.settings import Settings
 
 #: Below this absolute value float16 flushes to zero, or to its least subnormal number.
 FLUSHED_BELOW = 2.0**-24
-
-#: Positional arguments and keyword arguments.
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The user's model, with what a step of it needs.
-
-    Attributes:
-        model: the user's; only copies of it run.
-        args: positional arguments of its forward.
-        kwargs: keyword arguments.
-        loss_fn: returns the loss for the model's output.
-    """
-
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    loss_fn: Callable[[Any], Any]
-
-    def copied(self) -> nn.Module:
-        """Returns a deep copy of the model without gradients.
-
-        Raises:
-            OptionError: it cannot be copied.
-        """
-        try:
-            # With gradients, parts in TorchScript would be copied into a graph of the user's parameters.
-            with torch.no_grad():
-                model = copy.deepcopy(self.model)
-        except Exception as error:
-            raise OptionError(
-                f"the model cannot be copied by copy.deepcopy ({type(error).__name__}: {error}), and preflight runs "
-                "copies only. Give it a model that has not run yet: tensors that a forward pass computed, kept as "
-                "attributes, cannot be copied."
-            ) from error
-        for mine, original in zip(model.parameters(), self.model.parameters(), strict=True):
-            mine.requires_grad_(original.requires_grad)
-        model.zero_grad(set_to_none=True)
-        return model
-
-    def arguments(self) -> Arguments:
-        """Returns copies of the inputs, since a forward pass may write to them."""
-        return _copied(self.args), _copied(self.kwargs)
-
-    def loss_of(self, model: nn.Module, arguments: Arguments) -> Tensor:
-        """Runs the forward pass of a copy, and returns its loss.
-
-        Raises:
-            OptionError: ``loss_fn`` returns no scalar that depends on a parameter.
-        """
-        args, kwargs = arguments
-        return self.loss_for(model(*args, **kwargs))
-
-    def loss_for(self, output: Any) -> Tensor:
-        """Returns the loss for the output of a forward pass.
-
-        Raises:
-            OptionError: ``loss_fn`` returns no scalar that depends on a parameter.
-        """
-        loss = self.loss_fn(output)
-        if not isinstance(loss, Tensor):
-            raise OptionError(
-                f"loss_fn returned {type(loss).__name__!r}; expected a scalar tensor. For a model that returns its "
-                "loss, type loss_fn=lambda output: output.loss."
-            )
-        if loss.numel() != 1 or not loss.is_floating_point():
-            raise OptionError(
-                f"loss_fn returned a {str(loss.dtype).removeprefix('torch.')} tensor of shape {tuple(loss.shape)}; "
-                "expected a floating-point scalar, such as the mean over the batch."
-            )
-        if not loss.requires_grad:
-            raise OptionError(
-                "the loss depends on no parameter that requires a gradient, so there is no backward pass. Unfreeze a "
-                "parameter (requires_grad_()), and leave .detach() and .item() out of loss_fn."
-            )
-        return loss
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_copied, value))
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    if type(value) is dict:
-        return {key: _copied(each) for key, each in value.items()}
-    try:
-        return copy.deepcopy(value)
-    except (RuntimeError, TypeError):  # such as a tensor with a graph inside of it, or an open file
-        return value
-
-
-class RandomState:
-    """The state of the random number generators of torch, Python and numpy at the time it was made."""
-
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else (numpy.random, numpy.random.get_state())
-
-    def restore(self) -> None:
-        """Restores it."""
-        torch.set_rng_state(self._cpu)
-        if self._gpus:
-            torch.cuda.set_rng_state_all(self._gpus)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            module, state = self._numpy
-            module.set_state(state)
 
 
 class RandomInFloat32(TorchDispatchMode):

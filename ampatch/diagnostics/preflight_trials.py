@@ -18,14 +18,13 @@ from ampatch.diagnostics.preflight_report import FAILS, INACCURATE, OVERFLOWS, S
 from ampatch.diagnostics.preflight_steps import (
     OpenedCopy,
     RandomInFloat32,
-    RandomState,
     Setup,
     Step,
-    Subject,
     noting_warnings,
     opened_copy,
     text_of,
 )
+from ampatch.diagnostics.preflight_subject import RandomState, Subject
 from ampatch.diagnostics.watch import Watch
 from ampatch.diagnostics.watched import WatchedOp, has_half
 from ampatch.errors import LossScaleError

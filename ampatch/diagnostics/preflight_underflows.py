@@ -12,15 +12,8 @@ import torch
 
 from ampatch.diagnostics.operands import with_types
 from ampatch.diagnostics.preflight_report import Underflow
-from ampatch.diagnostics.preflight_steps import (
-    RandomInFloat32,
-    RandomState,
-    Step,
-    Subject,
-    dense,
-    flushed_of,
-    text_of,
-)
+from ampatch.diagnostics.preflight_steps import RandomInFloat32, Step, dense, flushed_of, text_of
+from ampatch.diagnostics.preflight_subject import RandomState, Subject
 from ampatch.diagnostics.watched import WatchedOp
 
 #: The greatest error of the float32 gradients in which the float64 step still counts as the same step.

@@ -1,0 +1,220 @@
+"""The user's model with what one step of it needs: checks it, and hands out copies to run.
+
+Must never touch the model or the inputs, and must leave the process as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ampatch.distributed import is_sharded
+from ampatch.errors import AmpError, OptionError
+
+#: Positional arguments and keyword arguments.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The user's model, with what a step of it needs.
+
+    Attributes:
+        model: the user's; only copies of it run.
+        args: positional arguments of its forward.
+        kwargs: keyword arguments.
+        loss_fn: returns the loss for the model's output.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss_fn: Callable[[Any], Any]
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: object, loss_fn: Callable[[Any], Any]) -> Subject:
+        """Returns the subject, after checks.
+
+        Args:
+            model: the user's.
+            inputs: a tensor, positional arguments, or keyword arguments.
+            loss_fn: returns the loss for the model's output.
+
+        Raises:
+            OptionError: the model cannot be trained in float32 here, or the inputs are no arguments.
+        """
+        args, kwargs = _arguments(inputs)
+        return cls(_checked(model), args, kwargs, loss_fn)
+
+    def copied(self) -> nn.Module:
+        """Returns a deep copy of the model without gradients.
+
+        Raises:
+            OptionError: it cannot be copied.
+        """
+        try:
+            # With gradients, parts in TorchScript would be copied into a graph of the user's parameters.
+            with torch.no_grad():
+                model = copy.deepcopy(self.model)
+        except Exception as error:
+            raise OptionError(
+                f"the model cannot be copied by copy.deepcopy ({type(error).__name__}: {error}), and only "
+                "copies run here. Give it a model that has not run yet: tensors that a forward pass computed, kept as "
+                "attributes, cannot be copied."
+            ) from error
+        for mine, original in zip(model.parameters(), self.model.parameters(), strict=True):
+            mine.requires_grad_(original.requires_grad)
+        model.zero_grad(set_to_none=True)
+        return model
+
+    def arguments(self) -> Arguments:
+        """Returns copies of the inputs, since a forward pass may write to them."""
+        return _copied(self.args), _copied(self.kwargs)
+
+    def loss_of(self, model: nn.Module, arguments: Arguments) -> Tensor:
+        """Runs the forward pass of a copy, and returns its loss.
+
+        Raises:
+            OptionError: ``loss_fn`` returns no scalar that depends on a parameter.
+        """
+        args, kwargs = arguments
+        return self.loss_for(model(*args, **kwargs))
+
+    def loss_for(self, output: Any) -> Tensor:
+        """Returns the loss for the output of a forward pass.
+
+        Raises:
+            OptionError: ``loss_fn`` returns no scalar that depends on a parameter.
+        """
+        loss = self.loss_fn(output)
+        if not isinstance(loss, Tensor):
+            raise OptionError(
+                f"loss_fn returned {type(loss).__name__!r}; expected a scalar tensor. For a model that returns its "
+                "loss, type loss_fn=lambda output: output.loss."
+            )
+        if loss.numel() != 1 or not loss.is_floating_point():
+            raise OptionError(
+                f"loss_fn returned a {str(loss.dtype).removeprefix('torch.')} tensor of shape {tuple(loss.shape)}; "
+                "expected a floating-point scalar, such as the mean over the batch."
+            )
+        if not loss.requires_grad:
+            raise OptionError(
+                "the loss depends on no parameter that requires a gradient, so there is no backward pass. Unfreeze a "
+                "parameter (requires_grad_()), and leave .detach() and .item() out of loss_fn."
+            )
+        return loss
+
+
+def _arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    if isinstance(inputs, Mapping):
+        unnamed = [key for key in inputs if not isinstance(key, str)]
+        if unnamed:
+            raise OptionError(f"inputs has the key {unnamed[0]!r}; expected names of the forward's arguments.")
+        return (), dict(inputs)
+    raise OptionError(
+        f"inputs is {type(inputs).__name__!r}; expected a tensor, a tuple of the forward's arguments, or a mapping of "
+        "its keyword arguments."
+    )
+
+
+def _checked(model: nn.Module) -> nn.Module:
+    trainable = False
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise OptionError(f"the model's {name!r} has no shape yet. Run one batch through the model first.")
+        if parameter.is_floating_point() and parameter.dtype is not torch.float32:
+            raise OptionError(
+                f"the model's {name!r} is {str(parameter.dtype).removeprefix('torch.')}; expected float32, with which "
+                "every level is compared. Type model.float() first."
+            )
+        if parameter.device.type not in ("cpu", "cuda"):
+            raise OptionError(
+                f"the model's {name!r} is on {parameter.device.type!r}; expected the CPU or a GPU (cuda)."
+            )
+        trainable |= parameter.requires_grad
+    if not trainable:
+        raise OptionError("the model has no parameter that requires a gradient; expected one to train.")
+    if is_sharded(model.parameters()):
+        raise OptionError("the model's parameters are sharded over ranks; hand the model in before that.")
+    return model
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_copied, value))
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    if type(value) is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    try:
+        return copy.deepcopy(value)
+    except (RuntimeError, TypeError):  # such as a tensor with a graph inside of it, or an open file
+        return value
+
+
+class RandomState:
+    """The state of the random number generators of torch, Python and numpy at the time it was made."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        self._gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else (numpy.random, numpy.random.get_state())
+
+    def restore(self) -> None:
+        """Restores it."""
+        torch.set_rng_state(self._cpu)
+        if self._gpus:
+            torch.cuda.set_rng_state_all(self._gpus)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            module, state = self._numpy
+            module.set_state(state)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[RandomState]:
+    """Runs a block with gradients on, autocast off and nothing compiled; then random numbers go on as without it."""
+    state = RandomState()
+    with contextlib.ExitStack() as stack:
+        stack.callback(state.restore)
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device_type in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        if "torch._dynamo" in sys.modules:  # without it nothing is compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(warnings.catch_warnings())
+            # Of global hooks, which compiled code might not call; but none runs.
+            warnings.filterwarnings("ignore", message="Using `torch.compile")
+        yield state
+
+
+@contextlib.contextmanager
+def noting(note: str, kinds: tuple[type[BaseException], ...] = (Exception, SystemExit)) -> Iterator[None]:
+    """Adds a note to exceptions of some kinds, those of amp excepted."""
+    try:
+        yield
+    except AmpError:  # says all there is to say
+        raise
+    except kinds as error:
+        error.add_note(note)
+        raise
