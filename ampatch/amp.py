@@ -10,6 +10,7 @@ import importlib
 import itertools
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -75,6 +76,8 @@ from ampatch.weights import conversion_plan
 from ampatch.weights.optimizer_state import parameters_of
 
 if TYPE_CHECKING:
+    from ampatch.diagnostics.comparison import Side
+    from ampatch.diagnostics.comparison_report import Comparison
     from ampatch.diagnostics.explanation_report import Explanation
     from ampatch.diagnostics.preflight_report import LevelVerdict, Preflight
 
@@ -84,6 +87,7 @@ __all__ = [
     "BannedFunctionError",
     "CastCounts",
     "CastListError",
+    "Comparison",
     "Explanation",
     "GradientOverflowError",
     "Handle",
@@ -104,6 +108,7 @@ __all__ = [
     "cast_counts",
     "clear_cache",
     "clip_grad_norm_",
+    "compare",
     "convert_model",
     "deinitialize",
     "disable_casts",
@@ -148,6 +153,7 @@ def __dir__() -> list[str]:
 
 #: Classes of `ampatch.diagnostics`, which is imported only by those who use it.
 _IMPORTED_ON_USE = {
+    "Comparison": "comparison_report",
     "Explanation": "explanation_report",
     "LevelVerdict": "preflight_report",
     "Preflight": "preflight_report",
@@ -682,10 +688,7 @@ def preflight(
         Exception: what the model or ``loss_fn`` raises in float32, with a note that says so.
     """
     checked = adopted_model.check_model(model)
-    if not callable(loss_fn):
-        raise OptionError(
-            f"loss_fn is {type(loss_fn).__name__!r}; expected a function that returns the loss for the model's output."
-        )
+    _check_loss_fn(loss_fn)
     bound = tolerance if isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool) else math.nan
     if not 0 < bound < math.inf:
         raise OptionError(f"tolerance is {tolerance!r}; expected a positive number, such as 0.05.")
@@ -694,6 +697,60 @@ def preflight(
     return preflights.preflight(
         checked, inputs, loss_fn, preflights.checked_levels(levels), bound, _flag("measure", measure)
     )
+
+
+def compare(
+    model: nn.Module | str | os.PathLike[str],
+    inputs: Any,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    a: Any = "O0",
+    b: Any = "O1",
+) -> Comparison:
+    """Runs the same step twice, and says where the results part first and most; or compares two saved reports.
+
+    ::
+
+        print(amp.compare(model, batch, lambda output: F.cross_entropy(output, labels), "O0", "O1"))
+        print(amp.compare("monday.json", "tuesday.json"))
+
+    Both steps run on copies of the model with the same random numbers, dropout included, and the same loss scale.
+    Calls are matched by function, module and line, in forward and backward pass. Each operator of b also runs on a's
+    inputs, which tells its own error from the error of its inputs. Errors are judged beside the rounding noise of the
+    half type.
+
+    The model, its gradients, its buffers and the random numbers stay as they are. Both steps keep the tensors of all
+    their operators alive. Compiled parts run uncompiled.
+
+    Args:
+        model: float32, on the CPU or a GPU, as it would be passed to `initialize`; or the file of a saved report.
+        inputs: one tensor; a tuple or list of the forward's arguments; or a mapping of its keyword arguments. After a
+            file, the file to compare it with.
+        loss_fn: returns the loss, a scalar tensor, for the model's output; left out for files.
+        a: the step to compare with: an opt level; or a mapping with ``opt_level`` and, if they are not to be the
+            defaults of `initialize`, ``half_dtype`` and ``cast_lists``.
+        b: the step to judge, in the same form.
+
+    Returns:
+        The rows and a verdict; it prints as tables.
+
+    Raises:
+        UsageError: amp is set up.
+        OptionError: an argument has a value that is not allowed; the model cannot be copied; ``loss_fn`` returns no
+            scalar that depends on a parameter; or a file is no report of this version.
+        CastListError: cast lists have faults.
+        Exception: what the model or ``loss_fn`` raises, with a note that says at which level.
+    """
+    if isinstance(model, (str, os.PathLike)):
+        if loss_fn is not None or (a, b) != ("O0", "O1"):
+            raise OptionError("amp.compare takes a model, its inputs and loss_fn; or two files of reports and no more.")
+        from ampatch.diagnostics import comparison_files
+
+        return comparison_files.compare(model, inputs)
+    checked = adopted_model.check_model(model)
+    _check_loss_fn(loss_fn)
+    from ampatch.diagnostics import comparison
+
+    return comparison.compare(checked, inputs, loss_fn, _side("a", a, checked), _side("b", b, checked))
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
@@ -1097,6 +1154,41 @@ def _joined_and_replaced(settings: Settings) -> tuple[Session | None, Session | 
             "arguments."
         )
     return (None, live) if other else (live, None)
+
+
+def _check_loss_fn(loss_fn: object) -> None:
+    if not callable(loss_fn):
+        raise OptionError(
+            f"loss_fn is {type(loss_fn).__name__!r}; expected a function that returns the loss for the model's output."
+        )
+
+
+def _side(letter: str, given: object, model: nn.Module) -> Side:
+    """Returns one of the two steps of `compare`."""
+    from ampatch.diagnostics.comparison import Side
+    from ampatch.diagnostics.preflight_steps import Setup
+
+    options = {"opt_level": given} if isinstance(given, str) else given
+    if not isinstance(options, Mapping):
+        raise OptionError(f"{letter} is {given!r}; expected an opt level ('O1'), or a mapping with 'opt_level'.")
+    known = ("opt_level", "half_dtype", "cast_lists")
+    unknown = [key for key in options if key not in known]
+    if unknown:
+        hint = did_you_mean(unknown[0], known)
+        raise OptionError(f"{letter} has the key {unknown[0]!r}; expected {', '.join(known)}.{hint}")
+    level, overlay = options.get("opt_level", "O1"), options.get("cast_lists")
+    try:
+        half = _half_dtype(options.get("half_dtype"), None, "", level, [model])
+        properties = opt_levels.resolve(level, half, opt_levels.Overrides())
+    except OptionError as error:
+        raise OptionError(f"in {letter}: {error}") from None
+    if overlay is not None and not properties.patch_torch_functions:
+        raise OptionError(f"{letter} has cast_lists, and {level} does not patch torch's functions; expected O1 or O4.")
+    setup = Setup(level, properties.half_dtype, overlay=() if overlay is None else overlay)
+    setup.settings()  # which raises if the lists have faults
+    half_name = "" if level == "O0" else f" {setup.half_name}"
+    lists = "" if overlay is None else f" with {overlay if isinstance(overlay, str) else 'cast_lists'}"
+    return Side(letter, f"{level}{half_name}{lists}", setup)
 
 
 def _max_norm(value: Any) -> float:

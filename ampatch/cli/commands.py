@@ -36,6 +36,7 @@ _DIFF = "Prints where the casts of another system, or of a file of yours, differ
 _EXPLAIN = "Explains what amp does to a function: which rule, from which file and line, and why."
 _DOCTOR = "Prints the facts a bug report needs: versions, devices, kernels, and who patched which torch functions."
 _PREFLIGHT = "Tells which opt levels a model stands, and what to type for those that it does not."
+_COMPARE = "Tells in which numbers two saved reports differ most: casts, bytes, steps, gradients that underflow."
 _BUILD = "Compiles the extension (kernels, and faster calls of patched functions); amp uses it from then on."
 
 
@@ -343,6 +344,21 @@ def _step_of(target: str, inputs: object) -> str:
     return f"import {module}; model, inputs, loss_fn = {module}.{function}(); loss_fn(model({stars}inputs)).backward()"
 
 
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    for name in ("a", "b"):
+        parser.add_argument(name, type=_file, metavar=f"{name.upper()}.json", help="a file that report.save() wrote")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(run=_compare)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from ampatch.diagnostics import comparison_files
+
+    result = comparison_files.compare(arguments.a, arguments.b)
+    _print([json.dumps(result.to_dict(), indent=2)] if arguments.json else str(result).splitlines())
+    return 0
+
+
 def _add_build(parser: argparse.ArgumentParser) -> None:
     from ampatch.native import extension_build
 
@@ -469,5 +485,6 @@ _COMMANDS = {
     "explain": (_EXPLAIN, _add_explain),
     "doctor": (_DOCTOR, _add_doctor),
     "preflight": (_PREFLIGHT, _add_preflight),
+    "compare": (_COMPARE, _add_compare),
     "build": (_BUILD, _add_build),
 }

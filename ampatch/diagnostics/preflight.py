@@ -22,7 +22,7 @@ from ampatch.diagnostics.preflight_subject import RandomState, Subject, noting, 
 from ampatch.diagnostics.preflight_trials import GRADIENT_BOUND, Trial, examined, tried
 from ampatch.diagnostics.preflight_underflows import Underflows
 from ampatch.diagnostics.watch import Watch
-from ampatch.errors import OptionError, UsageError
+from ampatch.errors import OptionError
 from ampatch.runtime import runtime
 from ampatch.scaling.loss_scaler import make_policy
 
@@ -52,13 +52,8 @@ def preflight(
         UsageError: amp is set up.
         OptionError: the model or its step cannot be judged.
     """
-    if runtime.live is not None:
-        raise UsageError(
-            "amp.preflight sets amp up for copies of the model, and amp is set up already. Type amp.deinitialize() "
-            "first."
-        )
     subject = Subject.of(model, inputs, loss_fn)
-    with undisturbed() as state, noting(_MEMORY, (torch.OutOfMemoryError,)):
+    with undisturbed("amp.preflight") as state, noting(_MEMORY, (torch.OutOfMemoryError,)):
         return _Flight(subject, state, tolerance).run(levels, measure)
 
 

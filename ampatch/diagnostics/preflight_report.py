@@ -413,7 +413,7 @@ def _reason(each: LevelVerdict, bound: float) -> str:
         return f" at a loss scale of {_number(each.loss_scale, 'g')}."
     headline = str(trace).splitlines()[0]
     module = "" if trace.module is None else f" Module: {trace.module or '(the model)'}."
-    line = "" if trace.file is None else f" Line: {_shown(trace.file)}:{trace.line}."
+    line = "" if trace.file is None else f" Line: {shown_path(trace.file)}:{trace.line}."
     return f" at a loss scale of {_number(each.loss_scale, 'g')}. {headline}{module}{line}"
 
 
@@ -459,7 +459,7 @@ def _about_noise(rows: Sequence[Underflow], unknown: str) -> str:
 
 def _unlisted(row: Unlisted) -> tuple[str, str]:
     kind = "" if row.kind == "torch function" else f"{row.kind} "
-    where = "" if row.file is None else f"{_shown(row.file)}:{row.line}"
+    where = "" if row.file is None else f"{shown_path(row.file)}:{row.line}"
     module = "" if row.module is None else f"module {row.module or '(the model)'}"
     if row.kind == "torch function":
         return ", ".join(filter(None, (row.function, module))), ""
@@ -474,7 +474,7 @@ def _called(location: Location) -> str:
 
 def _place(location: Location) -> str:
     module = None if location.module is None else f"module {location.module or '(the model)'}"
-    line = None if location.file is None else f"{_shown(location.file)}:{location.line}"
+    line = None if location.file is None else f"{shown_path(location.file)}:{location.line}"
     return ", ".join(filter(None, (module, line))) + (f": {location.source}" if location.source else "")
 
 
@@ -482,7 +482,7 @@ def _times(calls: int) -> str:
     return "" if calls == 1 else f", {calls} calls"
 
 
-def _shown(file: str) -> str:
+def shown_path(file: str) -> str:
     """Returns a path as short as it can be: relative to the current folder, or to one that Python imports from."""
     path, cwd = Path(file), Path.cwd()
     if path.is_relative_to(cwd):

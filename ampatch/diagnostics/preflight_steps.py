@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampatch.cast_lists.lists import shipped
+from ampatch.cast_lists.lists import Overlay, shipped
 from ampatch.diagnostics.operands import with_types
 from ampatch.diagnostics.preflight_report import call_of
 from ampatch.diagnostics.preflight_subject import Arguments, Subject
@@ -104,12 +104,14 @@ class Setup:
         half_dtype: the half type.
         parts: changes to the level's defaults.
         init_scale: first value of a dynamic scale.
+        overlay: the user's cast lists, below the parts.
     """
 
     opt_level: str
     half_dtype: torch.dtype
     parts: tuple[Part, ...] = ()
     init_scale: float = 2.0**16
+    overlay: Overlay = ()
 
     @property
     def half_name(self) -> str:
@@ -137,10 +139,10 @@ class Setup:
         Raises:
             CastListError: the overlay has faults.
         """
-        properties, overlay = self.properties, self.cast_lists
+        properties, lists, overlay = self.properties, shipped().overlaid(self.overlay), self.cast_lists
         return Settings(
             properties,
-            shipped() if overlay is None else shipped().overlaid(overlay),
+            lists if overlay is None else lists.overlaid(overlay),
             make_policy(properties.loss_scale, init_scale=self.init_scale),
             keep_fp32=tuple(self._values("keep_fp32")),
         )

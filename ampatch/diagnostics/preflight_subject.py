@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ampatch.distributed import is_sharded
-from ampatch.errors import AmpError, OptionError
+from ampatch.errors import AmpError, OptionError, UsageError
+from ampatch.runtime import runtime
 
 #: Positional arguments and keyword arguments.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -190,8 +191,19 @@ class RandomState:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[RandomState]:
-    """Runs a block with gradients on, autocast off and nothing compiled; then random numbers go on as without it."""
+def undisturbed(caller: str) -> Iterator[RandomState]:
+    """Runs a block with gradients on, autocast off and nothing compiled; then random numbers go on as without it.
+
+    Args:
+        caller: the public function that sets amp up in the block.
+
+    Raises:
+        UsageError: amp is set up already.
+    """
+    if runtime.live is not None:
+        raise UsageError(
+            f"{caller} sets amp up for copies of the model, and amp is set up already. Type amp.deinitialize() first."
+        )
     state = RandomState()
     with contextlib.ExitStack() as stack:
         stack.callback(state.restore)

@@ -91,7 +91,7 @@ def tried(subject: Subject, reference: Step, setup: Setup, state: RandomState) -
             names = {id(module): name for name, module in opened.model.named_modules()}
             is_refused = False
             try:
-                step, scale, trace = _until_finite(subject, opened, setup, state, names)
+                step, scale, trace = until_finite(subject, opened, setup, state, names)
             except Exception as error:
                 around += _around(error, names)
                 raise
@@ -109,7 +109,7 @@ def tried(subject: Subject, reference: Step, setup: Setup, state: RandomState) -
     return replace(trial, verdict=verdict, loss_error=reference.loss_error(step), gradient_error=lost)
 
 
-def _until_finite(
+def until_finite(
     subject: Subject, opened: OpenedCopy, setup: Setup, state: RandomState, names: Mapping[int, str]
 ) -> tuple[Step, float, OverflowTrace | None]:
     """Returns the last step, its scale, and the trace that most scales have in common."""

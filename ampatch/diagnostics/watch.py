@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ampatch.diagnostics import mode_stacks
@@ -38,6 +39,8 @@ from ampatch.tracing import is_capturing, is_recording
 _MEASURED = HALVES | {torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 _NOT_USER_CODE = ("ampatch", "torch")
+#: Modules that call the user's model: lines above them called ampatch, and no operator.
+_CALLERS = frozenset({"ampatch.diagnostics.preflight", "ampatch.diagnostics.preflight_subject"})
 #: Operators outside of modules that keep their arguments.
 _KEPT_OUTSIDE = 2000
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
@@ -70,6 +73,8 @@ class Watch:
         keep: returns whether the arguments of an operator are kept alive, given what went in and came out; by default
             none are. For an operator that writes to its inputs, these are all that is given.
         always: whether to record without gradients too; otherwise only forward passes that may have a backward pass.
+        keep_results: whether to keep copies of all results, which later operators may write to. Parameters among the
+            arguments then keep the memory that they have now: the end of a session gives them other memory.
 
     Attributes:
         ops: the operators recorded, in the order in which they ran.
@@ -77,13 +82,19 @@ class Watch:
         missed_threads: True if a module ran in another thread, which is not watched.
     """
 
-    def __init__(self, keep: Callable[[Sequence[Values]], bool] | None = None, always: bool = False) -> None:
+    def __init__(
+        self,
+        keep: Callable[[Sequence[Values]], bool] | None = None,
+        always: bool = False,
+        keep_results: bool = False,
+    ) -> None:
         self.ops: list[WatchedOp] = []
         self.gradients: list[ArrivedGradient] = []
         self._loss: Values | None = None
         self.missed_threads = False
         self._keep = keep
         self._always = always
+        self._keep_results = keep_results
         self._written = WrittenMemory()
         self._by_node: dict[int, WatchedOp | None] = {}
         self._count = 0
@@ -271,23 +282,29 @@ class Watch:
     def _run_watched(self, watched: WatchedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         op, keep = watched.op, self._keep
         writes = bool(_written_positions(op))
-        watched.inputs = [self._values_of(each) for each in _measured((args, kwargs))]
+        watched.inputs = [self._values_of(each) for each in measured((args, kwargs))]
         if keep is not None and writes and keep(watched.inputs):
             watched.arguments = _with_copies_of_written(op, args, kwargs)
         result = op(*args, **kwargs)
         if watched.op_name in _UNINITIALISED:
-            for each in _measured(result):
+            for each in measured(result):
                 self._written.drop(each)
             return result
-        watched.outputs = [self._write(each, watched) for each in _measured(result)]
+        watched.outputs = [self._write(each, watched) for each in measured(result)]
         if keep is not None and not writes and keep((*watched.inputs, *watched.outputs)):
             watched.arguments = args, kwargs
+        if self._keep_results:
+            with torch.no_grad(), paused():
+                watched.results = tuple(each.detach().clone() for each in measured(result))
         self._note(watched)
         return result
 
     def _note(self, watched: WatchedOp) -> None:
         """Adds an operator to the record."""
         if watched.arguments is not None:
+            if self._keep_results:
+                with torch.no_grad(), paused():
+                    watched.arguments = tree_map_only(nn.Parameter, Tensor.detach, watched.arguments)
             watched.versions = versions_of(watched.arguments)
             if not watched.modules:
                 self._outside.append(watched)
@@ -307,7 +324,7 @@ class Watch:
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a torch function; operators below it are recorded as parts of it."""
         if function is _BACKWARD:
-            self._loss = next((self._values_of(each) for each in _measured(args[:1])), None)
+            self._loss = next((self._values_of(each) for each in measured(args[:1])), None)
         self._functions.append(function)
         try:
             return function(*args, **kwargs)
@@ -322,7 +339,7 @@ class Watch:
 
     def _note_gradient(self, node: Any, args: tuple[Any, ...]) -> None:
         arrival = torch._C._current_graph_task_id(), id(node.variable)
-        incoming = _measured(args)
+        incoming = measured(args)
         if incoming and arrival != self._last_arrival:  # several operators may take a gradient in
             self._last_arrival = arrival
             self.gradients.append(ArrivedGradient(node.variable, self._values_of(incoming[-1]), self._loss))
@@ -395,7 +412,8 @@ _BACKWARD = Tensor.backward
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
-def _measured(value: Any) -> list[Tensor]:
+def measured(value: Any) -> list[Tensor]:
+    """Returns the floating-point and complex tensors in arguments or results, of which a watch knows the values."""
     return [each for each in tensors_in(value) if each.dtype in _MEASURED]
 
 
@@ -425,6 +443,8 @@ def _as_float(numbers: Tensor) -> Tensor:
 @cache
 def _is_view(op: Any) -> bool:
     """Returns True if the results of an operator share memory with its arguments, and it writes nothing."""
+    if op is _aten._unsafe_view.default:  # a view, of which its schema says nothing
+        return True
     returns = op._schema.returns
     return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
 
@@ -458,7 +478,10 @@ def _user_place() -> Place | None:
     """Returns the innermost line that is neither torch's nor amp's; in a backward pass one that the engine called."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not _ENGINE:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_USER_CODE:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module in _CALLERS:
+            return None
+        if module.partition(".")[0] not in _NOT_USER_CODE:
             return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return None

@@ -117,6 +117,7 @@ class WatchedOp:
         parameter: the parameter whose gradient it adds to or takes in; None for all other operators.
         has_inf_argument: True if a number among its arguments is inf, such as the value of a mask.
         arguments: the arguments, if the watch keeps them; None otherwise.
+        results: copies of the floating-point outputs, if the watch keeps them.
         versions: version counters of the tensors among them.
         readers: operators that read its results.
     """
@@ -134,6 +135,7 @@ class WatchedOp:
     parameter: Tensor | None = None
     has_inf_argument: bool = False
     arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    results: tuple[Tensor, ...] = ()
     versions: tuple[int, ...] = ()
     readers: list[WatchedOp] = field(default_factory=list)
 

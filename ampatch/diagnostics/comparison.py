@@ -1,0 +1,193 @@
+"""`amp.compare` of two steps: runs both on copies of the model, and says where b parts from a.
+
+Owns the order of the runs, and the verdict. Must never touch the user's model, nor leave a session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampatch.diagnostics import mode_stacks
+from ampatch.diagnostics.comparison_calls import Call, Precision, calls_of, distance, first_of, matched, rows_of
+from ampatch.diagnostics.comparison_report import ComparedRow, Comparison, GradientError, where
+from ampatch.diagnostics.examiner import Examiner
+from ampatch.diagnostics.preflight_steps import Part, RandomInFloat32, Setup, Step, noting_warnings, opened_copy
+from ampatch.diagnostics.preflight_subject import RandomState, Subject, noting, undisturbed
+from ampatch.diagnostics.preflight_trials import until_finite
+from ampatch.diagnostics.watch import Watch
+from ampatch.opt_levels import HALVES
+from ampatch.scaling.loss_scaler import make_policy
+
+_MEMORY = "ampatch: amp.compare keeps all tensors of both steps. Give it a smaller batch."
+_OTHER_THREADS = "forward passes in other threads were not compared"
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two steps.
+
+    Attributes:
+        letter: "a" or "b".
+        name: its name in the result, such as "O1 bfloat16".
+        setup: the arguments of ``amp.initialize``.
+    """
+
+    letter: str
+    name: str
+    setup: Setup
+
+
+def compare(model: nn.Module, inputs: object, loss_fn: Any, a: Side, b: Side) -> Comparison:
+    """Runs what `amp.compare` describes.
+
+    Args:
+        model: the user's model.
+        inputs: a tensor, positional arguments, or keyword arguments.
+        loss_fn: returns the loss for the model's output.
+        a: the step to compare with.
+        b: the step to judge.
+
+    Raises:
+        UsageError: amp is set up.
+        OptionError: the model or its step cannot be run.
+    """
+    subject = Subject.of(model, inputs, loss_fn)
+    notes: list[str] = []
+    with (
+        undisturbed("amp.compare") as state,
+        noting(_MEMORY, (torch.OutOfMemoryError,)),
+        noting_warnings(notes),
+    ):
+        scale = _loss_scale(subject, (a, b), state)
+        of_a, of_b = (_recorded(subject, side, scale, state) for side in (a, b))
+        precision = Precision.of(of_a.calls, of_b.calls)
+        pairs = matched(of_a.calls, of_b.calls)
+        rows = tuple(rows_of(pairs, precision))
+    if of_a.missed_threads or of_b.missed_threads:
+        notes.append(_OTHER_THREADS)
+    noise = precision.noise(max((each.depth for one in (of_a, of_b) for each in one.calls), default=0))
+    error = of_a.step.gradient_error(of_b.step)
+    first = first_of(pairs, rows)
+    telling = [row for row in rows if row.error and not row.cancelled]
+    return Comparison(
+        f"{type(model).__name__}: {a.name} (a) and {b.name} (b)",
+        a.name,
+        b.name,
+        _verdict(a, b, of_a.step, of_b.step, error, noise, first, rows),
+        rows,
+        first,
+        max(telling, key=lambda row: row.error or 0.0, default=None),
+        of_a.step.loss,
+        of_b.step.loss,
+        scale,
+        error,
+        noise,
+        _gradients(of_a.step, of_b.step, precision),
+        tuple(notes),
+    )
+
+
+def _loss_scale(subject: Subject, sides: Sequence[Side], state: RandomState) -> float:
+    """Returns the greatest scale at which all steps with a dynamic scale are finite; 1 if none is dynamic.
+
+    With one scale in both steps, gradients on the way are comparable as they are. A step that is finite at no scale has
+    no say if another one is.
+    """
+    settled: dict[bool, list[float]] = {True: [], False: []}
+    for side in sides:
+        if side.setup.properties.loss_scale == "dynamic":
+            with _named(side), opened_copy(subject, side.setup) as opened:
+                names = {id(module): name for name, module in opened.model.named_modules()}
+                step, scale, _ = until_finite(subject, opened, side.setup, state, names)
+                settled[step.is_finite].append(scale)
+    return min(settled[True] or settled[False], default=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A step that ran: its calls, its loss and gradients, and whether threads were not watched."""
+
+    calls: list[Call]
+    step: Step
+    missed_threads: bool
+
+
+def _recorded(subject: Subject, side: Side, scale: float, state: RandomState) -> _Recorded:
+    setup = replace(side.setup, parts=(*side.setup.parts, Part("loss_scale", scale)))
+    with _named(side), opened_copy(subject, setup) as opened:
+        names = {id(module): name for name, module in opened.model.named_modules()}
+        arguments = subject.arguments()
+        state.restore()
+        with Watch(keep=lambda _: True, keep_results=True) as watch, _below(RandomInFloat32()):
+            loss = subject.loss_of(opened.model, arguments)
+            with opened.session.scale_loss(loss, [opened.optimizer], 0) as scaled:
+                scaled.backward()
+                watch.stop()  # what amp does at the block's end is no call of the step
+        step = opened.outcome(loss.detach())
+        examiner = Examiner(setup.properties, make_policy(scale), lambda: names)
+        return _Recorded(calls_of(watch, examiner), step, watch.missed_threads)
+
+
+def _named(side: Side) -> contextlib.AbstractContextManager[None]:
+    return noting(f"ampatch: Step {side.letter} of amp.compare raised this, at {side.name}.")
+
+
+@contextlib.contextmanager
+def _below(mode: RandomInFloat32) -> Iterator[None]:
+    """Runs a mode below a watch, so that the watch does not see its casts."""
+    mode_stacks.OPERATORS.insert(mode)
+    try:
+        yield
+    finally:
+        mode_stacks.OPERATORS.remove(mode)
+
+
+def _gradients(a: Step, b: Step, precision: Precision) -> tuple[GradientError, ...]:
+    found = []
+    for name in {**a.gradients, **b.gradients}:
+        one, other = (step.gradients.get(name) for step in (a, b))
+        error = math.inf if one is None or other is None else distance(one, other).error
+        found.append(GradientError(name, error, int(precision.is_cancelled(error))))
+    return tuple(sorted(found, key=lambda each: (each.cancelled, -each.error, each.parameter)))
+
+
+def _verdict(
+    a: Side,
+    b: Side,
+    step_a: Step,
+    step_b: Step,
+    error: float,
+    noise: float,
+    first: ComparedRow | None,
+    rows: Sequence[ComparedRow],
+) -> str:
+    """Returns the verdict in one or two sentences."""
+    begins = "" if first is None else f" It begins in {where(first)}."
+    if step_a.is_finite != step_b.is_finite:
+        with_inf, without = (a, b) if step_b.is_finite else (b, a)
+        return f"{with_inf.name} has inf or NaN in loss or gradients, and {without.name} has none.{begins}"
+    if not step_a.is_finite:
+        return f"Loss or gradients of both steps have inf or NaN, so that no precision is to blame.{begins}"
+    if error == 0 and not any(row.error for row in rows):
+        return f"{a.name} and {b.name} give the same numbers in every call that both have."
+    halves = [side.setup.half_name for side in (a, b) if _computes_in_half(side)]
+    kind = " and ".join(dict.fromkeys(halves)) or "float32"
+    compared = f"its gradients differ from those of {a.name} by {error:.2g}, and rounding explains {noise:.2g}."
+    if error <= noise:
+        starting = sum(row.starts for row in rows) or 1
+        calls = "one call is" if starting == 1 else f"{starting} calls are"
+        more = "" if first is None else f" Yet {calls} above the noise, first {where(first)}."
+        return f"{b.name} is within the noise of {kind}: {compared}{more}"
+    return f"{b.name} is beyond the noise of {kind}: {compared}{begins}"
+
+
+def _computes_in_half(side: Side) -> bool:
+    properties = side.setup.properties
+    return properties.patch_torch_functions or properties.cast_model_type in HALVES

@@ -1,0 +1,429 @@
+"""The calls of two watched steps: matches them, and measures how far the results of each pair are apart.
+
+Owns the noise that rounding explains. Must never change a tensor of the two steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ampatch.diagnostics.comparison_report import FLUSHED_SHARE, ComparedRow
+from ampatch.diagnostics.examiner import Examiner, NamedOp
+from ampatch.diagnostics.operands import floating_in
+from ampatch.diagnostics.preflight_steps import flushed_of
+from ampatch.diagnostics.watch import Watch, measured, paused
+from ampatch.diagnostics.watched import CAST, WatchedOp
+
+#: Errors within this multiple of the unit roundoff are rounding. An operator whose two inputs and result are rounded
+#: has an error of 0.7 units in the 2-norm, and sums that cancel a little have some units.
+_ROUNDINGS = 4.0
+
+#: The share of its digits that a itself has lost where an error says nothing about b.
+_LOST = 0.05
+
+#: Operators between a call that flushes elements to zero and one that shows it.
+_STEPS_BACK = 3
+
+#: Masks are made of a type's most negative number, to which scores may have been added, or of -inf.
+_MASK = -1e30
+_HALF_MASK = 0.9 * torch.finfo(torch.float16).min
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One operator of a step in the user's terms.
+
+    Attributes:
+        op: the operator.
+        named: its names.
+        depth: the greatest number of roundings to half on a way from the inputs of the step to its results.
+    """
+
+    op: WatchedOp
+    named: NamedOp
+    depth: int
+
+    @property
+    def phase(self) -> str:
+        """The pass that ran it."""
+        return "backward" if self.op.is_backward else "forward"
+
+    @property
+    def function(self) -> tuple[Hashable, ...]:
+        """What two steps have in common for calls of one function in one module from one line."""
+        named = self.named
+        return self.phase, named.module, named.function, named.file, named.line
+
+    @property
+    def is_cast(self) -> bool:
+        """True for casts, which amp inserts."""
+        return self.op.op_name == CAST
+
+    @property
+    def is_sum(self) -> bool:
+        """True for sums in a backward pass: the engine adds up gradients in the order in which they arrive."""
+        return self.op.is_backward and self.op.op_name in ("add", "add_")
+
+    @property
+    def type(self) -> str:
+        """The type of the first result."""
+        tensors = self.op.results or ()
+        return str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+
+
+class Pair(NamedTuple):
+    """A call of a and its counterpart in b; None where a step has none.
+
+    ``results`` is the number of results to compare: one in a forward pass, where others are statistics, and of two
+    different operators.
+    """
+
+    a: Call | None
+    b: Call | None
+    results: int = 0
+
+
+def calls_of(watch: Watch, examiner: Examiner) -> list[Call]:
+    """Returns the calls of a watched step, in the order in which they ran."""
+    depths: dict[int, int] = {}
+    found = []
+    for op in watch.ops:
+        before = max((depths.get(id(writer), 0) for values in op.inputs for writer in values.writers), default=0)
+        depths[id(op)] = before + op.ran_in_half
+        found.append(Call(op, examiner.named(op), depths[id(op)]))
+    return found
+
+
+# Matching
+
+
+def matched(a: Sequence[Call], b: Sequence[Call]) -> list[Pair]:
+    """Matches the calls of two steps.
+
+    Calls of one function from one line of one module are counterparts in their order; if the shapes of their results
+    differ, the sequences of shapes are aligned. A function that runs other operators in another type, such as another
+    kernel of attention, has counterparts only where one result on each side has a shape.
+
+    Returns:
+        All calls of both steps, in the order of b. A call of a without a counterpart follows the pair before it.
+    """
+    casts_a, casts_b = ([call for call in calls if call.is_cast] for calls in (a, b))
+    pairs = list(_aligned(casts_a, casts_b, lambda call: call.function, _shapes))
+    groups = _grouped(([call for call in calls if not (call.is_cast or call.is_sum)] for calls in (a, b)), _function)
+    for of_a, of_b in groups:
+        if {call.named.operator for call in of_a} == {call.named.operator for call in of_b}:
+            pairs += _in_step(of_a, of_b, lambda call: (call.named.operator, *_shapes(call)))
+        else:
+            pairs += (
+                Pair(one[0], other[0], 1)
+                for one, other in _grouped((of_a, of_b), lambda call: _shapes(call)[:1])
+                if len(one) == len(other) == 1 and one[0].op.results
+            )
+    return list(_in_order(a, b, [*pairs, *_sums(a, b, pairs)]))
+
+
+def _sums(a: Sequence[Call], b: Sequence[Call], pairs: Sequence[Pair]) -> Iterator[Pair]:
+    """Yields pairs of sums of the same gradients, in whatever order they are added."""
+    numbers = {id(call.op): number for number, pair in enumerate(pairs) for call in pair[:2] if call is not None}
+    terms: dict[int, frozenset[int]] = {}
+    sums: tuple[list[Call], list[Call]] = [], []
+    for calls, found in zip((a, b), sums, strict=True):
+        for call in calls:
+            op = call.op
+            if call.is_sum or call.is_cast:  # a cast of a gradient is that gradient
+                written = [terms[id(writer)] for values in op.inputs for writer in values.writers]
+                terms[id(op)] = frozenset().union(*written)
+            else:
+                terms[id(op)] = frozenset({numbers.get(id(op), -1 - id(op))})
+            if call.is_sum:
+                found.append(call)
+    yield from _aligned(*sums, lambda call: terms[id(call.op)], _shapes)
+
+
+def _function(call: Call) -> Hashable:
+    return call.function
+
+
+def _shapes(call: Call) -> tuple[Hashable, ...]:
+    return tuple(tuple(each.shape) for each in call.op.results)
+
+
+def _grouped(
+    sides: Iterable[Sequence[Call]], key: Callable[[Call], Hashable]
+) -> Iterable[tuple[list[Call], list[Call]]]:
+    """Returns the calls of both sides with the same key."""
+    groups: dict[Hashable, tuple[list[Call], list[Call]]] = {}
+    for side, calls in enumerate(sides):
+        for call in calls:
+            groups.setdefault(key(call), ([], []))[side].append(call)
+    return groups.values()
+
+
+def _aligned(
+    a: Sequence[Call], b: Sequence[Call], key: Callable[[Call], Hashable], signature: Callable[[Call], Hashable]
+) -> Iterator[Pair]:
+    """Yields pairs with the same key and signature, in the same order within each key."""
+    for of_a, of_b in _grouped((a, b), key):
+        yield from _in_step(of_a, of_b, signature)
+
+
+def _in_step(a: Sequence[Call], b: Sequence[Call], signature: Callable[[Call], Hashable]) -> Iterator[Pair]:
+    """Yields pairs with the same signature, in the same order."""
+    matcher = SequenceMatcher(None, [*map(signature, a)], [*map(signature, b)], autojunk=False)
+    for start_a, start_b, size in matcher.get_matching_blocks():
+        for one, other in zip(a[start_a : start_a + size], b[start_b : start_b + size], strict=True):
+            yield Pair(one, other, len(one.op.results) if one.op.is_backward else 1)
+
+
+def _in_order(a: Sequence[Call], b: Sequence[Call], pairs: Iterable[Pair]) -> Iterator[Pair]:
+    by_a = {id(pair.a): pair for pair in pairs}
+    by_b = {id(pair.b): pair for pair in by_a.values()}
+    following: dict[int | None, list[Pair]] = {}
+    last: int | None = None
+    for call in a:
+        pair = by_a.get(id(call))
+        if pair is None:
+            following.setdefault(last, []).append(Pair(call, None))
+        else:
+            last = id(pair.b)
+    yield from following.get(None, ())
+    for call in b:
+        yield by_b.get(id(call), Pair(None, call))
+        yield from following.get(id(call), ())
+
+
+# Measuring
+
+
+class Distance(NamedTuple):
+    """How far tensors are apart.
+
+    Attributes:
+        error: |b - a| / |a|, in 2-norms.
+        greatest: greatest |b - a| of an element.
+        finite_a: False if a has inf or NaN, -inf of a mask excepted.
+        finite_b: the same for b.
+        flushed: share of a's elements that are not zero, and that float16 flushed to zero in b.
+    """
+
+    error: float
+    greatest: float
+    finite_a: bool
+    finite_b: bool
+    flushed: float
+
+
+def distance(a: Tensor, b: Tensor) -> Distance:
+    """Returns how far a tensor is from another one; syncs with the device."""
+    if not a.numel():
+        return Distance(0.0, 0.0, True, True, 0.0)
+    with torch.no_grad(), paused():
+        difference, size, greatest, unlike_a, unlike_b, nonzero, flushed = _numbers(a, b)
+    if math.isnan(difference):  # of inf and NaN
+        difference = greatest = math.inf
+    error = 0.0 if difference == 0 else difference / size if size else math.inf
+    return Distance(error, greatest, not unlike_a, not unlike_b, flushed / nonzero if nonzero else 0.0)
+
+
+def _greatest(distances: Sequence[Distance], precision: Precision) -> Distance:
+    """Returns the greatest error of several tensors, those excepted of which a has no correct digit."""
+    telling = [each for each in distances if not precision.is_cancelled(each.error)] or list(distances)
+    return Distance(
+        max((each.error for each in telling), default=0.0),
+        max((each.greatest for each in telling), default=0.0),
+        all(each.finite_a for each in distances),
+        all(each.finite_b for each in distances),
+        max((each.flushed for each in telling), default=0.0),
+    )
+
+
+def _numbers(a: Tensor, b: Tensor) -> list[float]:
+    """Returns |b - a|, |a|, the greatest |b - a| of an element, and counts of elements.
+
+    These are elements of a and of b that are not finite, those of a that are not zero, and those that b flushed.
+    """
+    flushed = (b == 0) & flushed_of(a, 1.0) if b.dtype is torch.float16 else torch.zeros_like(b, dtype=torch.bool)
+    a, b = (torch.view_as_real(each) if each.is_complex() else each for each in (a, b))
+    a, b = a.double(), b.double()
+    masked = ((a < _MASK) & (b <= _HALF_MASK)) | ((b < _MASK) & (a <= _HALF_MASK))
+    a, b = a.masked_fill(masked, 0.0), b.masked_fill(masked, 0.0)
+    is_same = (a == b) | (a.isnan() & b.isnan())
+    difference = (b - a).masked_fill(is_same, 0.0)
+    sizes = a.masked_fill(~a.isfinite(), 0.0)
+    numbers = [torch.linalg.vector_norm(difference), torch.linalg.vector_norm(sizes), difference.abs().max()]
+    numbers += [(~each.isfinite()).sum().double() for each in (a, b)]
+    numbers += [each.sum().double() for each in (a != 0, flushed)]
+    return torch.stack(numbers).tolist()
+
+
+def rows_of(pairs: Iterable[Pair], precision: Precision) -> Iterator[ComparedRow]:
+    """Yields a row for each pair.
+
+    Args:
+        pairs: the calls of both steps.
+        precision: the types of both steps.
+    """
+    for number, pair in enumerate(pairs, 1):
+        call = pair.b or pair.a
+        assert call is not None
+        named = call.named
+        place = (number, call.phase, named.function, named.operator, named.module, named.file, named.line, named.source)
+        if pair.a is None or pair.b is None:
+            type_a, type_b = (each.type if each is not None else "" for each in (pair.a, pair.b))
+            yield ComparedRow(*place, type_a, type_b, unmatched=1)
+            continue
+        found = _greatest([*map(distance, *(each.op.results[: pair.results] for each in (pair.a, pair.b)))], precision)
+        arguments = _arguments(pair.a, pair.b)
+        both = (None, None) if arguments is None else (_own(pair, *arguments), _of_inputs(*arguments[:2]))
+        own, inputs = (None if each is None else _greatest(each, precision) for each in both)
+        noise = precision.noise(pair.a.depth + pair.b.depth)
+        cancelled = precision.is_cancelled(found.error)
+        starts = not cancelled and _starts(found, own, inputs, noise, precision)
+        yield ComparedRow(
+            *place,
+            pair.a.type,
+            pair.b.type,
+            found.error,
+            found.greatest,
+            None if own is None else own.error,
+            None if inputs is None else inputs.error,
+            found.flushed,
+            noise,
+            int(starts),
+            int(cancelled),
+            found.finite_a,
+            found.finite_b,
+        )
+
+
+def first_of(pairs: Sequence[Pair], rows: Sequence[ComparedRow]) -> ComparedRow | None:
+    """Returns the row where b parts from a first; None if it does not.
+
+    A result may have lost small elements only, so that the error shows where another function reads them, such as a
+    logarithm. Then the call that flushed them comes first.
+    """
+    starting = [(pair, row) for pair, row in zip(pairs, rows, strict=True) if row.starts]
+    for pair, row in starting:
+        if row.has_error and pair.b is not None:
+            return _flushed_before(pair.b, row, pairs, rows) or row
+    return next((row for _, row in starting), None) or next((row for row in rows if row.is_above_noise), None)
+
+
+def _flushed_before(
+    call: Call, row: ComparedRow, pairs: Sequence[Pair], rows: Sequence[ComparedRow]
+) -> ComparedRow | None:
+    """Returns the row of the call that flushed inputs of a call to zero; None if there is none.
+
+    Follows zeros, and a few operators before a call that is exact on a's inputs.
+    """
+    by_op = {id(pair.b.op): row for pair, row in zip(pairs, rows, strict=True) if pair.b is not None}
+    is_exact = row.own_error is not None and row.own_error <= (row.noise or 0.0)
+    waiting, seen = [(call.op, 0)], set()
+    while waiting:
+        op, steps = waiting.pop(0)
+        for writer in (writer for values in op.inputs for writer in values.writers if id(writer) not in seen):
+            seen.add(id(writer))
+            written = by_op[id(writer)]
+            if written.is_flushed and written.starts:
+                return written
+            if written.is_flushed or writer.op_name == CAST or (is_exact and steps < _STEPS_BACK):
+                waiting.append((writer, steps + 1))
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The unit roundoffs of the least precise types in two steps.
+
+    Attributes:
+        a: that of a.
+        b: that of b.
+    """
+
+    a: float
+    b: float
+
+    @classmethod
+    def of(cls, a: Sequence[Call], b: Sequence[Call]) -> Precision:
+        """Returns those of the types in which operators ran."""
+        return cls(*(max(map(_roundoff, calls), default=0.0) for calls in (a, b)))
+
+    def noise(self, depth: int) -> float:
+        """Returns the error that rounding explains, after a number of operators in half: errors add up as noise does.
+
+        Args:
+            depth: number of operators.
+        """
+        return _ROUNDINGS * max(self.a, self.b) * math.sqrt(max(depth, 1))
+
+    def is_cancelled(self, error: float) -> bool:
+        """Returns True if a itself has lost its digits where b has a finite error: a's error is a known share of it."""
+        return self.a < self.b and _LOST * self.b / self.a < error < math.inf
+
+
+def _roundoff(call: Call) -> float:
+    return max((torch.finfo(each.dtype).eps / 2 for each in call.op.results), default=0.0)
+
+
+def _starts(found: Distance, own: Distance | None, inputs: Distance | None, noise: float, precision: Precision) -> bool:
+    """Returns True if a call adds an error above the noise, or makes it of inputs that were within the noise."""
+    if found.flushed > FLUSHED_SHARE and inputs is not None and inputs.flushed <= FLUSHED_SHARE:
+        return True
+    if found.error <= noise:
+        return False
+    if own is not None and (own.error > precision.noise(2) or own.finite_a != own.finite_b):
+        return True
+    if inputs is None or found.finite_a != found.finite_b:
+        return inputs is not None and inputs.finite_a == inputs.finite_b
+    return inputs.error <= noise
+
+
+def _arguments(a: Call, b: Call) -> tuple[list[Any], list[Any], Any] | None:
+    """Returns the leaves of the arguments of both, and their structure; None if these do not correspond."""
+    kept_a, kept_b = a.op.kept_arguments, b.op.kept_arguments
+    if kept_a is None or kept_b is None or a.op.op is not b.op.op:
+        return None
+    (leaves_a, tree_a), (leaves_b, tree_b) = tree_flatten(kept_a), tree_flatten(kept_b)
+    shapes = [[each.shape if isinstance(each, Tensor) else None for each in leaves] for leaves in (leaves_a, leaves_b)]
+    return (leaves_a, leaves_b, tree_b) if tree_a == tree_b and shapes[0] == shapes[1] else None
+
+
+def _of_inputs(a: list[Any], b: list[Any]) -> list[Distance]:
+    """Returns how far the floating-point inputs of b are from those of a."""
+    pairs = (floating_in(list(pair)) for pair in zip(a, b, strict=True))
+    return [distance(*pair) for pair in pairs if len(pair) == 2]
+
+
+def _own(pair: Pair, a: list[Any], b: list[Any], structure: Any) -> list[Distance] | None:
+    """Runs the operator of b on the inputs of a, and returns how far its results are from those of a.
+
+    Returns:
+        None if it is random, or raises for the types of a's other arguments.
+    """
+    assert pair.a is not None
+    assert pair.b is not None
+    op = pair.b.op.op
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return None
+    leaves = [
+        # Copies, since the operator may write to them.
+        mine.to(other.dtype, copy=True) if isinstance(mine, Tensor) else other
+        for mine, other in zip(a, b, strict=True)
+    ]
+    args, kwargs = tree_unflatten(leaves, structure)
+    try:
+        with torch.no_grad(), paused():
+            results = measured(op(*args, **kwargs))
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None
+    return [*map(distance, pair.a.op.results[: pair.results], results[: pair.results])]

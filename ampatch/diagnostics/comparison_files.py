@@ -1,0 +1,176 @@
+"""`amp.compare` of two saved reports: reads them, and says in which numbers they differ most.
+
+Owns which numbers of a report are compared. Must never run a model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ampatch.diagnostics.comparison_report import ComparedRow, Comparison, owner_of
+from ampatch.errors import OptionError
+
+_FORMAT, _VERSION = "ampatch report", 1
+
+
+class _Number(NamedTuple):
+    """A number of a report: what it counts, and the fields of `ComparedRow` that say of what."""
+
+    quantity: str
+    of: tuple[tuple[str, Any], ...]
+    value: float
+
+
+def compare(a: object, b: object) -> Comparison:
+    """Compares two saved reports.
+
+    Args:
+        a: path of the first file.
+        b: path of the second file.
+
+    Raises:
+        OptionError: one is no report, or not of this version.
+    """
+    reports = {name: _read(name, path) for name, path in (("a", a), ("b", b))}
+    numbers = [{each[:2]: each.value for each in _numbers(report)} for report in reports.values()]
+    wholes: dict[str, float] = {}  # numbers of the same kind are weighed by the greatest of them
+    for (quantity, _), value in itertools.chain(*(each.items() for each in numbers)):
+        if math.isfinite(value):
+            wholes[quantity] = max(wholes.get(quantity, 0.0), abs(value))
+    keys = dict.fromkeys(itertools.chain(*numbers))
+    rows = tuple(
+        _row(number, key, [each.get(key) for each in numbers], wholes.get(key[0], 0.0))
+        for number, key in enumerate(keys, 1)
+    )
+    differing = [row for row in rows if row.error]
+    worst = max(differing, key=lambda row: row.error or 0.0, default=None)
+    first = min((row for row in differing if row.step is not None), key=lambda row: row.step or 0, default=None)
+    return Comparison(
+        f"Two reports: {a} (a) and {b} (b)",
+        str(a),
+        str(b),
+        _verdict(rows, differing, first, worst),
+        rows,
+        first,
+        worst,
+        notes=tuple(_notes(*reports.values())),
+    )
+
+
+def _read(letter: str, path: object) -> dict[str, Any]:
+    if not isinstance(path, (str, os.PathLike)):
+        raise OptionError(
+            f"{letter} is {type(path).__name__!r}; expected the file of another report, as the first argument is one."
+        )
+    try:
+        report = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(f"{str(path)!r} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise OptionError(f"{str(path)!r} is no JSON ({error}); expected a file that report.save() wrote.") from error
+    if not isinstance(report, dict) or report.get("format") != _FORMAT:
+        raise OptionError(f"{str(path)!r} is no report of amp; expected a file that report.save() wrote.")
+    if report.get("version") != _VERSION:
+        raise OptionError(
+            f"{str(path)!r} is a report of version {report.get('version')!r}, and this ampatch reads version "
+            f"{_VERSION}. Compare it with the ampatch that wrote it."
+        )
+    return report
+
+
+def _numbers(report: Mapping[str, Any]) -> Iterator[_Number]:
+    """Yields the numbers of a report that do not depend on the machine: no times."""
+    for section, owner, quantities in _SECTIONS:
+        for entry in report[section]:
+            of = tuple((name, entry[key]) for name, key in owner.items())
+            yield from (_Number(quantity, of, value) for quantity, value in quantities(entry))
+    underflow = report["underflow"]
+    if underflow is not None:
+        for name in ("lost", "best_scale"):
+            yield _Number(f"underflow: {name.replace('_', ' ')}", (), float(underflow[name]))
+        for parameter in underflow["parameters"]:
+            for name in ("zero", "subnormal"):
+                yield _Number(f"gradient: {name} share", (("parameter", parameter["name"]),), parameter[name])
+
+
+_Quantities = Iterator[tuple[str, float]]
+
+
+def _of_function(function: Mapping[str, Any]) -> _Quantities:
+    for name in ("calls", "casts", "cast_bytes", "cache_hits", "cache_hit_bytes", "undone"):
+        yield name.replace("_", " "), function[name]
+    for types in function["types"]:
+        yield f"calls {', '.join(types['in'])} -> {', '.join(types['out'])}", types["calls"]
+
+
+def _of_line(line: Mapping[str, Any]) -> _Quantities:
+    for name in ("casts", "cast_bytes"):
+        yield f"{name.replace('_', ' ')} of a line", line[name]
+
+
+def _of_module(module: Mapping[str, Any]) -> _Quantities:
+    for name in ("operators", "activation_bytes", "weight_bytes"):
+        for kind, value in module[name].items():
+            yield f"{name.replace('_', ' ')} in {kind}", value
+
+
+def _of_step(step: Mapping[str, Any]) -> _Quantities:
+    of_loss = f" of loss {step['loss_id']}" if step["loss_id"] else ""
+    for name in ("scale", "overflow", "skipped", "gradient_norm"):
+        if step[name] is not None:
+            yield name.replace("_", " ") + of_loss, float(step[name])
+
+
+#: The sections of a report: what a number of it belongs to, as fields of `ComparedRow`, and the numbers of an entry.
+_SECTIONS: tuple[tuple[str, dict[str, str], Callable[[Mapping[str, Any]], _Quantities]], ...] = (
+    ("functions", {"function": "name"}, _of_function),
+    ("lines", {"file": "file", "line": "line", "source": "source"}, _of_line),
+    ("modules", {"module": "name"}, _of_module),
+    ("steps", {"step": "step"}, _of_step),
+)
+
+
+def _row(
+    number: int, key: tuple[str, tuple[tuple[str, Any], ...]], values: list[float | None], whole: float
+) -> ComparedRow:
+    a, b = values
+    difference = abs((b or 0.0) - (a or 0.0))
+    if math.isnan(difference):  # both inf, or NaN
+        difference = 0.0 if str(a) == str(b) else math.inf
+    return ComparedRow(
+        number,
+        "report",
+        **{"function": "", **dict(key[1])},
+        error=difference / whole if whole else difference,
+        max_error=difference,
+        unmatched=int(a is None or b is None),
+        quantity=key[0],
+        value_a=a,
+        value_b=b,
+    )
+
+
+def _verdict(
+    rows: tuple[ComparedRow, ...], differing: list[ComparedRow], first: ComparedRow | None, worst: ComparedRow | None
+) -> str:
+    if worst is None:
+        return f"The reports agree in all {len(rows)} numbers; times are not compared."
+    steps = "" if first is None else f" Their steps part at step {first.step}, in {first.quantity}."
+    owner = owner_of(worst)
+    most = f"{worst.quantity} of {owner}" if owner else worst.quantity
+    return f"The reports differ in {len(differing)} of {len(rows)} numbers, most in {most}.{steps}"
+
+
+def _notes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the versions and settings in which two reports differ."""
+    for section in ("about", "settings"):
+        one, other = (report[section] or {} for report in (a, b))
+        for name in sorted({*one, *other} - {"began", "command"}):
+            if one.get(name) != other.get(name):
+                yield f"{name} is {one.get(name)!r} in a and {other.get(name)!r} in b"

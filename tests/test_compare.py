@@ -1,0 +1,510 @@
+"""`amp.compare` and `ampatch compare`: models with planted faults, models of torch's own, and two saved reports."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ampatch import amp
+from ampatch.cli import main as cli
+from ampatch.errors import CastListError, OptionError, UsageError
+from ampatch.runtime import runtime
+
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
+HALF = {"opt_level": "O1", "half_dtype": "float16"}
+HALF_TYPES = ["float16", "bfloat16"]
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    torch.manual_seed(0)
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.float().pow(2).mean()
+
+
+def distance_to_noise(output: Tensor) -> Tensor:
+    return F.mse_loss(output.float(), torch.randn(output.shape, generator=torch.Generator().manual_seed(1)))
+
+
+def compared(model: nn.Module, inputs: Any = None, a: Any = "O0", b: Any = "O1", loss_fn: Any = mean_square) -> Any:
+    return amp.compare(model, torch.randn(4, 8) if inputs is None else inputs, loss_fn, a, b)
+
+
+def rows(result: Any, function: str, phase: str = "forward") -> list[Any]:
+    return [row for row in result.rows if row.function.rpartition(".")[2] == function and row.phase == phase]
+
+
+# Models of torch's own
+
+
+def transformer() -> tuple[nn.Module, Any]:
+    return nn.Transformer(16, 2, 1, 1, 32, batch_first=True), (torch.randn(2, 7, 16), torch.randn(2, 5, 16))
+
+
+def convolutions() -> tuple[nn.Module, Any]:
+    body = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout(), nn.AvgPool2d(2))
+    return nn.Sequential(*body, nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(100, 4)), torch.randn(4, 3, 16, 16)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.GRU(8, 16, batch_first=True), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0])
+
+
+def recurrent() -> tuple[nn.Module, Any]:
+    return Recurrent(), torch.randn(2, 5, 8)
+
+
+class TestSoundModels:
+    @pytest.mark.parametrize("half", HALF_TYPES)
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @pytest.mark.parametrize("make", [transformer, convolutions, recurrent])
+    def test_rounding_explains_all(self, make: Any, level: str, half: str) -> None:
+        model, inputs = make()
+        result = compared(model, inputs, "O0", {"opt_level": level, "half_dtype": half}, distance_to_noise)
+        assert result.verdict.startswith(f"{level} {half} is within the noise of {half}: ")
+        assert (result.first, result.worst.starts) == (None, 0)
+        assert 0 < result.gradient_error < result.noise
+        assert all(row.finite_a and row.finite_b for row in result.rows if not row.unmatched)
+        if (make, half) != (recurrent, "float16"):  # for which the CPU runs other operators than for float32
+            assert {row.operator for row in result.rows if row.unmatched} == {"cast"}
+
+    def test_the_same_level_twice_gives_the_same_numbers(self) -> None:
+        model, inputs = convolutions()
+        result = compared(model, inputs, "O1", "O1")
+        assert "give the same numbers in every call" in result.verdict
+        assert (result.first, result.worst, result.gradient_error) == (None, None, 0.0)
+        assert {row.error for row in result.rows} == {0.0}
+
+    @pytest.mark.parametrize("half", HALF_TYPES)
+    def test_dropout_is_the_same_in_both(self, half: str) -> None:
+        model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5))
+        (row,) = rows(compared(model, b={"opt_level": "O2", "half_dtype": half}), "bernoulli_")
+        assert (row.type_a, row.type_b, row.error) == ("float32", half, 0.0)
+
+    def test_two_half_types(self) -> None:
+        result = compared(nn.Linear(8, 8), None, HALF, "O1")
+        assert result.title == "Linear: O1 float16 (a) and O1 bfloat16 (b)"
+        (row,) = [row for row in rows(result, "linear") if row.operator == "addmm"]
+        assert (row.type_a, row.type_b) == ("float16", "bfloat16")
+
+    def test_a_sum_that_is_zero_but_for_rounding_says_nothing(self) -> None:
+        class Keys(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.key = nn.Linear(8, 8)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return (x @ self.key(x).transpose(-1, -2)).softmax(-1) @ x
+
+        result = compared(Keys(), torch.randn(2, 6, 8), loss_fn=distance_to_noise)
+        bias = next(each for each in result.gradients if each.parameter == "key.bias")
+        assert bias.cancelled
+        assert bias.error > 1000
+        assert result.first is None
+        assert result.worst.error < 0.1
+
+    @pytest.mark.parametrize("half", HALF_TYPES)
+    def test_a_mask_is_no_overflow(self, half: str) -> None:
+        class Masked(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                scores = super().forward(x)
+                mask = torch.full_like(scores, torch.finfo(scores.dtype).min).triu(1)
+                return (scores + mask).softmax(-1)
+
+        result = compared(Masked(8, 8), b={"opt_level": "O2", "half_dtype": half}, loss_fn=distance_to_noise)
+        assert result.first is None
+        assert all(row.finite_b for row in result.rows if not row.unmatched)
+
+
+# Planted faults
+
+
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.abs() + 12).exp().log()
+
+
+class Probabilities(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (60 * x).softmax(-1)
+
+
+class Offset(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 300) - 300
+
+
+class Shifted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return (grad + 300) - 300
+
+
+class InBackward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Shifted.apply(x)
+
+
+def around(culprit: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), culprit, nn.Linear(16, 8))
+
+
+def logarithm_of_chosen(output: Tensor) -> Tensor:
+    return -output.float().clamp(1e-30).log()[:, 3].mean()
+
+
+class TestCulprits:
+    def test_an_exp_that_a_list_forces_to_half_overflows(self) -> None:
+        result = compared(around(Gate()), a=HALF, b={**HALF, "cast_lists": {"whitelist": {"*": ["exp"]}}})
+        first = result.first
+        assert (first.phase, first.function, first.module) == ("forward", "torch.Tensor.exp", "3")
+        assert (first.file, first.source) == (__file__, "return (x.abs() + 12).exp().log()")
+        assert (first.type_a, first.type_b) == ("float32", "float16")
+        assert (first.error, first.own_error, first.finite_a, first.finite_b) == (math.inf, math.inf, True, False)
+        told = " ".join(str(result).split())
+        assert "O1 float16 with cast_lists has inf or NaN in loss or gradients, and O1 float16 has none." in told
+        assert "It begins in the forward of exp, module 3, at " in told
+
+    def test_a_softmax_that_a_list_forces_to_half_is_named_and_not_the_logarithm_of_its_zeros(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 64), Probabilities())
+        lists = {"whitelist": {"*": ["softmax"]}}
+        result = compared(model, a=HALF, b={**HALF, "cast_lists": lists}, loss_fn=logarithm_of_chosen)
+        first = result.first
+        assert (first.function, first.module) == ("torch.Tensor.softmax", "1")
+        assert first.error < 0.01  # in the 2-norm, which does not see what is small
+        assert first.flushed > 0.3
+        assert "% flushed to zero)" in " ".join(str(result).split())
+        (logarithm,) = rows(result, "log")
+        assert logarithm.error > logarithm.noise
+        assert logarithm.starts
+
+    @pytest.mark.parametrize(
+        ("culprit", "phase"), [(Offset(), "forward"), (InBackward(), "backward")], ids=["forward", "backward"]
+    )
+    def test_a_difference_of_large_numbers(self, culprit: nn.Module, phase: str) -> None:
+        result = compared(around(culprit), b="O2", loss_fn=distance_to_noise)
+        assert result.verdict.startswith("O2 bfloat16 is beyond the noise of bfloat16: ")
+        assert (result.first.phase, result.first.operator) == (phase, "sub")
+        assert result.first.source.endswith("+ 300) - 300")
+        assert result.first.own_error > 0.1
+        module = "4" if phase == "forward" else "2"
+        after = next(row for row in rows(result, "linear", phase) if row.module == module and not row.unmatched)
+        assert after.error > 0.1  # which it has from its input
+        assert after.own_error < 0.01
+        assert not after.starts
+
+    def test_the_first_of_two(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), Offset(), nn.Linear(8, 8), Offset())
+        result = compared(model, b="O2", loss_fn=distance_to_noise)
+        assert [row.module for row in result.rows if row.starts and row.operator == "sub"] == ["1", "3"]
+        assert result.first.module == "1"
+
+    def test_float32_that_overflows_in_both(self) -> None:
+        result = compared(around(Gate()), torch.full((2, 8), 1e30))
+        assert "of both steps have inf or NaN, so that no precision is to blame" in result.verdict
+
+    def test_the_side_with_inf_may_be_a(self) -> None:
+        result = compared(around(Gate()), a={"opt_level": "O3", "half_dtype": "float16"}, b="O0")
+        assert result.verdict.startswith("O3 float16 has inf or NaN in loss or gradients, and O0 has none.")
+        assert (result.first.function, result.first.finite_a) == ("torch.Tensor.exp", False)
+
+
+class TestMatching:
+    def test_calls_of_one_step_only_are_told(self) -> None:
+        class Clamped(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                lifted = super().forward(x)
+                return lifted.clamp(-9, 9) if lifted.dtype is torch.bfloat16 else lifted.tanh()
+
+        result = compared(Clamped(8, 8), b="O2")
+        (only_a,), (only_b,) = rows(result, "tanh"), rows(result, "clamp")
+        assert (only_a.unmatched, only_a.type_a, only_a.type_b, only_a.error) == (1, "float32", "", None)
+        assert (only_b.unmatched, only_b.type_a, only_b.type_b) == (1, "", "bfloat16")
+        others = [row for row in result.rows if row.unmatched and row.operator != "cast"]
+        assert f"{len(others)} other calls" in str(result)
+
+    def test_a_loop_that_runs_less_often(self) -> None:
+        class Loop(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(8, 8)
+
+            def forward(self, x: Tensor) -> Tensor:
+                for count in range(2 if self.layer.weight.dtype is torch.bfloat16 else 3):
+                    x = self.layer(x)[: 4 - count]
+                return x
+
+        result = compared(Loop(), b="O2")
+        calls = [row for row in rows(result, "linear") if row.operator == "addmm"]
+        assert [row.unmatched for row in calls] == [0, 0, 1]
+        assert calls[1].error < 0.05
+
+    def test_every_call_of_both_steps_is_a_row(self) -> None:
+        result = compared(nn.Linear(8, 8))
+        for side in ("type_a", "type_b"):
+            assert len([row for row in rows(result, "linear") if row.operator == "addmm" and getattr(row, side)]) == 1
+        assert [row.number for row in result.rows] == [*range(1, len(result.rows) + 1)]
+
+
+class TestResult:
+    def test_it_is_plain_data(self) -> None:
+        result = compared(around(Gate()), a=HALF, b={"opt_level": "O3", "half_dtype": "float16"})
+        data = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+        assert data["loss"] == {"a": result.loss_a, "b": "nan"}
+        assert data["first"]["error"] == "inf"
+        assert {"number", "phase", "function", "module", "file", "line", "source"} <= data["rows"][0].keys()
+        assert {"type_a", "type_b", "error", "max_error", "finite_a", "finite_b", "unmatched"} <= data["worst"].keys()
+        assert {each["parameter"] for each in data["gradients"]} == {
+            f"{module}.{name}" for module in (0, 2, 4) for name in ("weight", "bias")
+        }
+        exp = next(each for each in data["functions"] if each["name"] == "torch.Tensor.exp")
+        assert (exp["calls"], exp["above"], exp["error"]) == (2, 2, "inf")
+        assert {each["name"] for each in data["modules"]} >= {*map(str, range(5))}
+
+    @pytest.mark.parametrize("columns", [60, 80, 120])
+    def test_it_fits_the_terminal(self, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        result = compared(around(Gate()), b={"opt_level": "O3", "half_dtype": "float16"})
+        monkeypatch.setenv("COLUMNS", str(columns))
+        text = str(result)
+        assert max(map(len, text.splitlines())) <= columns
+        assert "exp" in text
+        assert "Calls above the noise" in text
+
+
+class Seen(nn.Module):
+    """Has all that could change: batch norm, dropout, gradients, numbers from Python, an input that it writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+    def forward(self, x: Tensor, bias: float = 0.0) -> Tensor:
+        x.add_(bias + random.random())
+        return self.body(x)
+
+
+class TestNothingChanges:
+    @pytest.mark.parametrize("raises", [False, True])
+    def test_model_inputs_random_numbers_and_torch(self, raises: bool) -> None:
+        model, x = Seen(), torch.randn(8, 4)
+        model(x.clone()).sum().backward()
+        before = copy.deepcopy(model.state_dict())
+        gradients = [each.grad.clone() for each in model.parameters()]
+        hooks = [dict(module._forward_hooks) for module in model.modules()]
+        inputs, states = x.clone(), (torch.get_rng_state(), random.getstate())
+
+        def loss(output: Tensor) -> Tensor:
+            if raises and output.dtype is torch.bfloat16:
+                raise KeyError("from the user")
+            return mean_square(output)
+
+        if raises:
+            with pytest.raises(KeyError) as caught:
+                compared(model, {"x": x, "bias": 1.0}, "O0", "O1", loss)
+            assert caught.value.__notes__ == ["ampatch: Step b of amp.compare raised this, at O1 bfloat16."]
+        else:
+            assert compared(model, {"x": x, "bias": 1.0}, "O1", "O2", loss).gradient_error < 0.2
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert all(torch.equal(each.grad, old) for each, old in zip(model.parameters(), gradients, strict=True))
+        assert all(each.dtype is torch.float32 for each in model.parameters())
+        assert [dict(module._forward_hooks) for module in model.modules()] == hooks
+        assert torch.equal(x, inputs)
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert random.getstate() == states[1]
+        assert runtime.live is None
+        assert model.training
+
+    def test_a_live_session_goes_on(self) -> None:
+        with amp.init(half_dtype=torch.bfloat16), pytest.raises(UsageError, match=r"amp\.deinitialize\(\)"):
+            compared(nn.Linear(8, 8))
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("model", "inputs", "options", "told"),
+        [
+            (nn.Linear(8, 8, device="meta"), None, {}, "is on 'meta'; expected the CPU or a GPU"),
+            (nn.Linear(8, 8).half(), None, {}, "the model's 'weight' is float16; expected float32"),
+            (3, None, {}, "found int as a model"),
+            (nn.Linear(8, 8), 3, {}, "inputs is 'int'"),
+            (nn.Linear(8, 8), None, {"loss_fn": None}, "loss_fn is 'NoneType'; expected a function"),
+            (nn.Linear(8, 8), None, {"loss_fn": lambda output: output}, "tensor of shape (4, 8)"),
+            (nn.Linear(8, 8), None, {"loss_fn": lambda _: 3.0}, "loss_fn returned 'float'; expected a scalar tensor"),
+            (nn.Linear(8, 8), None, {"b": "O7"}, "in b: opt_level is 'O7'"),
+            (nn.Linear(8, 8), None, {"a": 3}, "a is 3; expected an opt level ('O1'), or a mapping"),
+            (nn.Linear(8, 8), None, {"b": {"opt_levl": "O1"}}, "b has the key 'opt_levl'"),
+            (nn.Linear(8, 8), None, {"b": {"half_dtype": "float64"}}, "in b: half_dtype is 'float64'"),
+            (nn.Linear(8, 8), None, {"b": {"opt_level": "O4", "half_dtype": "float16"}}, "in b: half_dtype="),
+            (nn.Linear(8, 8), None, {"b": {"opt_level": "O2", "cast_lists": {}}}, "b has cast_lists, and O2 does not"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else None,
+    )
+    def test_it_is_told(self, model: Any, inputs: Any, options: dict[str, Any], told: str) -> None:
+        with pytest.raises(OptionError) as caught:
+            compared(model, inputs, **options)
+        assert told in str(caught.value)
+
+    def test_faults_of_a_list(self, tmp_path: Path) -> None:
+        (tmp_path / "casts.yaml").write_text("blacklist: {torch: [no_such_function]}", encoding="utf-8")
+        with pytest.raises(CastListError, match="no_such_function"):
+            compared(nn.Linear(8, 8), b={"cast_lists": str(tmp_path / "casts.yaml")})
+
+    def test_a_list_in_a_file_is_named(self, tmp_path: Path) -> None:
+        file = tmp_path / "casts.yaml"
+        file.write_text("blacklist: {'*': [linear]}", encoding="utf-8")
+        result = compared(nn.Linear(8, 8), b={"cast_lists": str(file)})
+        assert result.b == f"O1 bfloat16 with {file}"
+        assert {row.type_b for row in rows(result, "linear") if not row.unmatched} == {"float32"}
+
+
+# Saved reports
+
+NUMBERS = {"calls": 4, "casts": 8, "cast_bytes": 4096, "cast_seconds": 0.1, "cache_hits": 2, "cache_hit_bytes": 64}
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    linear = {
+        "name": "torch.nn.functional.linear",
+        "rule": "whitelist",
+        "types": [{"in": ["float32", "float32"], "out": ["float16"], "calls": 4}],
+        **NUMBERS,
+        "undone": 0,
+    }
+    return {
+        "format": "ampatch report",
+        "version": 1,
+        "about": {"ampatch": "0.1.0", "torch": "2.13.0", "devices": ["cpu"], "command": "", "began": "2026-01-01"},
+        "settings": {"opt_level": "O1"},
+        "cost": {"seconds": 1.0, "recording_seconds": 0.1, "operators": 9},
+        "totals": dict(NUMBERS),
+        "functions": [linear],
+        "lines": [
+            {"file": "m.py", "line": 3, "source": "x = fc(x)", "function": "forward", "functions": {}, **NUMBERS}
+        ],
+        "misaligned": [],
+        "modules": [
+            {
+                "name": "fc",
+                "class": "Linear",
+                "parent": None,
+                "in": {"float32": 1},
+                "out": {"float16": 1},
+                "operators": {"float16": 1},
+                "activation_bytes": {"float16": 512},
+                "weight_bytes": {"float32": 256},
+                "saved_bytes": 512,
+            }
+        ],
+        "steps": [step(number) for number in (1, 2, 3)],
+        "underflow": None,
+        "comparison": None,
+        "advice": [],
+        **changes,
+    }
+
+
+def step(number: int, **changes: Any) -> dict[str, Any]:
+    usual = {"loss_id": 0, "scale": 65536.0, "overflow": False, "skipped": False, "gradient_norm": 1.5}
+    return {"step": number, **usual, **changes}
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+
+    def save(name: str, content: Any) -> str:
+        Path(name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+        return name
+
+    return save
+
+
+class TestReports:
+    def test_that_agree(self, saved: Any) -> None:
+        other = report(cost={"seconds": 9.0, "recording_seconds": 1.0, "operators": 9})
+        result = amp.compare(saved("a.json", report()), saved("b.json", other))
+        assert result.title == "Two reports: a.json (a) and b.json (b)"
+        assert result.verdict.startswith("The reports agree in all ")
+        assert (result.first, result.worst, result.notes) == (None, None, ())
+
+    def test_the_greatest_difference_and_the_first_step(self, saved: Any) -> None:
+        steps = [step(1), step(2, overflow=True, skipped=True, gradient_norm="inf"), step(3, scale=32768.0)]
+        function = {**report()["functions"][0], "casts": 2, "cast_bytes": 1024}
+        other = report(steps=steps, functions=[function], settings={"opt_level": "O2"})
+        result = amp.compare(saved("a.json", report()), saved("b.json", other))
+        assert result.worst.quantity == "gradient norm"
+        assert (result.worst.value_a, result.worst.value_b, result.worst.error) == (1.5, math.inf, math.inf)
+        assert result.first.step == 2
+        assert "Their steps part at step 2, in overflow." in result.verdict
+        cast_bytes = next(row for row in result.rows if row.quantity == "cast bytes")
+        assert (cast_bytes.value_a, cast_bytes.value_b, cast_bytes.error) == (4096, 1024, 0.75)
+        assert result.notes == ("opt_level is 'O1' in a and 'O2' in b",)
+        assert "linear" in str(result)
+        assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["worst"]["error"] == "inf"
+
+    def test_a_difference_is_weighed_by_the_greatest_number_of_its_kind(self, saved: Any) -> None:
+        linear = report()["functions"][0]
+        small = {**linear, "name": "torch.bmm", "cast_bytes": 4}
+        functions = [linear, small], [{**linear, "cast_bytes": 2048}, {**small, "cast_bytes": 8}]
+        a, b = (report(functions=each) for each in functions)
+        assert amp.compare(saved("a.json", a), saved("b.json", b)).worst.function == linear["name"]
+
+    def test_what_one_has_only(self, saved: Any) -> None:
+        underflow = {"lost": 0.25, "best_scale": 1024.0, "parameters": [{"name": "w", "zero": 0.5, "subnormal": 0.1}]}
+        result = amp.compare(saved("a.json", report()), saved("b.json", report(underflow=underflow, functions=[])))
+        unmatched = {(row.quantity, row.value_a, row.value_b) for row in result.rows if row.unmatched}
+        assert {("underflow: lost", None, 0.25), ("gradient: zero share", None, 0.5), ("casts", 8, None)} <= unmatched
+
+    @pytest.mark.parametrize(
+        ("content", "told"),
+        [
+            ("{", "'b.json' is no JSON"),
+            ([], "'b.json' is no report of amp"),
+            ({"format": "other"}, "'b.json' is no report of amp"),
+            (report(version=2), "'b.json' is a report of version 2, and this ampatch reads version 1"),
+        ],
+        ids=["json", "list", "format", "version"],
+    )
+    def test_another_file(self, saved: Any, content: Any, told: str) -> None:
+        with pytest.raises(OptionError) as caught:
+            amp.compare(saved("a.json", report()), saved("b.json", content))
+        assert told in str(caught.value)
+
+    def test_other_arguments(self, saved: Any) -> None:
+        a = saved("a.json", report())
+        with pytest.raises(OptionError, match=r"'none\.json' cannot be read: No such file"):
+            amp.compare(a, "none.json")
+        with pytest.raises(OptionError, match="b is 'Tensor'; expected the file of another report"):
+            amp.compare(a, torch.ones(3))
+        with pytest.raises(OptionError, match="or two files of reports and no more"):
+            amp.compare(a, a, mean_square)
+
+    def test_from_a_shell(self, saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        files = [saved("a.json", report()), saved("b.json", report(steps=[step(1, scale=1.0)]))]
+        assert cli.main(["compare", *files]) == 0
+        assert "What differs most" in capsys.readouterr().out
+        assert cli.main(["compare", *files, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["first"]["step"] == 1
+        assert cli.main(["compare", files[0], "none.json"]) == 1
+        assert capsys.readouterr().err.startswith("ampatch: error: 'none.json' cannot be read")
