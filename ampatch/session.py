@@ -561,9 +561,12 @@ class Session:
         for adopted in list(self._optimizers.values()):
             adopted.masters.make_missing()
 
+    def parameter_names(self) -> dict[int, str]:
+        """Returns the names of all parameters of the adopted models, by the parameter's id."""
+        return adopted_model.named_parameters(self._models)
+
     def _name_of(self, parameter: Tensor) -> str:
-        names = adopted_model.named_parameters(self._models)
-        return names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
+        return self.parameter_names().get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
 
     # Losses
 

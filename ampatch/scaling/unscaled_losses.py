@@ -1,6 +1,7 @@
 """Warns of backward passes in a ``scale_loss`` block from losses that it did not scale: the block unscales those too.
 
-Also notes that a backward pass went through the scaled loss, for the block's own warning. Must never change a backward pass, nor keep its graph after the block.
+Also notes that a backward pass went through the scaled loss, for the block's own warning. Must never change a backward
+pass, nor keep its graph after the block.
 """
 
 from __future__ import annotations
