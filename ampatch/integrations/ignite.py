@@ -23,7 +23,7 @@ from ampatch.ledger import PatchLedger
 from ampatch.runtime import runtime
 from ampatch.weights.copies import Full
 
-_INSTALL = "Type pip install 'pytorch-ignite>=0.5'."
+_INSTALL = "Type pip install 'pytorch-ignite>=0.5.2'."
 
 try:
     import ignite
@@ -35,7 +35,7 @@ except ModuleNotFoundError as error:
         f"ampatch.integrations.ignite needs pytorch-ignite, but {error.name} is missing. {_INSTALL}"
     ) from error
 
-versions.check("ampatch.integrations.ignite", "pytorch-ignite", ignite.__version__, (0, 5), _INSTALL)
+versions.check("ampatch.integrations.ignite", "pytorch-ignite", ignite.__version__, (0, 5, 2), _INSTALL)
 
 __all__ = ["AmpHandler", "create_supervised_trainer", "supervised_training_step", "unless_skipped"]
 
@@ -58,9 +58,9 @@ def supervised_training_step(
     prepare_batch: Callable[..., tuple[Any, Any]] = _prepare_batch,
     model_transform: Callable[[Any], Any] = lambda output: output,
     output_transform: Callable[[Any, Any, Any, Tensor], Any] = _loss,
+    *,
     gradient_accumulation_steps: int = 1,
     model_fn: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
-    *,
     before_step: Callable[[Any], Any] | None = None,
     **unknown: Any,
 ) -> Callable[[Engine, Any], Any]:
@@ -87,7 +87,7 @@ def supervised_training_step(
     _check_names(unknown)
     _check_adopted(model, optimizer)
     in_float32 = amp.float_function(loss_fn)  # also if it was bound before amp patched functions
-    if gradient_accumulation_steps < 1:
+    if not isinstance(gradient_accumulation_steps, int) or gradient_accumulation_steps < 1:
         raise OptionError(
             f"gradient_accumulation_steps is {gradient_accumulation_steps!r}; expected a whole number of at least 1."
         )
@@ -127,7 +127,7 @@ def create_supervised_trainer(
         model: as for `supervised_training_step`.
         optimizer: as for `supervised_training_step`.
         loss_fn: as for `supervised_training_step`.
-        args: its further arguments by position.
+        args: its further arguments by position, up to ``output_transform``.
         deterministic: whether the trainer is a ``DeterministicEngine``.
         options: its further arguments by name.
 

@@ -201,9 +201,12 @@ class TestTraining:
         metrics = {"accuracy": Accuracy(), "loss": Loss(F.cross_entropy)}
         evaluator = create_supervised_evaluator(run.net, metrics)
         given: set[torch.dtype] = set()
+        trains: set[bool] = set()
         evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: given.add(engine.state.output[0].dtype))
         AmpHandler().attach(evaluator)  # its runs are within the trainer's, and end nothing
+        run.on(Events.ITERATION_COMPLETED, lambda: trains.add(run.net.training))
         run.on(Events.EPOCH_COMPLETED, lambda: evaluator.run(DATA)).run()
+        assert trains == {True}
         assert_same_state(bits(run.net), bits(Run(level).run().net))
         assert given == {torch.float16 if level == "O1" else torch.float32}
         assert run.net.seen == {torch.float16}
@@ -277,6 +280,13 @@ class TestTheEndOfARun:
         run.run()
         assert_same_state(bits(run.net), bits(Run(level).run().net))
 
+    def test_by_an_exception_after_an_interruption_ends_amp(self) -> None:
+        run = Run("O1")
+        run.on(Events.ITERATION_COMPLETED(once=6), run.trainer.interrupt)
+        run.on(Events.INTERRUPT, lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run.run()
+
     def test_is_the_end_of_the_trainers_run_where_its_handler_is_on_two_engines(self) -> None:
         run = Run("O1")
         evaluator = create_supervised_evaluator(run.net)
@@ -299,7 +309,7 @@ class TestTheEndOfARun:
             run.run(3)
         last = run.handler.state_dict()
         amp.initialize(run.net, run.optimizer, **half)
-        assert amp.get_loss_scale() == 1024
+        assert run.handler.state_dict() == amp.state_dict() != last
         run.handler.load_state_dict(last)
         run.run(3)
         whole = Run(level, amp_options={"scale_window": 3}).run(3)
@@ -522,14 +532,17 @@ class TestAverages:
             assert_same_bits(found.data, wanted)
         assert averages.model is net
 
-    def test_can_be_made_and_evaluated_within_a_run(self) -> None:
-        run = Run("O2")
+    @EACH_LEVEL
+    def test_can_be_made_and_evaluated_within_a_run(self, level: str) -> None:
+        run = Run(level)
         averages: list[EMAHandler] = []
         evaluated: list[torch.Tensor] = []
         run.on(Events.STARTED, lambda: averages.append(EMAHandler(run.net, momentum=0.5)))
         run.on(Events.EPOCH_COMPLETED, lambda: evaluated.append(averages[0].ema_model(X).detach()))
+        if level == "O1":
+            run.on(Events.EPOCH_COMPLETED, lambda: evaluated.append(averages[0].model(X).float().detach()))
         run.run()
-        assert {each.dtype for each in evaluated} == {torch.float32}
+        assert {each.dtype for each in evaluated} == {torch.float16 if level == "O1" else torch.float32, torch.float32}
         assert averages[0].model is run.net
 
 
@@ -556,10 +569,15 @@ class TestBadInput:
         with pytest.raises(OptionError, match=r"unknown argument 'opt_level'\. Expected one of model, "):
             supervised_training_step(net, None, F.cross_entropy, opt_level="O1")
 
-    def test_of_no_accumulation_raises(self) -> None:
-        with pytest.raises(OptionError, match="gradient_accumulation_steps is 0"):
-            Run("O1", gradient_accumulation_steps=0)
+    @pytest.mark.parametrize("given", [0, 1.5, "2"])
+    def test_of_no_number_of_iterations_raises(self, given: Any) -> None:
+        with pytest.raises(OptionError, match=f"gradient_accumulation_steps is {given!r}; expected a whole number"):
+            Run("O1", gradient_accumulation_steps=given)
         amp.deinitialize()
+
+    def test_of_arguments_by_another_position_than_ignites_raises(self) -> None:
+        with pytest.raises(TypeError, match="takes from 3 to 8 positional arguments"):
+            create_supervised_trainer(Net(), None, F.cross_entropy, None, False, *[lambda *_: None] * 3, True)
 
     def test_of_what_amp_has_not_adopted_raises(self) -> None:
         net, other = Net(), Net()
@@ -586,8 +604,8 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("found", "message"),
         [
-            (None, r"needs pytorch-ignite, but ignite is missing. Type pip install 'pytorch-ignite>=0.5'"),
-            ("0.4.13", r"needs pytorch-ignite 0.5, but found 0.4.13"),
+            (None, r"needs pytorch-ignite, but ignite is missing. Type pip install 'pytorch-ignite>=0.5.2'"),
+            ("0.5.1", r"needs pytorch-ignite 0\.5\.2, but found 0\.5\.1"),
         ],
     )
     def test_without_ignite_or_with_an_old_one_raises(
