@@ -20,6 +20,7 @@ from ampatch.integrations.options import hint
 from ampatch.integrations.shared_patches import SharedPatches
 from ampatch.integrations.trainer_session import uninterrupted
 from ampatch.ledger import PatchLedger
+from ampatch.opt_levels import HALVES
 from ampatch.runtime import runtime
 from ampatch.weights.copies import Full
 
@@ -296,14 +297,25 @@ def _check_adopted(model: nn.Module, optimizer: Any) -> None:
 
 
 def _install(ledger: PatchLedger) -> None:
-    def model(handler: EMAHandler) -> Any:
-        live, given = runtime.live, vars(handler)["model"]
-        return Full(given, live.conversion.full_of) if live is not None and live.conversion.has_any_of(given) else given
-
     def set_model(handler: EMAHandler, given: nn.Module) -> None:
         vars(handler)["model"] = given
 
-    ledger.set(EMAHandler, "model", property(model, set_model))
+    ledger.set(EMAHandler, "model", property(_averaged, set_model))
+
+
+def _averaged(handler: EMAHandler) -> Any:
+    """Returns the handler's model, with float32 values of its half weights once the handler has its averages."""
+    live, model, averages = runtime.live, vars(handler)["model"], vars(handler).get("ema_model")
+    if live is None or averages is None or not live.conversion.has_any_of(model):
+        return model
+    for weight, average in zip(model.parameters(), averages.parameters(), strict=True):
+        if average.dtype in HALVES and live.conversion.dtype_before(weight) is not None:
+            raise UsageError(
+                f"EMAHandler has {average.dtype} averages, in which small updates are lost: opt_level="
+                f"{live.settings.properties.opt_level!r} has no float32 masters to copy. Make the EMAHandler before "
+                "amp.initialize, or use opt_level='O2'."
+            )
+    return Full(model, live.conversion.full_of)
 
 
 #: Within `_averages_of_masters.installed()`, ``EMAHandler`` reads float32 values: half ones would round its averages.

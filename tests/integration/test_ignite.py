@@ -534,16 +534,41 @@ class TestAverages:
 
     @EACH_LEVEL
     def test_can_be_made_and_evaluated_within_a_run(self, level: str) -> None:
-        run = Run(level)
-        averages: list[EMAHandler] = []
+        made: list[EMAHandler] = []
         evaluated: list[torch.Tensor] = []
-        run.on(Events.STARTED, lambda: averages.append(EMAHandler(run.net, momentum=0.5)))
-        run.on(Events.EPOCH_COMPLETED, lambda: evaluated.append(averages[0].ema_model(X).detach()))
+
+        def make(run: Run) -> None:
+            made.append(EMAHandler(run.net, momentum=0.5))
+            made[-1].attach(run.trainer)
+
+        within = Run(level)
+        within.on(Events.STARTED, lambda: make(within))
+        within.on(Events.EPOCH_COMPLETED, lambda: evaluated.append(made[0].ema_model(X).detach()))
         if level == "O1":
-            run.on(Events.EPOCH_COMPLETED, lambda: evaluated.append(averages[0].model(X).float().detach()))
-        run.run()
-        assert {each.dtype for each in evaluated} == {torch.float16 if level == "O1" else torch.float32, torch.float32}
-        assert averages[0].model is run.net
+            within.on(Events.EPOCH_COMPLETED, lambda: evaluated.append(made[0].model(X).detach()))
+        within.run()
+        before = Run(level)
+        make(before)
+        before.run()
+        assert_same_state(bits(made[0].ema_model), bits(made[1].ema_model))
+        assert {each.dtype for each in evaluated} == {torch.float16 if level == "O1" else torch.float32}
+        assert made[0].model is within.net
+
+    def test_of_half_weights_without_masters_are_float32_or_raise(self) -> None:
+        net = Net()
+        early = EMAHandler(net, momentum=0.001)
+        run = Run("O3")
+        late = EMAHandler(run.net, momentum=0.001)
+        late.attach(run.trainer)
+        with pytest.raises(UsageError, match=r"has torch.float16 averages, .* opt_level='O3' .* before amp.initialize"):
+            run.run()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        amp.initialize(net, optimizer, opt_level="O3", half_dtype="float16")
+        trainer = create_supervised_trainer(net, optimizer, F.cross_entropy)
+        AmpHandler().attach(trainer)
+        early.attach(trainer)
+        trainer.run(DATA)
+        assert not torch.equal(early.ema_model[0].weight, Net()[0].weight)
 
 
 def torch_round_trip(checkpoint: Any) -> Any:
