@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import itertools
@@ -37,7 +38,7 @@ from ignite.handlers import (
     TerminateOnNan,
 )
 from ignite.handlers.base_logger import BaseOutputHandler
-from ignite.metrics import Accuracy, Loss
+from ignite.metrics import Accuracy, Loss, Metric
 
 from ampatch.integrations.ignite import (
     AmpHandler,
@@ -213,11 +214,37 @@ class TestTraining:
         with torch.no_grad():
             assert evaluator.state.metrics["loss"] == pytest.approx(F.cross_entropy(run.net(X), Y).item(), rel=1e-2)
 
-    @pytest.mark.parametrize("loss_fn", [F.cross_entropy, nn.CrossEntropyLoss()], ids=["function", "module"])
+    @pytest.mark.parametrize(
+        "loss_fn",
+        [F.cross_entropy, nn.CrossEntropyLoss(), functools.partial(F.cross_entropy, label_smoothing=0.1)],
+        ids=["function", "module", "partial"],
+    )
     def test_computes_the_loss_in_float32_also_by_a_function_that_was_bound_before(self, loss_fn: Any) -> None:
         types: list[torch.dtype] = []
         Run("O1", loss_fn=loss_fn, output_transform=lambda x, y, y_pred, loss: types.append(loss.dtype)).run(1)
         assert set(types) == {torch.float32}
+
+    def test_casts_in_metrics_too_unless_they_are_told_not_to(self) -> None:
+        class Similarity(Metric):
+            def reset(self) -> None:
+                self.types: set[torch.dtype] = set()
+
+            def update(self, output: Any) -> None:
+                self.types.add((output[0] @ output[0].T).dtype)
+
+            def compute(self) -> set[torch.dtype]:
+                return self.types
+
+        class Precise(Similarity):
+            update = amp.disable_casts(Similarity.update)
+
+        run = Run("O1")
+        metrics = {"plain": Similarity(), "precise": Precise()}
+        evaluator = create_supervised_evaluator(
+            run.net, metrics, output_transform=lambda x, y, y_pred: (y_pred.float(), y)
+        )
+        run.on(Events.COMPLETED, lambda: evaluator.run(DATA)).run(1)
+        assert evaluator.state.metrics == {"plain": {torch.float16}, "precise": {torch.float32}}
 
 
 class TestTheEndOfARun:
