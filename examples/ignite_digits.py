@@ -57,7 +57,7 @@ def train(local_rank: int, options: argparse.Namespace) -> None:  # noqa: ARG001
         device,
         before_step=lambda optimizer: amp.clip_grad_norm_(optimizer, max_norm=1.0),
     )
-    # At O2 a DDP wrapper must not outlive amp: the processes of several end with the run instead.
+    # With several processes amp stays on until they exit: at O2 a DDP wrapper is of no use without it.
     handler = AmpHandler(deinitialize=options.processes == 1)
     handler.attach(trainer)
     scheduler = CosineAnnealingScheduler(optimizer, "lr", 0.005, 0.003, cycle_size=2000)

@@ -308,7 +308,7 @@ def _averaged(handler: EMAHandler) -> Any:
     live, model, averages = runtime.live, vars(handler)["model"], vars(handler).get("ema_model")
     if live is None or averages is None or not live.conversion.has_any_of(model):
         return model
-    for weight, average in zip(model.parameters(), averages.parameters(), strict=True):
+    for weight, average in zip(model.parameters(), averages.parameters(), strict=False):
         if average.dtype in HALVES and live.conversion.dtype_before(weight) is not None:
             raise UsageError(
                 f"EMAHandler has {average.dtype} averages, in which small updates are lost: opt_level="
