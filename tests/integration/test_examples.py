@@ -38,6 +38,7 @@ SCRIPTS = [
     "skorch_digits",
     "lightning_digits",
     "transformers_digits",
+    "peft_lora",
 ]
 
 
@@ -107,7 +108,8 @@ class TestExamples:
         assert last < first / 2
 
     @pytest.mark.parametrize(
-        "script", ["accumulation", "single_process", "skorch_digits", "lightning_digits", "transformers_digits"]
+        "script",
+        ["accumulation", "single_process", "skorch_digits", "lightning_digits", "transformers_digits", "peft_lora"],
     )
     def test_learn_something_in_half(self, script, tmp_path):
         first, last = first_and_last(run(script, "--opt-level", "O2", where=tmp_path))
@@ -137,7 +139,7 @@ def saved_by(script: list[str], *options: str, checkpoint: Path) -> dict[str, An
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
-    "name", ["convert_model", "grad_scaler", "mixed_precision", "skorch_digits", "lightning_digits"]
+    "name", ["convert_model", "grad_scaler", "mixed_precision", "skorch_digits", "lightning_digits", "peft_lora"]
 )
 def test_one_that_is_killed_and_resumed_ends_with_the_same_bits(name: str, half: str, tmp_path: Path) -> None:
     script = [sys.executable, "-W", "error::UserWarning", str(EXAMPLES / f"{name}.py")]
