@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
@@ -31,6 +32,7 @@ from peft import (
     inject_adapter_in_model,
     prepare_model_for_kbit_training,
 )
+from peft.helpers import disable_input_dtype_casting
 from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -288,6 +290,17 @@ class TestTraining:
             amp.deinitialize()
         assert losses[0] == pytest.approx(losses[1], abs=0.02)
 
+    def test_without_peft_s_casts_of_activations_the_bits_are_the_same_at_o1(self) -> None:
+        weights = []
+        for context in (contextlib.nullcontext, disable_input_dtype_casting):
+            model = adapted(torch.float16)
+            optimizer = initialize(model, "O1", torch.float16)
+            with context(model):
+                train(model, optimizer)
+            weights.append(trained_weights(model))
+            amp.deinitialize()
+        assert_same_state(*weights)
+
     def test_adalora_prunes_ranks_at_o1(self) -> None:
         config = AdaLoraConfig(task_type=TASK, target_modules=["q_proj"], total_step=12, tinit=1, tfinal=4, target_r=2)
         model = adapted(torch.float16, config)
@@ -482,7 +495,7 @@ class TestMistakes:
 class TestTrainer:
     """`AmpatchTrainer` with a PeftModel."""
 
-    def make(self, folder: Path, level: str, **given: Any) -> Any:
+    def make(self, folder: Path, level: str, config: Any = None, **given: Any) -> Any:
         examples = [{"input_ids": each, "labels": each} for each in torch.cat(BATCHES)]
         often = {"max_steps": 6, "save_steps": 2, "eval_steps": 2, "logging_steps": 1, "eval_strategy": "steps"}
         quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "log_level": "error"}
@@ -490,7 +503,7 @@ class TestTrainer:
         arguments = TrainingArguments(str(folder), **{**often, **quiet, **size, **given})
         settings = {"opt_level": level, "init_scale": 1024.0}
         data = {"train_dataset": examples, "eval_dataset": examples}
-        trainer = AmpatchTrainer(adapted(torch.float16), arguments, **data, amp=settings)
+        trainer = AmpatchTrainer(adapted(torch.float16, config), arguments, **data, amp=settings)
         trainer.remove_callback(PrinterCallback)
         return trainer
 
@@ -502,6 +515,14 @@ class TestTrainer:
         resumed = self.make(tmp_path, level)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
         assert_same_state(trained_weights(resumed.model), trained_weights(whole.model))
+
+    @EACH_LEVEL
+    def test_half_weights_that_are_to_be_trained_are_refused(self, level: str, tmp_path: Path) -> None:
+        trainer = self.make(tmp_path, level, config=lora(modules_to_save=["lm_head"]))
+        with pytest.raises(
+            OptionError, match=r"modules_to_save\.default\.weight is to be trained and is torch\.float16"
+        ):
+            trainer.train()
 
     @EACH_LEVEL
     def test_ends_with_the_best_adapter(self, level: str, tmp_path: Path) -> None:
