@@ -329,8 +329,8 @@ class Conversion:
             tensor: float16 or bfloat16 tensor.
 
         Returns:
-            The kept float32 values themselves, such as the master; or float32 values; or None if the tensor was not
-            converted, or has the half type with which the model came and no kept values.
+            The kept float32 values themselves, such as the master; or float32 values. None if the tensor was not
+            converted; or if it was half before `initialize`, and no float32 values are kept.
         """
         converted = self._converted.get(tensor)
         if converted is None:  # the module may have replaced its buffer
