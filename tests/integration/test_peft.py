@@ -376,9 +376,12 @@ class TestSaving:
 
 
 class TestMerging:
+    @EACH_BASE
     @EACH_LEVEL
-    def test_merged_unmerged_and_disabled_adapters_are_never_computed_from_old_casts(self, level: str) -> None:
-        model = adapted(torch.float16)
+    def test_merged_unmerged_and_disabled_adapters_are_never_computed_from_old_casts(
+        self, level: str, half_base: bool
+    ) -> None:
+        model = adapted(torch.float16 if half_base else torch.float32)
         optimizer = initialize(model, level, torch.float16)
         base = logits(model)  # lora_B is zero at first
         train(model, optimizer, 8)
