@@ -50,6 +50,7 @@ os.environ.setdefault("AMPATCH_CALLS", "python")
 NEEDED = {
     "integration/test_converted_architectures.py": "transformers",
     "integration/test_ignite.py": "ignite",
+    "integration/test_peft.py": "peft",
     "integration/test_skorch.py": "skorch",
     "integration/test_traced_architectures.py": "transformers",
     "test_casting.py": "transformers",

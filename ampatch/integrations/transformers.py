@@ -340,7 +340,8 @@ def _check_weights(model: nn.Module) -> None:
             raise OptionError(
                 f"{name} is to be trained and is {parameter.dtype}, in which small updates are lost: amp makes half "
                 "weights and their float32 masters itself. Load the model with from_pretrained(..., "
-                "dtype=torch.float32), or call model.float()."
+                "dtype=torch.float32), or call model.float(). On a frozen half base, type weight.data = "
+                "weight.data.float() for each trained weight."
             )
 
 

@@ -25,6 +25,9 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
+#: Of frameworks' adapters; each learns the digits, and resumes to the same bits.
+ADAPTERS = ["skorch_digits", "lightning_digits", "ignite_digits", "peft_lora"]
+
 SCRIPTS = [
     "low_rank_adapters",
     "accumulation",
@@ -35,10 +38,8 @@ SCRIPTS = [
     "mixed_precision",
     "gradient_penalty",
     "single_process",
-    "skorch_digits",
-    "lightning_digits",
-    "ignite_digits",
     "transformers_digits",
+    *ADAPTERS,
 ]
 
 
@@ -109,7 +110,7 @@ class TestExamples:
 
     @pytest.mark.parametrize(
         "script",
-        ["accumulation", "single_process", "skorch_digits", "lightning_digits", "ignite_digits", "transformers_digits"],
+        [*ADAPTERS, "accumulation", "single_process", "transformers_digits"],
     )
     def test_learn_something_in_half(self, script, tmp_path):
         first, last = first_and_last(run(script, "--opt-level", "O2", where=tmp_path))
@@ -140,7 +141,7 @@ def saved_by(script: list[str], *options: str, checkpoint: Path) -> dict[str, An
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
-    "name", ["convert_model", "grad_scaler", "mixed_precision", "skorch_digits", "lightning_digits", "ignite_digits"]
+    "name", [*ADAPTERS, "convert_model", "grad_scaler", "mixed_precision"]
 )
 def test_one_that_is_killed_and_resumed_ends_with_the_same_bits(name: str, half: str, tmp_path: Path) -> None:
     script = [sys.executable, "-W", "error::UserWarning", str(EXAMPLES / f"{name}.py")]
