@@ -85,9 +85,9 @@ def check_accelerator(accelerator: Accelerator, off: str) -> None:
     """
     if accelerator.mixed_precision != "no":
         raise OptionError(
-            f"accelerate has mixed_precision={accelerator.mixed_precision!r}, which casts as well as amp. Leave it out "
-            "of Accelerator(...), type accelerate launch --mixed_precision no, and unset ACCELERATE_MIXED_PRECISION; "
-            f"or turn amp off ({off})."
+            f"accelerate has mixed_precision={accelerator.mixed_precision!r}, which casts as well as amp. Leave it "
+            "out of Accelerator(...); type accelerate launch --mixed_precision no, or unset "
+            f"ACCELERATE_MIXED_PRECISION; or turn amp off ({off})."
         )
     sharding = accelerator.distributed_type.value
     if sharding in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):

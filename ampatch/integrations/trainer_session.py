@@ -391,7 +391,8 @@ class TrainerSession:
             raise UsageError(
                 "found a backward pass in a training step, but no optimizer whose gradients to unscale. Make one where "
                 "the framework does: in configure_optimizers for Lightning; in initialize_optimizer for skorch, "
-                "as an attribute such as self.optimizer_, of a subclass of torch.optim.Optimizer."
+                "as an attribute such as self.optimizer_, of a subclass of torch.optim.Optimizer. For Accelerate, hand "
+                "it to ampatch's prepare together with the model."
             )
         self._has_run_backward = True
         inputs = args[4] if len(args) > 4 else kwargs.get("inputs")

@@ -19,7 +19,10 @@ from helpers import assert_same_state, completed
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-UNDER_TORCHRUN = [("ddp", "--opt-level", "O1"), ("ddp", "--opt-level", "O2"), ("fsdp2",)]
+UNDER_TORCHRUN = [
+    *((script, "--opt-level", level) for script in ("ddp", "accelerate_digits") for level in ("O1", "O2")),
+    ("fsdp2",),
+]
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -38,6 +41,7 @@ SCRIPTS = [
     "skorch_digits",
     "lightning_digits",
     "transformers_digits",
+    "accelerate_digits",
 ]
 
 
@@ -107,7 +111,15 @@ class TestExamples:
         assert last < first / 2
 
     @pytest.mark.parametrize(
-        "script", ["accumulation", "single_process", "skorch_digits", "lightning_digits", "transformers_digits"]
+        "script",
+        [
+            "accumulation",
+            "single_process",
+            "skorch_digits",
+            "lightning_digits",
+            "transformers_digits",
+            "accelerate_digits",
+        ],
     )
     def test_learn_something_in_half(self, script, tmp_path):
         first, last = first_and_last(run(script, "--opt-level", "O2", where=tmp_path))
