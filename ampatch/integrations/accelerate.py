@@ -86,6 +86,7 @@ def prepare(
     settings = {"opt_level": opt_level, "cast_model_outputs": torch.float32, **given}
     if not options.turn_on(settings):
         return accelerator.prepare(*objects, device_placement=device_placement)
+    options.check_level(settings)
     _check_settings(accelerator)
     _check_not_prepared(accelerator, objects)
     models = [each for each in objects if isinstance(each, nn.Module)]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ampatch import amp, opt_levels
+from ampatch import amp
 from ampatch.errors import IntegrationError, OptionError, UsageError
 from ampatch.integrations import guards, options, versions
 from ampatch.integrations.amp_state import AmpState
@@ -250,9 +250,7 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         for name in given:
             if name not in _OPTIONS:
                 raise OptionError(f"amp has the unknown argument {name!r}.{options.hint(name, _OPTIONS)}")
-        half = opt_levels.check_half_dtype(given.get("half_dtype") or torch.bfloat16)
-        overrides = opt_levels.Overrides(**{name: given.get(name) for name in options.OVERRIDES})
-        opt_levels.resolve(given.get("opt_level", "O1"), half, overrides)
+        options.check_level(given)
         return {"cast_model_outputs": torch.float32, **given}  # as Accelerate has it with autocast
 
     def _amp_is_on(self) -> bool:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from accelerate import Accelerator, DistributedType
@@ -618,6 +621,18 @@ class TestEvaluation:
         accelerator.free_memory()
         assert_same_state(raw.state_dict(), before)  # to the last bit, though no optimizer kept it
 
+    def test_a_checkpoint_is_read_for_it_without_a_scale(self, tmp_path: Path) -> None:
+        run = Run(None)
+        run.accelerator.save_state(tmp_path)
+        expected = run.raw.state_dict()
+        accelerator = Accelerator(cpu=True)
+        model = prepare(accelerator, net(1), opt_level="O2", half_dtype="float16")
+        accelerator.load_state(tmp_path)  # a warning would be an error here
+        accelerator.save_state(tmp_path / "again")
+        assert not (tmp_path / "again" / "ampatch.pt").exists()
+        accelerator.free_memory()
+        assert torch.equal(model[0].weight, expected["0.weight"].half().float())
+
     def test_its_backward_pass_says_that_there_is_no_optimizer(self) -> None:
         accelerator = Accelerator(cpu=True)
         model = prepare(accelerator, net())
@@ -669,9 +684,26 @@ class TestEndings:
         assert run.train().losses[-1] < run.losses[0]
         assert types_of(run.raw) == {torch.float32}
 
-    def test_frees_what_is_handed_to_free_memory(self) -> None:
+    def test_frees_what_is_handed_to_free_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def release(*given: Any) -> Any:
+            was_on.append(amp.is_on())
+            return original(*given)
+
+        was_on: list[bool] = []
+        original = accelerate.accelerator.release_memory
+        monkeypatch.setattr(accelerate.accelerator, "release_memory", release)
         run = Run("O2", **FLOAT16).train()
-        assert run.accelerator.free_memory(run.model, run.optimizer) == [None, None]
+        reference = weakref.ref(run.raw)
+        objects = [run.model, run.optimizer]
+        accelerator = run.accelerator
+        del run
+        gc.disable()
+        try:
+            assert accelerator.free_memory(*[objects.pop() for _ in range(2)]) == [None, None]
+        finally:
+            gc.enable()
+        assert reference() is None
+        assert was_on == [False]  # amp, which holds the model, ends before accelerate frees it
 
     def test_the_same_objects_may_be_prepared_again_with_a_fresh_scale(self) -> None:
         run = Run("O2", **EXPLODING).train()
