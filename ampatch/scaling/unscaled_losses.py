@@ -72,22 +72,35 @@ def _check(
 def leaves_of(root: Node, scaled: Collection[Node] = ()) -> dict[int, Tensor]:
     """Returns the leaves of a graph, by id; empty if the graph contains a scaled loss.
 
+    Args:
+        root: the node that the backward pass begins with.
+        scaled: the nodes of scaled losses.
+    """
+    return leaves_among(nodes_of(root, scaled))
+
+
+def nodes_of(root: Node, scaled: Collection[Node] = ()) -> set[Node]:
+    """Returns the nodes of a graph; empty if the graph contains a scaled loss.
+
     Walks the graph in Python, about a microsecond per node.
 
     Args:
         root: the node that the backward pass begins with.
         scaled: the nodes of scaled losses.
     """
-    seen, leaves, waiting = {root}, {}, [root]
+    seen, waiting = {root}, [root]
     while waiting:
         node = waiting.pop()
         if node in scaled:
-            return {}
-        leaf = getattr(node, "variable", None)  # of AccumulateGrad
-        if isinstance(leaf, Tensor):
-            leaves[id(leaf)] = leaf
+            return set()
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-    return leaves
+    return seen
+
+
+def leaves_among(nodes: Iterable[Node]) -> dict[int, Tensor]:
+    """Returns the leaves whose gradients these nodes accumulate, by id."""
+    leaves = (getattr(node, "variable", None) for node in nodes)  # of AccumulateGrad
+    return {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}

@@ -135,6 +135,34 @@ def resumed(level: str) -> Run:
     return run
 
 
+def adversarial(level: str, every: int = 1) -> dict[str, Any]:
+    """Two models with an optimizer each; the first one's forward pass precedes the other's backward pass."""
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=every)
+    torch.manual_seed(accelerator.process_index)
+    raw = [nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), nn.Linear(3, 1)]
+    objects = (*raw, *(torch.optim.SGD(each.parameters(), lr=0.05) for each in raw))
+    batches = DataLoader(TensorDataset(X, Y), batch_size=8)
+    prepared = prepare(accelerator, *objects, batches, opt_level=level, half_dtype="float16", init_scale=1024.0)
+    maker, critic, of_maker, of_critic, loader = prepared
+    for x, y in loader:
+        with accelerator.accumulate(maker, critic):
+            made = maker(x)
+            accelerator.backward(critic(made.detach()).square().mean() + (critic(y) - 1).square().mean())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(critic.parameters(), 1.0)
+            of_critic.step()
+            of_critic.zero_grad()
+            accelerator.backward(F.mse_loss(made, y) - 0.01 * critic(made).mean())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(maker.parameters(), 1.0)
+            of_maker.step()
+            of_maker.zero_grad()
+    accelerator.free_memory()
+    weights = torch.cat([each.detach().reshape(-1) for model in raw for each in model.parameters()])
+    return {"weights": weights.tolist(), "skipped": [], "epochs": 0}
+
+
 def refused() -> dict[str, str]:
     """What cannot work without the reduction, and says so."""
     told = {}
@@ -178,6 +206,9 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", "the loss of a skipped step is")
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
+    for level in ("O0", "O1", "O2"):
+        results[f"adversarial {level}"] = adversarial(level)
+        results[f"adversarial-accumulated {level}"] = adversarial(level, every=2)
     for way in (plain, accumulated, synchronised, triggered, overflow, resumed):
         for level in ("O0", "O1", "O2"):
             if (way, level) != (overflow, "O0"):

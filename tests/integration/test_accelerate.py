@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -474,16 +475,50 @@ class TestSeveral:
         for name, value in with_amp["model"].items():
             assert torch.allclose(value, without["model"][name], atol=0.02)
 
-    def test_an_overflow_skips_the_next_step_of_each(self) -> None:
+    @pytest.mark.parametrize("shared", [False, True], ids=["apart", "sharing a layer"])
+    def test_an_overflow_skips_the_steps_of_those_whose_gradients_it_is_in(self, shared: bool) -> None:
         accelerator, nets = Accelerator(cpu=True), [net(0), net(1)]
+        if shared:
+            nets[1][2] = nets[0][2]
         first, second, of_first, of_second = prepare(accelerator, *nets, *map(adam, nets), **FLOAT16)
         accelerator.backward(F.cross_entropy(first(X), Y) * torch.inf)
         of_first.step()
-        accelerator.backward(F.cross_entropy(second(X), Y))
+        if not shared:
+            of_first.zero_grad()
+            accelerator.backward(F.cross_entropy(second(X), Y))
         of_second.step()
         assert accelerator.optimizer_step_was_skipped
         assert of_first.step_was_skipped
-        assert of_second.step_was_skipped
+        assert of_second.step_was_skipped is shared
+
+    @EACH_LEVEL
+    @pytest.mark.parametrize("how", ["checkpoint", "function"])
+    def test_parameters_that_a_graph_hides_get_unscaled_gradients_too(self, how: str, level: str) -> None:
+        class Hiding(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                ctx.save_for_backward(x)
+                return second(x).detach()
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                with torch.enable_grad():
+                    x = ctx.saved_tensors[0].detach().requires_grad_()
+                    torch.autograd.backward(second(x), grad)
+                return x.grad  # type: ignore[return-value]
+
+        accelerator, nets = Accelerator(cpu=True), [nn.Linear(8, 8), net(1)]
+        plain = copy.deepcopy(nets)
+        F.cross_entropy(plain[1](plain[0](X)), Y).backward()
+        options = {**FLOAT16, "opt_level": level}
+        first, second, _, of_second = prepare(accelerator, *nets, *map(adam, nets), **options)
+        inner = first(X)
+        output = checkpoint(second, inner, use_reentrant=True) if how == "checkpoint" else Hiding.apply(inner)
+        accelerator.backward(F.cross_entropy(output, Y))
+        expected = torch.cat([each.grad.flatten() for each in plain[1].parameters() if each.grad is not None])
+        found = torch.cat([each.flatten() for each in grads_of(of_second)])
+        assert (found - expected).norm() < 0.1 * expected.norm()
+        of_second.step()
 
     def test_scaling_by_hand_says_whose_gradients_a_backward_pass_is_for(self) -> None:
         accelerator, nets = Accelerator(cpu=True), [net(0), net(1)]
@@ -790,7 +825,15 @@ class TestProcesses:
             assert overflow["skipped"] == [False, True, *[False] * 6]
             assert (overflow["scale"], overflow["epochs"]) == (512, 14)
         ways = {name.partition(" ")[0] for name in results}
-        assert ways == {"plain", "accumulated", "synchronised", "triggered", "resumed"}
+        assert ways == {
+            "plain",
+            "accumulated",
+            "synchronised",
+            "triggered",
+            "resumed",
+            "adversarial",
+            "adversarial-accumulated",
+        }
         for name, result in results.items():
             plain = results[f"{name.partition(' ')[0]} O0"]
             assert result["weights"] == pytest.approx(plain["weights"], rel=1e-2, abs=1e-3)
