@@ -96,8 +96,11 @@ def prepare(
             "prepare got no model. Hand in all models and optimizers in one call; data loaders and schedulers may go "
             "to accelerator.prepare by themselves."
         )
-    for model in models:
-        accelerated.check_weights(model)
+    for optimizer in optimizers:
+        _check_steps_after_backward(optimizer)
+    updated = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    named = (pair for model in models for pair in model.named_parameters())
+    accelerated.check_weights((name, parameter) for name, parameter in named if id(parameter) in updated)
     placed = [None] * len(objects) if device_placement is None else device_placement
     for each, wanted in zip(objects, placed, strict=False):  # accelerate itself raises if lengths differ
         if isinstance(each, nn.Module):
@@ -301,14 +304,17 @@ def _check_not_prepared(accelerator: Any, objects: Sequence[Any]) -> None:
 
 
 def _is_optimizer(each: Any) -> bool:
-    if isinstance(each, nn.Module) or not all(hasattr(each, name) for name in ("param_groups", "step", "zero_grad")):
-        return False
-    if hasattr(each, "fused_backward"):
+    is_like_one = all(hasattr(each, name) for name in ("param_groups", "step", "zero_grad"))
+    return is_like_one and not isinstance(each, nn.Module)
+
+
+def _check_steps_after_backward(optimizer: Any) -> None:
+    """Raises for optimizers of the LOMO kind."""
+    if hasattr(optimizer, "fused_backward"):
         raise OptionError(
-            f"{type(each).__name__} updates weights within the backward pass, from gradients that are still scaled. "
-            "Choose an optimizer that steps after it."
+            f"{type(optimizer).__name__} updates weights within the backward pass, from gradients that are still "
+            "scaled. Choose an optimizer that steps after it."
         )
-    return True
 
 
 def _place(accelerator: Any, model: nn.Module, wanted: bool | None) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ampatch import amp
 from ampatch.errors import IntegrationError, OptionError, warn
@@ -97,13 +97,13 @@ def check_accelerator(accelerator: Accelerator, off: str) -> None:
         )
 
 
-def check_weights(model: nn.Module) -> None:
+def check_weights(named_parameters: Iterable[tuple[str, Tensor]]) -> None:
     """Raises if weights that are to be trained are half already.
 
     Raises:
         OptionError: they are.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters:
         if parameter.requires_grad and parameter.dtype in HALVES:
             raise OptionError(
                 f"{name} is to be trained and is {parameter.dtype}, in which small updates are lost: amp makes half "

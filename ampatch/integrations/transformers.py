@@ -229,7 +229,7 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         if training:
             self._amp_training.close()  # of a batch size that did not fit into memory (auto_find_batch_size)
             if self._amp_is_on():
-                check_weights(self.model)
+                check_weights(self.model.named_parameters())
                 self._amp_training.enter_context(self._amp_held(training=True))
         return super()._wrap_model(model, training, *args, **kwargs)
 

@@ -974,7 +974,13 @@ class TestBadInput:
         model = net().to(torch.bfloat16)
         with pytest.raises(OptionError, match=r"0\.weight is to be trained and is torch\.bfloat16.*model\.float\(\)"):
             prepare(Accelerator(cpu=True), model, adam(model))
-        prepare(Accelerator(cpu=True), model.requires_grad_(False))
+        student = net()
+        for level in LEVELS:  # a model that no optimizer updates may be half
+            accelerator = Accelerator(cpu=True)
+            prepare(accelerator, model, student, adam(student), opt_level=level)
+            assert model(X).dtype is torch.float32
+            accelerator.free_memory()
+            assert types_of(model) == {torch.bfloat16}
 
     def test_an_optimizer_that_steps_within_the_backward_pass_raises(self) -> None:
         class Lomo(torch.optim.SGD):
