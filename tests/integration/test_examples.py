@@ -19,7 +19,10 @@ from helpers import assert_same_state, completed
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-UNDER_TORCHRUN = [("ddp", "--opt-level", "O1"), ("ddp", "--opt-level", "O2"), ("fsdp2",)]
+UNDER_TORCHRUN = [
+    *((script, "--opt-level", level) for script in ("ddp", "accelerate_digits") for level in ("O1", "O2")),
+    ("fsdp2",),
+]
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -39,6 +42,7 @@ SCRIPTS = [
     "gradient_penalty",
     "single_process",
     "transformers_digits",
+    "accelerate_digits",
     *ADAPTERS,
 ]
 
@@ -110,7 +114,7 @@ class TestExamples:
 
     @pytest.mark.parametrize(
         "script",
-        [*ADAPTERS, "accumulation", "single_process", "transformers_digits"],
+        [*ADAPTERS, "accumulation", "single_process", "transformers_digits", "accelerate_digits"],
     )
     def test_learn_something_in_half(self, script, tmp_path):
         first, last = first_and_last(run(script, "--opt-level", "O2", where=tmp_path))
@@ -140,9 +144,7 @@ def saved_by(script: list[str], *options: str, checkpoint: Path) -> dict[str, An
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-@pytest.mark.parametrize(
-    "name", [*ADAPTERS, "convert_model", "grad_scaler", "mixed_precision"]
-)
+@pytest.mark.parametrize("name", [*ADAPTERS, "convert_model", "grad_scaler", "mixed_precision"])
 def test_one_that_is_killed_and_resumed_ends_with_the_same_bits(name: str, half: str, tmp_path: Path) -> None:
     script = [sys.executable, "-W", "error::UserWarning", str(EXAMPLES / f"{name}.py")]
     options = ["--epochs", "12", "--half", half]
