@@ -123,8 +123,8 @@ def _check(session: Session, loss: Tensor, create_graph: bool) -> None:
             else "second derivatives overflow in float16, unscaled and without a check"
         )
         raise UsageError(
-            f"create_graph=True is wrong at opt_level={properties.opt_level!r} with {properties.half_dtype}: {why}. Type "
-            "opt_level='O1', half_dtype='bfloat16' in amp.initialize."
+            f"create_graph=True is wrong at opt_level={properties.opt_level!r} with {properties.half_dtype}: {why}. "
+            "Type opt_level='O1', half_dtype='bfloat16' in amp.initialize."
         )
 
 
