@@ -70,7 +70,7 @@ def import_timm() -> Any:
         warnings.simplefilter("ignore")
         sys.path += folder
         try:
-            if torch.version.cuda is None:
+            if folder and torch.version.cuda is None:
                 _declare_operators()
             for part in ("data", "models", "optim", "scheduler", "utils"):
                 importlib.import_module(f"timm.{part}")
