@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from apart import WITH_TIMM
 from helpers import assert_same_state, completed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -43,8 +44,12 @@ SCRIPTS = [
     "single_process",
     "transformers_digits",
     "accelerate_digits",
+    "timm_digits",
     *ADAPTERS,
 ]
+
+#: What comes before the path of a script that needs it.
+LAUNCHERS = {"timm_digits": WITH_TIMM}
 
 
 def run(script: str, *options: str, where: Path, launcher: Sequence[str] = ()) -> str:
@@ -109,15 +114,16 @@ class TestTheDebuggingPage:
 class TestExamples:
     @pytest.mark.parametrize("script", SCRIPTS)
     def test_learn_something(self, script, tmp_path):
-        first, last = first_and_last(run(script, where=tmp_path))
+        first, last = first_and_last(run(script, where=tmp_path, launcher=LAUNCHERS.get(script, ())))
         assert last < first / 2
 
     @pytest.mark.parametrize(
         "script",
-        [*ADAPTERS, "accumulation", "single_process", "transformers_digits", "accelerate_digits"],
+        [*ADAPTERS, "accumulation", "single_process", "transformers_digits", "accelerate_digits", "timm_digits"],
     )
     def test_learn_something_in_half(self, script, tmp_path):
-        first, last = first_and_last(run(script, "--opt-level", "O2", where=tmp_path))
+        launcher = LAUNCHERS.get(script, ())
+        first, last = first_and_last(run(script, "--opt-level", "O2", where=tmp_path, launcher=launcher))
         assert last < first / 2
 
     @pytest.mark.parametrize("level", ["O1", "O2"])
