@@ -288,8 +288,8 @@ def initialize(
         verbosity: 0 is silent; 1 logs skipped steps to the logger "ampatch".
         min_loss_scale: the least value of a dynamic scale; None: 2**-24.
         max_loss_scale: the greatest value of a dynamic scale.
-        half_dtype: ``torch.float16`` or ``torch.bfloat16``; None: float16 if the parameters are on a GPU, else
-            bfloat16.
+        half_dtype: ``torch.float16`` or ``torch.bfloat16``; None: the half type that parameters have; if none has one,
+            float16 if the parameters are on a GPU, else bfloat16.
         cast_lists: a YAML file, a list of files, or a mapping of the same form; overrides entries of the shipped lists.
         init_scale: first value of a dynamic scale.
         scale_factor: factor by which it grows and backs off; sets the next two.
@@ -1217,7 +1217,7 @@ def _half_dtype(
     opt_level: str,
     models: Iterable[nn.Module],
 ) -> torch.dtype:
-    """Returns the requested half dtype; else the live session's; else the default for the device."""
+    """Returns the requested half dtype; else the live session's, the one of weights that are half, the device's."""
     checked = None if given is None else opt_levels.check_half_dtype(given)
     if alias is not None:
         also = opt_levels.check_half_dtype(alias, alias_name)
@@ -1235,8 +1235,10 @@ def _half_dtype(
     live = runtime.live
     if live is not None and not runtime.may_replace:
         return live.settings.properties.half_dtype
-    types = adopted_model.device_types_of(models)
-    return torch.bfloat16 if types == {"cpu"} else torch.float16
+    halves = {parameter.dtype for model in models for parameter in model.parameters()} & opt_levels.HALVES
+    if len(halves) == 1:
+        return halves.pop()
+    return torch.bfloat16 if adopted_model.device_types_of(models) == {"cpu"} else torch.float16
 
 
 def _lists(overlay: Overlay | None) -> CastLists:

@@ -14,7 +14,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -135,25 +135,28 @@ class Ranks:
 
     def begin_block(self) -> None:
         """Begins a block: records if a backward pass before it reduced gradients, and resets that state."""
-        for replica in list(self._ddp.values()):
+        for wrapper, replica in list(self._ddp.items()):
             replica.was_reduced = replica.next is _NextBackward.IS_REDUCED
             if replica.was_reduced:
-                replica.next = _NextBackward.NONE
+                replica.next, replica.has_unreduced = _NextBackward.NONE, False
+            replica.before = _moments_of(wrapper, replica) if replica.has_unreduced else []
 
     def end_block(self, parameters: Iterable[Tensor]) -> None:
-        """Ends a block of an optimizer with these parameters: their reducing backward pass is over."""
-        for replica in self._replicas_of(parameters):
-            if replica.next in (_NextBackward.REDUCES, _NextBackward.IS_REDUCED):
-                replica.next = _NextBackward.NONE
+        """Ends a block of an optimizer with these parameters: their reducing backward pass is over, if it has begun."""
+        for wrapper, replica in self._replicas_of(parameters):
+            if replica.next is _NextBackward.POSTPONES:
+                replica.has_unreduced = bool(_moments_of(wrapper, replica))
+            elif not _is_still_to_reduce(wrapper, replica):
+                replica.next, replica.has_unreduced = _NextBackward.NONE, False
 
     def are_reduced(self, parameters: Iterable[Tensor]) -> bool:
         """Returns True if a backward pass before the present block has reduced gradients in all wrappers of these."""
-        return all(replica.was_reduced for replica in self._replicas_of(parameters))
+        return all(replica.was_reduced for _, replica in self._replicas_of(parameters))
 
-    def _replicas_of(self, parameters: Iterable[Tensor]) -> list[_Replica]:
-        """Returns the wrappers that reduce gradients of these parameters."""
+    def _replicas_of(self, parameters: Iterable[Tensor]) -> list[tuple[Any, _Replica]]:
+        """Returns the wrappers that reduce gradients of these parameters, with their records."""
         ids = set(map(id, parameters)) if self._ddp else set()
-        return [replica for replica in list(self._ddp.values()) if not ids.isdisjoint(replica.ids)]
+        return [(wrapper, replica) for wrapper, replica in list(self._ddp.items()) if not ids.isdisjoint(replica.ids)]
 
     @property
     def replicates(self) -> bool:
@@ -171,7 +174,7 @@ class Ranks:
         A backward pass that bypasses the wrapper also leaves gradients: that of an auxiliary loss of the module inside.
         """
         parameters = list(parameters)
-        replicas = self._replicas_of(parameters)
+        replicas = [replica for _, replica in self._replicas_of(parameters)]
         if any(replica.next is _NextBackward.POSTPONES for replica in replicas):
             return True
         if not any(replica.next in (_NextBackward.REDUCES, _NextBackward.IS_REDUCED) for replica in replicas):
@@ -187,6 +190,13 @@ class Ranks:
                 if not (group.reduce_grads and (group.all_reduce_grads or not group._is_hsdp)):
                     postponed.update(id(each.sharded_param) for each in group.fsdp_params)
         return bool(postponed) and any(id(parameter) in postponed for parameter in parameters)
+
+    def are_still_to_reduce(self, parameters: Iterable[Tensor]) -> bool:
+        """Returns True if gradients of these wait for a backward pass that a forward pass has prepared.
+
+        So they do if a block for another model's loss stands between the two passes.
+        """
+        return any(_is_still_to_reduce(*each) for each in self._replicas_of(parameters))
 
     def has_unreduced(self, parameters: Iterable[Tensor]) -> bool:
         """Returns True if FSDP2 holds gradients of these internally that it has not reduced yet."""
@@ -234,13 +244,11 @@ class Ranks:
 
     def _groups_beside(self, parameters: list[Tensor]) -> Iterator[Group]:
         """Yields the groups of these parameters' DDP wrappers, if no wrapper reduces some of the parameters."""
-        replicas = self._replicas_of(parameters)
-        ids = frozenset().union(*(replica.ids for replica in replicas))
-        if replicas and not ids.issuperset(map(id, parameters)):
-            wrapper: Any
-            for wrapper, replica in list(self._ddp.items()):
-                if replica in replicas:
-                    yield Group(wrapper.process_group, wrapper.device_type)
+        found = self._replicas_of(parameters)
+        ids = frozenset().union(*(replica.ids for _, replica in found))
+        if found and not ids.issuperset(map(id, parameters)):
+            for wrapper, _ in found:
+                yield Group(wrapper.process_group, wrapper.device_type)
 
     def are_sharded(self, parameters: Iterable[Tensor]) -> bool:
         """Returns True if other ranks have pieces of these; all ranks must then do the same, gradients or not."""
@@ -290,11 +298,37 @@ class _Replica:
         ids: ids of the parameters whose gradients it reduces.
         next: action of its next backward pass.
         was_reduced: True if a backward pass before the present block has reduced the gradients.
+        has_unreduced: True if an earlier block has left gradients for a later backward pass to reduce.
+        before: moments of these gradients when the present block began.
     """
 
     ids: frozenset[int]
     next: _NextBackward = _NextBackward.NONE
     was_reduced: bool = False
+    has_unreduced: bool = False
+    before: list[tuple[int, int]] = field(default_factory=list)
+
+
+def _moments_of(wrapper: nn.Module, replica: _Replica) -> list[tuple[int, int]]:
+    """Returns the ids and version counters of the gradients that a wrapper reduces."""
+    return [
+        (id(grad), grad._version)
+        for parameter in wrapper.parameters()
+        if id(parameter) in replica.ids and (grad := parameter.grad) is not None
+    ]
+
+
+def _is_still_to_reduce(wrapper: nn.Module, replica: _Replica) -> bool:
+    """Returns True if gradients of earlier blocks wait for the backward pass that the last forward pass has prepared.
+
+    The gradients tell whether that has run: not all outputs of a forward pass take a hook that would.
+    """
+    return (
+        replica.next is _NextBackward.REDUCES
+        and replica.has_unreduced
+        and bool(replica.before)
+        and replica.before == _moments_of(wrapper, replica)
+    )
 
 
 @dataclass(frozen=True, slots=True)

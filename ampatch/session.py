@@ -17,7 +17,10 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -198,6 +201,9 @@ class Session:
         if self.has_half_weights:
             handle = register_module_module_registration_hook(self._while_active(Session._take_in))
             self.ledger.on_undo(handle.remove)
+        if self.has_masters:
+            keep: Any = self._while_active(Session._keep_updated)
+            self.ledger.on_undo(register_module_parameter_registration_hook(keep).remove)
         if not all(scaler.is_one for scaler in self.scalers):
             clipping.watch(self.ledger, self._while_active(Session._check_clipped))
             unscaled_losses.watch(self.ledger, self._while_active(lambda session: session._blocks.watched))
@@ -341,7 +347,7 @@ class Session:
                 raise UsageError(
                     f"of the models that amp has, one ({type(model).__name__}) is a part of another, or has it as one "
                     f"({type(other).__name__}), so that its outputs would be float32 inside a half model. Hand in the "
-                    "outer one only."
+                    "outer one only, after amp.deinitialize() if amp has the inner one already."
                 )
 
     def _convert_weights(self, model: nn.Module) -> None:
@@ -377,6 +383,23 @@ class Session:
         """Hooks the state dict of a module that user code adds to a converted model."""
         if module is not None and parent in self._converted:
             self._hook_state_dict(module)
+
+    @_with_casts_off
+    def _keep_updated(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        """Returns a module's half parameter that has a master, if user code replaces it by its values in another type.
+
+        In the model without amp it has that type, so that nothing would be replaced. Replaced, it would no longer be
+        what the optimizer updates.
+        """
+        known = module._parameters.get(name)
+        if known is None or parameter is None or not self.conversion.owners_of([known]):
+            return None
+        is_copy = (
+            parameter.dtype is not known.dtype
+            and (parameter.shape, parameter.device) == (known.shape, known.device)
+            and torch.equal(parameter, known.to(parameter.dtype))
+        )
+        return known if is_copy else None
 
     def _hook(self, model: nn.Module) -> None:
         """Hooks the model's forward pass, for casts and for the cache."""
@@ -469,10 +492,25 @@ class Session:
                 f"the step of this {type(optimizer).__name__} cannot be replaced on the object ({error}); expected an "
                 "optimizer that keeps its own attributes. Hand in the optimizer inside it, if there is one."
             ) from error
+        self._warn_of_half_updates(optimizer)
         self._optimizers[id(optimizer)] = adopted
         self.skip_counts.append(adopted.skips)
         finalizer = weakref.finalize(optimizer, _forget_optimizer, self._optimizers, id(optimizer))
         self.ledger.on_undo(finalizer.detach, optimizer)
+
+    def _warn_of_half_updates(self, optimizer: OptimizerLike) -> None:
+        """Warns if an optimizer updates half weights at a level that leaves weights as they are."""
+        if self.settings.properties.cast_model_type is not None:
+            return
+        for parameter in optimizer_state.parameters_of(optimizer):
+            if parameter.dtype in HALVES and parameter.requires_grad:
+                warn(
+                    f"the {type(optimizer).__name__} updates half weights, such as {self._name_of(parameter)} "
+                    f"({parameter.dtype}), and opt_level={self.settings.properties.opt_level!r} makes no float32 "
+                    "masters: small updates are lost, and Adam's eps of 1e-8 is zero in float16. Make these weights "
+                    "float32 before the optimizer (weight.data = weight.data.float()), or use opt_level='O2'."
+                )
+                return
 
     def has_adopted(self, optimizer: object) -> bool:
         """Returns True if the session has adopted the optimizer, or one inside it."""
@@ -561,9 +599,12 @@ class Session:
         for adopted in list(self._optimizers.values()):
             adopted.masters.make_missing()
 
+    def parameter_names(self) -> dict[int, str]:
+        """Returns the names of all parameters of the adopted models, by the parameter's id."""
+        return adopted_model.named_parameters(self._models)
+
     def _name_of(self, parameter: Tensor) -> str:
-        names = adopted_model.named_parameters(self._models)
-        return names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
+        return self.parameter_names().get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
 
     # Losses
 

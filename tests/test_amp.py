@@ -233,6 +233,16 @@ class TestHalfDtype:
         initialize(model)
         assert product().dtype is torch.bfloat16
 
+    @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
+    def test_is_that_of_weights_that_are_half(self, half_dtype):
+        initialize(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).to(half_dtype)))
+        assert product().dtype is half_dtype
+
+    @pytest.mark.skipif(torch.accelerator.is_available(), reason="says what holds without an accelerator")
+    def test_is_that_of_the_device_if_weights_are_of_both(self):
+        initialize(nn.ModuleList(nn.Linear(3, 3).to(half_dtype) for half_dtype in HALF_DTYPES))
+        assert product().dtype is torch.bfloat16
+
     @pytest.mark.parametrize("name", ["half_dtype", "patch_torch_functions_type"])
     @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
     def test_is_what_was_asked_for(self, model, half_dtype, name):
@@ -1009,6 +1019,7 @@ class TestRest:
         backward(loss, optimizer)
         assert_same_bits(model.weight.grad, torch.full((3, 3), 2.0, dtype=torch.float64))
 
+    @pytest.mark.filterwarnings("ignore:the SGD updates half weights")
     @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
     def test_half_parameters_are_used_as_they_are(self, half_dtype):
         model = nn.Linear(3, 3).to(half_dtype)

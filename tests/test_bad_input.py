@@ -274,6 +274,11 @@ OBJECTS = [
         r"the model's 'weight' is on the device 'meta', .*model\.to_empty",
     ),
     Mistake(
+        "weights-of-the-other-half-type",
+        lambda _: amp.initialize(nn.Linear(2, 2).half(), opt_level="O5"),
+        r"'weight' is torch\.float16, and would be rounded to torch\.bfloat16 for good\. .*half_dtype=torch\.float16",
+    ),
+    Mistake(
         "shared-with-what-is-kept",
         lambda bench: amp.initialize([bench.model, tied()], opt_level="O2", keep_fp32="1"),
         r"'0\.weight' and '1\.weight' are one tensor, and keep_fp32 keeps only one of the two in float32",

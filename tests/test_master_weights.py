@@ -436,6 +436,46 @@ class TestMasters:
         assert {master.dtype for master in masters(optimizer)} == {torch.float32}
 
 
+class TestReplacedParameters:
+    """User code puts another parameter into the place of one that has a master."""
+
+    def test_widened_one_leaves_the_one_that_the_optimizer_updates(self):
+        model = network()
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer)
+        updated, saved = model[0].weight, copy.deepcopy(model.state_dict())
+        model[0].weight = nn.Parameter(updated.detach().float())
+        assert model[0].weight is updated
+        assert_same_state(model.state_dict(), saved)  # with the master's bits
+        backward(loss_of(model, 0), optimizer)
+        optimizer.step()
+        assert not torch.equal(model.state_dict()["0.weight"], saved["0.weight"])
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda weight: nn.Parameter(weight.detach().clone()),
+            lambda weight: nn.Parameter(weight.detach().float() + 1),
+            lambda weight: nn.Parameter(weight.detach().float()[:2]),
+            lambda weight: nn.Parameter(weight.detach().float().to("meta")),
+        ],
+        ids=["same-type", "other-values", "other-shape", "other-device"],
+    )
+    def test_any_other_is_in_its_place_as_in_torch(self, make):
+        model = network()
+        initialize(model, SGD(model.parameters()))
+        new = make(model[0].weight)
+        model[0].weight = new
+        assert model[0].weight is new
+
+    def test_one_without_a_master_is_replaced(self):
+        model = network().requires_grad_(False)
+        initialize(model)
+        new = nn.Parameter(model[0].weight.detach().float())
+        model[0].weight = new
+        assert model[0].weight is new
+
+
 class TestAddedGroups:
     @pytest.mark.parametrize("when", ["before-backward", "after-backward", "after-step", "after-skipped-step"])
     def test_have_masters_whenever_they_are_added(self, when):
@@ -701,6 +741,15 @@ class TestWritingWeights:
         model.half()
 
 
+#: Ways to write to a weight; torch counts the first only.
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "counted": lambda weight: weight.fill_(2),
+    "data": lambda weight: weight.data.fill_(2),
+    "other data": lambda weight: setattr(weight, "data", torch.full_like(weight, 2)),
+    "numpy": lambda weight: weight.detach().numpy().fill(2),
+}
+
+
 class TestStateDict:
     @pytest.mark.parametrize("exchange", [lambda p, data: setattr(p, "data", data), lambda p, data: p.set_(data)])
     def test_taken_before_weights_got_other_data_gives_back_what_they_were(self, exchange):
@@ -822,6 +871,23 @@ class TestStateDict:
         initialize(model, SGD(model.parameters()))
         saved = model.state_dict()
         assert_same_bits(saved["0.weight"], model[0].weight.float())
+
+    def test_of_a_frozen_parameter_that_came_half_is_the_parameter_itself(self, half_dtype):
+        model = network().to(half_dtype)
+        model[0].weight.requires_grad_(False)
+        initialize(model, SGD(model.parameters()), half_dtype=half_dtype)
+        saved = model.state_dict()
+        assert saved["0.weight"].data_ptr() == model[0].weight.data_ptr()
+        assert {value.dtype for name, value in saved.items() if name != "0.weight"} == {torch.float32}
+
+    @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+    def test_of_a_frozen_parameter_is_never_out_of_date(self, write):
+        model = network().requires_grad_(False)
+        initialize(model)
+        before = model.state_dict()["0.weight"].clone()
+        write(model[0].weight)
+        assert_same_bits(model.state_dict()["0.weight"], model[0].weight.float())
+        assert not torch.equal(model.state_dict()["0.weight"], before)
 
     def test_of_running_statistics_in_half_is_what_batch_norm_has_written(self, half_dtype):
         model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))

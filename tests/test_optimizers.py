@@ -33,6 +33,8 @@ from ampatch.scaling import optimizer_gradients
 SCALE = 2.0**16
 OVERFLOW = 1e38  # times the first scale, and times 2, it is beyond float32
 
+UPDATES_HALF = pytest.mark.filterwarnings("ignore:the SGD updates half weights")
+
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -586,6 +588,23 @@ class TestGradients:
         assert model.weight.grad is grad
         assert grad.data_ptr() == memory
 
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_half_weights_without_masters_are_warned_of(self, level):
+        model = nn.Sequential(linear(), linear().half(), linear().half().requires_grad_(False))
+        optimizer = SGD(model.parameters())
+        if level == "O1":
+            with pytest.warns(
+                AmpWarning, match=r"SGD updates half weights, such as 1\.weight .*opt_level='O1' makes no"
+            ):
+                initialize(model, optimizer, opt_level=level)
+        else:
+            initialize(model, optimizer, opt_level=level)
+
+    def test_frozen_half_weights_are_not_warned_of(self):
+        model = nn.Sequential(linear(), linear().half().requires_grad_(False))
+        initialize(model, SGD(model.parameters()), opt_level="O1")
+
+    @UPDATES_HALF
     @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("delay_unscale", [False, True], ids=["unscaled-each-time", "unscaled-at-the-end"])
     def test_half_ones_add_up_without_overflow_of_the_scaled_copy(self, half_dtype, delay_unscale):
@@ -601,6 +620,7 @@ class TestGradients:
         weight.sum().backward()
         assert weight.grad.dtype is half_dtype
 
+    @UPDATES_HALF
     @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("delay_unscale", [False, True], ids=["block", "delayed"])
     @pytest.mark.parametrize("clear", ["none", "zero", "model-none", "model-zero"])
@@ -621,6 +641,7 @@ class TestGradients:
             backward((weight * 4).sum(), optimizer)
         assert_same_bits(weight.grad, torch.full_like(weight, 4))
 
+    @UPDATES_HALF
     def test_of_a_type_that_the_user_chose_keep_it(self):
         weight = nn.Parameter(torch.ones(3, dtype=torch.float16))
         weight.grad_dtype = None
@@ -908,6 +929,7 @@ class TestCallsOutOfOrder:
 
 
 class TestBlockThatRaises:
+    @UPDATES_HALF
     @pytest.mark.parametrize("before", [False, True], ids=["no-gradients", "gradients-there"])
     @pytest.mark.parametrize("half_dtype", [torch.float32, *HALF_DTYPES], ids=dtype_name)
     def test_leaves_no_gradients_and_the_next_iteration_is_clean(self, before, half_dtype):
@@ -1319,6 +1341,7 @@ class TestCopies:
 
 
 class TestLifetime:
+    @UPDATES_HALF
     @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("inside", [False, True])
     def test_gradients_that_were_not_unscaled_yet_are_unscaled_or_taken_away_with_a_word(self, half_dtype, inside):
@@ -1399,6 +1422,7 @@ class TestLifetime:
 
         assert [reference() for reference in gone] == [None, None, None]
 
+    @UPDATES_HALF
     def test_parameter_that_its_optimizer_drops_is_collected(self):
         weight = nn.Parameter(torch.ones(3, dtype=torch.float16))
         optimizer = torch.optim.SGD([weight], lr=0.1)

@@ -1,30 +1,43 @@
-"""Optimizers that amp has adopted, inside the wrappers of Hugging Face Accelerate.
+"""amp beside Hugging Face Accelerate, for the adapters of Accelerate and of what is built on it.
 
-Owns what Accelerate's classes are told about such optimizers: skipped steps, and the parameters whose gradients are to
-be clipped. Must not know a training loop: adapters of Accelerate and of what is built on it share this module.
+Owns what Accelerate's classes are told about optimizers that amp has adopted: skipped steps, and the parameters whose
+gradients are to be clipped. Also what excludes amp, and the file of the loss scale. Must not know a training loop.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ampatch import amp
-from ampatch.errors import IntegrationError
+from ampatch.errors import IntegrationError, OptionError, warn
+from ampatch.integrations import versions
 from ampatch.integrations.shared_patches import SharedPatches
 from ampatch.ledger import PatchLedger
+from ampatch.opt_levels import HALVES
 from ampatch.runtime import runtime
 
+_INSTALL = "Type pip install 'accelerate>=1.15'."
 try:
-    from accelerate import Accelerator
-    from accelerate.optimizer import AcceleratedOptimizer
+    import accelerate
 except ModuleNotFoundError as error:
     raise IntegrationError(
-        f"this adapter of ampatch needs accelerate, but {error.name} is missing. Type pip install 'accelerate>=1.15'."
+        f"this adapter of ampatch needs accelerate, but {error.name} is missing. {_INSTALL}"
     ) from error
+versions.check("this adapter of ampatch", "accelerate", accelerate.__version__, (1, 15), _INSTALL)
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+
+#: File of a checkpoint with the state of the loss scale; "scaler.pt" is of ``torch.amp.GradScaler``, and a run without
+#: amp would fail to load it where it has none.
+STATE_NAME = "ampatch.pt"
+_GRAD_SCALER_NAME = "scaler.pt"
 
 
 def bare(optimizer: Any) -> Any:
@@ -35,16 +48,90 @@ def bare(optimizer: Any) -> Any:
 
 
 def updated(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Returns what the adopted optimizers update in place of the given parameters: masters in place of half ones."""
+    """Returns what the adopted optimizers update in place of the given parameters: masters in place of half ones.
+
+    Raises:
+        UsageError: their gradients are still scaled, since DDP has not reduced them yet.
+    """
     session = runtime.live
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if session is None:
         return given
+    ids = set(map(id, given))
     masters: dict[int, Tensor] = {}
     for optimizer in session.optimizers:
         full = list(amp.master_params(optimizer))
-        masters |= zip(map(id, session.adopted(optimizer).gradients.model_parameters()), full, strict=True)
+        gradients = session.adopted(optimizer).gradients
+        own = dict(zip(map(id, gradients.model_parameters()), full, strict=True))
+        if not ids.isdisjoint(own):
+            gradients.unscale_deferred()
+            gradients.check_unscaled("clip where accelerator.sync_gradients is True. These gradients are")
+        masters |= own
     return [masters.get(id(each), each) for each in given]
+
+
+# What excludes amp
+
+
+def check_accelerator(accelerator: Accelerator, off: str) -> None:
+    """Raises if an Accelerator casts as well, or shards weights; ``accelerate launch`` can make it do so.
+
+    Args:
+        accelerator: the Accelerator.
+        off: what the user types to turn amp off.
+
+    Raises:
+        OptionError: it does.
+    """
+    if accelerator.mixed_precision != "no":
+        raise OptionError(
+            f"accelerate has mixed_precision={accelerator.mixed_precision!r}, which casts as well as amp. Leave it "
+            "out of Accelerator(...); type accelerate launch --mixed_precision no, or unset "
+            f"ACCELERATE_MIXED_PRECISION; or turn amp off ({off})."
+        )
+    sharding = accelerator.distributed_type.value
+    if sharding in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        raise OptionError(
+            f"accelerate has the distributed type {sharding}, which shards the weights that amp is to adopt. Launch "
+            f"without its plugin, such as with torchrun; or turn amp off ({off})."
+        )
+
+
+def check_weights(named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises if weights that are to be trained are half already.
+
+    Raises:
+        OptionError: they are.
+    """
+    for name, parameter in named_parameters:
+        if parameter.requires_grad and parameter.dtype in HALVES:
+            raise OptionError(
+                f"{name} is to be trained and is {parameter.dtype}, in which small updates are lost: amp makes half "
+                "weights and their float32 masters itself. Load the model with from_pretrained(..., "
+                "dtype=torch.float32), or call model.float(). On a frozen half base, type weight.data = "
+                "weight.data.float() for each trained weight."
+            )
+
+
+# Checkpoints
+
+
+def load_scale(folder: str | Path) -> None:
+    """Loads the loss scale of a checkpoint, amp's or that of a ``torch.amp.GradScaler``.
+
+    Warns:
+        AmpWarning: it has neither, and the scale is dynamic.
+    """
+    for name in (STATE_NAME, _GRAD_SCALER_NAME):
+        path = Path(folder, name)
+        if path.is_file():
+            amp.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+            return
+    if amp.settings()["loss_scale"] == "dynamic":
+        warn(f"there is no {STATE_NAME} in {folder}: it was probably saved with amp off. The loss scale starts afresh.")
+
+
+# Patches of Accelerate's classes
 
 
 def _install(ledger: PatchLedger) -> None:

@@ -1,6 +1,7 @@
 """The arguments of ``amp.initialize`` that users of a framework give to its adapter.
 
-Owns their names, and whether they turn amp on. Must not read them from a framework's objects.
+Owns their names, the check of the level and its overrides, and whether they turn amp on. Must not read them from a
+framework's objects.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ampatch import amp
+import torch
+
+from ampatch import amp, opt_levels
 from ampatch.errors import did_you_mean
-from ampatch.opt_levels import Overrides, check_flag
 
 #: Arguments that replace a value of the opt level.
-OVERRIDES = tuple(field.name for field in dataclasses.fields(Overrides))
+OVERRIDES = tuple(field.name for field in dataclasses.fields(opt_levels.Overrides))
 
 #: Arguments that decide whether amp is on.
 DECIDING = ("enabled", "opt_level", *OVERRIDES)
@@ -42,6 +44,19 @@ def hint(name: str, known: Sequence[str], also: str = "") -> str:
     return did_you_mean(name, known) or f" Expected {f'{also} or ' if also else ''}one of {', '.join(known)}."
 
 
+def check_level(given: Mapping[str, Any]) -> None:
+    """Raises if the level, the half type or an override has a value that is not allowed, or contradicts another.
+
+    Values that depend on the model's device or on other sessions are checked when amp is set up.
+
+    Raises:
+        OptionError: one of them does.
+    """
+    half = opt_levels.check_half_dtype(given.get("half_dtype") or torch.bfloat16)
+    overrides = opt_levels.Overrides(**{name: given.get(name) for name in OVERRIDES})
+    opt_levels.resolve(given.get("opt_level", "O1"), half, overrides)
+
+
 def turn_on(given: Mapping[str, Any]) -> bool:
     """Returns True if amp does anything with these arguments: O0 without overrides does not.
 
@@ -49,6 +64,6 @@ def turn_on(given: Mapping[str, Any]) -> bool:
         OptionError: ``enabled`` is a text other than "True" and "False".
     """
     enabled = given.get("enabled", True)
-    if not (check_flag("enabled", enabled) if isinstance(enabled, str) else enabled):
+    if not (opt_levels.check_flag("enabled", enabled) if isinstance(enabled, str) else enabled):
         return False
     return given.get("opt_level", "O1") != "O0" or any(given.get(name) is not None for name in OVERRIDES)

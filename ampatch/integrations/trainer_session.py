@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
 from ampatch import GradScaler, amp
@@ -26,7 +28,7 @@ from ampatch.errors import OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES, LEVELS
 from ampatch.runtime import runtime
-from ampatch.scaling.unscaled_losses import leaves_of
+from ampatch.scaling.unscaled_losses import leaves_among, nodes_of
 
 
 class _Thread(threading.local):
@@ -151,7 +153,7 @@ class TrainerSession:
         self._options = dict(options) if scaler is None else _without_scale(options)
         self._scaler = scaler
         self._precise: list[tuple[Tensor, Tensor, torch.dtype]] = []
-        self._updated: set[int] = set()  # ids of the parameters that the optimizers update
+        self._updaters: dict[int, list[Any]] = {}  # optimizers by the ids of the parameters that they update
         self._may_skip = self._is_one = False
         self._steps = PatchLedger()
         self._is_in_step = self._is_unscaled = self._has_stepped = self._was_skipped = False
@@ -391,11 +393,12 @@ class TrainerSession:
             raise UsageError(
                 "found a backward pass in a training step, but no optimizer whose gradients to unscale. Make one where "
                 "the framework does: in configure_optimizers for Lightning; in initialize_optimizer for skorch, "
-                "as an attribute such as self.optimizer_, of a subclass of torch.optim.Optimizer."
+                "as an attribute such as self.optimizer_, of a subclass of torch.optim.Optimizer. For Accelerate, hand "
+                "it to ampatch's prepare together with the model."
             )
         self._has_run_backward = True
         inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
-        leaves = {} if self._is_one else self._leaves(tensors, inputs)
+        leaves, is_all = self._leaves(tensors, inputs)
         ours = self._ours(leaves)
         # Without `inputs` it may reach parameters that are no leaves of this graph, as in a checkpointed region.
         is_anothers = not ours and bool(leaves) and (inputs is not None or self._is_unscaled)
@@ -404,7 +407,7 @@ class TrainerSession:
             return
         scale = 1.0
         # No optimizer updates these leaves (inputs, for example), so amp.scale_loss would leave their gradients scaled.
-        others = [(leaf, leaf.grad) for key, leaf in leaves.items() if key not in ours]
+        others = [] if self._is_one else [(leaf, leaf.grad) for key, leaf in leaves.items() if key not in ours]
         if others:
             scale = amp.get_loss_scale() if self._scaler is None else self._scaler.get_scale()
         for leaf, _ in others:
@@ -412,7 +415,7 @@ class TrainerSession:
         try:
             with casts_on():
                 if self._scaler is None:
-                    with amp.scale_loss(tensors, self.optimizers) as scaled:
+                    with amp.scale_loss(tensors, self._updating(ours) if is_all else self.optimizers) as scaled:
                         original(scaled, *args, **kwargs)
                 else:
                     self._scaled_backward(original, tensors, args, kwargs)
@@ -425,26 +428,34 @@ class TrainerSession:
                     else:
                         leaf.grad = before
 
-    def _leaves(self, tensors: Any, inputs: Any) -> dict[int, Tensor]:
+    def _leaves(self, tensors: Any, inputs: Any) -> tuple[dict[int, Tensor], bool]:
+        """Returns the leaves that a backward pass reaches, by id, and whether these are all of them."""
         if inputs is not None:
-            return {id(each): each for each in tensors_in(list(_as_tuple(inputs)))}
+            return {id(each): each for each in tensors_in(list(_as_tuple(inputs)))}, True
+        if self._is_one and len(self.optimizers) == 1:  # nothing depends on them
+            return {}, False
         roots = [each.grad_fn for each in tensors_in(list(_as_tuple(tensors))) if each.grad_fn is not None]
-        return {key: leaf for root in roots for key, leaf in leaves_of(root).items()}
+        nodes = {node for root in roots for node in nodes_of(root)}
+        return leaves_among(nodes), not any(map(_may_hide_leaves, nodes))
 
     def _ours(self, leaves: Mapping[int, Tensor]) -> set[int]:
         """Returns the ids of those leaves that the optimizers update, also if optimizers got new parameters since."""
-        if not leaves.keys() <= self._updated:
+        if not leaves.keys() <= self._updaters.keys():
             session = runtime.live
-            self._updated = {
-                id(each)
-                for optimizer in self.optimizers
+            self._updaters = {}
+            for optimizer in self.optimizers:
                 for each in (
                     _parameters(optimizer)
                     if session is None or self._scaler is not None
                     else session.adopted(optimizer).gradients.model_parameters()
-                )
-            }
-        return self._updated & leaves.keys()
+                ):
+                    self._updaters.setdefault(id(each), []).append(optimizer)
+        return self._updaters.keys() & leaves.keys()
+
+    def _updating(self, ours: set[int]) -> list[Any]:
+        """Returns the optimizers that update any of these leaves; all if there are none."""
+        found = {id(optimizer) for key in ours for optimizer in self._updaters[key]}
+        return [each for each in self.optimizers if not found or id(each) in found]
 
     def _is_scaled_by_hand(self) -> bool:
         """Returns True if this backward pass runs inside the user's own ``amp.scale_loss`` block."""
@@ -533,6 +544,14 @@ class TrainerSession:
         self._scaler.update()
         self._was_skipped |= self._scaler.get_scale() < before
         self._has_stepped = self._is_unscaled = False
+
+
+def _may_hide_leaves(node: Node) -> bool:
+    """Returns True if a node may run a backward pass of its own, as a reentrant checkpoint does."""
+    function = getattr(type(node), "_forward_cls", None)  # of nodes that are written in Python
+    return function is not None and (
+        function is torch.utils.checkpoint.CheckpointFunction or not function.__module__.startswith("torch.")
+    )
 
 
 def _backward_of_steps(original: Callable[..., None]) -> Callable[..., None]:

@@ -14,17 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ampatch import amp, opt_levels
-from ampatch.errors import IntegrationError, OptionError, UsageError, warn
+from ampatch import amp
+from ampatch.errors import IntegrationError, OptionError, UsageError
 from ampatch.integrations import guards, options, versions
 from ampatch.integrations.amp_state import AmpState
-from ampatch.integrations.shared_patches import SharedPatches
 from ampatch.integrations.trainer_session import apart, casts_off, casts_on
-from ampatch.ledger import PatchLedger
-from ampatch.runtime import runtime
 
 _INSTALL = "Type pip install 'transformers>=4.57' 'accelerate>=1.15'."
 try:
@@ -35,15 +32,19 @@ except ModuleNotFoundError as error:
     ) from error
 versions.check("ampatch.integrations.transformers", "transformers", transformers.__version__, (4, 57), _INSTALL)
 
-from transformers import PreTrainedModel, Trainer  # noqa: E402
+from transformers import Trainer  # noqa: E402
 
-from ampatch.integrations.accelerated import adopted_optimizers, bare  # noqa: E402
+from ampatch.integrations.accelerated import (  # noqa: E402
+    STATE_NAME,
+    adopted_optimizers,
+    bare,
+    check_accelerator,
+    check_weights,
+    load_scale,
+)
+from ampatch.integrations.pretrained import honest_configs  # noqa: E402
 
 __all__ = ["AmpatchMixin", "AmpatchTrainer"]
-
-#: File of a checkpoint with the state of the loss scale; Trainer's own "scaler.pt" is of ``torch.amp.GradScaler``.
-STATE_NAME = "ampatch.pt"
-_GRAD_SCALER_NAME = "scaler.pt"
 
 _OPTIONS = options.names()
 
@@ -216,7 +217,7 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _amp_held(self, training: bool) -> Iterator[None]:
-        with self._amp_state.held(self, training), adopted_optimizers.installed(), _honest_configs.installed():
+        with self._amp_state.held(self, training), adopted_optimizers.installed(), honest_configs.installed():
             yield
 
     def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> Any:
@@ -228,7 +229,7 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         if training:
             self._amp_training.close()  # of a batch size that did not fit into memory (auto_find_batch_size)
             if self._amp_is_on():
-                _check_weights(self.model)
+                check_weights(self.model.named_parameters())
                 self._amp_training.enter_context(self._amp_held(training=True))
         return super()._wrap_model(model, training, *args, **kwargs)
 
@@ -249,9 +250,7 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         for name in given:
             if name not in _OPTIONS:
                 raise OptionError(f"amp has the unknown argument {name!r}.{options.hint(name, _OPTIONS)}")
-        half = opt_levels.check_half_dtype(given.get("half_dtype") or torch.bfloat16)
-        overrides = opt_levels.Overrides(**{name: given.get(name) for name in options.OVERRIDES})
-        opt_levels.resolve(given.get("opt_level", "O1"), half, overrides)
+        options.check_level(given)
         return {"cast_model_outputs": torch.float32, **given}  # as Accelerate has it with autocast
 
     def _amp_is_on(self) -> bool:
@@ -270,7 +269,7 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
             _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
         if self._amp_is_on():
-            _check_accelerator(self.accelerator)
+            check_accelerator(self.accelerator, "amp='O0'")
 
     # Checkpoints
 
@@ -283,16 +282,7 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         if checkpoint is None or not self._amp_state.is_live:
             super()._load_scaler(checkpoint)
             return
-        for name in (STATE_NAME, _GRAD_SCALER_NAME):
-            path = Path(checkpoint, name)
-            if path.is_file():
-                amp.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-                return
-        if amp.settings()["loss_scale"] == "dynamic":
-            warn(
-                f"there is no {STATE_NAME} in {checkpoint}: it was probably saved with amp off. The loss scale starts "
-                "afresh."
-            )
+        load_scale(checkpoint)
 
 
 class AmpatchTrainer(AmpatchMixin, Trainer):
@@ -332,64 +322,3 @@ def _check_arguments(args: Any) -> None:
             f"Trainer would use DataParallel for {args.n_gpu} GPUs, and amp works with DistributedDataParallel. Type "
             "torchrun --nproc-per-node gpu SCRIPT; or set CUDA_VISIBLE_DEVICES=0."
         )
-
-
-def _check_weights(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype in opt_levels.HALVES:
-            raise OptionError(
-                f"{name} is to be trained and is {parameter.dtype}, in which small updates are lost: amp makes half "
-                "weights and their float32 masters itself. Load the model with from_pretrained(..., "
-                "dtype=torch.float32), or call model.float()."
-            )
-
-
-def _check_accelerator(accelerator: Any) -> None:
-    """Checks what ``accelerate launch`` and its environment variables ask for."""
-    if accelerator.mixed_precision != "no":
-        raise OptionError(
-            f"accelerate has mixed_precision={accelerator.mixed_precision!r}, which casts as well, and this trainer "
-            "has amp. Type accelerate launch --mixed_precision no, or unset ACCELERATE_MIXED_PRECISION."
-        )
-    sharding = accelerator.distributed_type.value
-    if sharding in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
-        raise OptionError(
-            f"accelerate has the distributed type {sharding}, which shards the weights that amp is to adopt. Launch "
-            "with torchrun, or use a trainer without amp (amp='O0')."
-        )
-
-
-# The type in config.json
-
-
-def _install(ledger: PatchLedger) -> None:
-    original = PreTrainedModel.save_pretrained
-
-    @functools.wraps(original)
-    def save_pretrained(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        with _types_as_saved(model):
-            return original(model, *args, **kwargs)
-
-    ledger.set(PreTrainedModel, "save_pretrained", save_pretrained)
-
-
-#: Within `_honest_configs.installed()`, ``save_pretrained`` writes the type that it saves into ``config.json``. Without
-#: it, the config has the type of the first parameter, which is half while the state dict is float32.
-_honest_configs = SharedPatches(_install)
-
-
-@contextlib.contextmanager
-def _types_as_saved(model: PreTrainedModel) -> Iterator[None]:
-    """Makes ``model.parameters()`` yield tensors of the types that its state dict has, while the block runs."""
-    live, ledger, parameters = runtime.live, PatchLedger(), model.parameters
-
-    def as_saved(*args: Any, **kwargs: Any) -> Iterator[Tensor]:
-        for parameter in parameters(*args, **kwargs):
-            dtype = None if live is None else live.conversion.dtype_before(parameter)
-            yield parameter if dtype is None else torch.empty((), dtype=dtype, device=parameter.device)
-
-    ledger.set(model, "parameters", as_saved)
-    try:
-        yield
-    finally:
-        ledger.undo()

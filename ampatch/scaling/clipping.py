@@ -23,6 +23,7 @@ from ampatch.distributed import Group, Ranks, redistribute_gradient
 from ampatch.errors import UsageError
 from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
+from ampatch.scaling import step_observers
 from ampatch.scaling.optimizer_gradients import NOT_REDUCED, OptimizerGradients
 from ampatch.scaling.optimizer_step import AdoptedOptimizer
 from ampatch.scaling.unscaling import Unscaling
@@ -159,6 +160,7 @@ def _clip_scaled(optimizer: AdoptedOptimizer, unscaling: Unscaling, max_norm: fl
     """Unscales and clips at once: reads the gradients once, and writes them once or leaves that to the step."""
     gradients, scale_use = optimizer.gradients, unscaling.scale_use
     try:
+        step_observers.tell_unscaling(scale_use, unscaling.gradients)
         inv_scale, found_inf = scale_use.scale.reciprocal(), torch.zeros_like(scale_use.scale)
         parts = [*_parts(gradients.parameters(), gradients.ranks), ((), gradients.masters.gradients.new())]
         norm = _norm(parts, inv_scale, found_inf)

@@ -31,8 +31,8 @@ logger = logging.getLogger("ampatch")
 NOT_REDUCED = (
     "the backward in the last amp.scale_loss was under no_sync, or did not go through the wrapper (such as "
     "DistributedDataParallel), which is to reduce them together with those of a later one. Run the last forward and "
-    "backward of a step through the wrapper, outside of no_sync; or, if you have reduced the gradients yourself, call "
-    "amp.unscale_(optimizer)."
+    "backward of a step through the wrapper, outside of no_sync. Of several models, hand amp.scale_loss the optimizers "
+    "of those only that the loss reaches. If you have reduced the gradients yourself, call amp.unscale_(optimizer)."
 )
 
 # After this many blocks without a step, their verdicts are merged, so that they cannot pile up.

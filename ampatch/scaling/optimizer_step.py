@@ -30,7 +30,7 @@ from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
 from ampatch.native.host_copy import for_fused_step, on_device, stacked
 from ampatch.patching.weight_cache import WeightCache
-from ampatch.scaling import overflows
+from ampatch.scaling import overflows, step_observers
 from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.overflows import Overflow, OverflowHandler
@@ -161,6 +161,7 @@ class AdoptedOptimizer:
         self._stepped_with: tuple[TensorWeakRef, int] | None = None  # one gradient of the last step, and its version
         self.skips = SkipCount()
         self._last_was_skipped = False
+        self._skips_this_step = False
         self._warned_of_loss = False
         self._scaled_in_closure: list[TensorWeakRef] = []
         self._warns_of_scaled_result = True
@@ -295,6 +296,7 @@ class AdoptedOptimizer:
         pending, self.gradients.pending = self.gradients.pending, []
         check: StepCheck | None = None
         judged = pending
+        self._skips_this_step, is_left_to_kernel = False, False
         try:
             if self._checks_by is not None:
                 check = None if closures else self._check(pending, self._checks_by)
@@ -303,6 +305,7 @@ class AdoptedOptimizer:
             # An optimizer's kernel that skips by itself is slower: it serves only where reading the verdict would sync.
             would_wait = not all(map(_IS_AT_HAND, judged))
             if (would_wait or self.gradients.deferred is not None) and self._skips_by_itself(args, kwargs):
+                is_left_to_kernel = True
                 return self._step_or_skip(original, judged)
             if would_wait and is_capturing():
                 raise UsageError(
@@ -321,6 +324,8 @@ class AdoptedOptimizer:
             if self.masters.wanted:
                 self.masters.gradients.clear()
             self._cache.end_iteration_of(self.gradients.model_parameters)
+            skipped = None if is_left_to_kernel else self._skips_this_step
+            step_observers.tell_stepped(self.gradients, judged, skipped)
 
     def _prepare_step(self) -> None:
         if self._unread:
@@ -620,7 +625,7 @@ class AdoptedOptimizer:
 
     def _skip(self, overflowed: Sequence[ScaleUse]) -> None:
         self._read_verdicts(wait=True)
-        self._last_was_skipped = True
+        self._last_was_skipped = self._skips_this_step = True
         self.skips.skipped += 1
         optimizer = self.optimizer
         if isinstance(optimizer, torch.optim.Optimizer):

@@ -355,9 +355,13 @@ class ScaledBlock(Generic[_L]):
         if ranks.has_wrappers:
             # If DDP postpones the all-reduce, unscaling waits too: otherwise scaled and unscaled gradients would be
             # summed, and gradients moved to masters would be missing from the reduction.
-            touches = not scale_use.is_one or any(each.masters for each in self._gradients)
-            scale_use.is_postponed = touches and (
-                ranks.is_postponed(unscaling.model_parameters()) or ranks.has_unreduced(unscaling.model_parameters())
+            with_masters = [
+                parameter for each in self._gradients if each.masters for parameter in each.model_parameters()
+            ]
+            scale_use.is_postponed = (not scale_use.is_one or bool(with_masters)) and (
+                ranks.is_postponed(unscaling.model_parameters())
+                or ranks.has_unreduced(unscaling.model_parameters())
+                or ranks.are_still_to_reduce(with_masters)
             )
             ranks.end_block(unscaling.model_parameters())
         if self._delays_unscaling or scale_use.is_postponed:

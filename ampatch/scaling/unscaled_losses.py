@@ -1,12 +1,13 @@
 """Warns of backward passes in a ``scale_loss`` block from losses that it did not scale: the block unscales those too.
 
-Also notes that a backward pass went through the scaled loss, for the block's own warning. Must never change a backward pass, nor keep its graph after the block.
+Also notes that a backward pass went through the scaled loss, for the block's own warning. Must never change a backward
+pass, nor keep its graph after the block.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,11 +74,12 @@ def _follow(
     is_loss = accumulates and isinstance(output, Tensor) and output.numel() == 1
     if not is_loss and all(each.is_used for each in blocks):
         return
-    leaves, found = _walk(node, scaled)
+    nodes, found = _walk(node, scaled)
     if found is not None:
         scaled[found].is_used = True
     elif is_loss:
-        reached = leaves.keys() & inputs if inputs else leaves.keys()
+        leaves = leaves_among(nodes).keys()
+        reached = leaves & inputs if inputs else leaves
         for each in blocks:
             if not each.has_warned and each.unscales_any_of(reached):
                 each.has_warned = True
@@ -89,8 +91,8 @@ def _follow(
                 )
 
 
-def leaves_of(root: Node) -> dict[int, Tensor]:
-    """Returns the leaves of a graph, by id.
+def nodes_of(root: Node) -> set[Node]:
+    """Returns the nodes of a graph.
 
     Args:
         root: the node that the backward pass begins with.
@@ -98,7 +100,13 @@ def leaves_of(root: Node) -> dict[int, Tensor]:
     return _walk(root)[0]
 
 
-def _walk(root: Node, ends: Collection[Node] = ()) -> tuple[dict[int, Tensor], Node | None]:
+def leaves_among(nodes: Iterable[Node]) -> dict[int, Tensor]:
+    """Returns the leaves whose gradients these nodes accumulate, by id."""
+    leaves = (getattr(node, "variable", None) for node in nodes)  # of AccumulateGrad
+    return {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def _walk(root: Node, ends: Collection[Node] = ()) -> tuple[set[Node], Node | None]:
     """Walks a graph in Python, about a microsecond per node.
 
     Args:
@@ -106,19 +114,15 @@ def _walk(root: Node, ends: Collection[Node] = ()) -> tuple[dict[int, Tensor], N
         ends: nodes to stop at.
 
     Returns:
-        The leaves by id, and None; or the leaves found so far, and the first of ``ends``.
+        The nodes, and None; or the nodes seen so far, and the first of ``ends``.
     """
-    leaves: dict[int, Tensor] = {}
     seen, waiting = {root}, [root]
     while waiting:
         node = waiting.pop()
         if node in ends:
-            return leaves, node
-        leaf = getattr(node, "variable", None)  # of AccumulateGrad
-        if isinstance(leaf, Tensor):
-            leaves[id(leaf)] = leaf
+            return seen, node
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-    return leaves, None
+    return seen, None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ampatch.distributed import Ranks
 from ampatch.native import kernels
+from ampatch.scaling import step_observers
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.scale_use import ScaleUse
 from ampatch.tracing import is_capturing
@@ -38,6 +39,7 @@ class Unscaling:
             delay_overflow_check: leaves the reaction of the scale to a later block.
         """
         try:
+            step_observers.tell_unscaling(self.scale_use, self.gradients)
             found_inf = self._unscale()
             if found_inf is not None:
                 self._ranks.reduce_overflow_(found_inf, self.model_parameters())

@@ -329,15 +329,17 @@ class Conversion:
             tensor: float16 or bfloat16 tensor.
 
         Returns:
-            The kept float32 values themselves, such as the master; or float32 values; or None if the tensor was not
-            converted.
+            The kept float32 values themselves, such as the master; or float32 values. None if the tensor was not
+            converted; or if it was half before `initialize`, and no float32 values are kept.
         """
         converted = self._converted.get(tensor)
         if converted is None:  # the module may have replaced its buffer
             is_replaced = name in self._buffers.get(module, {})
             return self._float32_copy_of(tensor) if is_replaced or self._is_late(tensor) else None
         if converted.full is None or converted.full.shape != tensor.shape:
-            return self._float32_copy_of(tensor) if tensor.dtype in HALVES else None
+            # A state dict of weights that came half, such as a frozen base, must not take twice their memory.
+            is_as_it_came = tensor.dtype is converted.before
+            return self._float32_copy_of(tensor) if tensor.dtype in HALVES and not is_as_it_came else None
         if tensor.dtype is not converted.dtype:  # the user converted it again
             values: Tensor = converted.values(tensor)
             full: Tensor = converted.full
@@ -465,12 +467,13 @@ class _Float32Copy:
         self.copy = tensor.detach().float()
         self._given = self.copy.to(tensor.dtype)
         self._tensor = weakref.ref(tensor)
-        self._moment = Mark(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
         """Copies user writes to the weights, then returns True if the copy is of this tensor and up to date."""
         self.take_back()
-        return self._tensor() is tensor and self._moment.is_now(tensor)
+        if self._tensor() is not tensor or (tensor.dtype, tensor.device) != (self._given.dtype, self._given.device):
+            return False
+        return torch.equal(tensor, self._given)  # by value, as torch does not count every write to the weights either
 
     @torch.no_grad()
     def take_back(self) -> None:
@@ -485,7 +488,6 @@ class _Float32Copy:
         if bool(is_other.any()):
             tensor.copy_(torch.where(is_other, values, tensor))
             self._given = values
-            self._moment.renew(tensor)
 
 
 def _set_dtype(tensor: Tensor, dtype: torch.dtype, converted: ConvertedTensor) -> None:

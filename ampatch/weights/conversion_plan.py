@@ -163,6 +163,11 @@ def _check_convertible(path: str, tensor: Tensor, dtype: torch.dtype) -> None:
         )
     if tensor.dtype not in CASTABLE or tensor.dtype is dtype:
         return
+    if {tensor.dtype, dtype} <= HALVES:
+        raise OptionError(
+            f"the model's {path!r} is {tensor.dtype}, and would be rounded to {dtype} for good. Type opt_level='O2', "
+            f"half_dtype={tensor.dtype}; or convert the model first, by model.float() or model.to({dtype})."
+        )
     if tensor.device.type == "meta":
         raise OptionError(
             f"the model's {path!r} is on the device 'meta', so there are no values to convert to {dtype}. Type "

@@ -38,7 +38,7 @@ def widen(ledger: PatchLedger, full_of: FullOf) -> None:
 
     @functools.wraps(original)
     def update_parameters(averaged: AveragedModel, model: nn.Module) -> Any:
-        return original(averaged, _Full(model, full_of))
+        return original(averaged, Full(model, full_of))
 
     ledger.set(AveragedModel, "update_parameters", update_parameters)
 
@@ -74,8 +74,13 @@ def _widening(original: Callable[..., Any], full_of: FullOf, within: _Within) ->
     return __deepcopy__
 
 
-class _Full:
-    """A view of a model whose parameters and buffers are float32."""
+class Full:
+    """A view of a model whose parameters and buffers are float32, for code that averages weights.
+
+    Args:
+        model: module with half weights.
+        full_of: function that returns the float32 values of a tensor, or None.
+    """
 
     def __init__(self, model: nn.Module, full_of: FullOf) -> None:
         self._model = model
@@ -85,9 +90,11 @@ class _Full:
         return getattr(self._model, name)
 
     def parameters(self) -> Iterator[Tensor]:
+        """Iterates over the parameters; a master in place of a half one."""
         return map(self._full, self._model.parameters())
 
     def buffers(self) -> Iterator[Tensor]:
+        """Iterates over the buffers."""
         return map(self._full, self._model.buffers())
 
     def _full(self, tensor: Tensor) -> Tensor:

@@ -528,6 +528,29 @@ def with_a_forward_between() -> Any:
     return list(replica.module.state_dict().values())
 
 
+def with_another_model_between(level: str, hands_in_all: bool) -> Any:
+    """A block for another model's loss stands between the forward and the backward pass that reduces."""
+    models = [Exact(), Exact()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    amp.initialize(models, optimizers, opt_level=level, half_dtype=torch.float16, **SCALE)
+    one, other = map(DistributedDataParallel, models)
+    of_one, of_other = (optimizers, optimizers) if hands_in_all else ([optimizers[0]], [optimizers[1]])
+    *postponed, last = own_data()
+    for batch in postponed:
+        with one.no_sync():
+            backward(loss_of(one, batch), of_one)
+    loss = loss_of(one, last)
+    backward(loss_of(other, last), of_other)
+    told = None
+    try:
+        optimizers[1].step()
+    except amp.UsageError as error:
+        told = str(error)
+    backward(loss, of_one)
+    optimizers[0].step()
+    return told, masters(optimizers[0])
+
+
 def set_down_inside(level: str) -> Any:
     replica, optimizer = replicated(level)
     with replica.no_sync(), amp.scale_loss(loss_of(replica, own_data()[0]), optimizer) as scaled_loss:
@@ -549,6 +572,17 @@ class TestAccumulation:
 
     def test_is_none_where_a_backward_reduces_all_the_same(self, two):
         the_same(two, with_a_forward_between)
+
+    @LEVELS
+    @pytest.mark.parametrize("hands_in_all", [False, True], ids=["its optimizer", "all optimizers"])
+    def test_is_reduced_after_a_block_for_another_model(self, two, level, hands_in_all):
+        told, found = the_same(two, with_another_model_between, level, hands_in_all)
+        ((expected, _), *_) = two.run(both, level, torch.float16, "cpu")
+        assert_same_state(found, expected["masters"])
+        if hands_in_all and level == "O2":
+            assert "hand amp.scale_loss the optimizers of those only that the loss reaches" in told
+        else:
+            assert told is None
 
     @LEVELS
     def test_ends_with_amp(self, two, level):

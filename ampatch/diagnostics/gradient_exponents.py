@@ -1,0 +1,222 @@
+"""Counts the elements of gradients by their exponents, and says what a half type loses of them at a loss scale.
+
+The method of "Mixed Precision Training" (Micikevicius et al., 2018), figure 3: a histogram of exponents against the
+type's range. Counts stay on the device until they are read. Must never write to a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Exponents of float32, the subnormal ones included. Before them the zeros are counted, behind them inf and NaN.
+_LOWEST, _HIGHEST = -149, 127
+_BINS = _HIGHEST - _LOWEST + 3
+#: Elements that are counted at once: float32 counts further numbers only up to this.
+_CHUNK = 2**24
+#: Scales to each side of the present one.
+_NEIGHBOURS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The range of a half type, in exponents of 2.
+
+    Attributes:
+        zero: elements with smaller exponents are rounded to zero.
+        normal: the smallest exponent at full precision.
+        greatest: the greatest exponent.
+    """
+
+    zero: int
+    normal: int
+    greatest: int
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Range:
+        """Returns the range of a type."""
+        info = torch.finfo(dtype)
+        # Half of the smallest subnormal number still rounds up to it, but for the exact half.
+        return cls(_exponent(info.smallest_normal * info.eps) - 1, _exponent(info.smallest_normal), _exponent(info.max))
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Elements of gradients by exponent.
+
+    Attributes:
+        zeros: number of elements that are zero.
+        by_exponent: number of the others, by the greatest power of 2 that is not above their absolute value.
+    """
+
+    zeros: int = 0
+    by_exponent: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def elements(self) -> int:
+        """Number of elements, without inf and NaN."""
+        return self.zeros + self.nonzero
+
+    @property
+    def nonzero(self) -> int:
+        """Number of elements that are neither zero nor inf nor NaN."""
+        return sum(self.by_exponent.values())
+
+    def add(self, other: Histogram) -> None:
+        """Adds another histogram to this one."""
+        self.zeros += other.zeros
+        for exponent, elements in other.by_exponent.items():
+            self.by_exponent[exponent] = self.by_exponent.get(exponent, 0) + elements
+
+    def lost(self, scale: float, half: Range) -> dict[str, float]:
+        """Returns which shares of the elements other than zero a half type loses.
+
+        Args:
+            scale: the loss scale that they would be multiplied by.
+            half: the type's range.
+
+        Returns:
+            "zero": rounded to zero; "subnormal": held with fewer bits than the type has; "overflow": inf.
+        """
+        shift, there = math.log2(scale), self.nonzero or 1
+        counts = dict.fromkeys(("zero", "subnormal", "overflow"), 0)
+        for exponent, elements in self.by_exponent.items():
+            if exponent + shift < half.zero:
+                counts["zero"] += elements
+            elif exponent + shift < half.normal:
+                counts["subnormal"] += elements
+            elif exponent + shift > half.greatest:
+                counts["overflow"] += elements
+        return {name: count / there for name, count in counts.items()}
+
+    def best_scale(self, scale: float, half: Range) -> float:
+        """Returns the scale at which a half type loses least and nothing overflows: the present one or a power of 2.
+
+        Of several powers of 2 returns the nearest.
+
+        Args:
+            scale: the present loss scale.
+            half: the type's range.
+        """
+        if not any(self.lost(scale, half).values()):
+            return scale
+        # One bit of room: a sum of two gradients may need it.
+        highest = half.greatest - 1 - max(self.by_exponent)
+        lowest = min(half.zero - max(self.by_exponent), highest)
+        now = round(math.log2(scale))
+
+        def cost(exponent: int) -> tuple[float, float, int]:
+            lost = self.lost(2.0**exponent, half)
+            return lost["zero"] + lost["subnormal"], lost["zero"], abs(exponent - now)
+
+        return 2.0 ** min(range(lowest, highest + 1), key=cost)
+
+    def rows(self) -> list[dict[str, int]]:
+        """Returns the exponents as plain data, in ascending order."""
+        return [{"exponent": key, "elements": self.by_exponent[key]} for key in sorted(self.by_exponent)]
+
+
+class GradientExponents:
+    """The elements of several parameters' gradients by exponent, summed over steps.
+
+    Attributes:
+        seen: number of times that gradients were counted.
+    """
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self._counts: dict[tuple[str, torch.device], Tensor] = {}
+
+    def add(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        """Counts gradients, without a sync. Those of a step in which one is inf or NaN are left out.
+
+        Args:
+            gradients: names of parameters, and unscaled float32 gradients of any shape.
+        """
+        self.seen += 1
+        found = [(name, _counted(gradient)) for name, gradient in gradients if gradient.numel()]
+        finite: dict[torch.device, Tensor] = {}
+        for _, counts in found:
+            here = counts[-1] == 0
+            finite[counts.device] = finite[counts.device] & here if counts.device in finite else here
+        for name, counts in found:
+            key, kept = (name, counts.device), counts * finite[counts.device]
+            self._counts[key] = self._counts[key] + kept if key in self._counts else kept
+
+    def read(self) -> dict[str, Histogram]:
+        """Returns the histograms by the names of parameters; syncs with each device once."""
+        found: dict[str, Histogram] = {}
+        for device in {device for _, device in self._counts}:
+            names = [name for name, there in self._counts if there == device]
+            table = torch.stack([self._counts[name, device] for name in names]).tolist()
+            for name, row in zip(names, table, strict=True):
+                by_exponent = {_LOWEST + index: int(count) for index, count in enumerate(row[1:-1]) if count}
+                found.setdefault(name, Histogram()).add(Histogram(int(row[0]), by_exponent))
+        return found
+
+
+def total(histograms: Mapping[str, Histogram]) -> Histogram:
+    """Returns the sum of histograms."""
+    everything = Histogram()
+    for histogram in histograms.values():
+        everything.add(histogram)
+    return everything
+
+
+def as_dict(histograms: Mapping[str, Histogram], scale: float, half: torch.dtype, seen: int) -> dict[str, Any]:
+    """Returns what a half type loses of gradients as plain data: see the report's page in the guide.
+
+    Args:
+        histograms: the gradients, by the names of their parameters.
+        scale: the present loss scale.
+        half: the half type.
+        seen: number of times that gradients were counted.
+    """
+    limits, everything = Range.of(half), total(histograms)
+    best = everything.best_scale(scale, limits)
+    now = math.log2(scale)
+    scales = sorted({2.0 ** (now + step) for step in range(-_NEIGHBOURS, _NEIGHBOURS + 1)} | {best})
+    lost = everything.lost(scale, limits)
+    return {
+        "half": str(half).removeprefix("torch."),
+        "scale": scale,
+        "best_scale": best,
+        "seen": seen,
+        "lost": lost["zero"] + lost["subnormal"],
+        "scales": [{"scale": each, **everything.lost(each, limits)} for each in scales],
+        "exponents": everything.rows(),
+        "zeros": everything.zeros,
+        "elements": everything.elements,
+        "parameters": [
+            {
+                "name": name,
+                "elements": histogram.elements,
+                "zeros": histogram.zeros,
+                "zero": histogram.zeros / (histogram.elements or 1),
+                "subnormal": histogram.lost(scale, limits)["subnormal"],
+                "exponents": histogram.rows(),
+            }
+            for name, histogram in histograms.items()
+        ],
+    }
+
+
+def _exponent(number: float) -> int:
+    return math.frexp(number)[1] - 1
+
+
+def _counted(gradient: Tensor) -> Tensor:
+    """Returns the numbers of zeros, of elements by exponent, and of inf and NaN: float64, on the gradient's device."""
+    counts = torch.zeros(_BINS, dtype=torch.float64, device=gradient.device)
+    for values in gradient.flatten().split(_CHUNK):
+        _, exponents = torch.frexp(values)
+        # frexp's exponents are greater by 1, as its mantissas are below 1. Bin 0 is for zeros.
+        bins = (exponents - _LOWEST).clamp_(1, _BINS - 2)
+        bins = bins.masked_fill_(values == 0, 0).masked_fill_(~values.isfinite(), _BINS - 1)
+        counts += torch.histc(bins.to(torch.float32), bins=_BINS, min=0, max=_BINS)
+    return counts

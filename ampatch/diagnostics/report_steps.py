@@ -1,0 +1,241 @@
+"""The steps of a report: scale, overflow, skip and norm of each, and the exponents of its gradients.
+
+Sees every block and step of amp's, and every step of torch's optimizers that amp has not adopted. Values stay on the
+device until `Steps.rows` or `Steps.underflow`; after some blocks one look at them, to warn of underflow. Must never
+write to a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ampatch.diagnostics import gradient_exponents
+from ampatch.diagnostics.gradient_exponents import GradientExponents
+from ampatch.diagnostics.watch import paused
+from ampatch.errors import warn
+from ampatch.native import kernels
+from ampatch.native.host_copy import on_device
+from ampatch.runtime import runtime
+from ampatch.scaling import step_observers
+from ampatch.scaling.optimizer_gradients import OptimizerGradients
+from ampatch.scaling.optimizer_step import OWN_HOOK
+from ampatch.scaling.scale_use import ScaleUse
+from ampatch.switch import WithoutCasts
+from ampatch.tracing import is_capturing
+from ampatch.weights.optimizer_state import parameters_of
+
+#: A scale that loses more than this share of the gradients' elements is warned of.
+WARNS_ABOVE = 0.05
+#: Blocks after which it is looked for.
+_LOOKS_AFTER = (10, 100, 1000)
+#: ``max_loss_scale`` of `amp.initialize` where none is given.
+_GREATEST_BY_DEFAULT = 2.0**24
+#: Steps whose numbers wait on the device.
+_WAITING = 1000
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step, with numbers that may still be on the device.
+
+    Attributes:
+        loss_id: number of the loss whose block came last before it; None if there was none.
+        scale: loss scale of that block.
+        sum_of_squares: of the unscaled gradients, before they were clipped.
+        verdicts: each not 0 after an overflow.
+        skipped: whether the step was skipped; None if the verdicts say so.
+    """
+
+    loss_id: int | None
+    scale: Tensor | float
+    sum_of_squares: Tensor | float
+    verdicts: list[Tensor] = field(default_factory=list)
+    skipped: bool | None = False
+
+    def read(self, number: int) -> dict[str, Any]:
+        """Returns the step as plain data; syncs with the device."""
+        overflow, norm = any(bool(each) for each in self.verdicts), float(self.sum_of_squares) ** 0.5
+        is_number = norm < float("inf")  # NaN is not
+        return {
+            "step": number,
+            "loss_id": self.loss_id,
+            "scale": float(self.scale),
+            "overflow": overflow,
+            "skipped": overflow if self.skipped is None else self.skipped,
+            "gradient_norm": norm if is_number else None,
+        }
+
+
+class Steps:
+    """Observes blocks and steps until its block ends; see `amp.report`."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, _Step] = {}  # steps to come, by the optimizer's id
+        self._ended: list[_Step] = []
+        self._rows: list[dict[str, Any]] = []
+        self._exponents = GradientExponents()
+        self._scale: Tensor | float = 1.0
+        self._half: torch.dtype | None = None
+        self._has_warned = False
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> Steps:
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        step_observers.observers.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        step_observers.observers.remove(self)
+        for hook in self._hooks:
+            hook.remove()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns the steps as plain data; syncs with the device."""
+        with paused(), WithoutCasts():
+            self._read()
+        return self._rows
+
+    def underflow(self) -> dict[str, Any] | None:
+        """Returns what the half type loses of the gradients, as plain data; None if none were seen.
+
+        Syncs with the device.
+        """
+        if not self._exponents.seen:
+            return None
+        with paused(), WithoutCasts():
+            histograms, scale = self._exponents.read(), float(self._scale)
+        return gradient_exponents.as_dict(histograms, scale, self._half or torch.float16, self._exponents.seen)
+
+    # What is observed
+
+    def unscaling(self, scale_use: ScaleUse, gradients: Sequence[OptimizerGradients]) -> None:
+        """Counts the gradients of a block before they are unscaled, and begins their optimizers' next steps."""
+        if is_capturing():
+            return
+        with paused(), WithoutCasts(), torch.no_grad():
+            self._note_half()
+            self._scale = scale_use.scale
+            factor, counted = scale_use.scale.reciprocal(), []
+            for each in gradients:
+                found = list(_unscaled(each, factor))
+                counted += found
+                self._open[id(each.optimizer)] = _Step(scale_use.scaler_id, scale_use.scale, _sum_of_squares(found))
+            self._exponents.add(counted)
+            self._warn_of_underflow()
+
+    def stepped(self, gradients: OptimizerGradients, judged: Sequence[ScaleUse], skipped: bool | None) -> None:
+        """Ends the step of an adopted optimizer."""
+        step = self._open.pop(id(gradients.optimizer), None)
+        if step is None or is_capturing():
+            return
+        step.verdicts = [each.found_inf for each in judged if each.found_inf is not None]
+        step.skipped = skipped
+        self._end(step)
+
+    def _before_step(self, optimizer: Any, *_: object) -> None:
+        """Counts gradients that came from no block."""
+        if is_capturing() or id(optimizer) in self._open:
+            return
+        with paused(), WithoutCasts(), torch.no_grad():
+            self._note_half()
+            divisor = getattr(optimizer, "grad_scale", None)  # of a GradScaler that leaves it to the kernel
+            verdict = getattr(optimizer, "found_inf", None)
+            self._scale = 1.0 if divisor is None else divisor
+            names = {} if runtime.live is None else runtime.live.parameter_names()
+            found = [
+                (names.get(id(each), f"parameter {index}"), _full(each.grad, None if divisor is None else 1 / divisor))
+                for index, each in enumerate(parameters_of(optimizer))
+                if each.grad is not None
+            ]
+            self._exponents.add(found)
+            step = _Step(None, self._scale, _sum_of_squares(found))
+            if verdict is not None:
+                step.verdicts, step.skipped = [verdict.clone()], None
+            self._open[id(optimizer)] = step
+
+    def _after_step(self, optimizer: Any, *_: object) -> None:
+        """Ends a step of an optimizer that amp has not adopted."""
+        if runtime.live is None or not runtime.live.has_adopted(optimizer):
+            step = self._open.pop(id(optimizer), None)
+            if step is not None:
+                self._end(step)
+
+    def _end(self, step: _Step) -> None:
+        self._ended.append(step)
+        if len(self._ended) >= _WAITING:
+            with paused(), WithoutCasts():
+                self._read()
+
+    def _read(self) -> None:
+        ended, self._ended = self._ended, []
+        self._rows += [step.read(number) for number, step in enumerate(ended, start=len(self._rows) + 1)]
+
+    def _note_half(self) -> None:
+        if runtime.live is not None:
+            self._half = runtime.live.settings.properties.half_dtype
+
+    def _warn_of_underflow(self) -> None:
+        """Warns once if the scale of the last block loses more than `WARNS_ABOVE`; looks after some blocks only."""
+        if self._has_warned or self._half is None or self._exponents.seen not in _LOOKS_AFTER:
+            return
+        found = gradient_exponents.as_dict(self._exponents.read(), float(self._scale), self._half, self._exponents.seen)
+        if found["lost"] <= WARNS_ABOVE:
+            return
+        self._has_warned = True
+        worst = max(found["parameters"], key=lambda row: row["subnormal"])
+        scale, best = found["scale"], found["best_scale"]
+        at_best = next(row for row in found["scales"] if row["scale"] == best)
+        cure = "Every greater scale would overflow"
+        if best > scale:
+            options = f"init_scale={best:g}" + (f", max_loss_scale={best:g}" if best > _GREATEST_BY_DEFAULT else "")
+            lost = at_best["zero"] + at_best["subnormal"]
+            cure = f"At a scale of {best:g} it would be {lost:.1%}: type amp.initialize(..., {options})"
+        warn(
+            f"at a loss scale of {scale:g}, {found['half']} holds {found['lost']:.1%} of the gradients' elements with "
+            f"fewer bits than it has, or as zero; most in {worst['name']} ({worst['subnormal']:.1%}). {cure}. Or type "
+            "half_dtype=torch.bfloat16, which has float32's range."
+        )
+
+
+for _hook in (Steps._before_step, Steps._after_step):
+    setattr(_hook, OWN_HOOK, True)
+
+
+def _unscaled(gradients: OptimizerGradients, factor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields the names of parameters, and the gradients that the block is about to leave them, unscaled in float32."""
+    masters = gradients.masters
+    for own in gradients.parameters():
+        parameter = masters.parameter_of(own)
+        grad, earlier = parameter.grad, None if own is parameter else own.grad
+        if grad is None:
+            continue
+        if masters.gradients.shows(parameter):  # added to the master's before
+            yield masters.name_of(parameter), _full(grad, None)
+            continue
+        full = _full(grad, factor)
+        yield masters.name_of(parameter), full if earlier is None else full + _full(earlier, None)
+
+
+def _full(grad: Tensor, factor: Tensor | None) -> Tensor:
+    """Returns a gradient's values in float32, multiplied by a number."""
+    values = kernels.values_of(grad.detach()).to(torch.float32)
+    return values if factor is None else values * on_device(factor, values.device)
+
+
+def _sum_of_squares(found: Sequence[tuple[str, Tensor]]) -> Tensor | float:
+    """Returns the sum of the squares of gradients in float64, on the device of the first; 0 if there are none."""
+    total: Tensor | float = 0.0
+    for _, gradient in found:
+        squares = torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
+        total = squares if isinstance(total, float) else total + on_device(squares, total.device)
+    return total

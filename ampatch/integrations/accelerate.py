@@ -1,0 +1,333 @@
+"""``prepare``: amp for a training loop with Hugging Face Accelerate, called in place of ``accelerator.prepare``.
+
+Owns what the methods of one Accelerator do while amp is on for it, and when that ends. Must never change another
+Accelerator. `ampatch.integrations.trainer_session` owns the set-up and the scaling of backward passes;
+`ampatch.integrations.accelerated` what Accelerate's classes know of amp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ampatch import amp
+from ampatch.errors import OptionError, UsageError
+from ampatch.integrations import accelerated, options
+from ampatch.integrations.accelerated import STATE_NAME, adopted_optimizers
+from ampatch.integrations.trainer_session import TrainerSession, uninterrupted
+from ampatch.ledger import PatchLedger
+from ampatch.runtime import runtime
+
+# isort: split
+# Below `accelerated`, which raises a clear error if accelerate is missing or too old.
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+
+__all__ = ["prepare"]
+
+_OPTIONS = (*options.names(), "device_placement")
+_OFF = "opt_level='O0'"
+
+
+def prepare(
+    accelerator: Accelerator,
+    *objects: Any,
+    opt_level: str = "O1",
+    device_placement: Sequence[bool | None] | None = None,
+    **given: Any,
+) -> Any:
+    """Prepares models, optimizers, data loaders and schedulers like ``accelerator.prepare``, and sets amp up for them.
+
+    ::
+
+        accelerator = Accelerator()
+        model, optimizer, loader = prepare(accelerator, model, optimizer, loader, opt_level="O2")
+        ...
+        accelerator.backward(loss)
+        optimizer.step()
+
+    Call it once, with all models and optimizers. amp is on until ``accelerator.free_memory()``, ``clear()`` or
+    ``end_training()``, or ``amp.deinitialize()``: then the weights are float32 at every level, and torch is unpatched.
+
+    Args:
+        accelerator: an Accelerator without a precision of its own.
+        objects: what ``accelerator.prepare`` takes, at least one model among it. Without an optimizer the model is for
+            evaluation.
+        opt_level: "O0" to "O5"; "O0" leaves everything to ``accelerator.prepare``.
+        device_placement: as for ``accelerator.prepare``: whether to move each of the objects to the device.
+        given: arguments of ``amp.initialize``, except ``models``, ``optimizers`` and ``num_losses``.
+            ``cast_model_outputs`` is float32 if left out, as Accelerate has it with a precision of its own.
+
+    Returns:
+        What ``accelerator.prepare`` returns: the prepared objects in the same order, or the only one.
+
+    Raises:
+        OptionError: an argument has a name or value that is not allowed; or the Accelerator casts as well, shards
+            weights, or has settings for a ``GradScaler``.
+        UsageError: amp is set up already, or ``accelerator.prepare`` got one of the objects before.
+    """
+    if not isinstance(accelerator, Accelerator):
+        raise OptionError(
+            f"found {type(accelerator).__name__} as the first argument of prepare; expected an Accelerator. Type "
+            "prepare(accelerator, model, optimizer)."
+        )
+    for name in given:
+        if name not in _OPTIONS:
+            raise OptionError(f"prepare got the unknown argument {name!r}.{options.hint(name, _OPTIONS)}")
+    settings = {"opt_level": opt_level, "cast_model_outputs": torch.float32, **given}
+    if not options.turn_on(settings):
+        return accelerator.prepare(*objects, device_placement=device_placement)
+    options.check_level(settings)
+    _check_settings(accelerator)
+    _check_not_prepared(accelerator, objects)
+    models = [each for each in objects if isinstance(each, nn.Module)]
+    optimizers = [each for each in objects if _is_optimizer(each)]
+    if not models:
+        raise OptionError(
+            "prepare got no model. Hand in all models and optimizers in one call; data loaders and schedulers may go "
+            "to accelerator.prepare by themselves."
+        )
+    for optimizer in optimizers:
+        _check_steps_after_backward(optimizer)
+    updated = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    named = (pair for model in models for pair in model.named_parameters())
+    accelerated.check_weights((name, parameter) for name, parameter in named if id(parameter) in updated)
+    placed = [None] * len(objects) if device_placement is None else device_placement
+    for each, wanted in zip(objects, placed, strict=False):  # accelerate itself raises if lengths differ
+        if isinstance(each, nn.Module):
+            _place(accelerator, each, wanted)
+    prepared = _Prepared(accelerator, models, optimizers, settings)
+    try:
+        prepared.open()
+        result = accelerator.prepare(*objects, device_placement=device_placement)
+        prepared.note_wrappers(result if isinstance(result, tuple) else (result,))
+    except BaseException:
+        prepared.end()
+        raise
+    return result
+
+
+#: The Accelerator for which amp is on; empty: none. Torch's functions belong to the process.
+_live: list[_Prepared] = []
+
+
+class _Prepared:
+    """amp for one Accelerator, between `open` and `end`.
+
+    Args:
+        accelerator: the Accelerator.
+        models: models to adopt.
+        optimizers: optimizers to adopt; empty for evaluation.
+        settings: keyword arguments of ``amp.initialize``.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, models: list[nn.Module], optimizers: list[Any], settings: dict[str, Any]
+    ) -> None:
+        self.accelerator = accelerator
+        self._models = models
+        self._session = TrainerSession(models, optimizers or None, settings)
+        self._wrappers: list[DistributedDataParallel] = []
+        self._closing = contextlib.ExitStack()
+
+    def open(self) -> None:
+        """Sets amp up, and patches the Accelerator.
+
+        Raises:
+            UsageError: amp is set up already.
+            OptionError: an option has a value that is not allowed.
+        """
+        accelerator = self.accelerator
+        with uninterrupted():
+            self._session.open({})
+            self._closing.callback(self._session.close)
+            runtime.live.ledger.on_undo(self.end)  # type: ignore[union-attr]  # amp.deinitialize() ends all of it
+            _live.append(self)
+            self._closing.callback(_live.remove, self)
+            self._closing.enter_context(adopted_optimizers.installed())
+            if _are_pretrained(self._models):
+                from ampatch.integrations.pretrained import honest_configs
+
+                self._closing.enter_context(honest_configs.installed())
+            ledger = PatchLedger()
+            self._closing.callback(ledger.undo)
+            for name, around in self._around().items():
+                ledger.set(accelerator, name, around(getattr(accelerator, name)))
+            self._closing.callback(accelerator.register_save_state_pre_hook(self._save_scale).remove)
+            self._closing.callback(accelerator.register_load_state_pre_hook(self._load_scale).remove)
+
+    def note_wrappers(self, objects: Sequence[Any]) -> None:
+        """Notes the wrappers that Accelerate has put around models."""
+        parts = (part for each in objects if isinstance(each, nn.Module) for part in each.modules())
+        self._wrappers = [part for part in parts if isinstance(part, DistributedDataParallel)]
+
+    def end(self) -> None:
+        """Takes amp down, and undoes the patches; a second call is a no-op."""
+        with uninterrupted():
+            self._closing.close()
+
+    # The methods of the Accelerator
+
+    def _around(self) -> dict[str, Callable[[Any], Any]]:
+        """Returns functions that return a method of the Accelerator with amp around it, by the method's name."""
+        return {
+            "backward": self._backward,
+            "autocast": self._autocast,
+            "trigger_sync_in_backward": self._trigger_sync_in_backward,
+            "prepare_optimizer": self._prepare_optimizer,
+            "free_memory": self._ending,  # clear() calls it
+            "end_training": self._ending,
+        }
+
+    def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Scales the loss, and unscales the gradients."""
+
+        @functools.wraps(original)
+        def backward(loss: Any, **kwargs: Any) -> None:
+            with self._session.scaled_backward():
+                original(loss, **kwargs)
+
+        return backward
+
+    def _autocast(self, original: Any) -> Any:
+        """Turns casts off for ``AutocastKwargs(enabled=False)``; otherwise casts are on in the block and around it."""
+
+        @contextlib.contextmanager
+        @functools.wraps(original)
+        def autocast(autocast_handler: Any = None) -> Iterator[None]:
+            is_off = autocast_handler is not None and not autocast_handler.enabled
+            with original(autocast_handler), amp.disable_casts() if is_off else contextlib.nullcontext():
+                yield
+
+        return autocast
+
+    def _trigger_sync_in_backward(self, original: Any) -> Any:
+        """Reports that the next backward pass reduces gradients, which no forward pass has decided."""
+
+        @contextlib.contextmanager
+        @functools.wraps(original)
+        def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+            with original(model):
+                if isinstance(model, DistributedDataParallel):
+                    self._session.expect_backward(model)
+                yield
+
+        return trigger_sync_in_backward
+
+    def _prepare_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Raises for an optimizer that amp does not know, as ``accelerator.backward`` would not scale for it."""
+
+        @functools.wraps(original)
+        def prepare_optimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            live = runtime.live
+            if live is not None and not live.has_adopted(optimizer):
+                raise UsageError(
+                    f"accelerator.prepare got a {type(optimizer).__name__} that amp does not know, and amp is on for "
+                    "this Accelerator. Hand all models and optimizers to one call of ampatch's prepare; call "
+                    "accelerator.free_memory() first to begin anew."
+                )
+            return original(optimizer, *args, **kwargs)
+
+        return prepare_optimizer
+
+    def _ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Takes amp down first, so that nothing here keeps models alive."""
+
+        @functools.wraps(original)
+        def ending(*args: Any, **kwargs: Any) -> Any:
+            for wrapper in self._wrappers:  # no training goes on in them
+                self._session.forget_wrapper(wrapper)
+            self.end()
+            return original(*args, **kwargs)
+
+        return ending
+
+    # Checkpoints
+
+    def _save_scale(self, _models: Any, _weights: Any, folder: str) -> None:
+        state = self._session.state_dict()
+        if state is not None:
+            self.accelerator.save(state, Path(folder, STATE_NAME))
+
+    def _load_scale(self, _models: Any, folder: str) -> None:
+        if self._session.is_training:
+            accelerated.load_scale(folder)
+
+
+# What excludes amp
+
+
+def _check_settings(accelerator: Any) -> None:
+    accelerated.check_accelerator(accelerator, _OFF)
+    if accelerator.scaler_handler is not None:
+        raise OptionError(
+            "the Accelerator has GradScalerKwargs, for a GradScaler that amp replaces. Leave them out, and hand "
+            "init_scale, growth_factor, backoff_factor, and growth_interval as scale_window, to prepare."
+        )
+    handler = accelerator.autocast_handler
+    if handler is not None and not handler.enabled:
+        raise OptionError(
+            f"the Accelerator has AutocastKwargs(enabled=False), which turns casts off. Leave them out, or type {_OFF}."
+        )
+
+
+def _check_not_prepared(accelerator: Any, objects: Sequence[Any]) -> None:
+    """Raises if amp is on for an Accelerator, or this one has prepared models or optimizers without amp."""
+    if _live:
+        which = "this Accelerator" if _live[0].accelerator is accelerator else "another Accelerator"
+        raise UsageError(
+            f"prepare was called before for {which}, and amp is on. Hand all models and optimizers to one call; data "
+            "loaders and schedulers may go to accelerator.prepare. To begin anew, call that Accelerator's "
+            "free_memory() first, or amp.deinitialize()."
+        )
+    wrappers = (DistributedDataParallel, AcceleratedOptimizer, AcceleratedScheduler)
+    for each in objects:
+        if isinstance(each, wrappers) or any(each is model for model in accelerator._models):
+            raise UsageError(
+                f"this {type(each).__name__} was prepared by accelerator.prepare before, without amp. Leave that call "
+                "out; or call accelerator.free_memory(), and hand in the object that was prepared."
+            )
+    if accelerator._optimizers:
+        raise UsageError(
+            "accelerator.prepare got an optimizer before, without amp, and accelerator.backward would scale its "
+            "gradients too. Hand all models and optimizers to one call of ampatch's prepare instead."
+        )
+
+
+def _is_optimizer(each: Any) -> bool:
+    is_like_one = all(hasattr(each, name) for name in ("param_groups", "step", "zero_grad"))
+    return is_like_one and not isinstance(each, nn.Module)
+
+
+def _check_steps_after_backward(optimizer: Any) -> None:
+    """Raises for optimizers of the LOMO kind."""
+    if hasattr(optimizer, "fused_backward"):
+        raise OptionError(
+            f"{type(optimizer).__name__} updates weights within the backward pass, from gradients that are still "
+            "scaled. Choose an optimizer that steps after it."
+        )
+
+
+def _place(accelerator: Any, model: nn.Module, wanted: bool | None) -> None:
+    """Moves a model to its device now, as Accelerate would later: amp's masters and half type depend on the device."""
+    is_quantized = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
+    if is_quantized and getattr(model, "hf_device_map", False):
+        return
+    if (accelerator.device_placement if wanted is None else wanted) and not accelerator.verify_device_map(model):
+        model.to(accelerator.device)
+
+
+def _are_pretrained(models: Sequence[nn.Module]) -> bool:
+    """Returns True if a model, or a part of one, is of transformers."""
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    parts = (part for model in models for part in model.modules())
+    return library is not None and any(isinstance(part, library.PreTrainedModel) for part in parts)

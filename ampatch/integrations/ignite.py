@@ -1,0 +1,322 @@
+"""Amp for PyTorch-Ignite: an update function, and a handler that ends amp with the run of an engine.
+
+Owns the supervised training step and what an engine tells other handlers about amp. Must not set amp up: the user
+calls ``amp.initialize``, because DDP and `EMAHandler` take the model before an engine runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, ItemsView, Iterator, Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from ampatch import amp
+from ampatch.errors import IntegrationError, OptionError, UsageError
+from ampatch.integrations import versions
+from ampatch.integrations.options import hint
+from ampatch.integrations.shared_patches import SharedPatches
+from ampatch.integrations.trainer_session import uninterrupted
+from ampatch.ledger import PatchLedger
+from ampatch.opt_levels import HALVES
+from ampatch.runtime import runtime
+from ampatch.weights.copies import Full
+
+_INSTALL = "Type pip install 'pytorch-ignite>=0.5.2'."
+
+try:
+    import ignite
+    from ignite.engine import DeterministicEngine, Engine, Events
+    from ignite.handlers import EMAHandler
+    from ignite.utils import convert_tensor
+except ModuleNotFoundError as error:
+    raise IntegrationError(
+        f"ampatch.integrations.ignite needs pytorch-ignite, but {error.name} is missing. {_INSTALL}"
+    ) from error
+
+versions.check("ampatch.integrations.ignite", "pytorch-ignite", ignite.__version__, (0, 5, 2), _INSTALL)
+
+__all__ = ["AmpHandler", "create_supervised_trainer", "supervised_training_step", "unless_skipped"]
+
+
+def _prepare_batch(batch: Any, device: Any, non_blocking: bool) -> tuple[Any, Any]:
+    x, y = batch
+    return convert_tensor(x, device, non_blocking), convert_tensor(y, device, non_blocking)
+
+
+def _loss(*seen: Any) -> float:
+    return float(seen[-1].item())
+
+
+def supervised_training_step(
+    model: nn.Module,
+    optimizer: Any,
+    loss_fn: Callable[[Any, Any], Tensor],
+    device: Any = None,
+    non_blocking: bool = False,
+    prepare_batch: Callable[..., tuple[Any, Any]] = _prepare_batch,
+    model_transform: Callable[[Any], Any] = lambda output: output,
+    output_transform: Callable[[Any, Any, Any, Tensor], Any] = _loss,
+    *,
+    gradient_accumulation_steps: int = 1,
+    model_fn: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
+    before_step: Callable[[Any], Any] | None = None,
+    **unknown: Any,
+) -> Callable[[Engine, Any], Any]:
+    """Returns an update function for an engine, like ignite's function of this name; amp scales its backward pass.
+
+    Args:
+        model: model passed to ``amp.initialize``, or a wrapper around it.
+        optimizer: optimizer passed to ``amp.initialize``.
+        loss_fn: returns the loss for the model's outputs and targets; where functions cast, it gets them in float32.
+        device: device of the batches.
+        non_blocking: whether they are copied there asynchronously.
+        prepare_batch: returns inputs and targets for a batch, ``device`` and ``non_blocking``.
+        model_transform: returns what ``loss_fn`` gets for what ``model_fn`` returned.
+        output_transform: returns ``engine.state.output``; the loss that it gets is unscaled.
+        gradient_accumulation_steps: number of iterations per step of the optimizer.
+        model_fn: calls the model.
+        before_step: is called with the optimizer before each step, on unscaled gradients: to clip or log them.
+        unknown: names that are reported.
+
+    Raises:
+        UsageError: the model or the optimizer was not passed to ``amp.initialize``.
+        OptionError: an argument is unknown, asks for a second precision, or has a value that is not allowed.
+    """
+    _check_names(unknown)
+    _check_adopted(model, optimizer)
+    in_float32 = amp.float_function(loss_fn)  # also if it was bound before amp patched functions
+    if not isinstance(gradient_accumulation_steps, int) or gradient_accumulation_steps < 1:
+        raise OptionError(
+            f"gradient_accumulation_steps is {gradient_accumulation_steps!r}; expected a whole number of at least 1."
+        )
+
+    def update(engine: Engine, batch: Any) -> Any:
+        past = engine.state.iteration % gradient_accumulation_steps
+        if past == 1 % gradient_accumulation_steps:
+            optimizer.zero_grad()
+        model.train()
+        x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
+        y_pred = model_transform(model_fn(model, x))
+        loss = in_float32(y_pred, y)
+        share = loss / gradient_accumulation_steps
+        # Gradients are unscaled after each iteration, for handlers that log them; the scale reacts once a step.
+        with amp.scale_loss(share, optimizer, delay_overflow_check=past > 0) as scaled_loss:
+            scaled_loss.backward()
+        if past == 0:
+            if before_step is not None:
+                before_step(optimizer)
+            optimizer.step()
+        return output_transform(x, y, y_pred, loss)
+
+    return update
+
+
+def create_supervised_trainer(
+    model: nn.Module,
+    optimizer: Any,
+    loss_fn: Callable[[Any, Any], Tensor],
+    *args: Any,
+    deterministic: bool = False,
+    **options: Any,
+) -> Engine:
+    """Returns a trainer, like ignite's function of this name, with the update function of `supervised_training_step`.
+
+    Args:
+        model: as for `supervised_training_step`.
+        optimizer: as for `supervised_training_step`.
+        loss_fn: as for `supervised_training_step`.
+        args: its further arguments by position, up to ``output_transform``.
+        deterministic: whether the trainer is a ``DeterministicEngine``.
+        options: its further arguments by name.
+
+    Raises:
+        UsageError: the model or the optimizer was not passed to ``amp.initialize``.
+        OptionError: an argument is unknown, asks for a second precision, or has a value that is not allowed.
+    """
+    update = supervised_training_step(model, optimizer, loss_fn, *args, **options)
+    return (DeterministicEngine if deterministic else Engine)(update)
+
+
+def unless_skipped(optimizer: Any, every: int = 1) -> Callable[[Engine, int], bool]:
+    """Returns an event filter that leaves out iterations without a step, and those whose step amp skipped.
+
+    ::
+
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(event_filter=unless_skipped(optimizer)), scheduler)
+
+    Args:
+        optimizer: optimizer passed to ``amp.initialize``.
+        every: number of iterations per step: ``gradient_accumulation_steps``.
+    """
+
+    def passes(engine: Engine, iteration: int) -> bool:  # noqa: ARG001 - ignite looks for two arguments
+        return iteration % every == 0 and not amp.step_was_skipped(optimizer)
+
+    return passes
+
+
+class AmpHandler:
+    """Handler that ends amp with the run of an engine, saves its state, and shows its numbers to loggers.
+
+    ::
+
+        handler = AmpHandler()
+        handler.attach(trainer)
+        to_save = {"model": model, "optimizer": optimizer, "trainer": trainer, "amp": handler}
+
+    When the outermost run of an engine with such a handler ends, it calls ``amp.deinitialize``: also after
+    ``engine.terminate()``, an exception or Ctrl-C, but not after ``engine.interrupt()``. All other handlers have run
+    by then. In a run, ignite's ``EMAHandler`` averages the float32 masters of half weights.
+
+    Args:
+        deinitialize: False leaves amp on at the end of a run, for a further run.
+    """
+
+    _running: ClassVar[list[Engine]] = []  # engines with a handler, from the outermost; amp belongs to the process
+
+    def __init__(self, deinitialize: bool = True) -> None:
+        self._deinitializes = deinitialize
+        self._ledger = PatchLedger()
+        self._stats = _Stats()
+        self._last_state: dict[str, Any] | None = None
+        self._is_interrupted = False
+
+    def attach(self, engine: Engine, name: str = "amp") -> None:
+        """Attaches the handler to an engine, with any update function.
+
+        Args:
+            engine: usually the trainer.
+            name: attribute of ``engine.state`` that gets the numbers of ``amp.stats``, read when a logger asks:
+                ``state_attributes=["amp"]``. After the run it keeps the last ones.
+
+        Raises:
+            UsageError: ``engine.state`` has such an attribute already.
+        """
+        if hasattr(engine.state, name):
+            raise UsageError(
+                f"engine.state has an attribute {name!r} already. Is an AmpHandler attached to this engine? Otherwise "
+                "type attach(engine, name='...') with another name."
+            )
+        setattr(engine.state, name, self._stats)
+        engine.add_event_handler(Events.INTERRUPT, self._note_interrupt)
+        # Not by events: an exception has one of its own, but any handler of it can keep it from later ones.
+        self._ledger.set(engine, "run", self._run(engine, engine.run))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the result of ``amp.state_dict``; after a run that has ended amp, the last one."""
+        return dict(self._last_state) if self._last_state is not None and not amp.is_on() else amp.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Calls ``amp.load_state_dict``, which takes the state of ignite's ``scaler`` too."""
+        amp.load_state_dict(state_dict)
+
+    def _run(self, engine: Engine, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not amp.is_on() and not runtime.disabled:
+                raise UsageError(
+                    "this engine has an AmpHandler, but amp is off. Call amp.initialize before the run. If an earlier "
+                    "run has ended amp, type AmpHandler(deinitialize=False), or call amp.initialize once more."
+                )
+            self._is_interrupted = False
+            self._running.append(engine)
+            try:
+                with _averages_of_masters.installed():
+                    return original(*args, **kwargs)
+            except BaseException:
+                self._is_interrupted = False  # it does not go on
+                raise
+            finally:
+                self._running.remove(engine)
+                if self._deinitializes and not self._is_interrupted and not self._running:
+                    self._end()
+
+        return run
+
+    def _note_interrupt(self) -> None:
+        self._is_interrupted = True
+
+    def _end(self) -> None:
+        with uninterrupted():
+            if amp.is_on():
+                self._last_state = amp.state_dict()
+                self._stats.read()
+                amp.deinitialize()
+
+
+class _Stats(Mapping[str, "int | float"]):
+    """The numbers of ``amp.stats`` at the moment at which they are read; with amp off, the last ones."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, int | float] = {}
+
+    def read(self) -> dict[str, int | float]:
+        self._last = amp.stats() or self._last
+        return self._last
+
+    def __getitem__(self, name: str) -> int | float:
+        return self.read()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.read())
+
+    def __len__(self) -> int:
+        return len(self.read())
+
+    def items(self) -> ItemsView[str, int | float]:
+        return self.read().items()  # one read of the device for all
+
+
+def _check_names(unknown: Mapping[str, Any]) -> None:
+    known = {**inspect.signature(supervised_training_step).parameters, "deterministic": None}
+    del known["unknown"]
+    for name, value in unknown.items():
+        if name not in ("amp_mode", "scaler"):
+            raise OptionError(f"supervised_training_step got an unknown argument {name!r}.{hint(name, list(known))}")
+        if value:
+            raise OptionError(
+                f"{name}={value!r} asks for a second precision beside amp's. Leave {name} out, or use "
+                "ignite.engine.create_supervised_trainer without amp."
+            )
+
+
+def _check_adopted(model: nn.Module, optimizer: Any) -> None:
+    live = runtime.live
+    if live is None and not runtime.disabled:
+        raise UsageError(
+            "amp is off. Type model, optimizer = amp.initialize(model, optimizer, opt_level='O1') first, then make the "
+            "trainer."
+        )
+    if live is not None and not live.settings.adopts_on_use:
+        amp.step_was_skipped(optimizer)
+        with amp.frozen_weights(model):
+            pass  # both raise for what amp has not adopted
+
+
+def _install(ledger: PatchLedger) -> None:
+    def set_model(handler: EMAHandler, given: nn.Module) -> None:
+        vars(handler)["model"] = given
+
+    ledger.set(EMAHandler, "model", property(_averaged, set_model))
+
+
+def _averaged(handler: EMAHandler) -> Any:
+    """Returns the handler's model, with float32 values of its half weights once the handler has its averages."""
+    live, model, averages = runtime.live, vars(handler)["model"], vars(handler).get("ema_model")
+    if live is None or averages is None or not live.conversion.has_any_of(model):
+        return model
+    for weight, average in zip(model.parameters(), averages.parameters(), strict=False):
+        if average.dtype in HALVES and live.conversion.dtype_before(weight) is not None:
+            raise UsageError(
+                f"EMAHandler has {average.dtype} averages, in which small updates are lost: opt_level="
+                f"{live.settings.properties.opt_level!r} has no float32 masters to copy. Make the EMAHandler before "
+                "amp.initialize, or use opt_level='O2'."
+            )
+    return Full(model, live.conversion.full_of)
+
+
+#: Within `_averages_of_masters.installed()`, ``EMAHandler`` reads float32 values: half ones would round its averages.
+_averages_of_masters = SharedPatches(_install)

@@ -1,0 +1,149 @@
+"""``AmpatchScaler``: amp in the form of timm's scalers, for training scripts in the manner of timm's ``train.py``.
+
+Owns the order of timm's call: backward pass, clipping, step. Must never set amp up or take it down, as the script does
+that with ``amp.initialize``; and must keep no state, as the loss scale is the session's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampatch import amp
+from ampatch.errors import IntegrationError, OptionError, UsageError
+from ampatch.integrations import options, versions
+from ampatch.runtime import runtime
+from ampatch.session import Session
+
+_INSTALL = "Type pip install 'timm>=1.0'."
+try:
+    import timm
+    from timm.utils import dispatch_clip_grad
+except ModuleNotFoundError as error:
+    raise IntegrationError(f"ampatch.integrations.timm needs timm, but {error.name} is missing. {_INSTALL}") from error
+versions.check("ampatch.integrations.timm", "timm", timm.__version__, (1, 0), _INSTALL)
+
+__all__ = ["AmpatchScaler"]
+
+_CLIP_MODES = ("norm", "value", "agc")
+
+
+class AmpatchScaler:
+    """Scales the loss, clips the gradients and steps, in place of timm's ``NativeScaler`` and ``ApexScaler``.
+
+    ::
+
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        loss_scaler = AmpatchScaler()
+
+        loss_scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
+
+    After ``amp.initialize(..., enabled=False)`` it does the same without a scale.
+
+    Attributes:
+        state_dict_key: key of its state in timm's checkpoints, the same as ``NativeScaler``'s.
+    """
+
+    state_dict_key = "amp_scaler"
+
+    def __call__(
+        self,
+        loss: Tensor,
+        optimizer: Any,
+        clip_grad: float | None = None,
+        clip_mode: str = "norm",
+        parameters: Iterable[Tensor] | Tensor | None = None,
+        create_graph: bool = False,
+        need_update: bool = True,
+    ) -> None:
+        """Runs the backward pass of a scaled loss and unscales the gradients; then clips them and steps.
+
+        After an overflow the optimizer skips its step.
+
+        Args:
+            loss: 0-dimensional loss, not scaled.
+            optimizer: optimizer that was passed to ``amp.initialize``.
+            clip_grad: limit for `timm.utils.dispatch_clip_grad`; None: gradients are not clipped.
+            clip_mode: "norm", "value" or "agc".
+            parameters: the model's parameters whose gradients to clip, or their masters; None: all that the optimizer
+                updates. Masters are clipped in place of half weights; parameters of other optimizers are left out.
+            create_graph: records the backward pass for second derivatives, for optimizers such as Adahessian.
+            need_update: False to accumulate gradients: no clipping and no step.
+
+        Raises:
+            OptionError: ``clip_mode`` is unknown, or ``parameters`` has none of the optimizer's.
+            UsageError: ``amp.initialize`` was not called, or not with this optimizer; torch.autocast is on; or
+                ``create_graph=True`` in float16, or with master weights.
+        """
+        if clip_mode not in _CLIP_MODES:
+            raise OptionError(f"found clip_mode={clip_mode!r}.{options.hint(clip_mode, _CLIP_MODES)}")
+        session = runtime.live
+        if session is not None:
+            _check(session, loss, create_graph)
+        elif not runtime.disabled:
+            raise UsageError(
+                "AmpatchScaler was called before amp.initialize. Type model, optimizer = amp.initialize(model, "
+                "optimizer) where the script sets amp up."
+            )
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward(create_graph=create_graph)
+        if not need_update:
+            return
+        if clip_grad is not None:
+            with amp.disable_casts():
+                dispatch_clip_grad(_updated(optimizer, parameters), clip_grad, mode=clip_mode)
+        optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns `amp.state_dict`: the loss scale as plain numbers."""
+        return amp.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a state of ``AmpatchScaler``, ``NativeScaler`` or ``ApexScaler``; see `amp.load_state_dict`."""
+        amp.load_state_dict(state_dict)
+
+
+def _check(session: Session, loss: Tensor, create_graph: bool) -> None:
+    """Raises if another precision is asked for, or second derivatives where they would be wrong."""
+    if torch.is_autocast_enabled(loss.device.type):
+        raise UsageError(
+            "found torch.autocast around AmpatchScaler, so that two systems cast at once. Leave torch.autocast out of "
+            "the script: type amp_autocast = contextlib.nullcontext where timm's train.py chooses one."
+        )
+    properties = session.settings.properties
+    has_masters = session.has_half_weights and session.has_masters
+    is_float16 = properties.half_dtype is torch.float16 and (session.patches_functions or session.has_half_weights)
+    if create_graph and (has_masters or is_float16):
+        why = (
+            "the graph ends in half weights, and the optimizer updates their float32 masters"
+            if has_masters
+            else "second derivatives overflow in float16, unscaled and without a check"
+        )
+        raise UsageError(
+            f"create_graph=True is wrong at opt_level={properties.opt_level!r} with {properties.half_dtype}: {why}. "
+            "Type opt_level='O1', half_dtype='bfloat16' in amp.initialize."
+        )
+
+
+def _updated(optimizer: Any, parameters: Iterable[Tensor] | Tensor | None) -> list[Tensor]:
+    """Returns the tensors whose gradients the optimizer reads: all, or those that stand for given parameters.
+
+    Raises:
+        OptionError: there are none among the given parameters.
+    """
+    updated = list(amp.master_params(optimizer))
+    if parameters is None:
+        return updated
+    session = runtime.live
+    own = updated if session is None else session.adopted(optimizer).gradients.model_parameters()
+    wanted = set(map(id, [parameters] if isinstance(parameters, Tensor) else parameters))
+    found = [full for full, each in zip(updated, own, strict=True) if id(full) in wanted or id(each) in wanted]
+    if not found:
+        raise OptionError(
+            f"found no parameter of this {type(optimizer).__name__} among parameters, so that clip_grad would clip "
+            "nothing. Pass parameters=model.parameters() of the model that it trains."
+        )
+    return found

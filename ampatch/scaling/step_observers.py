@@ -1,0 +1,50 @@
+"""What watches blocks and steps: `amp.report` does, while it is open.
+
+Owns the list of observers of the process, as a report may begin before a session and outlive it. Nothing here costs a
+step anything while the list is empty. Observers must never write to what they are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ampatch.scaling.optimizer_gradients import OptimizerGradients
+from ampatch.scaling.scale_use import ScaleUse
+
+
+class StepObserver(Protocol):
+    """Watches blocks and steps."""
+
+    def unscaling(self, scale_use: ScaleUse, gradients: Sequence[OptimizerGradients]) -> None:
+        """Sees gradients that are about to be unscaled.
+
+        Args:
+            scale_use: the use of a scale that they are multiplied by.
+            gradients: by optimizer.
+        """
+
+    def stepped(self, gradients: OptimizerGradients, judged: Sequence[ScaleUse], skipped: bool | None) -> None:
+        """Hears that an optimizer's step has ended, whether it returned or raised.
+
+        Args:
+            gradients: the optimizer's.
+            judged: the verdicts that decided about it.
+            skipped: whether it was skipped; None if the optimizer's own kernel decides, by these verdicts.
+        """
+
+
+#: Those that watch now.
+observers: list[StepObserver] = []
+
+
+def tell_unscaling(scale_use: ScaleUse, gradients: Sequence[OptimizerGradients]) -> None:
+    """Shows gradients to all observers before they are unscaled."""
+    for observer in observers:
+        observer.unscaling(scale_use, gradients)
+
+
+def tell_stepped(gradients: OptimizerGradients, judged: Sequence[ScaleUse], skipped: bool | None) -> None:
+    """Tells all observers that a step has ended."""
+    for observer in observers:
+        observer.stepped(gradients, judged, skipped)

@@ -1,0 +1,1007 @@
+"""Of `ampatch.integrations.accelerate`: whatever an Accelerator offers, amp is right in it, or says why it is not."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import AutocastKwargs, GradScalerKwargs, ProjectConfiguration, find_executable_batch_size
+from helpers import HALF_DTYPES, assert_same_state, completed, dtype_name
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import BertConfig, BertForSequenceClassification
+
+from ampatch import amp
+from ampatch.errors import AmpWarning, IntegrationError, OptionError, UsageError
+from ampatch.integrations.accelerate import prepare
+
+RANDOM = torch.Generator().manual_seed(0)
+X = torch.randn(64, 8, generator=RANDOM)
+Y = (X[:, 0] > 0).long() + (X[:, 1] > 0).long()
+LEVELS = ["O1", "O2"]
+EACH_LEVEL = pytest.mark.parametrize("level", LEVELS)
+EACH_HALF = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+FLOAT16 = {"half_dtype": "float16", "init_scale": 1024.0}
+EXPLODING = {"half_dtype": "float16", "init_scale": 2.0**24}
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "accelerate_digits.py")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+#: Runs a script that is killed in the middle of its second epoch.
+KILLED = """
+import os, runpy, signal, sys
+from accelerate.optimizer import AcceleratedOptimizer
+
+steps, original = [], AcceleratedOptimizer.step
+
+def step(*args, **kwargs):
+    steps.append(1)
+    if len(steps) == 30:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*args, **kwargs)
+
+AcceleratedOptimizer.step = step
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(autouse=True)
+def amp_is_off_afterwards() -> Iterator[None]:
+    def methods() -> list[object]:
+        names = ("backward", "clip_grad_norm_", "clip_grad_value_", "free_memory", "prepare_optimizer")
+        return [AcceleratedOptimizer.step_was_skipped, *(getattr(Accelerator, name) for name in names)]
+
+    before = methods()
+    yield
+    amp.deinitialize()  # of loops that these tests leave in the middle
+    assert methods() == before
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def loader(batch_size: int = 8) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(X, Y), batch_size=batch_size)
+
+
+class Run:
+    """A loop as users of Accelerate write it, with its objects and what it saw."""
+
+    def __init__(self, level: str | None = "O1", batch_size: int = 8, **given: Any) -> None:
+        of_accelerator = ("gradient_accumulation_steps", "kwargs_handlers", "project_config")
+        taken = {name: given.pop(name) for name in of_accelerator if name in given}
+        self.accelerator = Accelerator(cpu=True, **taken)
+        self.raw = net()
+        optimizer = adam(self.raw)
+        objects = (self.raw, optimizer, loader(batch_size), StepLR(optimizer, 1, 0.99))
+        if level is None:
+            prepared = self.accelerator.prepare(*objects)
+        else:
+            prepared = prepare(self.accelerator, *objects, opt_level=level, **given)
+        self.model, self.optimizer, self.loader, self.scheduler = prepared
+        self.losses: list[float] = []
+        self.skipped: list[bool] = []
+        self.norms: list[float] = []
+
+    def train(self, epochs: int = 1, max_norm: float | None = None) -> Run:
+        for _ in range(epochs):
+            for x, y in self.loader:
+                self.step(x, y, max_norm)
+        return self
+
+    def step(self, x: Tensor, y: Tensor, max_norm: float | None = None) -> None:
+        accelerator = self.accelerator
+        with accelerator.accumulate(self.model):
+            loss = F.cross_entropy(self.model(x), y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients and max_norm is not None:
+                self.norms.append(accelerator.clip_grad_norm_(self.model.parameters(), max_norm).item())
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+        if accelerator.sync_gradients:
+            self.skipped.append(accelerator.optimizer_step_was_skipped)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": {name: value.clone() for name, value in self.model.state_dict().items()},
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "scheduler": self.scheduler.state_dict(),
+            "amp": amp.state_dict() if amp.is_on() else {},
+        }
+
+
+def types_of(model: nn.Module) -> set[torch.dtype]:
+    return {each.dtype for each in model.parameters()}
+
+
+def grads_of(optimizer: Any) -> list[Tensor]:
+    return [each.grad for each in amp.master_params(optimizer) if each.grad is not None]
+
+
+class TestTraining:
+    @EACH_HALF
+    @EACH_LEVEL
+    def test_learns_what_float32_learns(self, level: str, half: torch.dtype) -> None:
+        run = Run(level, half_dtype=half)
+        kinds = set()
+        run.raw[0].register_forward_hook(lambda _, args, output: kinds.add(output.dtype))
+        run.train(epochs=3)
+        run.accelerator.free_memory()
+        plain = Run(None).train(epochs=3)
+        assert kinds == {half}
+        assert run.losses == pytest.approx(plain.losses, rel=0.05)
+        assert run.losses[-1] < run.losses[0] / 2
+
+    @pytest.mark.parametrize("given", [{"level": "O0"}, {"enabled": False}, {"enabled": "False"}], ids=str)
+    def test_where_amp_is_off_the_bits_are_those_of_accelerate(self, given: dict[str, Any]) -> None:
+        run = Run(**given).train()
+        assert not amp.is_on()
+        assert_same_state(run.state(), Run(None).train().state())
+
+    def test_returns_what_accelerate_returns(self) -> None:
+        accelerator, model = Accelerator(cpu=True), net()
+        optimizer = adam(model)
+        scheduler = LambdaLR(optimizer, lambda step: 1.0)
+        results = prepare(accelerator, "anything", optimizer, loader(), model, scheduler)
+        kinds = (str, AcceleratedOptimizer, DataLoader, nn.Sequential, AcceleratedScheduler)
+        assert [isinstance(each, kind) for each, kind in zip(results, kinds, strict=True)] == [True] * 5
+        assert results[1].optimizer is optimizer
+        assert results[3] is model
+        accelerator.free_memory()
+        assert prepare(accelerator, model) is model
+
+    def test_arguments_of_initialize_arrive(self) -> None:
+        given = {"half_dtype": "float16", "init_scale": 8.0, "check_finite": True, "cast_model_outputs": "float16"}
+        run = Run("O2", **given, keep_fp32=["2"])
+        settings = amp.settings()
+        assert settings == {**settings, **given, "opt_level": "O2", "keep_fp32": ["2"]}
+        assert run.model(X).dtype is torch.float16
+        assert types_of(run.raw[2]) == {torch.float32}
+
+    @EACH_LEVEL
+    def test_the_models_outputs_are_float32(self, level: str) -> None:
+        assert Run(level, **FLOAT16).model(X).dtype is torch.float32
+
+    @EACH_LEVEL
+    def test_unwrapped_models_cast_as_well(self, level: str) -> None:
+        run = Run(level, **FLOAT16)
+        unwrapped = run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
+        assert torch.equal(unwrapped(X), run.model(X))
+
+    def test_a_model_is_moved_to_its_device_before_amp_looks_at_it(self) -> None:
+        class Moving(nn.Linear):
+            def to(self, *args: Any, **kwargs: Any) -> Any:
+                moves.append((args, amp.is_on()))
+                return super().to(*args, **kwargs)
+
+        moves: list[Any] = []
+        accelerator, cpu = Accelerator(cpu=True), torch.device("cpu")
+        prepare(accelerator, Moving(8, 3), opt_level="O2")
+        assert moves == [((cpu,), False), ((cpu,), True)]  # the second is accelerate's, a no-op
+        accelerator.free_memory()
+        moves.clear()
+        prepare(accelerator, Moving(8, 3), opt_level="O2", device_placement=[False])
+        assert moves == []
+
+    @EACH_LEVEL
+    def test_an_optimizer_that_has_a_state_already_keeps_it(self, level: str) -> None:
+        accelerator, model = Accelerator(cpu=True), net()
+        optimizer = adam(model)
+        F.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+        before = copy.deepcopy(optimizer.state_dict())
+        _, prepared = prepare(accelerator, model, optimizer, opt_level=level, **FLOAT16)
+        assert_same_state(prepared.state_dict()["state"], before["state"])
+
+    @pytest.mark.slow
+    @EACH_LEVEL
+    def test_compiled_by_accelerate(self, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        run = Run(level, **FLOAT16).train()
+        run.accelerator.free_memory()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
+        compiled = Run(level, **FLOAT16)
+        assert isinstance(compiled.model, torch._dynamo.OptimizedModule)
+        assert compiled.train().losses == pytest.approx(run.losses, rel=5e-3)
+        torch._dynamo.reset()
+
+
+class TestClipping:
+    @EACH_LEVEL
+    def test_by_norm_clips_what_the_optimizer_steps_with(self, level: str) -> None:
+        run = Run(level, **FLOAT16)
+        run.accelerator.backward(F.cross_entropy(run.model(X), Y))
+        norm = run.accelerator.clip_grad_norm_(run.model.parameters(), 1e-4)
+        grads = grads_of(run.optimizer)
+        assert {each.dtype for each in grads} == {torch.float32}
+        assert 0.1 < norm.item() < 10  # unscaled
+        assert torch.stack([each.norm() for each in grads]).norm().item() == pytest.approx(1e-4, rel=1e-4)
+
+    @EACH_LEVEL
+    def test_by_value_clips_what_the_optimizer_steps_with(self, level: str) -> None:
+        run = Run(level, **FLOAT16)
+        run.accelerator.backward(F.cross_entropy(run.model(X), Y))
+        run.accelerator.clip_grad_value_(run.model.parameters(), 1e-3)
+        assert max(each.abs().max() for each in grads_of(run.optimizer)).item() == pytest.approx(1e-3, rel=1e-6)
+
+    @EACH_LEVEL
+    @pytest.mark.parametrize("what", ["one parameter", "a generator", "masters", "parameters of another model"])
+    def test_takes_whatever_accelerate_takes(self, what: str, level: str) -> None:
+        run, other = Run(level, **FLOAT16), nn.Linear(2, 2)
+        run.accelerator.backward(F.cross_entropy(run.model(X), Y))
+        other.weight.grad = torch.ones(2, 2)
+        given: dict[str, Any] = {
+            "one parameter": [run.raw[0].weight],
+            "a generator": (each for each in run.model.parameters()),
+            "masters": amp.master_params(run.optimizer),
+            "parameters of another model": other.parameters(),
+        }
+        grads = grads_of(run.optimizer)
+        expected = torch.stack([each.norm() for each in grads]).norm().item()
+        if what == "one parameter":
+            expected = next(each for each in grads if each.shape == (16, 8)).norm().item()
+        elif what == "parameters of another model":
+            expected = 2.0
+        assert run.accelerator.clip_grad_norm_(given[what], 1e9).item() == pytest.approx(expected, rel=1e-6)
+
+    @EACH_LEVEL
+    def test_norms_and_losses_are_those_of_float32(self, level: str) -> None:
+        run = Run(level, **FLOAT16).train(max_norm=0.5)
+        run.accelerator.free_memory()
+        plain = Run(None).train(max_norm=0.5)
+        assert run.norms == pytest.approx(plain.norms, rel=0.05)
+        assert run.losses == pytest.approx(plain.losses, rel=0.05)
+
+
+class TestAccumulation:
+    @EACH_HALF
+    @EACH_LEVEL
+    def test_accumulates_as_without_amp(self, level: str, half: torch.dtype) -> None:
+        # 64 examples in 13 batches of 5, three a step: the last step of an epoch has one batch only.
+        given: dict[str, Any] = {"batch_size": 5, "gradient_accumulation_steps": 3}
+        run = Run(level, half_dtype=half, init_scale=1024.0, **given).train(epochs=2, max_norm=1.0)
+        run.accelerator.free_memory()
+        plain = Run(None, **given).train(epochs=2, max_norm=1.0)
+        assert len(run.norms) == len(plain.norms) == 10
+        assert run.norms == pytest.approx(plain.norms, rel=0.05)
+        assert run.losses == pytest.approx(plain.losses, rel=0.05)
+
+    @EACH_LEVEL
+    def test_an_overflow_in_any_batch_of_a_step_skips_it(self, level: str) -> None:
+        run = Run(level, gradient_accumulation_steps=2, **FLOAT16)
+        before = run.state()["model"]
+        run.step(X * torch.inf, Y)
+        run.step(X, Y)
+        assert run.skipped == [True]
+        assert_same_state(run.state()["model"], before)
+        run.step(X, Y)
+        run.step(X, Y)
+        assert run.skipped == [True, False]
+
+
+class TestSkippedSteps:
+    @EACH_LEVEL
+    @pytest.mark.parametrize("every", [1, 2])
+    def test_optimizers_and_schedulers_know_of_them(self, every: int, level: str) -> None:
+        run = Run(level, gradient_accumulation_steps=every, **EXPLODING).train(epochs=2)
+        assert True in run.skipped
+        assert run.skipped[-1] is False
+        assert amp.skipped_steps(run.optimizer) == sum(run.skipped)
+        assert run.scheduler.scheduler.last_epoch == run.skipped.count(False)
+        assert run.optimizer.step_was_skipped is False
+
+    def test_a_scheduler_that_is_made_and_prepared_later_knows_too(self) -> None:
+        run = Run("O1", **EXPLODING)
+        late = run.accelerator.prepare(StepLR(run.optimizer, 1, 0.5))
+        run.scheduler = late
+        run.train(epochs=2)
+        assert late.scheduler.last_epoch == run.skipped.count(False) < len(run.skipped)
+
+    def test_a_scheduler_apart_from_the_optimizer_steps_always(self) -> None:
+        accelerator, model = Accelerator(cpu=True, step_scheduler_with_optimizer=False), net()
+        optimizer = adam(model)
+        objects = (model, optimizer, StepLR(optimizer, 1, 0.9))
+        model, optimizer, scheduler = prepare(accelerator, *objects, **EXPLODING)
+        accelerator.backward(F.cross_entropy(model(X), Y) * 1e4)
+        optimizer.step()
+        scheduler.step()
+        assert accelerator.optimizer_step_was_skipped
+        assert scheduler.scheduler.last_epoch == 1
+
+    def test_stats_are_plain_numbers_for_trackers(self) -> None:
+        run = Run("O1", **EXPLODING).train()
+        assert json.loads(json.dumps(amp.stats()))["skipped_steps"] == sum(run.skipped)
+
+
+class TestCheckpoints:
+    @EACH_HALF
+    @EACH_LEVEL
+    def test_resumes_to_the_same_bits(self, level: str, half: torch.dtype, tmp_path: Path) -> None:
+        given: dict[str, Any] = {"half_dtype": half, "scale_window": 2, "init_scale": 2.0**14}
+        given |= {"gradient_accumulation_steps": 2}
+        whole = Run(level, **given).train()
+        whole.accelerator.save_state(tmp_path)
+        whole.train(max_norm=1.0)
+        expected = whole.state()
+        whole.accelerator.free_memory()
+        resumed = Run(level, **given)
+        resumed.raw[0].weight.data.zero_()
+        resumed.accelerator.load_state(tmp_path)
+        resumed.train(max_norm=1.0)
+        assert_same_state(resumed.state(), expected)
+        if half is torch.float16:
+            assert expected["amp"]["loss_scaler0"]["loss_scale"] > 2.0**14
+
+    @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
+    def test_holds_float32_weights_with_the_masters_bits(self, safe: bool, tmp_path: Path) -> None:
+        run = Run("O2", **FLOAT16).train()
+        run.accelerator.save_state(tmp_path / "state", safe_serialization=safe)
+        run.accelerator.save_model(run.model, tmp_path / "model", safe_serialization=safe)
+        masters = [each.detach() for each in amp.master_params(run.optimizer)]
+        assert types_of(run.model) == {torch.float16}
+        read = load_file if safe else functools.partial(torch.load, weights_only=True)
+        name = "model.safetensors" if safe else "pytorch_model.bin"
+        for saved in (
+            read(tmp_path / "state" / name),
+            read(tmp_path / "model" / name),
+            run.accelerator.get_state_dict(run.model),
+            run.accelerator.unwrap_model(run.model).state_dict(),
+        ):
+            values = [saved[key] for key in run.model.state_dict()]
+            assert all(map(torch.equal, values, masters))
+
+    def test_is_read_at_another_level_and_without_amp(self, tmp_path: Path) -> None:
+        run = Run("O2", **FLOAT16).train()
+        run.accelerator.save_state(tmp_path)
+        expected = run.state()
+        run.accelerator.free_memory()
+        for level in ("O1", None):
+            other = Run(level, **(FLOAT16 if level else {}))
+            other.accelerator.load_state(tmp_path)
+            for name in ("model", "optimizer", "scheduler"):
+                assert_same_state(other.state()[name], expected[name])
+            assert other.train().losses[-1] < 1.1
+            other.accelerator.free_memory()
+
+    def test_of_accelerates_fp16_goes_on_with_its_scale(self, tmp_path: Path) -> None:
+        plain = Run(None).train()
+        plain.accelerator.save_state(tmp_path)
+        scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+        scaler.scale(torch.ones(()))
+        torch.save(scaler.state_dict(), tmp_path / "scaler.pt")
+        plain.accelerator.free_memory()
+        Run("O2", half_dtype="float16").accelerator.load_state(tmp_path)
+        assert amp.get_loss_scale() == 512.0
+
+    def test_without_a_scale_warns_where_it_is_dynamic(self, tmp_path: Path) -> None:
+        plain = Run(None)
+        plain.accelerator.save_state(tmp_path)
+        plain.accelerator.free_memory()
+        run = Run("O1", half_dtype="float16")
+        with pytest.warns(AmpWarning, match=r"there is no ampatch\.pt"):
+            run.accelerator.load_state(tmp_path)
+        run.accelerator.free_memory()
+        Run("O1", half_dtype="bfloat16").accelerator.load_state(tmp_path)
+
+    def test_are_named_by_accelerate(self, tmp_path: Path) -> None:
+        config = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+        run = Run("O1", **FLOAT16, project_config=config)
+        for _ in range(2):
+            run.train().accelerator.save_state()
+        assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_1"]
+        assert (tmp_path / "checkpoints" / "checkpoint_1" / "ampatch.pt").is_file()
+        run.accelerator.load_state()
+
+    def test_registered_objects_are_saved_beside_it(self, tmp_path: Path) -> None:
+        run = Run("O1", **FLOAT16)
+        run.accelerator.register_for_checkpointing(counter := StepLR(adam(net()), 1))
+        counter.last_epoch = 7
+        run.accelerator.save_state(tmp_path)
+        counter.last_epoch = 0
+        run.accelerator.load_state(tmp_path)
+        assert counter.last_epoch == 7
+
+    def test_save_pretrained_says_float32_in_its_config(self, tmp_path: Path) -> None:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        model = BertForSequenceClassification(BertConfig(vocab_size=20, max_position_embeddings=8, **sizes))
+        accelerator = Accelerator(cpu=True)
+        model, _ = prepare(accelerator, model, adam(model), opt_level="O2", **FLOAT16)
+        assert torch.float16 in types_of(model)
+        state = accelerator.get_state_dict(model)
+        accelerator.unwrap_model(model).save_pretrained(tmp_path, state_dict=state, save_function=accelerator.save)
+        assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+        assert {each.dtype for each in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
+
+
+class TestSeveral:
+    @EACH_LEVEL
+    def test_models_and_optimizers(self, level: str, tmp_path: Path) -> None:
+        def train(*, with_amp: bool) -> dict[str, Any]:
+            accelerator = Accelerator(cpu=True)
+            nets = [net(0), nn.Linear(3, 1)]
+            objects = (*nets, *map(adam, nets), loader())
+            prepared = prepare(accelerator, *objects, opt_level=level if with_amp else "O0", **FLOAT16)
+            generator, critic, of_generator, of_critic, batches = prepared
+            values = []
+            for x, _ in batches:
+                fake = generator(x)
+                loss = critic(fake.detach()).square().mean() + (critic(torch.ones(8, 3)) - 1).square().mean()
+                accelerator.backward(loss)
+                of_critic.step()
+                of_critic.zero_grad()
+                accelerator.backward(-critic(fake).mean())
+                accelerator.clip_grad_norm_(generator.parameters(), 1.0)
+                of_generator.step()
+                of_generator.zero_grad()
+                values.append(loss.item())
+            accelerator.save_state(tmp_path)
+            accelerator.free_memory()
+            return {"values": values, "model": nets[0].state_dict()}
+
+        with_amp, without = train(with_amp=True), train(with_amp=False)
+        assert with_amp["values"] == pytest.approx(without["values"], rel=0.05)
+        for name, value in with_amp["model"].items():
+            assert torch.allclose(value, without["model"][name], atol=0.02)
+
+    @pytest.mark.parametrize("shared", [False, True], ids=["apart", "sharing a layer"])
+    def test_an_overflow_skips_the_steps_of_those_whose_gradients_it_is_in(self, shared: bool) -> None:
+        accelerator, nets = Accelerator(cpu=True), [net(0), net(1)]
+        if shared:
+            nets[1][2] = nets[0][2]
+        first, second, of_first, of_second = prepare(accelerator, *nets, *map(adam, nets), **FLOAT16)
+        accelerator.backward(F.cross_entropy(first(X), Y) * torch.inf)
+        of_first.step()
+        if not shared:
+            of_first.zero_grad()
+            accelerator.backward(F.cross_entropy(second(X), Y))
+        of_second.step()
+        assert accelerator.optimizer_step_was_skipped
+        assert of_first.step_was_skipped
+        assert of_second.step_was_skipped is shared
+
+    @EACH_LEVEL
+    @pytest.mark.parametrize("how", ["checkpoint", "function"])
+    def test_parameters_that_a_graph_hides_get_unscaled_gradients_too(self, how: str, level: str) -> None:
+        class Hiding(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                ctx.save_for_backward(x)
+                return second(x).detach()
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                with torch.enable_grad():
+                    x = ctx.saved_tensors[0].detach().requires_grad_()
+                    torch.autograd.backward(second(x), grad)
+                return x.grad  # type: ignore[return-value]
+
+        accelerator, nets = Accelerator(cpu=True), [nn.Linear(8, 8), net(1)]
+        plain = copy.deepcopy(nets)
+        F.cross_entropy(plain[1](plain[0](X)), Y).backward()
+        options = {**FLOAT16, "opt_level": level}
+        first, second, _, of_second = prepare(accelerator, *nets, *map(adam, nets), **options)
+        inner = first(X)
+        output = checkpoint(second, inner, use_reentrant=True) if how == "checkpoint" else Hiding.apply(inner)
+        accelerator.backward(F.cross_entropy(output, Y))
+        expected = torch.cat([each.grad.flatten() for each in plain[1].parameters() if each.grad is not None])
+        found = torch.cat([each.flatten() for each in grads_of(of_second)])
+        assert (found - expected).norm() < 0.1 * expected.norm()
+        of_second.step()
+
+    def test_scaling_by_hand_says_whose_gradients_a_backward_pass_is_for(self) -> None:
+        accelerator, nets = Accelerator(cpu=True), [net(0), net(1)]
+        first, second, of_first, of_second = prepare(accelerator, *nets, *map(adam, nets), **FLOAT16)
+        with amp.scale_loss(F.cross_entropy(first(X), Y) * torch.inf, of_first) as scaled_loss:
+            accelerator.backward(scaled_loss)
+        of_first.step()
+        with amp.scale_loss(F.cross_entropy(second(X), Y), of_second) as scaled_loss:
+            accelerator.backward(scaled_loss)
+        assert 0 < max(each.abs().max().item() for each in grads_of(of_second)) < 1
+        of_second.step()
+        assert (of_first.step_was_skipped, of_second.step_was_skipped) == (True, False)
+
+    def test_a_data_loader_or_a_model_for_evaluation_may_come_later(self) -> None:
+        run = Run("O1", **FLOAT16)
+        batches = run.accelerator.prepare(loader())
+        teacher = run.accelerator.prepare(net(1))
+        with torch.no_grad():
+            assert teacher(next(iter(batches))[0]).dtype is torch.float16  # the lists hold for the process
+        run.train()
+
+
+class TestOtherWays:
+    """Of what a user may type instead of ``accelerator.backward(loss)`` and a plain step."""
+
+    def test_autocast_switches_casts_off(self) -> None:
+        run = Run("O1", **FLOAT16)
+        with run.accelerator.autocast():
+            assert (X[:8] @ X[:8]).dtype is torch.float16
+            with run.accelerator.autocast(AutocastKwargs(enabled=False)):
+                assert (X[:8] @ X[:8]).dtype is torch.float32
+            assert (X[:8] @ X[:8]).dtype is torch.float16
+
+    def test_backward_takes_what_backward_takes(self) -> None:
+        run = Run("O2", **FLOAT16)
+        loss = F.cross_entropy(run.model(X), Y)
+        run.accelerator.backward(loss, retain_graph=True, inputs=[run.raw[2].weight])
+        assert run.raw[0].weight.grad is None
+        run.accelerator.backward(loss)
+        assert run.raw[0].weight.grad is not None
+
+    def test_gradients_of_inputs_are_unscaled(self) -> None:
+        run = Run("O1", **FLOAT16)
+        plain, x = copy.deepcopy(net()), X.clone().requires_grad_()
+        run.accelerator.backward(F.cross_entropy(run.model(x), Y))
+        assert x.grad is not None
+        with amp.disable_casts():
+            expected = torch.autograd.grad(F.cross_entropy(plain(x), Y), x)[0]
+        assert torch.allclose(x.grad, expected, atol=1e-3)
+
+    def test_a_backward_pass_of_torch_itself_warns(self) -> None:
+        run = Run("O1", **FLOAT16)
+        F.cross_entropy(run.model(X), Y).backward()
+        with pytest.warns(AmpWarning, match=r"no amp\.scale_loss was told of"):
+            run.optimizer.step()
+
+    def test_a_step_with_a_closure(self) -> None:
+        accelerator, model = Accelerator(cpu=True), net()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+        model, optimizer = prepare(accelerator, model, optimizer, **FLOAT16)
+        losses = []
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(X), Y)
+            accelerator.backward(loss)
+            losses.append(loss.item())
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        assert losses[-1] < losses[0] / 2
+
+    def test_a_first_step_that_casts_nothing_warns(self) -> None:
+        accelerator, weight = Accelerator(cpu=True), nn.Embedding(3, 3)
+        model, _ = prepare(accelerator, weight, adam(weight), half_dtype="float16")
+        with pytest.warns(AmpWarning, match="has cast nothing"):
+            accelerator.backward(model.weight.abs().sum())
+
+    def test_batch_sizes_that_do_not_fit_are_tried_smaller(self) -> None:
+        accelerator, tried = Accelerator(cpu=True), []
+
+        @find_executable_batch_size(starting_batch_size=32)
+        def train(batch_size: int) -> None:
+            accelerator.free_memory()
+            tried.append(batch_size)
+            model = net()
+            model, optimizer, batches = prepare(accelerator, model, adam(model), loader(batch_size), opt_level="O2")
+            for x, y in batches:
+                accelerator.backward(F.cross_entropy(model(x), y))
+                if batch_size > 8:
+                    raise RuntimeError("CUDA out of memory.")
+                optimizer.step()
+                optimizer.zero_grad()
+
+        train()
+        assert len(tried) > 1
+        assert tried[-1] <= 8
+
+    def test_a_scheduler_wraps_the_step_before_and_after(self) -> None:
+        accelerator, model = Accelerator(cpu=True), net()
+        optimizer = adam(model)
+        before = StepLR(optimizer, 1)
+        model, optimizer = prepare(accelerator, model, optimizer, opt_level="O2", **FLOAT16)
+        after = StepLR(optimizer, 1)
+        accelerator.backward(F.cross_entropy(model(X), Y))
+        optimizer.step()
+        before.step()
+        after.step()
+        accelerator.free_memory()
+        assert types_of(model) == {torch.float32}
+
+    def test_an_average_of_the_weights_is_float32(self) -> None:
+        run = Run("O2", **FLOAT16)
+        averaged = torch.optim.swa_utils.AveragedModel(run.model)
+        run.train()
+        averaged.update_parameters(run.model)
+        assert types_of(averaged) == {torch.float32}
+        assert_same_state(averaged.module.state_dict(), run.model.state_dict())
+
+
+class TestEvaluation:
+    @EACH_HALF
+    @EACH_LEVEL
+    def test_a_model_alone_is_for_evaluation(self, level: str, half: torch.dtype) -> None:
+        accelerator, raw = Accelerator(cpu=True), net()
+        before = copy.deepcopy(raw.state_dict())
+        model, batches = prepare(accelerator, raw, loader(), opt_level=level, half_dtype=half)
+        kinds = set()
+        raw[0].register_forward_hook(lambda _, args, output: kinds.add(output.dtype))
+        with torch.inference_mode():
+            outputs = [accelerator.gather_for_metrics(model(x)) for x, _ in batches]
+        assert {each.dtype for each in outputs} == {torch.float32}
+        assert kinds == {half}
+        accelerator.free_memory()
+        assert_same_state(raw.state_dict(), before)  # to the last bit, though no optimizer kept it
+
+    def test_a_checkpoint_is_read_for_it_without_a_scale(self, tmp_path: Path) -> None:
+        run = Run(None)
+        run.accelerator.save_state(tmp_path)
+        expected = run.raw.state_dict()
+        accelerator = Accelerator(cpu=True)
+        model = prepare(accelerator, net(1), opt_level="O2", half_dtype="float16")
+        accelerator.load_state(tmp_path)  # a warning would be an error here
+        accelerator.save_state(tmp_path / "again")
+        assert not (tmp_path / "again" / "ampatch.pt").exists()
+        accelerator.free_memory()
+        assert torch.equal(model[0].weight, expected["0.weight"].half().float())
+
+    def test_its_backward_pass_says_that_there_is_no_optimizer(self) -> None:
+        accelerator = Accelerator(cpu=True)
+        model = prepare(accelerator, net())
+        with pytest.raises(UsageError, match="no optimizer whose gradients to unscale"):
+            accelerator.backward(model(X).sum())
+
+    @EACH_LEVEL
+    def test_between_steps_changes_no_bit(self, level: str) -> None:
+        watched, plain = Run(level, **FLOAT16), []
+        for x, y in watched.loader:
+            watched.step(x, y)
+            watched.model.eval()
+            with torch.no_grad():
+                watched.model(x)
+            watched.model.train()
+        expected = watched.state()
+        watched.accelerator.free_memory()
+        plain = Run(level, **FLOAT16).train()
+        assert_same_state(plain.state(), expected)
+
+
+ENDINGS: dict[str, Callable[[Accelerator], object]] = {
+    "free_memory": lambda accelerator: accelerator.free_memory(),
+    "clear": lambda accelerator: accelerator.clear(),
+    "end_training": lambda accelerator: accelerator.end_training(),
+    "deinitialize": lambda _: amp.deinitialize(),
+}
+
+
+class TestEndings:
+    @EACH_LEVEL
+    @pytest.mark.parametrize("ending", ENDINGS)
+    def test_give_float32_weights_and_an_unpatched_torch(self, ending: str, level: str) -> None:
+        run = Run(level, **FLOAT16).train()
+        expected = run.state()["model"]
+        ENDINGS[ending](run.accelerator)
+        assert not amp.is_on()
+        assert types_of(run.raw) == {torch.float32}
+        assert_same_state(run.raw.state_dict(), expected)
+        own = ("backward", "free_memory", "end_training", "autocast", "prepare_optimizer", "trigger_sync_in_backward")
+        assert not set(own) & set(vars(run.accelerator))
+        assert not run.accelerator._save_model_state_pre_hook
+        assert not run.accelerator._load_model_state_pre_hook
+        ENDINGS[ending](run.accelerator)  # a second one is a no-op
+
+    def test_deinitialize_leaves_a_loop_in_float32(self) -> None:
+        run = Run("O2", **FLOAT16).train()
+        amp.deinitialize()
+        assert run.train().losses[-1] < run.losses[0]
+        assert types_of(run.raw) == {torch.float32}
+
+    def test_frees_what_is_handed_to_free_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def release(*given: Any) -> Any:
+            was_on.append(amp.is_on())
+            return original(*given)
+
+        was_on: list[bool] = []
+        original = accelerate.accelerator.release_memory
+        monkeypatch.setattr(accelerate.accelerator, "release_memory", release)
+        run = Run("O2", **FLOAT16).train()
+        reference = weakref.ref(run.raw)
+        objects = [run.model, run.optimizer]
+        accelerator = run.accelerator
+        del run
+        gc.disable()
+        try:
+            assert accelerator.free_memory(*[objects.pop() for _ in range(2)]) == [None, None]
+        finally:
+            gc.enable()
+        assert reference() is None
+        assert was_on == [False]  # amp, which holds the model, ends before accelerate frees it
+
+    def test_the_same_objects_may_be_prepared_again_with_a_fresh_scale(self) -> None:
+        run = Run("O2", **EXPLODING).train()
+        assert amp.get_loss_scale() < 2.0**24
+        run.accelerator.free_memory()
+        optimizer = run.optimizer.optimizer
+        run.model, run.optimizer, run.loader = prepare(
+            run.accelerator, run.raw, optimizer, loader(), opt_level="O1", **EXPLODING
+        )
+        assert amp.get_loss_scale() == 2.0**24
+        assert run.train(epochs=2).losses[-1] < run.losses[0]
+
+    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt], ids=lambda error: error.__name__)
+    def test_an_error_within_prepare_leaves_nothing_half_done(
+        self, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any, **__: Any) -> None:
+            assert types_of(model) == {torch.bfloat16}
+            raise error("in the midst")
+
+        accelerator, model = Accelerator(cpu=True), net()
+        monkeypatch.setattr(accelerator, "prepare_data_loader", fail)
+        with pytest.raises(error, match="in the midst"):
+            prepare(accelerator, loader(), model, adam(model), opt_level="O2")
+        assert not amp.is_on()
+        assert types_of(model) == {torch.float32}
+        monkeypatch.undo()
+        accelerator.free_memory()
+        prepare(accelerator, loader(), model, adam(model), opt_level="O2")
+
+    def test_a_backward_pass_that_raises_leaves_a_loop_that_goes_on(self) -> None:
+        run = Run("O2", **FLOAT16)
+
+        def fail(_: Tensor) -> None:
+            raise ValueError("in the midst")
+
+        output = run.model(X)
+        output.register_hook(fail)
+        with pytest.raises(ValueError, match="in the midst"):
+            run.accelerator.backward(F.cross_entropy(output, Y))
+        assert_same_state(run.state()["model"], net().state_dict())
+        assert run.train(epochs=3).losses[-1] < run.losses[0] / 2
+
+
+@pytest.mark.slow
+class TestProcesses:
+    """Of scripts as users start them."""
+
+    @pytest.mark.parametrize("half", ["float16", "bfloat16"])
+    @EACH_LEVEL
+    def test_a_killed_run_resumes_to_the_same_bits(self, level: str, half: str, tmp_path: Path) -> None:
+        options = ["--epochs", "3", "--opt-level", level, "--half", half, "--checkpoints"]
+        runs = (("whole", [EXAMPLE]), ("killed", ["-c", KILLED, EXAMPLE]), ("killed", [EXAMPLE]))
+        codes = [
+            subprocess.run(
+                [sys.executable, *command, *options, str(tmp_path / name)], env=ENVIRONMENT, check=False
+            ).returncode
+            for name, command in runs
+        ]
+        assert codes == [0, -signal.SIGKILL, 0]
+        assert_same_checkpoints(tmp_path / "whole", tmp_path / "killed")
+
+    @pytest.mark.once
+    def test_two_ranks_resume_to_the_same_bits(self, tmp_path: Path) -> None:
+        options = ["--opt-level", "O2", "--half", "float16", "--accumulate", "2"]
+        for name, epochs in (("whole", 3), ("broken", 2), ("broken", 3)):
+            given = [*options, "--epochs", str(epochs), "--checkpoints", str(tmp_path / name)]
+            done = completed([sys.executable, *TORCHRUN, EXAMPLE, *given], cwd=tmp_path, env=ENVIRONMENT)
+            assert done.returncode == 0, done.stderr
+        assert_same_checkpoints(tmp_path / "whole", tmp_path / "broken")
+
+    def test_two_ranks_train_as_in_float32_and_stay_equal(self, tmp_path: Path) -> None:
+        script = str(Path(__file__).with_name("accelerate_ranks.py"))
+        done = completed([sys.executable, *TORCHRUN, script, str(tmp_path)], cwd=tmp_path, env=ENVIRONMENT)
+        assert done.returncode == 0, done.stderr
+        results, others = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+        assert results == others
+        refused = results.pop("refused")
+        assert set(refused) == {"clip_grad_norm_", "clip_grad_value_", "LocalSGD"}
+        assert "clip where accelerator.sync_gradients is True" in refused["clip_grad_norm_"]
+        assert results.pop("local")["scale"] == 1
+        for level in LEVELS:
+            overflow = results.pop(f"overflow {level}")
+            assert overflow["skipped"] == [False, True, *[False] * 6]
+            assert (overflow["scale"], overflow["epochs"]) == (512, 14)
+        ways = {name.partition(" ")[0] for name in results}
+        assert ways == {
+            "plain",
+            "accumulated",
+            "synchronised",
+            "triggered",
+            "resumed",
+            "adversarial",
+            "adversarial-accumulated",
+        }
+        for name, result in results.items():
+            plain = results[f"{name.partition(' ')[0]} O0"]
+            assert result["weights"] == pytest.approx(plain["weights"], rel=1e-2, abs=1e-3)
+            assert (result["skipped"], result["epochs"]) == (plain["skipped"], plain["epochs"])
+
+    @pytest.mark.once
+    def test_accelerate_launch(self, tmp_path: Path) -> None:
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+        launch += ["--num_machines", "1", "--dynamo_backend", "no", "--mixed_precision"]
+        done = completed([*launch, "no", EXAMPLE, "--epochs", "3"], cwd=tmp_path, env=ENVIRONMENT)
+        assert "accuracy: 9" in done.stdout, done.stderr
+        done = completed([*launch, "bf16", EXAMPLE], cwd=tmp_path, env=ENVIRONMENT)
+        assert "OptionError: accelerate has mixed_precision='bf16'" in done.stderr
+
+
+def assert_same_checkpoints(one: Path, other: Path) -> None:
+    names = sorted(each.name for each in one.iterdir())
+    assert names == sorted(each.name for each in other.iterdir()) == ["epoch.1", "epoch.2", "epoch.3", "model"]
+    for file in ("model/model.safetensors", "epoch.3/model.safetensors"):
+        assert (one / file).read_bytes() == (other / file).read_bytes()
+    for file in ("optimizer.bin", "scheduler.bin", "ampatch.pt"):
+        states = [torch.load(folder / "epoch.3" / file, weights_only=False) for folder in (one, other)]
+        assert_same_state(*states)
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"opt_level": "O7"}, "opt_level is 'O7'"),
+            ({"opt_level": "o1"}, "capital letter O"),
+            ({"opt_levle": "O1"}, "unknown argument 'opt_levle'. Did you mean 'opt_level'"),
+            ({"device_placment": [True]}, "Did you mean 'device_placement'"),
+            ({"optimizers": []}, "unknown argument 'optimizers'"),
+            ({"half_dtype": "float8"}, "half_dtype is 'float8'"),
+            ({"opt_level": "O1", "master_weights": True}, "contradicts opt_level='O1'"),
+            ({"loss_scale": "dynamical"}, "loss_scale is 'dynamical'"),
+            ({"scale_window": 0}, "scale_window"),
+        ],
+        ids=str,
+    )
+    def test_options_raise_and_change_nothing(self, given: dict[str, Any], message: str) -> None:
+        accelerator, model = Accelerator(cpu=True), net()
+        with pytest.raises(OptionError, match=message):
+            prepare(accelerator, model, adam(model), **given)
+        assert not amp.is_on()
+        assert accelerator._models == accelerator._optimizers == []
+
+    def test_a_list_of_placements_of_another_length_changes_nothing(self) -> None:
+        accelerator, model = Accelerator(cpu=True), net()
+        with pytest.raises(ValueError, match="device_placement"):
+            prepare(accelerator, model, adam(model), opt_level="O2", device_placement=[True])
+        assert types_of(model) == {torch.float32}
+
+    def test_the_accelerator_comes_first(self) -> None:
+        model = net()
+        with pytest.raises(OptionError, match=r"found Sequential as the first argument.*prepare\(accelerator, model"):
+            prepare(model, adam(model))  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("objects", [(), (loader(),)], ids=["nothing", "a data loader"])
+    def test_a_call_without_a_model_says_where_the_rest_goes(self, objects: Any) -> None:
+        with pytest.raises(OptionError, match=r"no model.*accelerator\.prepare by themselves"):
+            prepare(Accelerator(cpu=True), *objects)
+
+    @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+    def test_two_precisions_raise(self, precision: str) -> None:
+        accelerator, model = Accelerator(cpu=True, mixed_precision=precision), net()
+        with pytest.raises(OptionError, match=f"mixed_precision='{precision}', which casts as well"):
+            prepare(accelerator, model, adam(model))
+        prepare(accelerator, model, adam(model), opt_level="O0")
+
+    @pytest.mark.parametrize("precision", ["bf16", "fp8"])
+    def test_a_precision_of_accelerate_launch_raises(self, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        accelerator = Accelerator(cpu=True)
+        monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", precision)
+        with pytest.raises(OptionError, match="unset ACCELERATE_MIXED_PRECISION"):
+            prepare(accelerator, net())
+
+    @pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MEGATRON_LM"])
+    def test_plugins_that_shard_raise(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        accelerator = Accelerator(cpu=True)
+        monkeypatch.setattr(Accelerator, "distributed_type", DistributedType(kind))
+        with pytest.raises(OptionError, match=f"distributed type {kind}, which shards"):
+            prepare(accelerator, net())
+
+    @pytest.mark.parametrize(
+        ("handler", "message"),
+        [(GradScalerKwargs(init_scale=8.0), "growth_interval as scale_window"), (AutocastKwargs(enabled=False), "off")],
+        ids=["GradScalerKwargs", "AutocastKwargs"],
+    )
+    def test_settings_that_amp_would_not_see_raise(self, handler: Any, message: str) -> None:
+        with pytest.raises(OptionError, match=message):
+            prepare(Accelerator(cpu=True, kwargs_handlers=[handler]), net())
+
+    @EACH_LEVEL
+    def test_a_second_call_raises(self, level: str) -> None:
+        run = Run(level, half_dtype="bfloat16")
+        other = net(1)
+        for accelerator, which in ((run.accelerator, "this"), (Accelerator(cpu=True), "another")):
+            with pytest.raises(UsageError, match=f"called before for {which} Accelerator.*one call.*free_memory"):
+                prepare(accelerator, other, adam(other), opt_level=level, half_dtype="bfloat16")
+        run.train()
+        run.accelerator.free_memory()
+        prepare(Accelerator(cpu=True), other, adam(other))
+
+    @pytest.mark.parametrize("which", ["the model", "the optimizer", "the scheduler"])
+    def test_objects_that_accelerate_has_prepared_raise(self, which: str) -> None:
+        accelerator, model = Accelerator(cpu=True), net()
+        optimizer = adam(model)
+        scheduler = StepLR(optimizer, 1)
+        if which == "the model":
+            model = accelerator.prepare(model)
+        elif which == "the optimizer":
+            optimizer = accelerator.prepare(optimizer)
+        else:
+            scheduler = accelerator.prepare(scheduler)
+        with pytest.raises(UsageError, match=r"was prepared by accelerator\.prepare before, without amp"):
+            prepare(accelerator, model, optimizer, scheduler)
+        accelerator.free_memory()
+        prepare(accelerator, model, adam(model))
+
+    def test_an_optimizer_without_amp_raises_before_and_after(self) -> None:
+        run, other = Run(None), net(1)
+        with pytest.raises(UsageError, match="got an optimizer before, without amp"):
+            prepare(run.accelerator, other)
+        run = Run("O1", **FLOAT16)
+        with pytest.raises(UsageError, match="that amp does not know"):
+            run.accelerator.prepare(other, adam(other))
+        assert run.accelerator.prepare(run.optimizer) is run.optimizer
+
+    def test_a_session_of_the_users_own_raises(self) -> None:
+        model = net()
+        amp.initialize(model, verbosity=0)
+        with pytest.raises(UsageError, match=r"set up already.*amp\.deinitialize\(\)"):
+            prepare(Accelerator(cpu=True), model)
+
+    def test_weights_that_are_half_already_raise(self) -> None:
+        model = net().to(torch.bfloat16)
+        with pytest.raises(OptionError, match=r"0\.weight is to be trained and is torch\.bfloat16.*model\.float\(\)"):
+            prepare(Accelerator(cpu=True), model, adam(model))
+        student = net()
+        for level in LEVELS:  # a model that no optimizer updates may be half
+            accelerator = Accelerator(cpu=True)
+            prepare(accelerator, model, student, adam(student), opt_level=level)
+            assert model(X).dtype is torch.float32
+            accelerator.free_memory()
+            assert types_of(model) == {torch.bfloat16}
+
+    def test_an_optimizer_that_steps_within_the_backward_pass_raises(self) -> None:
+        class Lomo(torch.optim.SGD):
+            def fused_backward(self, loss: Tensor, lr: float) -> None: ...
+
+        model = net()
+        with pytest.raises(OptionError, match="Lomo updates weights within the backward pass"):
+            prepare(Accelerator(cpu=True), model, Lomo(model.parameters(), lr=0.1))
+
+    @pytest.mark.slow
+    @pytest.mark.once
+    @pytest.mark.parametrize(
+        ("fake", "message"),
+        [
+            ("sys.modules['accelerate'] = None", "needs accelerate, but accelerate is missing. Type pip install"),
+            ("import accelerate; accelerate.__version__ = '0.34.2'", "needs accelerate 1.15, but found 0.34.2"),
+        ],
+    )
+    def test_without_its_package_there_is_one_clear_error(self, fake: str, message: str) -> None:
+        code = f"import sys; import ampatch.integrations; {fake}; import ampatch.integrations.accelerate"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert IntegrationError.__name__ in done.stderr
+        assert message in done.stderr

@@ -1,0 +1,289 @@
+"""The steps of a report: scale, overflow, skip and norm of each, and what a half type loses of the gradients."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import HALF_DTYPES, dtype_name
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+import ampatch
+from ampatch import amp
+from ampatch.diagnostics.gradient_exponents import GradientExponents, Histogram, Range
+from ampatch.diagnostics.report_steps import Steps
+from ampatch.errors import AmpWarning, LossScaleError
+from ampatch.scaling import step_observers
+
+SCALE = 2.0**8
+
+every_half = pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
+every_level = pytest.mark.parametrize("opt_level", ["O1", "O2"])
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def fused_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def begun(make: Callable[[Any], Any] = sgd, **options: Any) -> tuple[nn.Sequential, Any]:
+    model = network()
+    settings = {"half_dtype": "float16", "loss_scale": "dynamic", "init_scale": SCALE, "verbosity": 0, **options}
+    return amp.initialize(model, make(model.parameters()), **settings)
+
+
+def loss_of(model: nn.Module, factor: float = 1.0) -> Tensor:
+    return model(torch.linspace(-1, 1, 12).view(3, 4)).float().square().mean() * factor
+
+
+def step(model: nn.Module, optimizer: Any, factor: float = 1.0, clips: bool = False, **options: Any) -> None:
+    with amp.scale_loss(loss_of(model, factor), optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+    if clips:
+        amp.clip_grad_norm_(optimizer, 0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Losses here are inf and NaN on purpose."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the loss of a skipped step", AmpWarning)
+        yield
+
+
+class TestSteps:
+    @every_level
+    def test_have_scale_overflow_skip_and_norm(self, opt_level):
+        model, optimizer = begun(opt_level=opt_level)
+        with Steps() as steps:
+            for factor in (1.0, math.inf, 1.0):
+                step(model, optimizer, factor)
+        first, second, third = steps.rows()
+        assert [row["step"] for row in (first, second, third)] == [1, 2, 3]
+        assert [row["scale"] for row in (first, second, third)] == [SCALE, SCALE, SCALE / 2]
+        assert [row["overflow"] for row in (first, second, third)] == [False, True, False]
+        assert [row["skipped"] for row in (first, second, third)] == [False, True, False]
+        assert second["gradient_norm"] is None
+        assert first["gradient_norm"] > 0
+        assert {row["loss_id"] for row in (first, second, third)} == {0}
+
+    @every_half
+    @every_level
+    @pytest.mark.parametrize("delays", [False, True], ids=["unscaled by the block", "unscaled by clipping"])
+    def test_norm_is_that_before_clipping(self, opt_level, half_dtype, delays):
+        model, optimizer = begun(opt_level=opt_level, half_dtype=half_dtype)
+        with Steps() as steps:
+            with amp.scale_loss(loss_of(model), optimizer, delay_unscale=delays) as scaled_loss:
+                scaled_loss.backward()
+            norm = amp.clip_grad_norm_(optimizer, 0.01)
+            optimizer.step()
+        (row,) = steps.rows()
+        assert row["gradient_norm"] == pytest.approx(float(norm), rel=1e-5)
+
+    @every_level
+    def test_norm_is_of_the_sum_of_accumulated_blocks(self, opt_level):
+        model, optimizer = begun(opt_level=opt_level)
+        with Steps() as steps:
+            for _ in range(3):
+                with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            squares = sum(each.grad.double().square().sum() for each in amp.master_params(optimizer))
+            optimizer.step()
+        (row,) = steps.rows()
+        assert row["gradient_norm"] == pytest.approx(float(squares**0.5), rel=1e-5)
+
+    @every_half
+    @every_level
+    @pytest.mark.parametrize("make", [sgd, fused_adamw], ids=["SGD", "fused AdamW"])
+    @pytest.mark.parametrize("options", [{}, {"clips": True, "delay_unscale": True}], ids=["plain", "clipped"])
+    def test_change_no_bit(self, opt_level, half_dtype, make, options):
+        results = []
+        for observes in (False, True):
+            model, optimizer = begun(make, opt_level=opt_level, half_dtype=half_dtype)
+            steps = Steps()
+            if observes:
+                steps.__enter__()
+            for factor in (1.0, 2.0, math.nan, 1.0, 1.0):
+                step(model, optimizer, factor, **options)
+            if observes:
+                steps.__exit__()
+                assert len(steps.rows()) == 5
+            state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
+            results.append([*(each.detach().clone() for each in model.parameters()), *state])
+            amp.deinitialize()
+        assert all(map(torch.equal, *results))
+
+    def test_of_a_kernel_that_skips_by_itself_read_its_verdict(self, monkeypatch):
+        monkeypatch.setattr("ampatch.scaling.scale_use.AT_HAND", frozenset())
+        model, optimizer = begun(fused_adamw)
+        with Steps() as steps:
+            for factor in (1.0, 1.0, math.nan, 1.0):
+                step(model, optimizer, factor)
+        assert [row["skipped"] for row in steps.rows()] == [False, False, True, False]
+
+    def test_of_two_optimizers_are_rows_of_their_own(self):
+        model = network()
+        optimizers = [sgd(model[0].parameters()), sgd(model[2].parameters())]
+        amp.initialize(model, optimizers, half_dtype="float16", loss_scale=SCALE, verbosity=0, num_losses=2)
+        with Steps() as steps:
+            for loss_id, optimizer in enumerate(optimizers):
+                with amp.scale_loss(loss_of(model), optimizer, loss_id=loss_id) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+                model.zero_grad()
+        assert [row["loss_id"] for row in steps.rows()] == [0, 1]
+
+    def test_that_raise_at_the_floor_are_there(self):
+        model, optimizer = begun(min_loss_scale=SCALE)
+        with Steps() as steps, pytest.raises(LossScaleError):
+            step(model, optimizer, math.nan)
+        (row,) = steps.rows()
+        assert row["overflow"]
+        assert row["skipped"]
+
+    def test_without_amp_have_a_norm_and_no_scale(self):
+        model = network()
+        optimizer = sgd(model.parameters())
+        with Steps() as steps:
+            loss_of(model).backward()
+            squares = sum(each.grad.double().square().sum() for each in model.parameters())
+            optimizer.step()
+        (row,) = steps.rows()
+        assert row["gradient_norm"] == pytest.approx(float(squares**0.5))
+        assert (row["scale"], row["loss_id"], row["skipped"]) == (1.0, None, False)
+
+    @pytest.mark.parametrize("make", [sgd, fused_adamw], ids=["unscaled before", "unscaled by the kernel"])
+    def test_of_a_grad_scaler_have_its_unscaled_gradients(self, make):
+        model = network()
+        optimizer, scaler = make(model.parameters()), ampatch.GradScaler("cpu", init_scale=SCALE)
+        with Steps() as steps:
+            loss = loss_of(model)
+            grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        (row,) = steps.rows()
+        assert row["gradient_norm"] == pytest.approx(float(sum(each.double().square().sum() for each in grads) ** 0.5))
+
+    def test_leave_nothing_behind(self):
+        hooks = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
+        steps = Steps()
+        with steps:
+            assert step_observers.observers == [steps]
+        assert not step_observers.observers
+        assert hooks == (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks))
+
+    def test_are_read_in_between_so_that_numbers_on_the_device_cannot_pile_up(self, monkeypatch):
+        monkeypatch.setattr("ampatch.diagnostics.report_steps._WAITING", 3)
+        model, optimizer = begun()
+        with Steps() as steps:
+            for _ in range(7):
+                step(model, optimizer)
+            assert len(steps._ended) == 1
+        assert [row["step"] for row in steps.rows()] == list(range(1, 8))
+
+
+class TestUnderflow:
+    @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_name)
+    @pytest.mark.parametrize("scale", [1.0, 2.0**10, 2.0**30])
+    def test_shares_are_those_of_a_cast_to_half(self, dtype, scale):
+        generator = torch.Generator().manual_seed(0)
+        # Exponents from -40 to 20; 1.5 lies far from where a cast to half rounds up to the next exponent.
+        values = 1.5 * 2.0 ** torch.randint(-40, 20, (10_000,), generator=generator)
+        exponents = GradientExponents()
+        exponents.add([("weight", values)])
+        found = exponents.read()["weight"].lost(scale, Range.of(dtype))
+        half = (values.double() * scale).to(dtype)
+        info = torch.finfo(dtype)
+        assert found == {
+            "zero": float((half == 0).double().mean()),
+            "subnormal": float(((half != 0) & (half < info.smallest_normal)).double().mean()),
+            "overflow": float(half.isinf().double().mean()),
+        }
+
+    def test_counts_zeros_and_exponents_of_every_element(self):
+        exponents = GradientExponents()
+        exponents.add([("a", torch.tensor([0.0, -0.0, 1.0, -1.9, 2.0**-149])), ("b", torch.tensor(3.0))])
+        exponents.add([("a", torch.tensor([0.5])), ("none", torch.empty(0))])
+        found = exponents.read()
+        assert found == {"a": Histogram(2, {0: 2, -149: 1, -1: 1}), "b": Histogram(0, {1: 1})}
+
+    def test_leaves_out_steps_that_overflow(self):
+        exponents = GradientExponents()
+        exponents.add([("a", torch.tensor([1.0])), ("b", torch.tensor([math.inf]))])
+        exponents.add([("a", torch.tensor([math.nan])), ("b", torch.tensor([1.0]))])
+        assert {name: each.elements for name, each in exponents.read().items()} == {"a": 0, "b": 0}
+
+    def test_counts_more_elements_than_float32_can(self, monkeypatch):
+        monkeypatch.setattr("ampatch.diagnostics.gradient_exponents._CHUNK", 7)
+        exponents = GradientExponents()
+        exponents.add([("a", torch.ones(100))])
+        assert exponents.read()["a"].by_exponent == {0: 100}
+
+    @pytest.mark.parametrize(
+        ("by_exponent", "scale", "best"),
+        [
+            pytest.param({-10: 5}, 8.0, 8.0, id="nothing is lost"),
+            pytest.param({-30: 5}, 1.0, 2.0**16, id="too small: the nearest that loses nothing"),
+            pytest.param({-28: 5, 0: 5}, 1.0, 2.0**14, id="a wide range: one bit below the overflow"),
+            pytest.param({-45: 5, -35: 5, 0: 5}, 1.0, 2.0**10, id="rather few bits than zero"),
+            pytest.param({3: 5}, 2.0**20, 2.0**11, id="too large"),
+            pytest.param({}, 4.0, 4.0, id="no gradients"),
+        ],
+    )
+    def test_best_scale_loses_least(self, by_exponent, scale, best):
+        assert Histogram(0, by_exponent).best_scale(scale, Range.of(torch.float16)) == best
+
+    @every_level
+    def test_of_training_names_parameters_and_a_better_scale(self, opt_level):
+        model, optimizer = begun(opt_level=opt_level, init_scale=1.0)
+        with Steps() as steps:
+            for _ in range(2):
+                step(model, optimizer, 2.0**-12)
+        found = steps.underflow()
+        assert (found["half"], found["scale"], found["seen"]) == ("float16", 1.0, 2)
+        assert [row["name"] for row in found["parameters"]] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+        assert found["elements"] == 2 * sum(each.numel() for each in model.parameters())
+        assert found["best_scale"] > 1
+        now = next(row for row in found["scales"] if row["scale"] == 1)
+        best = next(row for row in found["scales"] if row["scale"] == found["best_scale"])
+        assert now["zero"] + now["subnormal"] == found["lost"] > 0.5
+        assert best["zero"] + best["subnormal"] < 0.01
+
+    def test_is_none_without_gradients(self):
+        with Steps() as steps:
+            pass
+        assert steps.underflow() is None
+
+    @every_level
+    def test_is_warned_of_once(self, opt_level):
+        model, optimizer = begun(opt_level=opt_level, init_scale=1.0)
+        with Steps(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(120):
+                step(model, optimizer, 2.0**-12)
+        (told,) = map(str, (each.message for each in caught))
+        assert told.startswith("at a loss scale of 1, float16 holds")
+        assert "type amp.initialize(..., init_scale=" in told
+
+    def test_is_no_warning_at_a_good_scale(self):
+        model, optimizer = begun()
+        with Steps(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(12):
+                step(model, optimizer)
