@@ -1187,7 +1187,7 @@ def _side(letter: str, given: object, model: nn.Module) -> Side:
     setup = Setup(level, properties.half_dtype, overlay=() if overlay is None else overlay)
     setup.settings()  # which raises if the lists have faults
     half_name = "" if level == "O0" else f" {setup.half_name}"
-    lists = "" if overlay is None else f" with {overlay if isinstance(overlay, str) else 'cast_lists'}"
+    lists = "" if overlay is None else f" with {overlay if isinstance(overlay, (str, os.PathLike)) else 'cast_lists'}"
     return Side(letter, f"{level}{half_name}{lists}", setup)
 
 

@@ -48,6 +48,7 @@ os.environ.setdefault("AMPATCH_CALLS", "python")
 
 # Files that import a package which a machine without a network may lack. There they are left out; the summary says so.
 NEEDED = {
+    "integration/test_compared_architectures.py": "transformers",
     "integration/test_converted_architectures.py": "transformers",
     "integration/test_ignite.py": "ignite",
     "integration/test_peft.py": "peft",

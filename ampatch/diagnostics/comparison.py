@@ -21,12 +21,17 @@ from ampatch.diagnostics.examiner import Examiner
 from ampatch.diagnostics.preflight_steps import Part, RandomInFloat32, Setup, Step, noting_warnings, opened_copy
 from ampatch.diagnostics.preflight_subject import RandomState, Subject, noting, undisturbed
 from ampatch.diagnostics.preflight_trials import until_finite
+from ampatch.diagnostics.preflight_underflows import draws_itself
 from ampatch.diagnostics.watch import Watch
 from ampatch.opt_levels import HALVES
 from ampatch.scaling.loss_scaler import make_policy
 
 _MEMORY = "ampatch: amp.compare keeps all tensors of both steps. Give it a smaller batch."
 _OTHER_THREADS = "forward passes in other threads were not compared"
+_DREW_ITSELF = (
+    "an attention kernel drew its own dropout, which is another one in another type: errors from there on show the "
+    "masks. Set its dropout to 0"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +75,11 @@ def compare(model: nn.Module, inputs: object, loss_fn: Any, a: Side, b: Side) ->
         precision = Precision.of(of_a.calls, of_b.calls)
         pairs = matched(of_a.calls, of_b.calls)
         rows = tuple(rows_of(pairs, precision))
+    if any(draws_itself([call.op for call in recorded.calls]) for recorded in (of_a, of_b)):
+        notes.append(_DREW_ITSELF)
     if of_a.missed_threads or of_b.missed_threads:
         notes.append(_OTHER_THREADS)
-    noise = precision.noise(max((each.depth for one in (of_a, of_b) for each in one.calls), default=0))
+    noise = precision.noise(of_a.depth + of_b.depth)
     error = of_a.step.gradient_error(of_b.step)
     first = first_of(pairs, rows)
     telling = [row for row in rows if row.error and not row.cancelled]
@@ -80,7 +87,7 @@ def compare(model: nn.Module, inputs: object, loss_fn: Any, a: Side, b: Side) ->
         f"{type(model).__name__}: {a.name} (a) and {b.name} (b)",
         a.name,
         b.name,
-        _verdict(a, b, of_a.step, of_b.step, error, noise, first, rows),
+        _verdict(of_a, of_b, error, noise, first, rows),
         rows,
         first,
         max(telling, key=lambda row: row.error or 0.0, default=None),
@@ -112,11 +119,36 @@ def _loss_scale(subject: Subject, sides: Sequence[Side], state: RandomState) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A step that ran: its calls, its loss and gradients, and whether threads were not watched."""
+    """A step that ran.
 
+    Attributes:
+        side: what ran.
+        calls: its operators.
+        step: its loss and gradients.
+        missed_threads: True if forward passes in other threads were not watched.
+    """
+
+    side: Side
     calls: list[Call]
     step: Step
     missed_threads: bool
+
+    @property
+    def name(self) -> str:
+        """Its name in the result."""
+        return self.side.name
+
+    @property
+    def half_name(self) -> str:
+        """The half type that it computes in; empty if it computes in float32."""
+        properties = self.side.setup.properties
+        is_half = properties.patch_torch_functions or properties.cast_model_type in HALVES
+        return self.side.setup.half_name if is_half else ""
+
+    @property
+    def depth(self) -> int:
+        """The greatest number of operators in half one behind the other."""
+        return max((call.depth for call in self.calls), default=0)
 
 
 def _recorded(subject: Subject, side: Side, scale: float, state: RandomState) -> _Recorded:
@@ -132,7 +164,7 @@ def _recorded(subject: Subject, side: Side, scale: float, state: RandomState) ->
                 watch.stop()  # what amp does at the block's end is no call of the step
         step = opened.outcome(loss.detach())
         examiner = Examiner(setup.properties, make_policy(scale), lambda: names)
-        return _Recorded(calls_of(watch, examiner), step, watch.missed_threads)
+        return _Recorded(side, calls_of(watch, examiner), step, watch.missed_threads)
 
 
 def _named(side: Side) -> contextlib.AbstractContextManager[None]:
@@ -159,35 +191,22 @@ def _gradients(a: Step, b: Step, precision: Precision) -> tuple[GradientError, .
 
 
 def _verdict(
-    a: Side,
-    b: Side,
-    step_a: Step,
-    step_b: Step,
-    error: float,
-    noise: float,
-    first: ComparedRow | None,
-    rows: Sequence[ComparedRow],
+    a: _Recorded, b: _Recorded, error: float, noise: float, first: ComparedRow | None, rows: Sequence[ComparedRow]
 ) -> str:
     """Returns the verdict in one or two sentences."""
     begins = "" if first is None else f" It begins in {where(first)}."
-    if step_a.is_finite != step_b.is_finite:
-        with_inf, without = (a, b) if step_b.is_finite else (b, a)
-        return f"{with_inf.name} has inf or NaN in loss or gradients, and {without.name} has none.{begins}"
-    if not step_a.is_finite:
+    if a.step.is_finite != b.step.is_finite:
+        broken, sound = (a, b) if b.step.is_finite else (b, a)
+        return f"{broken.name} has inf or NaN in loss or gradients, and {sound.name} has none.{begins}"
+    if not a.step.is_finite:
         return f"Loss or gradients of both steps have inf or NaN, so that no precision is to blame.{begins}"
     if error == 0 and not any(row.error for row in rows):
         return f"{a.name} and {b.name} give the same numbers in every call that both have."
-    halves = [side.setup.half_name for side in (a, b) if _computes_in_half(side)]
-    kind = " and ".join(dict.fromkeys(halves)) or "float32"
+    kind = " and ".join(dict.fromkeys(each.half_name for each in (a, b) if each.half_name)) or "float32"
     compared = f"its gradients differ from those of {a.name} by {error:.2g}, and rounding explains {noise:.2g}."
-    if error <= noise:
-        starting = sum(row.starts for row in rows) or 1
-        calls = "one call is" if starting == 1 else f"{starting} calls are"
-        more = "" if first is None else f" Yet {calls} above the noise, first {where(first)}."
-        return f"{b.name} is within the noise of {kind}: {compared}{more}"
-    return f"{b.name} is beyond the noise of {kind}: {compared}{begins}"
-
-
-def _computes_in_half(side: Side) -> bool:
-    properties = side.setup.properties
-    return properties.patch_torch_functions or properties.cast_model_type in HALVES
+    if error > noise:
+        return f"{b.name} is beyond the noise of {kind}: {compared}{begins}"
+    starting = sum(row.starts for row in rows) or 1
+    calls = "one call is" if starting == 1 else f"{starting} calls are"
+    yet = "" if first is None else f" Yet {calls} above the noise, first {where(first)}."
+    return f"{b.name} is within the noise of {kind}: {compared}{yet}"

@@ -6,17 +6,14 @@ Owns which numbers of a report are compared. Must never run a model.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from ampatch.diagnostics import report_file
 from ampatch.diagnostics.comparison_report import ComparedRow, Comparison, owner_of
 from ampatch.errors import OptionError
-
-_FORMAT, _VERSION = "ampatch report", 1
 
 
 class _Number(NamedTuple):
@@ -69,19 +66,9 @@ def _read(letter: str, path: object) -> dict[str, Any]:
             f"{letter} is {type(path).__name__!r}; expected the file of another report, as the first argument is one."
         )
     try:
-        report = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        return report_file.read(path)
     except OSError as error:
         raise OptionError(f"{str(path)!r} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise OptionError(f"{str(path)!r} is no JSON ({error}); expected a file that report.save() wrote.") from error
-    if not isinstance(report, dict) or report.get("format") != _FORMAT:
-        raise OptionError(f"{str(path)!r} is no report of amp; expected a file that report.save() wrote.")
-    if report.get("version") != _VERSION:
-        raise OptionError(
-            f"{str(path)!r} is a report of version {report.get('version')!r}, and this ampatch reads version "
-            f"{_VERSION}. Compare it with the ampatch that wrote it."
-        )
-    return report
 
 
 def _numbers(report: Mapping[str, Any]) -> Iterator[_Number]:

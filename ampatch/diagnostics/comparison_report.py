@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import math
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from ampatch.diagnostics.preflight_report import shown_path
 FLUSHED_SHARE = 0.1
 
 _ROWS = 10  # of each table that is printed
+#: Width for a file or a pipe, which has none of its own.
+_WIDTH_OF_PIPE = 120
 _NO_PREFIX = ("torch.nn.functional.", "torch.Tensor.", "torch.ops.", "torch.")
 
 
@@ -197,7 +200,8 @@ class Comparison:
         from rich.console import Console
 
         with io.StringIO() as text:
-            console = Console(file=text, highlight=False, markup=False, emoji=False)
+            width = shutil.get_terminal_size((_WIDTH_OF_PIPE, 24)).columns
+            console = Console(file=text, width=width, highlight=False, markup=False, emoji=False)
             for each in _printed(self):
                 console.print(each)
             return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
