@@ -736,7 +736,7 @@ def compare(
     Raises:
         UsageError: amp is set up.
         OptionError: an argument has a value that is not allowed; the model cannot be copied; ``loss_fn`` returns no
-            scalar that depends on a parameter; or a file is no report of this version.
+            scalar that depends on a parameter; or a file is no report.
         CastListError: cast lists have faults.
         Exception: what the model or ``loss_fn`` raises, with a note that says at which level.
     """

@@ -61,7 +61,7 @@ def convolutions() -> tuple[nn.Module, Any]:
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.head = nn.GRU(8, 16, batch_first=True), nn.Linear(16, 4)
+        self.layer, self.head = nn.LSTM(8, 16, 2, batch_first=True), nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layer(x)[0])
@@ -137,6 +137,19 @@ class TestSoundModels:
         result = compared(Masked(8, 8), b={"opt_level": "O2", "half_dtype": half}, loss_fn=distance_to_noise)
         assert result.first is None
         assert all(row.finite_b for row in result.rows if not row.unmatched)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("half", HALF_TYPES)
+    def test_another_attention_kernel_on_a_gpu_has_its_counterpart(self, half: str) -> None:
+        model, inputs = transformer()
+        for module in model.modules():
+            if isinstance(module, nn.MultiheadAttention):
+                module.dropout = 0.0  # which its kernel would draw itself
+        sides = ("O0", {"opt_level": "O1", "half_dtype": half})
+        batch = tuple(each.cuda() for each in inputs)
+        result = amp.compare(model.cuda(), batch, lambda output: F.mse_loss(output.float(), batch[1]), *sides)
+        assert result.verdict.startswith(f"O1 {half} is within the noise of {half}: ")
+        assert result.notes == ()
 
 
 # Planted faults
@@ -225,6 +238,36 @@ class TestCulprits:
         result = compared(model, b="O2", loss_fn=distance_to_noise)
         assert [row.module for row in result.rows if row.starts and row.operator == "sub"] == ["1", "3"]
         assert result.first.module == "1"
+
+    def test_an_error_of_its_own_counts_beside_one_from_before(self) -> None:
+        class Fast(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return (300 * x).cos()
+
+        result = compared(nn.Sequential(nn.Linear(8, 8), Offset(), Fast()), b="O2", loss_fn=distance_to_noise)
+        (cosine,) = rows(result, "cos")
+        assert cosine.input_error > cosine.noise
+        assert cosine.own_error > 0.1
+        assert cosine.starts
+
+    def test_the_loss_scale_is_that_of_the_step_that_has_one(self) -> None:
+        class Beyond(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                return (grad.sign() * 7e4) * 1e-6
+
+        class Overflowing(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                return Beyond.apply(super().forward(x))
+
+        result = compared(Overflowing(8, 8), a={**HALF, "cast_lists": {"blacklist": {"*": ["mul"]}}}, b=HALF)
+        assert result.verdict.startswith("O1 float16 has inf or NaN")
+        assert (result.first.phase, result.first.operator) == ("backward", "mul")
+        assert result.loss_scale == 2**16
 
     def test_float32_that_overflows_in_both(self) -> None:
         result = compared(around(Gate()), torch.full((2, 8), 1e30))
