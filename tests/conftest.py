@@ -48,12 +48,15 @@ os.environ.setdefault("AMPATCH_CALLS", "python")
 
 # Files that import a package which a machine without a network may lack. There they are left out; the summary says so.
 NEEDED = {
+    "integration/test_accelerate.py": "accelerate",
     "integration/test_compared_architectures.py": "transformers",
     "integration/test_converted_architectures.py": "transformers",
     "integration/test_ignite.py": "ignite",
+    "integration/test_lightning.py": "lightning",
     "integration/test_peft.py": "peft",
     "integration/test_skorch.py": "skorch",
     "integration/test_traced_architectures.py": "transformers",
+    "integration/test_transformers.py": "transformers",
     "test_casting.py": "transformers",
     "test_convert_model.py": "onnx",
 }
