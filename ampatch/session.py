@@ -396,6 +396,7 @@ class Session:
             return None
         is_copy = (
             parameter.dtype is not known.dtype
+            and parameter.requires_grad == known.requires_grad  # or the user freezes it
             and (parameter.shape, parameter.device) == (known.shape, known.device)
             and torch.equal(parameter, known.to(parameter.dtype))
         )

@@ -458,8 +458,9 @@ class TestReplacedParameters:
             lambda weight: nn.Parameter(weight.detach().float() + 1),
             lambda weight: nn.Parameter(weight.detach().float()[:2]),
             lambda weight: nn.Parameter(weight.detach().float().to("meta")),
+            lambda weight: nn.Parameter(weight.detach().float(), requires_grad=False),
         ],
-        ids=["same-type", "other-values", "other-shape", "other-device"],
+        ids=["same-type", "other-values", "other-shape", "other-device", "frozen"],
     )
     def test_any_other_is_in_its_place_as_in_torch(self, make):
         model = network()
