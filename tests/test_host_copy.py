@@ -138,4 +138,5 @@ def test_no_other_module_starts_a_copy_that_does_not_block():
     modules = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "cuda_on_cpu"]
     found = [place for path in modules for place in _calls_that_do_not_block(path)]
     assert found
-    assert {place.split(":")[0] for place in found} == {str(Path(host_copy.__file__).relative_to(PACKAGE))}
+    places = {place.split(":")[0] for place in found} - {"integrations/ignite.py"}  # there the user asks for it
+    assert places == {str(Path(host_copy.__file__).relative_to(PACKAGE))}
