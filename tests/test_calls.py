@@ -178,7 +178,7 @@ class TestArguments:
         python, compiled = implementations(kind, half, original)
         cast = set()
 
-        @settings(max_examples=200)  # many have nothing to cast
+        @settings(max_examples=800)  # many have nothing to cast
         @given(arguments)
         def holds(call):
             args, kwargs = call

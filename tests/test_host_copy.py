@@ -138,5 +138,6 @@ def test_no_other_module_starts_a_copy_that_does_not_block():
     modules = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "cuda_on_cpu"]
     found = [place for path in modules for place in _calls_that_do_not_block(path)]
     assert found
-    places = {place.split(":")[0] for place in found} - {"integrations/ignite.py"}  # there the user asks for it
-    assert places == {str(Path(host_copy.__file__).relative_to(PACKAGE))}
+    (handed_on,) = [place for place in found if place.startswith("integrations/ignite.py")]  # the user's argument
+    found.remove(handed_on)
+    assert {place.split(":")[0] for place in found} == {str(Path(host_copy.__file__).relative_to(PACKAGE))}
