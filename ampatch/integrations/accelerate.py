@@ -80,9 +80,7 @@ def prepare(
             f"found {type(accelerator).__name__} as the first argument of prepare; expected an Accelerator. Type "
             "prepare(accelerator, model, optimizer)."
         )
-    for name in given:
-        if name not in _OPTIONS:
-            raise OptionError(f"prepare got the unknown argument {name!r}.{options.hint(name, _OPTIONS)}")
+    options.check_names(given, _OPTIONS, "prepare got")
     settings = {"opt_level": opt_level, "cast_model_outputs": torch.float32, **given}
     if not options.turn_on(settings):
         return accelerator.prepare(*objects, device_placement=device_placement)

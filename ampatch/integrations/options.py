@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ampatch import amp, opt_levels
-from ampatch.errors import did_you_mean
+from ampatch.errors import OptionError, did_you_mean
 
 #: Arguments that replace a value of the opt level.
 OVERRIDES = tuple(field.name for field in dataclasses.fields(opt_levels.Overrides))
@@ -42,6 +42,22 @@ def hint(name: str, known: Sequence[str], also: str = "") -> str:
         also: one more known name, which is not looked at for similarity; empty: none.
     """
     return did_you_mean(name, known) or f" Expected {f'{also} or ' if also else ''}one of {', '.join(known)}."
+
+
+def check_names(given: Iterable[str], known: Sequence[str], whose: str) -> None:
+    """Raises if a name is not known.
+
+    Args:
+        given: names that the user gave.
+        known: names that are known.
+        whose: the beginning of the error, such as "prepare got".
+
+    Raises:
+        OptionError: one is not.
+    """
+    for name in given:
+        if name not in known:
+            raise OptionError(f"{whose} the unknown argument {name!r}.{hint(name, known)}")
 
 
 def check_level(given: Mapping[str, Any]) -> None:

@@ -32,8 +32,6 @@ except ModuleNotFoundError as error:
     ) from error
 versions.check("ampatch.integrations.transformers", "transformers", transformers.__version__, (4, 57), _INSTALL)
 
-from transformers import Trainer  # noqa: E402
-
 from ampatch.integrations.accelerated import (  # noqa: E402
     STATE_NAME,
     adopted_optimizers,
@@ -43,6 +41,10 @@ from ampatch.integrations.accelerated import (  # noqa: E402
     load_scale,
 )
 from ampatch.integrations.pretrained import honest_configs  # noqa: E402
+
+# isort: split
+# Below `accelerated`, which raises a clear error if accelerate is missing: transformers' own names other packages.
+from transformers import Trainer  # noqa: E402
 
 __all__ = ["AmpatchMixin", "AmpatchTrainer"]
 
@@ -247,9 +249,7 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
                 f"amp is {given!r}; expected an opt level, such as amp='O1', or arguments of amp.initialize, such as "
                 "amp={'opt_level': 'O2', 'half_dtype': 'float16'}."
             )
-        for name in given:
-            if name not in _OPTIONS:
-                raise OptionError(f"amp has the unknown argument {name!r}.{options.hint(name, _OPTIONS)}")
+        options.check_names(given, _OPTIONS, "amp has")
         options.check_level(given)
         return {"cast_model_outputs": torch.float32, **given}  # as Accelerate has it with autocast
 
