@@ -196,6 +196,8 @@ class Ranks:
 
         So they do if a block for another model's loss stands between the two passes.
         """
+        if not any(replica.has_unreduced for replica in self._ddp.values()):  # nearly always
+            return False
         return any(_is_still_to_reduce(*each) for each in self._replicas_of(parameters))
 
     def has_unreduced(self, parameters: Iterable[Tensor]) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
+import random
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +21,8 @@ from hypothesis import settings as hypothesis_settings
 from torch import Tensor, nn
 
 from ampatch import amp
+from ampatch.errors import IntegrationError
+from ampatch.runtime import runtime
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -148,6 +153,52 @@ def completed(command: Sequence[str], cwd: Path, env: Mapping[str, str]) -> subp
         if _TORCHS_OWN_ABORT not in done.stderr:
             break
     return done
+
+
+class Disturbable(nn.Module):
+    """Has all that could change: batch norm, dropout, gradients, numbers from Python, an input that it writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+    def forward(self, x: Tensor, bias: float = 0.0) -> Tensor:
+        x.add_(bias + random.random())
+        return self.body(x)
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module, inputs: Tensor) -> Iterator[None]:
+    """Asserts that a float32 model in training, its inputs, random numbers and torch are afterwards what they were."""
+    state = copy.deepcopy(model.state_dict())
+    gradients = [each.grad.clone() for each in model.parameters()]
+    hooks = [dict(module._forward_hooks) for module in model.modules()]
+    given, of_torch, of_python = inputs.clone(), torch.get_rng_state(), random.getstate()
+    yield
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(each.grad, old) for each, old in zip(model.parameters(), gradients, strict=True))
+    assert all(each.dtype is torch.float32 for each in model.parameters())
+    assert [dict(module._forward_hooks) for module in model.modules()] == hooks
+    assert torch.equal(inputs, given)
+    assert torch.equal(torch.get_rng_state(), of_torch)
+    assert random.getstate() == of_python
+    assert runtime.live is None
+    assert model.training
+
+
+def assert_clear_import_error(adapter: str, fake: str, message: str) -> None:
+    """Asserts that the import of an adapter's module fails by an `IntegrationError` with a message.
+
+    Args:
+        adapter: the module's name in `ampatch.integrations`.
+        fake: code that runs first, and makes a package missing or old.
+        message: part of the error.
+    """
+    code = f"import sys; import ampatch.integrations; {fake}; import ampatch.integrations.{adapter}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert IntegrationError.__name__ in done.stderr
+    assert message in done.stderr
 
 
 def together(functions: Iterable[Callable[[], object]]) -> None:

@@ -7,7 +7,7 @@ write to a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,8 +126,10 @@ class Steps:
             self._note_half()
             self._scale = scale_use.scale
             factor, counted = scale_use.scale.reciprocal(), []
+            # Once a block: a name is found by a walk through all modules.
+            names = {} if runtime.live is None else runtime.live.parameter_names()
             for each in gradients:
-                found = list(_unscaled(each, factor))
+                found = list(_unscaled(each, factor, names))
                 counted += found
                 self._open[id(each.optimizer)] = _Step(scale_use.scaler_id, scale_use.scale, _sum_of_squares(found))
             self._exponents.add(counted)
@@ -211,7 +213,7 @@ for _hook in (Steps._before_step, Steps._after_step):
     setattr(_hook, OWN_HOOK, True)
 
 
-def _unscaled(gradients: OptimizerGradients, factor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _unscaled(gradients: OptimizerGradients, factor: Tensor, names: Mapping[int, str]) -> Iterator[tuple[str, Tensor]]:
     """Yields the names of parameters, and the gradients that the block is about to leave them, unscaled in float32."""
     masters = gradients.masters
     for own in gradients.parameters():
@@ -219,11 +221,12 @@ def _unscaled(gradients: OptimizerGradients, factor: Tensor) -> Iterator[tuple[s
         grad, earlier = parameter.grad, None if own is parameter else own.grad
         if grad is None:
             continue
+        name = names.get(id(parameter)) or masters.name_of(parameter)
         if masters.gradients.shows(parameter):  # added to the master's before
-            yield masters.name_of(parameter), _full(grad, None)
+            yield name, _full(grad, None)
             continue
         full = _full(grad, factor)
-        yield masters.name_of(parameter), full if earlier is None else full + _full(earlier, None)
+        yield name, full if earlier is None else full + _full(earlier, None)
 
 
 def _full(grad: Tensor, factor: Tensor | None) -> Tensor:

@@ -355,13 +355,11 @@ class ScaledBlock(Generic[_L]):
         if ranks.has_wrappers:
             # If DDP postpones the all-reduce, unscaling waits too: otherwise scaled and unscaled gradients would be
             # summed, and gradients moved to masters would be missing from the reduction.
-            with_masters = [
-                parameter for each in self._gradients if each.masters for parameter in each.model_parameters()
-            ]
+            with_masters = [each for each in self._gradients if each.masters]
             scale_use.is_postponed = (not scale_use.is_one or bool(with_masters)) and (
                 ranks.is_postponed(unscaling.model_parameters())
                 or ranks.has_unreduced(unscaling.model_parameters())
-                or ranks.are_still_to_reduce(with_masters)
+                or any(ranks.are_still_to_reduce(each.model_parameters()) for each in with_masters)
             )
             ranks.end_block(unscaling.model_parameters())
         if self._delays_unscaling or scale_use.is_postponed:
