@@ -54,6 +54,7 @@ from ampatch.settings import Settings
 from ampatch.switch import Switch
 from ampatch.weights import conversion_plan, copies, optimizer_state, untracked_writes
 from ampatch.weights.conversion import Conversion
+from ampatch.weights.master_gradients import MasterGradients, Pair
 from ampatch.weights.master_weights import MasterWeights, dropping_sums
 
 _P = ParamSpec("_P")
@@ -79,6 +80,7 @@ class Hooks:
 
     before_forward: Callable[[nn.Module, Any], None]
     after_forward: Callable[[nn.Module, Any, Any], None]
+    before_replicated_forward: Callable[[nn.Module, Any], None]
     after_replicated_forward: Callable[[nn.Module, Any, Any], None]
     after_state_dict: Callable[[nn.Module, Any, str, Any], None]
     before_load_state_dict: Callable[..., None]
@@ -154,7 +156,10 @@ class Session:
         self.conversion = Conversion(self._is_of_model)
         self._converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of models with half weights
         self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules among them that compute in float32
-        self._blocks = Blocks(self.ranks, self.cache, self.switch, self._prepare_block, settings.check_finite)
+        self._blocks = Blocks(
+            self.ranks, self.cache, self.switch, self._prepare_block, self._optimizers, settings.check_finite
+        )
+        self._moving: list[tuple[MasterGradients, list[Pair]]] = []  # in the forward pass that runs, see there
         self.overflows = OverflowHandler(settings.on_overflow)
         self.skip_counts: list[SkipCount] = []
         self.loading: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
@@ -204,9 +209,11 @@ class Session:
         if self.has_masters:
             keep: Any = self._while_active(Session._keep_updated)
             self.ledger.on_undo(register_module_parameter_registration_hook(keep).remove)
-        if not all(scaler.is_one for scaler in self.scalers):
+        is_scaled = not all(scaler.is_one for scaler in self.scalers)
+        if is_scaled:
             clipping.watch(self.ledger, self._while_active(Session._check_clipped))
-            unscaled_losses.watch(self.ledger, self._while_active(lambda session: session._blocks.watched))
+        if is_scaled or self.has_masters:
+            unscaled_losses.watch(self.ledger, self._while_active(lambda session: session._blocks))
         if self._hears_steps:
             self.ledger.on_undo(register_optimizer_step_pre_hook(self._unadopted.before_step).remove)
         if self.has_masters or self.patches_functions:
@@ -774,6 +781,23 @@ class Session:
         hook = self._hooks.after_replicated_forward
         if hook not in wrapper._forward_hooks.values():
             self.ledger.on_undo(wrapper.register_forward_hook(hook).remove, wrapper)
+            if self.has_masters and wrapper.gradient_as_bucket_view:
+                before = wrapper.register_forward_pre_hook(self._hooks.before_replicated_forward)
+                self.ledger.on_undo(before.remove, wrapper)
+
+    def expect_moved_gradients(self, wrapper: DistributedDataParallel) -> None:
+        """Prepares for a forward pass in which DDP may replace gradients by equal ones: the user has not."""
+        self._moving = []
+        if distributed.is_about_to_move_gradients(wrapper):
+            ids = frozenset(map(id, wrapper.parameters()))
+            for adopted in list(self._optimizers.values()):
+                gradients = adopted.masters.gradients
+                self._moving.append((gradients, gradients.kept(ids)))
+
+    def _note_moved_gradients(self) -> None:
+        moving, self._moving = self._moving, []
+        for gradients, pairs in moving:
+            gradients.note_moved(pairs)
 
     def note_replicated_forward(self, wrapper: DistributedDataParallel) -> None:
         """Notes a forward pass of a wrapper: its settings then decide whether the backward pass reduces gradients.
@@ -787,7 +811,9 @@ class Session:
                 "the others still make, so that their loss scales and float32 masters would go apart. Give all of them "
                 "the same number of batches (drop_last=True), or use opt_level='O1' with a static loss_scale."
             )
-        self.ranks.note_forward(wrapper)
+        self.ranks.add(wrapper)
+        if self._moving:
+            self._note_moved_gradients()
 
     def let_unscale(self, optimizer: OptimizerLike) -> None:
         """Prepares for a `GradScaler`, torch's or ampatch's, that is about to unscale an optimizer's gradients.

@@ -180,7 +180,6 @@ class _Prepared:
         return {
             "backward": self._backward,
             "autocast": self._autocast,
-            "trigger_sync_in_backward": self._trigger_sync_in_backward,
             "prepare_optimizer": self._prepare_optimizer,
             "free_memory": self._ending,  # clear() calls it
             "end_training": self._ending,
@@ -207,19 +206,6 @@ class _Prepared:
                 yield
 
         return autocast
-
-    def _trigger_sync_in_backward(self, original: Any) -> Any:
-        """Reports that the next backward pass reduces gradients, which no forward pass has decided."""
-
-        @contextlib.contextmanager
-        @functools.wraps(original)
-        def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-            with original(model):
-                if isinstance(model, DistributedDataParallel):
-                    self._session.expect_backward(model)
-                yield
-
-        return trigger_sync_in_backward
 
     def _prepare_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Raises for an optimizer that amp does not know, as ``accelerator.backward`` would not scale for it."""

@@ -28,6 +28,7 @@ from ampatch.errors import OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES, LEVELS
 from ampatch.runtime import runtime
+from ampatch.scaling.scaled_block import ScaledBlock
 from ampatch.scaling.unscaled_losses import leaves_among, nodes_of
 
 
@@ -367,10 +368,6 @@ class TrainerSession:
         for optimizer in self.optimizers:
             self._session.adopted(optimizer).masters.follow_requires_grad()
 
-    def expect_backward(self, wrapper: DistributedDataParallel) -> None:
-        """Notes that the framework has prepared a wrapper for a backward pass, without a forward pass."""
-        self._session.ranks.expect_backward(wrapper)
-
     def forget_wrapper(self, wrapper: DistributedDataParallel) -> None:
         """Notes that the framework is about to drop a wrapper."""
         self._session.ranks.forget(wrapper)
@@ -405,23 +402,43 @@ class TrainerSession:
         if is_anothers or self._is_scaled_by_hand():
             original(tensors, *args, **kwargs)
             return
-        scale = 1.0
         # No optimizer updates these leaves (inputs, for example), so amp.scale_loss would leave their gradients scaled.
-        others = [] if self._is_one else [(leaf, leaf.grad) for key, leaf in leaves.items() if key not in ours]
-        if others:
-            scale = amp.get_loss_scale() if self._scaler is None else self._scaler.get_scale()
-        for leaf, _ in others:
+        others = [] if self._is_one else [leaf for key, leaf in leaves.items() if key not in ours]
+        with casts_on():
+            if self._scaler is None:
+                block = amp.scale_loss(tensors, self._updating(ours) if is_all else self.optimizers)
+                with block as scaled:
+                    # An accumulation goes on at the scale that it began with.
+                    scale = float(block.scale_use.scale) if others and isinstance(block, ScaledBlock) else 1.0
+                    with self._unscaling(others, scale):
+                        original(scaled, *args, **kwargs)
+            else:
+                if self._has_stepped:
+                    self._update_scaler()
+                with self._unscaling(others, self._scaler.get_scale() if others else 1.0):
+                    self._scaled_backward(original, tensors, args, kwargs)
+
+    @contextlib.contextmanager
+    def _unscaling(self, leaves: list[Tensor], scale: float) -> Iterator[None]:
+        """Unscales what a backward pass in the block adds to the gradients of leaves that no optimizer updates."""
+        # DDP reduces what is there together with what is added, so that has to be scaled as well.
+        added_to = self._session.ranks.reduced_among(leaves)
+        ids = set(map(id, added_to))
+        apart = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in ids]
+        with torch.no_grad():
+            for leaf in added_to:
+                if leaf.grad is not None:
+                    leaf.grad.mul_(scale)
+        for leaf, _ in apart:
             leaf.grad = None
         try:
-            with casts_on():
-                if self._scaler is None:
-                    with amp.scale_loss(tensors, self._updating(ours) if is_all else self.optimizers) as scaled:
-                        original(scaled, *args, **kwargs)
-                else:
-                    self._scaled_backward(original, tensors, args, kwargs)
+            yield
         finally:
             with torch.no_grad():
-                for leaf, before in others:
+                for leaf in added_to:
+                    if leaf.grad is not None:
+                        leaf.grad.div_(scale)
+                for leaf, before in apart:
                     if leaf.grad is not None:
                         leaf.grad.div_(scale)
                         leaf.grad = leaf.grad if before is None else before.add_(leaf.grad)
@@ -468,8 +485,6 @@ class TrainerSession:
     # Scalers given by the user
 
     def _scaled_backward(self, original: Callable[..., None], tensors: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-        if self._has_stepped:
-            self._update_scaler()
         with_gradients = [each for each in self.optimizers if _has_gradients(each)]
         if self._is_unscaled and with_gradients:
             raise UsageError(
