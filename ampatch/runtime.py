@@ -247,7 +247,7 @@ def after_state_dict(module: nn.Module, saved: dict[str, Any], prefix: str, _: o
         return
     with session.switch.suspended():
         for name, tensor in conversion_plan.own_tensors(module):
-            full = session.conversion.float32_of(module, name, tensor)
+            full = session.float32_of(module, name, tensor)
             if full is not None:
                 for key in _keys_of(tensor, prefix + name, prefix, saved):
                     saved[key] = full if saved[key] is tensor else full.detach()  # itself with keep_vars=True
