@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ampatch.integrations import accelerated, options
 from ampatch.integrations.accelerated import STATE_NAME, adopted_optimizers
 from ampatch.integrations.trainer_session import TrainerSession, uninterrupted
 from ampatch.ledger import PatchLedger
+from ampatch.opt_levels import HALVES, LEVELS
 from ampatch.runtime import runtime
 
 # isort: split
@@ -81,6 +82,7 @@ def prepare(
             "prepare(accelerator, model, optimizer)."
         )
     options.check_names(given, _OPTIONS, "prepare got")
+    _check_positions(objects)
     settings = {"opt_level": opt_level, "cast_model_outputs": torch.float32, **given}
     if not options.turn_on(settings):
         return accelerator.prepare(*objects, device_placement=device_placement)
@@ -158,8 +160,8 @@ class _Prepared:
                 self._closing.enter_context(honest_configs.installed())
             ledger = PatchLedger()
             self._closing.callback(ledger.undo)
-            for name, around in self._around().items():
-                ledger.set(accelerator, name, around(getattr(accelerator, name)))
+            for name, around in _AROUND.items():
+                ledger.set(accelerator, name, _while_on(accelerator, getattr(accelerator, name), around))
             self._closing.callback(accelerator.register_save_state_pre_hook(self._save_scale).remove)
             self._closing.callback(accelerator.register_load_state_pre_hook(self._load_scale).remove)
 
@@ -173,81 +175,45 @@ class _Prepared:
         with uninterrupted():
             self._closing.close()
 
-    # The methods of the Accelerator
+    # The methods of the Accelerator. Each gets the Accelerator's own method, and its arguments.
 
-    def _around(self) -> dict[str, Callable[[Any], Any]]:
-        """Returns functions that return a method of the Accelerator with amp around it, by the method's name."""
-        return {
-            "backward": self._backward,
-            "autocast": self._autocast,
-            "trigger_sync_in_backward": self._trigger_sync_in_backward,
-            "prepare_optimizer": self._prepare_optimizer,
-            "free_memory": self._ending,  # clear() calls it
-            "end_training": self._ending,
-        }
-
-    def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
+    def backward(self, original: Callable[..., None], loss: Any, **kwargs: Any) -> None:
         """Scales the loss, and unscales the gradients."""
+        with self._session.scaled_backward():
+            original(loss, **kwargs)
 
-        @functools.wraps(original)
-        def backward(loss: Any, **kwargs: Any) -> None:
-            with self._session.scaled_backward():
-                original(loss, **kwargs)
-
-        return backward
-
-    def _autocast(self, original: Any) -> Any:
+    @contextlib.contextmanager
+    def autocast(self, original: Any, autocast_handler: Any = None) -> Iterator[None]:
         """Turns casts off for ``AutocastKwargs(enabled=False)``; otherwise casts are on in the block and around it."""
+        is_off = autocast_handler is not None and not autocast_handler.enabled
+        with original(autocast_handler), amp.disable_casts() if is_off else contextlib.nullcontext():
+            yield
 
-        @contextlib.contextmanager
-        @functools.wraps(original)
-        def autocast(autocast_handler: Any = None) -> Iterator[None]:
-            is_off = autocast_handler is not None and not autocast_handler.enabled
-            with original(autocast_handler), amp.disable_casts() if is_off else contextlib.nullcontext():
-                yield
-
-        return autocast
-
-    def _trigger_sync_in_backward(self, original: Any) -> Any:
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(self, original: Any, model: nn.Module) -> Iterator[None]:
         """Reports that the next backward pass reduces gradients, which no forward pass has decided."""
+        with original(model):
+            if isinstance(model, DistributedDataParallel):
+                self._session.expect_backward(model)
+            yield
 
-        @contextlib.contextmanager
-        @functools.wraps(original)
-        def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-            with original(model):
-                if isinstance(model, DistributedDataParallel):
-                    self._session.expect_backward(model)
-                yield
-
-        return trigger_sync_in_backward
-
-    def _prepare_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare_optimizer(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Raises for an optimizer that amp does not know, as ``accelerator.backward`` would not scale for it."""
+        live = runtime.live
+        if live is not None and not live.has_adopted(optimizer):
+            raise UsageError(
+                f"accelerator.prepare got a {type(optimizer).__name__} that amp does not know, and amp is on for "
+                "this Accelerator. Hand all models and optimizers to one call of ampatch's prepare; call "
+                "accelerator.free_memory() first to begin anew."
+            )
+        return original(optimizer, *args, **kwargs)
 
-        @functools.wraps(original)
-        def prepare_optimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            live = runtime.live
-            if live is not None and not live.has_adopted(optimizer):
-                raise UsageError(
-                    f"accelerator.prepare got a {type(optimizer).__name__} that amp does not know, and amp is on for "
-                    "this Accelerator. Hand all models and optimizers to one call of ampatch's prepare; call "
-                    "accelerator.free_memory() first to begin anew."
-                )
-            return original(optimizer, *args, **kwargs)
-
-        return prepare_optimizer
-
-    def _ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def end_before(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Takes amp down first, so that nothing here keeps models alive."""
-
-        @functools.wraps(original)
-        def ending(*args: Any, **kwargs: Any) -> Any:
-            for wrapper in self._wrappers:  # no training goes on in them
-                self._session.forget_wrapper(wrapper)
-            self.end()
-            return original(*args, **kwargs)
-
-        return ending
+        for wrapper in self._wrappers:  # no training goes on in them
+            self._session.forget_wrapper(wrapper)
+        self.end()
+        return original(*args, **kwargs)
 
     # Checkpoints
 
@@ -261,7 +227,49 @@ class _Prepared:
             accelerated.load_scale(folder)
 
 
+#: What methods of an Accelerator do while amp is on for it, by their names.
+_AROUND: dict[str, Callable[..., Any]] = {
+    "backward": _Prepared.backward,
+    "autocast": _Prepared.autocast,
+    "trigger_sync_in_backward": _Prepared.trigger_sync_in_backward,
+    "prepare_optimizer": _Prepared.prepare_optimizer,
+    "free_memory": _Prepared.end_before,  # clear() calls it
+    "end_training": _Prepared.end_before,
+}
+
+
+def _while_on(accelerator: Accelerator, original: Any, around: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method with amp around it while amp is on for the Accelerator; otherwise it is the original.
+
+    Users keep such a method (``backward = accelerator.backward``) after amp has ended, and after a later `prepare`.
+    """
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        live = next((each for each in _live if each.accelerator is accelerator), None)
+        return original(*args, **kwargs) if live is None else around(live, original, *args, **kwargs)
+
+    return method
+
+
 # What excludes amp
+
+
+def _check_positions(objects: Sequence[Any]) -> None:
+    """Raises for arguments of amp without their names: Accelerate returns what it does not know unchanged."""
+    for each in objects:
+        meant = ""
+        if isinstance(each, str) and each.upper() in LEVELS:
+            meant = f"opt_level={each.upper()!r}"
+        elif isinstance(each, torch.dtype) and each in HALVES:
+            meant = f"half_dtype={each}"
+        elif isinstance(each, Mapping) and each and all(name in _OPTIONS for name in each):
+            meant = ", ".join(f"{name}={value!r}" for name, value in each.items())
+        if meant:
+            raise OptionError(
+                f"prepare got {each!r} without a name, which would have no effect. Type prepare(accelerator, ..., "
+                f"{meant})."
+            )
 
 
 def _check_settings(accelerator: Any) -> None:

@@ -719,6 +719,33 @@ class TestEndings:
         assert run.train().losses[-1] < run.losses[0]
         assert types_of(run.raw) == {torch.float32}
 
+    @pytest.mark.parametrize("ending", ENDINGS)
+    def test_leave_methods_that_were_bound_before_to_accelerate(self, ending: str) -> None:
+        run, plain = Run("O1", **FLOAT16), net()
+        accelerator = run.accelerator
+        backward, autocast, free_memory = accelerator.backward, accelerator.autocast, accelerator.free_memory
+        trigger_sync, prepare_optimizer = accelerator.trigger_sync_in_backward, accelerator.prepare_optimizer
+        ENDINGS[ending](accelerator)
+        with autocast(), trigger_sync(run.raw):
+            backward(F.cross_entropy(run.raw(X), Y))
+        F.cross_entropy(plain(X), Y).backward()
+        assert_same_state([each.grad for each in run.raw.parameters()], [each.grad for each in plain.parameters()])
+        assert isinstance(prepare_optimizer(adam(plain)), AcceleratedOptimizer)
+        free_memory()
+        assert not amp.is_on()
+
+    def test_leave_methods_that_were_bound_before_to_the_next_prepare(self) -> None:
+        run = Run("O1", **FLOAT16)
+        backward, free_memory = run.accelerator.backward, run.accelerator.free_memory
+        run.accelerator.free_memory()
+        _, optimizer = prepare(run.accelerator, run.raw, adam(run.raw), **FLOAT16)
+        optimizer.zero_grad()
+        backward(F.cross_entropy(run.raw(X), Y))
+        assert 0 < max(each.abs().max().item() for each in grads_of(optimizer)) < 1  # unscaled
+        optimizer.step()  # it warns of gradients that were not scaled
+        free_memory()
+        assert not amp.is_on()
+
     def test_frees_what_is_handed_to_free_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def release(*given: Any) -> Any:
             was_on.append(amp.is_on())
@@ -892,6 +919,22 @@ class TestBadInput:
         model = net()
         with pytest.raises(OptionError, match=r"found Sequential as the first argument.*prepare\(accelerator, model"):
             prepare(model, adam(model))  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("given", "meant"),
+        [
+            ("O2", "opt_level='O2'"),
+            ("o0", "opt_level='O0'"),
+            (torch.float16, "half_dtype=torch.float16"),
+            ({"opt_level": "O2", "init_scale": 8.0}, "opt_level='O2', init_scale=8.0"),
+        ],
+        ids=str,
+    )
+    def test_arguments_of_amp_without_their_names_raise(self, given: Any, meant: str) -> None:
+        accelerator, model = Accelerator(cpu=True), net()
+        with pytest.raises(OptionError, match=rf"without a name.*Type prepare\(accelerator, \.\.\., {meant}\)"):
+            prepare(accelerator, model, adam(model), given)
+        assert not amp.is_on()
 
     @pytest.mark.parametrize("objects", [(), (loader(),)], ids=["nothing", "a data loader"])
     def test_a_call_without_a_model_says_where_the_rest_goes(self, objects: Any) -> None:
