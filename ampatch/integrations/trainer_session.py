@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ampatch import GradScaler, amp
 from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError, UsageError, warn
+from ampatch.integrations import hidden_leaves
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES, LEVELS
 from ampatch.runtime import runtime
@@ -413,7 +414,7 @@ class TrainerSession:
         for leaf, _ in others:
             leaf.grad = None
         try:
-            with casts_on():
+            with casts_on(), self._hidden_unscaled(leaves):
                 if self._scaler is None:
                     with amp.scale_loss(tensors, self._updating(ours) if is_all else self.optimizers) as scaled:
                         original(scaled, *args, **kwargs)
@@ -431,12 +432,24 @@ class TrainerSession:
     def _leaves(self, tensors: Any, inputs: Any) -> tuple[dict[int, Tensor], bool]:
         """Returns the leaves that a backward pass reaches, by id, and whether these are all of them."""
         if inputs is not None:
-            return {id(each): each for each in tensors_in(list(_as_tuple(inputs)))}, True
+            return {id(each): each for each in tensors_in(inputs)}, True
         if self._is_one and len(self.optimizers) == 1:  # nothing depends on them
             return {}, False
         roots = [each.grad_fn for each in tensors_in(list(_as_tuple(tensors))) if each.grad_fn is not None]
         nodes = {node for root in roots for node in nodes_of(root)}
         return leaves_among(nodes), not any(map(_may_hide_leaves, nodes))
+
+    def _hidden_unscaled(self, visible: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[None]:
+        """Unscales leaves, in a block with a backward pass, that its graph does not show and no optimizer updates."""
+        if self._is_one:
+            return contextlib.nullcontext()
+
+        def scale_for(leaf: Tensor) -> Tensor:
+            if self._scaler is None:
+                return self._session.scaler(0).snapshot()  # type: ignore[no-any-return]
+            return self._scaler.scale(torch.ones((), device=leaf.device))  # type: ignore[no-any-return]
+
+        return hidden_leaves.unscaled(lambda leaves: self._ours(leaves) | visible.keys(), scale_for)
 
     def _ours(self, leaves: Mapping[int, Tensor]) -> set[int]:
         """Returns the ids of those leaves that the optimizers update, also if optimizers got new parameters since."""
@@ -560,12 +573,20 @@ def _backward_of_steps(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
         live = _thread.stepping
-        # A backward pass within another one, as in checkpoints, has scaled gradients already.
-        if live is None or torch._C._current_graph_task_id() != -1 or not (args or "tensors" in kwargs):
+        if not (args or "tensors" in kwargs):
             original(*args, **kwargs)
             return
-        tensors = args[0] if args else kwargs.pop("tensors")
-        live.backward(original, tensors, args[1:], kwargs)
+        tensors, args = (args[0], args[1:]) if args else (kwargs.pop("tensors"), ())
+        if not isinstance(tensors, (Tensor, tuple)):
+            tensors = tuple(tensors)  # torch takes iterators too
+        if torch._C._current_graph_task_id() != -1:
+            # A backward pass within another one, as in checkpoints, has scaled gradients already.
+            hidden_leaves.note(tensors)
+            live = None
+        if live is None:
+            original(tensors, *args, **kwargs)
+        else:
+            live.backward(original, tensors, args, kwargs)
 
     return backward
 

@@ -445,6 +445,40 @@ class TestCheckpoints:
         assert {each.dtype for each in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
 
 
+class Hiding(torch.autograd.Function):
+    """Runs a module in a backward pass of its own, as reentrant checkpoints do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Any, inputs: Any = None) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.module, ctx.inputs = module, inputs
+        return module(x).detach()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            given = {} if ctx.inputs is None else {"inputs": [x, *ctx.inputs]}
+            torch.autograd.backward(iter([ctx.module(x)]), [grad], **given)  # type: ignore[arg-type]
+        return x.grad, None, None
+
+
+def in_many_checkpoints(module: Any, x: Tensor) -> Tensor:
+    """Beyond 60 of them torch runs the backward passes in other threads."""
+    run = module
+    for _ in range(70):
+        run = functools.partial(checkpoint, run, use_reentrant=True)
+    return run(x)  # type: ignore[no-any-return]
+
+
+#: Ways to run a module whose parameters the graph of the loss does not show.
+HIDING: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "checkpoint": lambda module, x: checkpoint(module, x, use_reentrant=True),
+    "function": lambda module, x: Hiding.apply(x, module),  # type: ignore[no-untyped-call]
+    "checkpoints in checkpoints": in_many_checkpoints,
+}
+
+
 class TestSeveral:
     @EACH_LEVEL
     def test_models_and_optimizers(self, level: str, tmp_path: Path) -> None:
@@ -492,33 +526,82 @@ class TestSeveral:
         assert of_second.step_was_skipped is shared
 
     @EACH_LEVEL
-    @pytest.mark.parametrize("how", ["checkpoint", "function"])
+    @pytest.mark.parametrize("how", HIDING)
     def test_parameters_that_a_graph_hides_get_unscaled_gradients_too(self, how: str, level: str) -> None:
-        class Hiding(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor) -> Tensor:
-                ctx.save_for_backward(x)
-                return second(x).detach()
-
-            @staticmethod
-            def backward(ctx: Any, grad: Tensor) -> Tensor:
-                with torch.enable_grad():
-                    x = ctx.saved_tensors[0].detach().requires_grad_()
-                    torch.autograd.backward(second(x), grad)
-                return x.grad  # type: ignore[return-value]
-
         accelerator, nets = Accelerator(cpu=True), [nn.Linear(8, 8), net(1)]
         plain = copy.deepcopy(nets)
         F.cross_entropy(plain[1](plain[0](X)), Y).backward()
         options = {**FLOAT16, "opt_level": level}
         first, second, _, of_second = prepare(accelerator, *nets, *map(adam, nets), **options)
-        inner = first(X)
-        output = checkpoint(second, inner, use_reentrant=True) if how == "checkpoint" else Hiding.apply(inner)
-        accelerator.backward(F.cross_entropy(output, Y))
+        accelerator.backward(F.cross_entropy(HIDING[how](second, first(X)), Y))
         expected = torch.cat([each.grad.flatten() for each in plain[1].parameters() if each.grad is not None])
         found = torch.cat([each.flatten() for each in grads_of(of_second)])
         assert (found - expected).norm() < 0.1 * expected.norm()
         of_second.step()
+
+    @EACH_LEVEL
+    @pytest.mark.parametrize("how", HIDING)
+    def test_leaves_that_a_graph_hides_and_no_optimizer_updates_get_unscaled_gradients(
+        self, how: str, level: str
+    ) -> None:
+        def run(hide: Callable[[Any, Tensor], Tensor], backward: Any, first: Any, shared: Any) -> list[Tensor]:
+            frozen, extra = net(1), torch.full((3,), 0.5, requires_grad=True)
+            for _ in range(2):  # gradients add up
+                output = hide(lambda x: frozen(shared(x)) * extra, first(X))
+                output = hide(lambda x: frozen(x) + extra, first(X)) + output
+                backward(F.cross_entropy(output, Y) + shared.weight.sum() * 1e-3)
+            leaves = [*frozen.parameters(), extra, *shared.parameters()]
+            return [each.grad for each in leaves if each.grad is not None]
+
+        first, shared = nn.Linear(8, 8), nn.Linear(8, 8)
+        plain = copy.deepcopy((first, shared))
+        expected = run(lambda module, x: module(x), Tensor.backward, *plain)
+        accelerator = Accelerator(cpu=True)
+        first, _ = prepare(accelerator, first, adam(first), opt_level=level, **FLOAT16)
+        found = run(HIDING[how], accelerator.backward, first, shared)
+        assert len(found) == len(expected) == 7
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).norm() < 0.05 * other.norm()
+
+    def test_hidden_leaves_of_a_backward_pass_with_inputs_get_unscaled_gradients(self) -> None:
+        run, frozen = Run("O1", **FLOAT16), net(1)
+        first, weight = nn.Linear(8, 8), frozen[0].weight
+        run.optimizer.add_param_group({"params": first.parameters()})
+        loss = F.cross_entropy(Hiding.apply(first(X), frozen, [weight]), Y)  # type: ignore[no-untyped-call]
+        run.accelerator.backward(loss, inputs=[first.weight])
+        expected = torch.autograd.grad(F.cross_entropy(frozen(first(X)), Y), [weight, first.weight])
+        assert frozen[2].weight.grad is None
+        for found, other in zip([weight.grad, first.weight.grad], expected, strict=True):
+            assert found is not None
+            assert (found - other).norm() < 0.05 * other.norm()
+
+    def test_an_overflow_of_hidden_leaves_is_seen_as_it_is(self) -> None:
+        run, frozen = Run("O1", **FLOAT16), net(1)
+        factor = torch.ones(3, requires_grad=True)
+        output = checkpoint(lambda x: frozen(x) * factor, run.raw(X) @ torch.ones(3, 8), use_reentrant=True)
+        run.accelerator.backward(F.cross_entropy(output, Y) + run.raw[0].weight.sum() * torch.inf)
+        expected = torch.autograd.grad(F.cross_entropy(frozen(run.raw(X) @ torch.ones(3, 8)) * factor, Y), factor)[0]
+        assert amp.get_loss_scale() == 512  # it has reacted before these gradients are unscaled
+        assert factor.grad is not None
+        assert (factor.grad - expected).norm() < 0.05 * expected.norm()
+
+    def test_what_a_checkpoint_recomputes_is_freed_within_the_backward_pass(self) -> None:
+        def note(x: Tensor) -> Tensor:
+            if torch._C._current_graph_task_id() != -1:
+                recomputed.append(weakref.ref(x))
+            return x * 2
+
+        def look(_: Tensor) -> None:
+            alive.extend(each() is not None for each in recomputed)
+
+        recomputed: list[Any] = []
+        alive: list[bool] = []
+        run = Run("O1", **FLOAT16)
+        hidden = run.raw[0](X)
+        hidden.register_hook(look)
+        output = checkpoint(note, checkpoint(note, hidden, use_reentrant=True), use_reentrant=True)
+        run.accelerator.backward(run.raw[2](output).square().mean())
+        assert alive == [False, False]
 
     def test_scaling_by_hand_says_whose_gradients_a_backward_pass_is_for(self) -> None:
         accelerator, nets = Accelerator(cpu=True), [net(0), net(1)]
