@@ -22,7 +22,7 @@ from ampatch import amp
 from ampatch.errors import OptionError, UsageError
 from ampatch.integrations import accelerated, options
 from ampatch.integrations.accelerated import STATE_NAME, adopted_optimizers
-from ampatch.integrations.trainer_session import TrainerSession, uninterrupted
+from ampatch.integrations.trainer_session import TrainerSession, Wording, uninterrupted
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES, LEVELS
 from ampatch.runtime import runtime
@@ -37,6 +37,11 @@ __all__ = ["prepare"]
 
 _OPTIONS = (*options.names(), "device_placement")
 _OFF = "opt_level='O0'"
+_WORDING = Wording(
+    set_up="ampatch's prepare",
+    optimizer="Hand one to ampatch's prepare together with the model: prepare(accelerator, model, optimizer).",
+    backward="accelerator.backward(loss) in place of loss.backward()",
+)
 
 
 def prepare(
@@ -135,7 +140,7 @@ class _Prepared:
     ) -> None:
         self.accelerator = accelerator
         self._models = models
-        self._session = TrainerSession(models, optimizers or None, settings)
+        self._session = TrainerSession(models, optimizers or None, settings, _WORDING)
         self._wrappers: list[DistributedDataParallel] = []
         self._closing = contextlib.ExitStack()
 

@@ -124,6 +124,21 @@ def casts_on() -> Iterator[None]:
         _thread.casts = False
 
 
+@dataclass(frozen=True)
+class Wording:
+    """What users of a framework type, for errors and warnings.
+
+    Attributes:
+        set_up: what gets amp's arguments, and sets amp up.
+        optimizer: sentence that says where they make an optimizer.
+        backward: a backward pass with a scale.
+    """
+
+    set_up: str
+    optimizer: str
+    backward: str
+
+
 class TrainerSession:
     """amp for the models and optimizers of one trainer, between `open` and `close`.
 
@@ -131,6 +146,7 @@ class TrainerSession:
         models: modules passed to ``amp.initialize``.
         optimizers: optimizers that train the models; None for predictions.
         options: keyword arguments of ``amp.initialize``.
+        wording: what users of the framework type.
         scaler: object with ``torch.amp.GradScaler``'s interface that replaces amp's own scale; None for amp's own.
 
     Attributes:
@@ -144,6 +160,7 @@ class TrainerSession:
         models: Sequence[nn.Module],
         optimizers: Sequence[Any] | None,
         options: Mapping[str, Any],
+        wording: Wording,
         scaler: Any = None,
     ) -> None:
         # Levels that convert weights do not accept a model together with a part of it.
@@ -152,6 +169,7 @@ class TrainerSession:
         self.optimizers = list(optimizers or ())
         self.is_training = optimizers is not None
         self._options = dict(options) if scaler is None else _without_scale(options)
+        self._wording = wording
         self._scaler = scaler
         self._precise: list[tuple[Tensor, Tensor, torch.dtype]] = []
         self._updaters: dict[int, list[Any]] = {}  # optimizers by the ids of the parameters that they update
@@ -180,8 +198,9 @@ class TrainerSession:
                 self._check_may_join(others)
             elif amp.is_on():
                 raise UsageError(
-                    "amp is set up already, by amp.initialize or amp.init, but this fit or prediction sets it up "
-                    "itself. Type amp.deinitialize() before it."
+                    f"amp is set up already, by amp.initialize or amp.init, but {self._wording.set_up} sets it up "
+                    f"itself. Leave that call out, and give its arguments to {self._wording.set_up}; or type "
+                    "amp.deinitialize() before."
                 )
             before = _floating(self.models) if _may_convert(self._options) else []
             precise = [(each, each.detach()) for each in before]  # keep the float32 storage, which conversion replaces
@@ -247,6 +266,8 @@ class TrainerSession:
             _shared.ledger.set(torch.autograd, "backward", _backward_of_steps(torch.autograd.backward))
         if self.is_training and self._scaler is None:
             amp.load_state_dict(state or _shared.first_state)
+            for optimizer in self.optimizers:
+                self._session.adopted(optimizer).scaled_backward = self._wording.backward
         if self._scaler is not None:
             for optimizer in self.optimizers:
                 self._steps.set(optimizer, "step", self._scaled_step(optimizer, optimizer.step))
@@ -392,10 +413,8 @@ class TrainerSession:
         """
         if not self.optimizers:
             raise UsageError(
-                "found a backward pass in a training step, but no optimizer whose gradients to unscale. Make one where "
-                "the framework does: in configure_optimizers for Lightning; in initialize_optimizer for skorch, "
-                "as an attribute such as self.optimizer_, of a subclass of torch.optim.Optimizer. For Accelerate, hand "
-                "it to ampatch's prepare together with the model."
+                "found a backward pass in training, but no optimizer whose gradients to unscale. "
+                f"{self._wording.optimizer}"
             )
         self._has_run_backward = True
         inputs = args[4] if len(args) > 4 else kwargs.get("inputs")

@@ -21,7 +21,7 @@ from ampatch import amp
 from ampatch.errors import IntegrationError, OptionError, UsageError
 from ampatch.integrations import guards, options, versions
 from ampatch.integrations.amp_state import AmpState
-from ampatch.integrations.trainer_session import apart, casts_off, casts_on
+from ampatch.integrations.trainer_session import Wording, apart, casts_off, casts_on
 
 _INSTALL = "Type pip install 'transformers>=4.57' 'accelerate>=1.15'."
 try:
@@ -49,6 +49,11 @@ from transformers import Trainer  # noqa: E402
 __all__ = ["AmpatchMixin", "AmpatchTrainer"]
 
 _OPTIONS = options.names()
+_WORDING = Wording(
+    set_up="the trainer",
+    optimizer="Give the trainer one: optimizers=(optimizer, scheduler).",
+    backward="self.accelerator.backward(loss) in training_step",
+)
 
 
 # Guards around methods of Trainer
@@ -236,6 +241,8 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         return super()._wrap_model(model, training, *args, **kwargs)
 
     # Options
+
+    _amp_wording = _WORDING
 
     def _amp_options(self) -> dict[str, Any]:
         """Returns the arguments for ``amp.initialize``.

@@ -522,6 +522,22 @@ class TestBadInput:
             train(model, optimizer, range(1), clip_grad=1.0, clip_mode=given)
         assert all(each.grad is None for each in model.parameters())
 
+    @pytest.mark.parametrize("enabled", [True, False])
+    def test_raises_for_arguments_of_another_kind_before_the_backward_pass(self, enabled):
+        model, optimizer = make("O1", enabled=enabled)
+        scaler, loss = new_scaler(), loss_of(model, 0)
+        with pytest.raises(OptionError, match=r"found AdamW as the loss; expected the tensor.*loss_scaler\(loss, opt"):
+            scaler(optimizer, loss)
+        with pytest.raises(OptionError, match=r"the loss is 0\.5; expected the tensor that the criterion returns"):
+            scaler(0.5, optimizer)
+        with pytest.raises(OptionError, match="found VisionTransformer as an optimizer"):
+            scaler(loss, model)
+        for clip_grad in (-1.0, float("nan"), "1.0", True, model.parameters()):
+            with pytest.raises(OptionError, match=r"clip_grad is .*; expected a number from 0 on"):
+                scaler(loss, optimizer, clip_grad)
+        assert all(each.grad is None for each in model.parameters())
+        scaler(loss, optimizer, torch.tensor(1.0))
+
     def test_raises_inside_autocast(self):
         model, optimizer = make("O1")
         with (

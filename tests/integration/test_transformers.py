@@ -721,7 +721,7 @@ class TestBadInput:
     def test_a_session_of_the_users_own_raises(self, tmp_path: Path) -> None:
         trainer = make(tmp_path)
         amp.initialize(bert(), verbosity=0)
-        with pytest.raises(UsageError, match="set up already"):
+        with pytest.raises(UsageError, match=r"but the trainer sets it up itself.*arguments to the trainer"):
             trainer.train()
         amp.deinitialize()
 
