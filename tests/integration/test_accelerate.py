@@ -658,6 +658,19 @@ class TestOtherWays:
         with pytest.warns(AmpWarning, match=r"told of.* Type: accelerator\.backward\(loss\) in place of loss"):
             run.optimizer.step()
 
+    @EACH_LEVEL
+    @pytest.mark.parametrize("first", ["torch's", "accelerate's"])
+    def test_a_backward_pass_of_torch_itself_adds_to_one_of_accelerate(self, first: str, level: str) -> None:
+        run, plain = Run(level, **FLOAT16), net()
+        ways = [Tensor.backward, run.accelerator.backward]
+        for part, backward in zip((X[:32], X[32:]), ways if first == "torch's" else ways[::-1], strict=True):
+            backward(run.model(part).square().mean())
+            plain(part).square().mean().backward()
+        expected = torch.cat([each.grad.flatten() for each in plain.parameters() if each.grad is not None])
+        found = torch.cat([each.flatten() for each in grads_of(run.optimizer)])
+        assert (found - expected).norm() < 0.02 * expected.norm()
+        run.optimizer.step()  # a warning would be an error here
+
     def test_a_step_with_a_closure(self) -> None:
         accelerator, model = Accelerator(cpu=True), net()
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)

@@ -367,6 +367,18 @@ class TestOptimizers:
         with pytest.raises(UsageError, match=rf"create_graph=True.*{level}.*{why}.*half_dtype='bfloat16'"):
             train(model, optimizer, range(1), create_graph=True)
 
+    def test_second_derivatives_of_attention_exist_if_it_is_not_fused(self):
+        def unfused() -> Any:
+            layers.set_fused_attn(enable=False)
+            try:
+                return transformer()
+            finally:
+                layers.set_fused_attn()
+
+        layers = importlib.import_module("timm.layers")
+        losses = train(*make("O1", torch.bfloat16, unfused, "adahessian"), range(20), create_graph=True)
+        assert losses[-1] < losses[0]
+
     @LEVELS
     def test_layer_decay_and_schedulers_reach_the_groups(self, level):
         model, optimizer = make(level, groups={"layer_decay": 0.5})
