@@ -367,6 +367,7 @@ class TestOptimizers:
         with pytest.raises(UsageError, match=rf"create_graph=True.*{level}.*{why}.*half_dtype='bfloat16'"):
             train(model, optimizer, range(1), create_graph=True)
 
+    @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
     def test_second_derivatives_of_attention_exist_if_it_is_not_fused(self):
         def unfused() -> Any:
             layers.set_fused_attn(enable=False)
