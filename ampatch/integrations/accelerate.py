@@ -70,7 +70,7 @@ def prepare(
             evaluation.
         opt_level: "O0" to "O5"; "O0" leaves everything to ``accelerator.prepare``.
         device_placement: as for ``accelerator.prepare``: whether to move each of the objects to the device.
-        given: arguments of ``amp.initialize``, except ``models``, ``optimizers`` and ``num_losses``.
+        given: by name, arguments of ``amp.initialize``, except ``models``, ``optimizers`` and ``num_losses``.
             ``cast_model_outputs`` is float32 if left out, as Accelerate has it with a precision of its own.
 
     Returns:
@@ -87,6 +87,10 @@ def prepare(
             "prepare(accelerator, model, optimizer)."
         )
     options.check_names(given, _OPTIONS, "prepare got")
+    if device_placement is not None and not isinstance(device_placement, (list, tuple)):
+        raise OptionError(
+            f"device_placement is {device_placement!r}; expected a list of True, False and None, one for each object."
+        )
     _check_positions(objects)
     settings = {"opt_level": opt_level, "cast_model_outputs": torch.float32, **given}
     if not options.turn_on(settings):
@@ -182,8 +186,22 @@ class _Prepared:
 
     # The methods of the Accelerator. Each gets the Accelerator's own method, and its arguments.
 
-    def backward(self, original: Callable[..., None], loss: Any, **kwargs: Any) -> None:
-        """Scales the loss, and unscales the gradients."""
+    def backward(self, original: Callable[..., None], loss: Any, *others: Any, **kwargs: Any) -> None:
+        """Scales the loss, and unscales the gradients.
+
+        Raises:
+            OptionError: ``loss`` has no backward pass, or there is a second argument.
+        """
+        if others:
+            raise OptionError(
+                f"accelerator.backward got {type(others[0]).__name__} beside the loss; expected the loss only, which "
+                "is scaled for each optimizer that it reaches. Type accelerator.backward(loss)."
+            )
+        if not hasattr(loss, "backward"):
+            raise OptionError(
+                f"accelerator.backward got {loss!r}; expected the loss as a tensor, before loss.item(). Type "
+                "accelerator.backward(loss)."
+            )
         with self._session.scaled_backward():
             original(loss, **kwargs)
 
@@ -261,7 +279,7 @@ def _while_on(accelerator: Accelerator, original: Any, around: Callable[..., Any
 
 
 def _check_positions(objects: Sequence[Any]) -> None:
-    """Raises for arguments of amp without their names: Accelerate returns what it does not know unchanged."""
+    """Raises for arguments of amp without names, and for models in lists: Accelerate returns both unchanged."""
     for each in objects:
         meant = ""
         if isinstance(each, str) and each.upper() in LEVELS:
@@ -270,6 +288,14 @@ def _check_positions(objects: Sequence[Any]) -> None:
             meant = f"half_dtype={each}"
         elif isinstance(each, Mapping) and each and all(name in _OPTIONS for name in each):
             meant = ", ".join(f"{name}={value!r}" for name, value in each.items())
+        elif isinstance(each, (list, tuple, Mapping)):
+            parts = each.values() if isinstance(each, Mapping) else each
+            for part in parts:
+                if isinstance(part, nn.Module) or _is_optimizer(part):
+                    raise OptionError(
+                        f"prepare got a {type(each).__name__} with {type(part).__name__} in it, which it would hand "
+                        "back as it is. Hand in each by itself, such as prepare(accelerator, *models, *optimizers)."
+                    )
         if meant:
             raise OptionError(
                 f"prepare got {each!r} without a name, which would have no effect. Type prepare(accelerator, ..., "
@@ -300,12 +326,17 @@ def _check_not_prepared(accelerator: Any, objects: Sequence[Any]) -> None:
             "loaders and schedulers may go to accelerator.prepare. To begin anew, call that Accelerator's "
             "free_memory() first, or amp.deinitialize()."
         )
-    wrappers = (DistributedDataParallel, AcceleratedOptimizer, AcceleratedScheduler)
     for each in objects:
-        if isinstance(each, wrappers) or any(each is model for model in accelerator._models):
+        is_ours = isinstance(each, (AcceleratedOptimizer, AcceleratedScheduler))
+        if is_ours or any(each is model for model in accelerator._models):
             raise UsageError(
                 f"this {type(each).__name__} was prepared by accelerator.prepare before, without amp. Leave that call "
                 "out; or call accelerator.free_memory(), and hand in the object that was prepared."
+            )
+        if isinstance(each, (DistributedDataParallel, nn.DataParallel)):
+            raise UsageError(
+                f"prepare got a model that is wrapped in {type(each).__name__} already. Hand in the model inside "
+                "(its .module): prepare wraps it, after amp has been set up."
             )
     if accelerator._optimizers:
         raise UsageError(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ampatch import amp
 from ampatch.errors import IntegrationError, OptionError, warn
@@ -51,9 +51,15 @@ def updated(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Returns what the adopted optimizers update in place of the given parameters: masters in place of half ones.
 
     Raises:
+        OptionError: a model or an optimizer was given.
         UsageError: their gradients are still scaled, since DDP has not reduced them yet.
     """
     session = runtime.live
+    if isinstance(parameters, nn.Module) or hasattr(parameters, "param_groups"):
+        raise OptionError(
+            f"gradients of {type(parameters).__name__} cannot be clipped; expected parameters. Type "
+            "accelerator.clip_grad_norm_(model.parameters(), 1.0)."
+        )
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if session is None:
         return given

@@ -75,7 +75,7 @@ def supervised_training_step(
         optimizer: optimizer passed to ``amp.initialize``.
         loss_fn: returns the loss for the model's outputs and targets; where functions cast, it gets them in float32.
         device: device of the batches.
-        non_blocking: whether they are copied there asynchronously.
+        non_blocking: whether they are copied there asynchronously; True or False.
         prepare_batch: returns inputs and targets for a batch, ``device`` and ``non_blocking``.
         model_transform: returns what ``loss_fn`` gets for what ``model_fn`` returned.
         output_transform: returns ``engine.state.output``; the loss that it gets is unscaled.
@@ -98,8 +98,10 @@ def supervised_training_step(
         _check_callable("before_step", before_step, "such as lambda optimizer: amp.clip_grad_norm_(optimizer, 1.0)")
     in_float32 = amp.float_function(loss_fn)  # also if it was bound before amp patched functions
     _check_count("gradient_accumulation_steps", gradient_accumulation_steps)
+    non_blocking = _flag("non_blocking", non_blocking)
 
     def update(engine: Engine, batch: Any) -> Any:
+        _iterations_per_step[engine] = gradient_accumulation_steps
         past = engine.state.iteration % gradient_accumulation_steps
         if past == 1 % gradient_accumulation_steps:
             optimizer.zero_grad()
@@ -143,10 +145,14 @@ def create_supervised_trainer(
         OptionError: an argument is unknown, asks for a second precision, or has a value that is not allowed.
     """
     update = supervised_training_step(model, optimizer, loss_fn, *args, **options)
-    return (DeterministicEngine if deterministic else Engine)(update)
+    return (DeterministicEngine if _flag("deterministic", deterministic) else Engine)(update)
 
 
-def unless_skipped(optimizer: Any, every: int = 1) -> Callable[[Engine, int], bool]:
+#: What the update functions of `supervised_training_step` tell the filters of `unless_skipped` about their engines.
+_iterations_per_step: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()
+
+
+def unless_skipped(optimizer: Any, every: int | None = None) -> Callable[[Engine, int], bool]:
     """Returns an event filter that leaves out iterations without a step, and those whose step amp skipped.
 
     ::
@@ -155,19 +161,28 @@ def unless_skipped(optimizer: Any, every: int = 1) -> Callable[[Engine, int], bo
 
     Args:
         optimizer: optimizer passed to ``amp.initialize``.
-        every: number of iterations per step: ``gradient_accumulation_steps``.
+        every: lets every n-th iteration pass only. None: each with a step, by the ``gradient_accumulation_steps`` of
+            `supervised_training_step`; all iterations for an update function of your own.
 
     Raises:
-        OptionError: ``optimizer`` is no optimizer, or ``every`` is no whole number of at least 1.
+        OptionError: ``optimizer`` is no optimizer, or ``every`` is no whole number of at least 1. The filter raises it
+            if the engine takes no step in every n-th iteration.
         UsageError: amp is on, and the optimizer was not passed to ``amp.initialize``.
     """
     check_optimizer(optimizer)
-    _check_count("every", every)
+    if every is not None:
+        _check_count("every", every)
     if runtime.live is not None and not runtime.live.settings.adopts_on_use:
         amp.step_was_skipped(optimizer)  # raises for one that amp has not adopted
 
-    def passes(engine: Engine, iteration: int) -> bool:  # noqa: ARG001 - ignite looks for two arguments
-        return iteration % every == 0 and not amp.step_was_skipped(optimizer)
+    def passes(engine: Engine, iteration: int) -> bool:
+        per_step = _iterations_per_step.get(engine, 1)
+        if every is not None and every % per_step:
+            raise OptionError(
+                f"unless_skipped has every={every}, and the trainer has gradient_accumulation_steps={per_step}: "
+                f"iterations without a step would pass. Leave every out, or type a multiple of {per_step}."
+            )
+        return iteration % (every or per_step) == 0 and not amp.step_was_skipped(optimizer)
 
     return passes
 
@@ -333,6 +348,14 @@ def _check_names(unknown: Mapping[str, Any]) -> None:
 def _check_callable(name: str, value: Any, advice: str) -> None:
     if not callable(value):
         raise OptionError(f"{name} is {value!r}; expected a function, {advice}.")
+    if isinstance(value, type):
+        raise OptionError(
+            f"{name} is the class {value.__name__}; expected a function, or an instance. Type {value.__name__}()."
+        )
+
+
+def _flag(name: str, value: Any) -> bool:
+    return bool(check_flag(name, value) if isinstance(value, str) else value)
 
 
 def _check_count(name: str, value: Any) -> None:

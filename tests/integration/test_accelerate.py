@@ -1033,6 +1033,43 @@ class TestBadInput:
             prepare(accelerator, model, adam(model), given)
         assert not amp.is_on()
 
+    @pytest.mark.parametrize("kind", [list, tuple, dict])
+    @pytest.mark.parametrize("which", ["model", "optimizer"])
+    def test_lists_of_models_and_optimizers_raise(self, which: str, kind: Any) -> None:
+        accelerator, model = Accelerator(cpu=True), net()
+        part: Any = model if which == "model" else adam(model)
+        given = {"part": part} if kind is dict else kind([part])
+        with pytest.raises(
+            OptionError, match=rf"got a {kind.__name__} with {type(part).__name__} in it.*\*optimizers\)"
+        ):
+            prepare(accelerator, model, given)
+        assert prepare(accelerator, model, kind())[1] == kind()
+
+    def test_a_placement_for_all_objects_raises(self) -> None:
+        with pytest.raises(OptionError, match=r"device_placement is True; expected a list of True, False and None"):
+            prepare(Accelerator(cpu=True), net(), device_placement=True)  # type: ignore[arg-type]
+
+    def test_a_backward_pass_of_something_else_than_a_loss_raises(self) -> None:
+        run = Run("O1", **FLOAT16)
+        loss = F.cross_entropy(run.model(X), Y)
+        for given, message in (
+            ((loss, run.optimizer), r"got AcceleratedOptimizer beside the loss.*Type accelerator\.backward\(loss\)"),
+            ((loss.item(),), r"got [\d.]+; expected the loss as a tensor"),
+            ((None,), "got None; expected the loss as a tensor"),
+        ):
+            with pytest.raises(OptionError, match=message):
+                run.accelerator.backward(*given)
+        run.accelerator.backward(loss)
+
+    def test_clipping_of_something_else_than_parameters_raises(self) -> None:
+        run = Run("O1", **FLOAT16)
+        for given in (run.model, run.optimizer):
+            for clip in (run.accelerator.clip_grad_norm_, run.accelerator.clip_grad_value_):
+                with pytest.raises(
+                    OptionError, match=rf"gradients of {type(given).__name__} cannot be clipped; expected"
+                ):
+                    clip(given, 1.0)
+
     @pytest.mark.parametrize("objects", [(), (loader(),)], ids=["nothing", "a data loader"])
     def test_a_call_without_a_model_says_where_the_rest_goes(self, objects: Any) -> None:
         with pytest.raises(OptionError, match=r"no model.*accelerator\.prepare by themselves"):
@@ -1094,6 +1131,13 @@ class TestBadInput:
             prepare(accelerator, model, optimizer, scheduler)
         accelerator.free_memory()
         prepare(accelerator, model, adam(model))
+
+    def test_a_model_in_a_wrapper_raises(self) -> None:
+        model = nn.DataParallel(net())
+        with pytest.raises(
+            UsageError, match=r"wrapped in DataParallel already. Hand in the model inside \(its \.module"
+        ):
+            prepare(Accelerator(cpu=True), model, adam(model.module))
 
     def test_an_optimizer_without_amp_raises_before_and_after(self) -> None:
         run, other = Run(None), net(1)

@@ -463,6 +463,16 @@ class Output(BaseOutputHandler):
     def __call__(self, *_: Any) -> None:
         raise NotImplementedError
 
+    @pytest.mark.parametrize(
+        ("every", "passed"), [(None, [2, 4, 6, 8, 10, 12]), (2, [2, 4, 6, 8, 10, 12]), (4, [4, 8, 12])]
+    )
+    def test_are_looked_for_in_iterations_with_a_step(self, every: int | None, passed: list[int]) -> None:
+        run, seen = Run("O1", gradient_accumulation_steps=2), []
+        filtered = Events.ITERATION_COMPLETED(event_filter=unless_skipped(run.optimizer, every))
+        run.trainer.add_event_handler(filtered, lambda engine: seen.append(engine.state.iteration))
+        run.run()
+        assert seen == passed
+
 
 class TestNumbers:
     def test_are_read_by_loggers_when_they_log(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -699,6 +709,25 @@ class TestBadInput:
         with pytest.raises(OptionError, match=f"^{name} is {value!r}; expected a function, "):
             Run("O1", **{name: value})
         amp.deinitialize()
+
+    def test_of_a_class_in_place_of_a_loss_function_raises(self) -> None:
+        with pytest.raises(OptionError, match=r"is the class CrossEntropyLoss; .* Type CrossEntropyLoss\(\)"):
+            Run("O1", loss_fn=nn.CrossEntropyLoss)
+        amp.deinitialize()
+
+    @pytest.mark.parametrize("name", ["deterministic", "non_blocking"])
+    def test_of_a_text_for_a_flag_raises(self, name: str) -> None:
+        with pytest.raises(OptionError, match=f"{name} is 'no'; expected True, False"):
+            Run("O1", **{name: "no"})
+        amp.deinitialize()
+
+    @pytest.mark.parametrize("every", [1, 3])
+    def test_of_a_filter_that_lets_iterations_without_a_step_pass_raises(self, every: int) -> None:
+        run = Run("O1", gradient_accumulation_steps=2)
+        passes = unless_skipped(run.optimizer, every)
+        run.trainer.add_event_handler(Events.ITERATION_COMPLETED(event_filter=passes), lambda: None)
+        with pytest.raises(OptionError, match=rf"every={every}.*steps=2.*Leave every out, or type a multiple of 2"):
+            run.run()
 
     @pytest.mark.parametrize("every", [0, -2, 1.0, True, "2", nn.Linear(1, 1)], ids=str)
     def test_of_no_number_of_iterations_for_the_filter_raises(self, every: Any) -> None:
