@@ -456,13 +456,6 @@ class TestSkippedSteps:
         assert run.trainer.state.amp["skipped_steps"] > 1
         assert all(each.isfinite().all() for each in run.net.parameters())
 
-
-class Output(BaseOutputHandler):
-    """What the output handlers of ignite's loggers derive from."""
-
-    def __call__(self, *_: Any) -> None:
-        raise NotImplementedError
-
     @pytest.mark.parametrize(
         ("every", "passed"), [(None, [2, 4, 6, 8, 10, 12]), (2, [2, 4, 6, 8, 10, 12]), (4, [4, 8, 12])]
     )
@@ -472,6 +465,13 @@ class Output(BaseOutputHandler):
         run.trainer.add_event_handler(filtered, lambda engine: seen.append(engine.state.iteration))
         run.run()
         assert seen == passed
+
+
+class Output(BaseOutputHandler):
+    """What the output handlers of ignite's loggers derive from."""
+
+    def __call__(self, *_: Any) -> None:
+        raise NotImplementedError
 
 
 class TestNumbers:
