@@ -7,6 +7,7 @@ gradients are to be clipped. Also what excludes amp, and the file of the loss sc
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 #: amp would fail to load it where it has none.
 STATE_NAME = "ampatch.pt"
 _GRAD_SCALER_NAME = "scaler.pt"
+
+_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
 
 def bare(optimizer: Any) -> Any:
@@ -90,10 +93,16 @@ def check_accelerator(accelerator: Accelerator, off: str) -> None:
         OptionError: it does.
     """
     if accelerator.mixed_precision != "no":
+        how = "Leave it out of Accelerator(...); type accelerate launch --mixed_precision no, or unset " + _VARIABLE
+        if os.environ.get(_VARIABLE, "no") != "no":
+            how = (
+                f"It comes from the variable {_VARIABLE}, which accelerate launch sets, and which "
+                "TrainingArguments(bf16=True) sets for the rest of the process. Type accelerate launch --mixed_precision no; or "
+                f"os.environ.pop({_VARIABLE!r}) before the first Accelerator or TrainingArguments"
+            )
         raise OptionError(
-            f"accelerate has mixed_precision={accelerator.mixed_precision!r}, which casts as well as amp. Leave it "
-            "out of Accelerator(...); type accelerate launch --mixed_precision no, or unset "
-            f"ACCELERATE_MIXED_PRECISION; or turn amp off ({off})."
+            f"accelerate has mixed_precision={accelerator.mixed_precision!r}, which casts as well as amp. {how}; or "
+            f"turn amp off ({off})."
         )
     sharding = accelerator.distributed_type.value
     if sharding in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):

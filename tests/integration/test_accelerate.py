@@ -1088,6 +1088,9 @@ class TestBadInput:
         monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", precision)
         with pytest.raises(OptionError, match="unset ACCELERATE_MIXED_PRECISION"):
             prepare(accelerator, net())
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+        with pytest.raises(OptionError, match=r"comes from the variable.*os\.environ\.pop\('ACCELERATE_MIXED_PREC"):
+            prepare(accelerator, net())
 
     @pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MEGATRON_LM"])
     def test_plugins_that_shard_raise(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
