@@ -97,8 +97,8 @@ def check_accelerator(accelerator: Accelerator, off: str) -> None:
         if os.environ.get(_VARIABLE, "no") != "no":
             how = (
                 f"It comes from the variable {_VARIABLE}, which accelerate launch sets, and which "
-                "TrainingArguments(bf16=True) sets for the rest of the process. Type accelerate launch --mixed_precision no; or "
-                f"os.environ.pop({_VARIABLE!r}) before the first Accelerator or TrainingArguments"
+                "TrainingArguments(bf16=True) sets for the rest of the process. Type accelerate launch "
+                f"--mixed_precision no; or os.environ.pop({_VARIABLE!r}) before the first Accelerator"
             )
         raise OptionError(
             f"accelerate has mixed_precision={accelerator.mixed_precision!r}, which casts as well as amp. {how}; or "

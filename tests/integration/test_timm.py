@@ -545,7 +545,13 @@ class TestBadInput:
             scaler(0.5, optimizer)
         with pytest.raises(OptionError, match="found VisionTransformer as an optimizer"):
             scaler(loss, model)
-        for clip_grad in (-1.0, float("nan"), "1.0", True, model.parameters()):
+        for parameters in (model, optimizer, "head", 1):
+            with pytest.raises(OptionError, match=r"as parameters; .* Type parameters=model\.parameters\(\)"):
+                scaler(loss, optimizer, 1.0, parameters=parameters)
+        for name in ("need_update", "create_graph"):
+            with pytest.raises(OptionError, match=f"{name} is 'no'; expected True, False"):
+                scaler(loss, optimizer, **{name: "no"})
+        for clip_grad in (-1.0, float("nan"), "1.0", True, model.parameters(), torch.ones(2)):
             with pytest.raises(OptionError, match=r"clip_grad is .*; expected a number from 0 on"):
                 scaler(loss, optimizer, clip_grad)
         assert all(each.grad is None for each in model.parameters())
