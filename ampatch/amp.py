@@ -351,6 +351,7 @@ def initialize(
             f"cast_lists contradicts opt_level={opt_level!r}, which does not patch torch's functions. Leave cast_lists "
             "out, or type patch_torch_functions=True as well."
         )
+    verbose = opt_levels.check_verbosity(verbosity)
     kept = conversion_plan.check_keep_fp32(keep_fp32)
     if kept and properties.cast_model_type not in opt_levels.HALVES:
         raise OptionError(
@@ -391,7 +392,7 @@ def initialize(
         set().union(*(adopted_model.device_types(model) for model in model_list)) or adopted_model.all_device_types()
     )
     opened = _open(settings, device_types) if live is None else live
-    opened.verbose = bool(verbosity)
+    opened.verbose = verbose
     try:
         opened.adopt(model_list, optimizer_list)
     except BaseException:
@@ -399,7 +400,7 @@ def initialize(
             close_session(opened)
         raise
     runtime.disabled = False
-    if verbosity:
+    if verbose:
         logger.info("amp is on: %s", properties)
     return models if optimizers is None else (models, optimizers)
 
@@ -489,6 +490,7 @@ def init(
         return Handle(None)
     kernels.prepare()
     calls.prepare()
+    is_verbose = _flag("verbose", verbose)
     half = _half_dtype(half_dtype, patch_type, "patch_type", "O1", [])
     properties = opt_levels.resolve("O1", half, opt_levels.Overrides(loss_scale=loss_scale))
     settings = Settings(
@@ -503,7 +505,7 @@ def init(
         check_finite=_flag("check_finite", check_finite),
     )
     opened = _open(settings, adopted_model.all_device_types())
-    opened.verbose = bool(verbose)
+    opened.verbose = is_verbose
     runtime.disabled = False
     return Handle(opened)
 

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
-from numbers import Real
+from numbers import Integral, Real
 from typing import Literal
 
 import torch
@@ -227,6 +227,17 @@ def check_flag(name: str, value: object) -> bool | None:
     if (value is None or isinstance(value, (bool, str))) and value in flags:
         return flags[value]
     raise OptionError(f"{name} is {value!r}; expected True, False or None (or the strings 'True' and 'False').")
+
+
+def check_verbosity(verbosity: object) -> bool:
+    """Returns True if a verbosity asks for messages: a number above 0, or True.
+
+    Raises:
+        OptionError: it is no whole number.
+    """
+    if isinstance(verbosity, Integral):
+        return int(verbosity) > 0
+    raise OptionError(f"verbosity is {verbosity!r}; expected a whole number: 0 is silent, 1 logs skipped steps.")
 
 
 def check_loss_scale(loss_scale: object) -> LossScale:

@@ -397,7 +397,7 @@ class TestLevels:
 
 
 class TestVerbosity:
-    @pytest.mark.parametrize("verbosity", [0, False])
+    @pytest.mark.parametrize("verbosity", [0, False, -1])
     def test_of_nothing_is_silent(self, model, optimizer, verbosity, caplog, capfd):
         caplog.set_level(logging.DEBUG)
         amp.initialize(model, optimizer, verbosity=verbosity)

@@ -172,6 +172,9 @@ OPTIONS = [
     option("loss_scale is nan; expected a positive", loss_scale=math.nan),
     option("loss_scale is True; expected a positive", loss_scale=True),
     option("loss_scale is 'dynamc'; .*Did you mean 'dynamic'", loss_scale="dynamc"),
+    option("verbosity is 'x'; expected a whole number: 0 is silent", verbosity="x"),
+    option("verbosity is '0'; expected a whole number", verbosity="0"),
+    option("verbosity is 1.5; expected a whole number", verbosity=1.5),
     option("num_losses is 0; expected a whole number of at least 1", num_losses=0),
     option("num_losses is True; expected a whole number of at least 1", num_losses=True),
     option("num_losses is 1.5; expected a whole number of at least 1", num_losses=1.5),
@@ -431,6 +434,7 @@ ONCE_SET_UP = [
         r"other settings: scale_window is 2000 \(this call: 5\)\. Type amp\.deinitialize\(\) first",
         UsageError,
     ),
+    Mistake("init-verbose", lambda _: amp.init(verbose="no"), "verbose is 'no'; expected True, False"),
     Mistake("init", lambda _: amp.init(), r"set up already, at .*; type amp\.deinitialize\(\) first", UsageError),
     Mistake(
         "register-too-late",

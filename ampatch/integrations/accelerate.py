@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from ampatch import amp
 from ampatch.errors import OptionError, UsageError
 from ampatch.integrations import accelerated, options
 from ampatch.integrations.accelerated import STATE_NAME, adopted_optimizers
-from ampatch.integrations.trainer_session import TrainerSession, uninterrupted
+from ampatch.integrations.trainer_session import TrainerSession, Wording, uninterrupted
 from ampatch.ledger import PatchLedger
+from ampatch.opt_levels import HALVES, LEVELS
 from ampatch.runtime import runtime
 
 # isort: split
@@ -36,6 +37,11 @@ __all__ = ["prepare"]
 
 _OPTIONS = (*options.names(), "device_placement")
 _OFF = "opt_level='O0'"
+_WORDING = Wording(
+    set_up="ampatch's prepare",
+    optimizer="Hand one to ampatch's prepare together with the model: prepare(accelerator, model, optimizer).",
+    backward="accelerator.backward(loss) in place of loss.backward()",
+)
 
 
 def prepare(
@@ -64,7 +70,7 @@ def prepare(
             evaluation.
         opt_level: "O0" to "O5"; "O0" leaves everything to ``accelerator.prepare``.
         device_placement: as for ``accelerator.prepare``: whether to move each of the objects to the device.
-        given: arguments of ``amp.initialize``, except ``models``, ``optimizers`` and ``num_losses``.
+        given: by name, arguments of ``amp.initialize``, except ``models``, ``optimizers`` and ``num_losses``.
             ``cast_model_outputs`` is float32 if left out, as Accelerate has it with a precision of its own.
 
     Returns:
@@ -81,6 +87,11 @@ def prepare(
             "prepare(accelerator, model, optimizer)."
         )
     options.check_names(given, _OPTIONS, "prepare got")
+    if device_placement is not None and not isinstance(device_placement, (list, tuple)):
+        raise OptionError(
+            f"device_placement is {device_placement!r}; expected a list of True, False and None, one for each object."
+        )
+    _check_positions(objects)
     settings = {"opt_level": opt_level, "cast_model_outputs": torch.float32, **given}
     if not options.turn_on(settings):
         return accelerator.prepare(*objects, device_placement=device_placement)
@@ -133,7 +144,7 @@ class _Prepared:
     ) -> None:
         self.accelerator = accelerator
         self._models = models
-        self._session = TrainerSession(models, optimizers or None, settings)
+        self._session = TrainerSession(models, optimizers or None, settings, _WORDING)
         self._wrappers: list[DistributedDataParallel] = []
         self._closing = contextlib.ExitStack()
 
@@ -158,8 +169,8 @@ class _Prepared:
                 self._closing.enter_context(honest_configs.installed())
             ledger = PatchLedger()
             self._closing.callback(ledger.undo)
-            for name, around in self._around().items():
-                ledger.set(accelerator, name, around(getattr(accelerator, name)))
+            for name, around in _AROUND.items():
+                ledger.set(accelerator, name, _while_on(accelerator, getattr(accelerator, name), around))
             self._closing.callback(accelerator.register_save_state_pre_hook(self._save_scale).remove)
             self._closing.callback(accelerator.register_load_state_pre_hook(self._load_scale).remove)
 
@@ -173,67 +184,51 @@ class _Prepared:
         with uninterrupted():
             self._closing.close()
 
-    # The methods of the Accelerator
+    # The methods of the Accelerator. Each gets the Accelerator's own method, and its arguments.
 
-    def _around(self) -> dict[str, Callable[[Any], Any]]:
-        """Returns functions that return a method of the Accelerator with amp around it, by the method's name."""
-        return {
-            "backward": self._backward,
-            "autocast": self._autocast,
-            "prepare_optimizer": self._prepare_optimizer,
-            "free_memory": self._ending,  # clear() calls it
-            "end_training": self._ending,
-        }
+    def backward(self, original: Callable[..., None], loss: Any, *others: Any, **kwargs: Any) -> None:
+        """Scales the loss, and unscales the gradients.
 
-    def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Scales the loss, and unscales the gradients."""
+        Raises:
+            OptionError: ``loss`` has no backward pass, or there is a second argument.
+        """
+        if others:
+            raise OptionError(
+                f"accelerator.backward got {type(others[0]).__name__} beside the loss; expected the loss only, which "
+                "is scaled for each optimizer that it reaches. Type accelerator.backward(loss)."
+            )
+        if not hasattr(loss, "backward"):
+            raise OptionError(
+                f"accelerator.backward got {loss!r}; expected the loss as a tensor, before loss.item(). Type "
+                "accelerator.backward(loss)."
+            )
+        with self._session.scaled_backward():
+            original(loss, **kwargs)
 
-        @functools.wraps(original)
-        def backward(loss: Any, **kwargs: Any) -> None:
-            with self._session.scaled_backward():
-                original(loss, **kwargs)
-
-        return backward
-
-    def _autocast(self, original: Any) -> Any:
+    @contextlib.contextmanager
+    def autocast(self, original: Any, autocast_handler: Any = None) -> Iterator[None]:
         """Turns casts off for ``AutocastKwargs(enabled=False)``; otherwise casts are on in the block and around it."""
+        is_off = autocast_handler is not None and not autocast_handler.enabled
+        with original(autocast_handler), amp.disable_casts() if is_off else contextlib.nullcontext():
+            yield
 
-        @contextlib.contextmanager
-        @functools.wraps(original)
-        def autocast(autocast_handler: Any = None) -> Iterator[None]:
-            is_off = autocast_handler is not None and not autocast_handler.enabled
-            with original(autocast_handler), amp.disable_casts() if is_off else contextlib.nullcontext():
-                yield
-
-        return autocast
-
-    def _prepare_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare_optimizer(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Raises for an optimizer that amp does not know, as ``accelerator.backward`` would not scale for it."""
+        live = runtime.live
+        if live is not None and not live.has_adopted(optimizer):
+            raise UsageError(
+                f"accelerator.prepare got a {type(optimizer).__name__} that amp does not know, and amp is on for "
+                "this Accelerator. Hand all models and optimizers to one call of ampatch's prepare; call "
+                "accelerator.free_memory() first to begin anew."
+            )
+        return original(optimizer, *args, **kwargs)
 
-        @functools.wraps(original)
-        def prepare_optimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            live = runtime.live
-            if live is not None and not live.has_adopted(optimizer):
-                raise UsageError(
-                    f"accelerator.prepare got a {type(optimizer).__name__} that amp does not know, and amp is on for "
-                    "this Accelerator. Hand all models and optimizers to one call of ampatch's prepare; call "
-                    "accelerator.free_memory() first to begin anew."
-                )
-            return original(optimizer, *args, **kwargs)
-
-        return prepare_optimizer
-
-    def _ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def end_before(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Takes amp down first, so that nothing here keeps models alive."""
-
-        @functools.wraps(original)
-        def ending(*args: Any, **kwargs: Any) -> Any:
-            for wrapper in self._wrappers:  # no training goes on in them
-                self._session.forget_wrapper(wrapper)
-            self.end()
-            return original(*args, **kwargs)
-
-        return ending
+        for wrapper in self._wrappers:  # no training goes on in them
+            self._session.forget_wrapper(wrapper)
+        self.end()
+        return original(*args, **kwargs)
 
     # Checkpoints
 
@@ -247,7 +242,56 @@ class _Prepared:
             accelerated.load_scale(folder)
 
 
+#: What methods of an Accelerator do while amp is on for it, by their names.
+_AROUND: dict[str, Callable[..., Any]] = {
+    "backward": _Prepared.backward,
+    "autocast": _Prepared.autocast,
+    "prepare_optimizer": _Prepared.prepare_optimizer,
+    "free_memory": _Prepared.end_before,  # clear() calls it
+    "end_training": _Prepared.end_before,
+}
+
+
+def _while_on(accelerator: Accelerator, original: Any, around: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method with amp around it while amp is on for the Accelerator; otherwise it is the original.
+
+    Users keep such a method (``backward = accelerator.backward``) after amp has ended, and after a later `prepare`.
+    """
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        live = next((each for each in _live if each.accelerator is accelerator), None)
+        return original(*args, **kwargs) if live is None else around(live, original, *args, **kwargs)
+
+    return method
+
+
 # What excludes amp
+
+
+def _check_positions(objects: Sequence[Any]) -> None:
+    """Raises for arguments of amp without names, and for models in lists: Accelerate returns both unchanged."""
+    for each in objects:
+        meant = ""
+        if isinstance(each, str) and each.upper() in LEVELS:
+            meant = f"opt_level={each.upper()!r}"
+        elif isinstance(each, torch.dtype) and each in HALVES:
+            meant = f"half_dtype={each}"
+        elif isinstance(each, Mapping) and each and all(name in _OPTIONS for name in each):
+            meant = ", ".join(f"{name}={value!r}" for name, value in each.items())
+        elif isinstance(each, (list, tuple, Mapping)):
+            parts = each.values() if isinstance(each, Mapping) else each
+            for part in parts:
+                if isinstance(part, nn.Module) or _is_optimizer(part):
+                    raise OptionError(
+                        f"prepare got a {type(each).__name__} with {type(part).__name__} in it, which it would hand "
+                        "back as it is. Hand in each by itself, such as prepare(accelerator, *models, *optimizers)."
+                    )
+        if meant:
+            raise OptionError(
+                f"prepare got {each!r} without a name, which would have no effect. Type prepare(accelerator, ..., "
+                f"{meant})."
+            )
 
 
 def _check_settings(accelerator: Any) -> None:
@@ -273,12 +317,17 @@ def _check_not_prepared(accelerator: Any, objects: Sequence[Any]) -> None:
             "loaders and schedulers may go to accelerator.prepare. To begin anew, call that Accelerator's "
             "free_memory() first, or amp.deinitialize()."
         )
-    wrappers = (DistributedDataParallel, AcceleratedOptimizer, AcceleratedScheduler)
     for each in objects:
-        if isinstance(each, wrappers) or any(each is model for model in accelerator._models):
+        is_ours = isinstance(each, (AcceleratedOptimizer, AcceleratedScheduler))
+        if is_ours or any(each is model for model in accelerator._models):
             raise UsageError(
                 f"this {type(each).__name__} was prepared by accelerator.prepare before, without amp. Leave that call "
                 "out; or call accelerator.free_memory(), and hand in the object that was prepared."
+            )
+        if isinstance(each, (DistributedDataParallel, nn.DataParallel)):
+            raise UsageError(
+                f"prepare got a model that is wrapped in {type(each).__name__} already. Hand in the model inside "
+                "(its .module): prepare wraps it, after amp has been set up."
             )
     if accelerator._optimizers:
         raise UsageError(

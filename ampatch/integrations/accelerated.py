@@ -7,12 +7,13 @@ gradients are to be clipped. Also what excludes amp, and the file of the loss sc
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ampatch import amp
 from ampatch.errors import IntegrationError, OptionError, warn
@@ -39,6 +40,8 @@ from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 STATE_NAME = "ampatch.pt"
 _GRAD_SCALER_NAME = "scaler.pt"
 
+_VARIABLE = "ACCELERATE_MIXED_PRECISION"
+
 
 def bare(optimizer: Any) -> Any:
     """Returns the optimizer inside of Accelerate's wrappers; any other optimizer unchanged."""
@@ -51,9 +54,15 @@ def updated(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Returns what the adopted optimizers update in place of the given parameters: masters in place of half ones.
 
     Raises:
+        OptionError: a model or an optimizer was given.
         UsageError: their gradients are still scaled, since DDP has not reduced them yet.
     """
     session = runtime.live
+    if isinstance(parameters, nn.Module) or hasattr(parameters, "param_groups"):
+        raise OptionError(
+            f"gradients of {type(parameters).__name__} cannot be clipped; expected parameters. Type "
+            "accelerator.clip_grad_norm_(model.parameters(), 1.0)."
+        )
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if session is None:
         return given
@@ -84,10 +93,16 @@ def check_accelerator(accelerator: Accelerator, off: str) -> None:
         OptionError: it does.
     """
     if accelerator.mixed_precision != "no":
+        how = "Leave it out of Accelerator(...); type accelerate launch --mixed_precision no, or unset " + _VARIABLE
+        if os.environ.get(_VARIABLE, "no") != "no":
+            how = (
+                f"It comes from the variable {_VARIABLE}, which accelerate launch sets, and which "
+                "TrainingArguments(bf16=True) sets for the rest of the process. Type accelerate launch "
+                f"--mixed_precision no; or os.environ.pop({_VARIABLE!r}) before the first Accelerator"
+            )
         raise OptionError(
-            f"accelerate has mixed_precision={accelerator.mixed_precision!r}, which casts as well as amp. Leave it "
-            "out of Accelerator(...); type accelerate launch --mixed_precision no, or unset "
-            f"ACCELERATE_MIXED_PRECISION; or turn amp off ({off})."
+            f"accelerate has mixed_precision={accelerator.mixed_precision!r}, which casts as well as amp. {how}; or "
+            f"turn amp off ({off})."
         )
     sharding = accelerator.distributed_type.value
     if sharding in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):

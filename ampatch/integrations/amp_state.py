@@ -115,7 +115,8 @@ class AmpState:
             self._is_outdated = self._begins_afresh = False
             if net._amp_is_on():
                 models, optimizers = net._amp_trained(training)
-                session = TrainerSession(models, optimizers if training else None, net._amp_options(), self.scaler)
+                given = optimizers if training else None
+                session = TrainerSession(models, given, net._amp_options(), net._amp_wording, self.scaler)
                 session.open(self._saved)
                 self._session = session
 

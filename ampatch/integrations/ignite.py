@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, ItemsView, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -20,8 +21,10 @@ from ampatch.integrations.options import hint
 from ampatch.integrations.shared_patches import SharedPatches
 from ampatch.integrations.trainer_session import uninterrupted
 from ampatch.ledger import PatchLedger
-from ampatch.opt_levels import HALVES
+from ampatch.opt_levels import HALVES, check_flag
 from ampatch.runtime import runtime
+from ampatch.scaling.optimizer_step import check_optimizer
+from ampatch.session import Session
 from ampatch.weights.copies import Full
 
 _INSTALL = "Type pip install 'pytorch-ignite>=0.5.2'."
@@ -72,7 +75,7 @@ def supervised_training_step(
         optimizer: optimizer passed to ``amp.initialize``.
         loss_fn: returns the loss for the model's outputs and targets; where functions cast, it gets them in float32.
         device: device of the batches.
-        non_blocking: whether they are copied there asynchronously.
+        non_blocking: whether they are copied there asynchronously; True or False.
         prepare_batch: returns inputs and targets for a batch, ``device`` and ``non_blocking``.
         model_transform: returns what ``loss_fn`` gets for what ``model_fn`` returned.
         output_transform: returns ``engine.state.output``; the loss that it gets is unscaled.
@@ -87,13 +90,18 @@ def supervised_training_step(
     """
     _check_names(unknown)
     _check_adopted(model, optimizer)
+    _check_callable("loss_fn", loss_fn, "such as torch.nn.functional.cross_entropy")
+    functions = {"prepare_batch": prepare_batch, "model_transform": model_transform, "model_fn": model_fn}
+    for name, function in {**functions, "output_transform": output_transform}.items():
+        _check_callable(name, function, "or leave it out")
+    if before_step is not None:
+        _check_callable("before_step", before_step, "such as lambda optimizer: amp.clip_grad_norm_(optimizer, 1.0)")
     in_float32 = amp.float_function(loss_fn)  # also if it was bound before amp patched functions
-    if not isinstance(gradient_accumulation_steps, int) or gradient_accumulation_steps < 1:
-        raise OptionError(
-            f"gradient_accumulation_steps is {gradient_accumulation_steps!r}; expected a whole number of at least 1."
-        )
+    _check_count("gradient_accumulation_steps", gradient_accumulation_steps)
+    non_blocking = _flag("non_blocking", non_blocking)
 
     def update(engine: Engine, batch: Any) -> Any:
+        _iterations_per_step[engine] = gradient_accumulation_steps
         past = engine.state.iteration % gradient_accumulation_steps
         if past == 1 % gradient_accumulation_steps:
             optimizer.zero_grad()
@@ -137,10 +145,14 @@ def create_supervised_trainer(
         OptionError: an argument is unknown, asks for a second precision, or has a value that is not allowed.
     """
     update = supervised_training_step(model, optimizer, loss_fn, *args, **options)
-    return (DeterministicEngine if deterministic else Engine)(update)
+    return (DeterministicEngine if _flag("deterministic", deterministic) else Engine)(update)
 
 
-def unless_skipped(optimizer: Any, every: int = 1) -> Callable[[Engine, int], bool]:
+#: What the update functions of `supervised_training_step` tell the filters of `unless_skipped` about their engines.
+_iterations_per_step: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()
+
+
+def unless_skipped(optimizer: Any, every: int | None = None) -> Callable[[Engine, int], bool]:
     """Returns an event filter that leaves out iterations without a step, and those whose step amp skipped.
 
     ::
@@ -149,11 +161,28 @@ def unless_skipped(optimizer: Any, every: int = 1) -> Callable[[Engine, int], bo
 
     Args:
         optimizer: optimizer passed to ``amp.initialize``.
-        every: number of iterations per step: ``gradient_accumulation_steps``.
-    """
+        every: lets every n-th iteration pass only. None: each with a step, by the ``gradient_accumulation_steps`` of
+            `supervised_training_step`; all iterations for an update function of your own.
 
-    def passes(engine: Engine, iteration: int) -> bool:  # noqa: ARG001 - ignite looks for two arguments
-        return iteration % every == 0 and not amp.step_was_skipped(optimizer)
+    Raises:
+        OptionError: ``optimizer`` is no optimizer, or ``every`` is no whole number of at least 1. The filter raises it
+            if the engine takes no step in every n-th iteration.
+        UsageError: amp is on, and the optimizer was not passed to ``amp.initialize``.
+    """
+    check_optimizer(optimizer)
+    if every is not None:
+        _check_count("every", every)
+    if runtime.live is not None and not runtime.live.settings.adopts_on_use:
+        amp.step_was_skipped(optimizer)  # raises for one that amp has not adopted
+
+    def passes(engine: Engine, iteration: int) -> bool:
+        per_step = _iterations_per_step.get(engine, 1)
+        if every is not None and every % per_step:
+            raise OptionError(
+                f"unless_skipped has every={every}, and the trainer has gradient_accumulation_steps={per_step}: "
+                f"iterations without a step would pass. Leave every out, or type a multiple of {per_step}."
+            )
+        return iteration % (every or per_step) == 0 and not amp.step_was_skipped(optimizer)
 
     return passes
 
@@ -168,21 +197,29 @@ class AmpHandler:
         to_save = {"model": model, "optimizer": optimizer, "trainer": trainer, "amp": handler}
 
     When the outermost run of an engine with such a handler ends, it calls ``amp.deinitialize``: also after
-    ``engine.terminate()``, an exception or Ctrl-C, but not after ``engine.interrupt()``. All other handlers have run
-    by then. In a run, ignite's ``EMAHandler`` averages the float32 masters of half weights.
+    ``engine.terminate()``, an exception or Ctrl-C, but not after ``engine.interrupt()``. Until an interrupted run has
+    gone on, the end of another engine's run leaves amp on too. All other handlers have run by then. In a run, ignite's
+    ``EMAHandler`` averages the float32 masters of half weights.
 
     Args:
         deinitialize: False leaves amp on at the end of a run, for a further run.
+
+    Raises:
+        OptionError: ``deinitialize`` is neither True nor False.
     """
 
-    _running: ClassVar[list[Engine]] = []  # engines with a handler, from the outermost; amp belongs to the process
+    # Of all handlers, as amp belongs to the process: engines in a run, from the outermost; and engines whose run was
+    # interrupted and can go on, with the session that it is to go on with.
+    _running: ClassVar[list[Engine]] = []
+    _interrupted: ClassVar[weakref.WeakKeyDictionary[Engine, weakref.ref[Session]]] = weakref.WeakKeyDictionary()
 
     def __init__(self, deinitialize: bool = True) -> None:
-        self._deinitializes = deinitialize
+        if check_flag("deinitialize", deinitialize) is None:
+            raise OptionError("deinitialize is None; expected True or False.")
+        self._deinitializes = check_flag("deinitialize", deinitialize)
         self._ledger = PatchLedger()
         self._stats = _Stats()
         self._last_state: dict[str, Any] | None = None
-        self._is_interrupted = False
 
     def attach(self, engine: Engine, name: str = "amp") -> None:
         """Attaches the handler to an engine, with any update function.
@@ -193,8 +230,16 @@ class AmpHandler:
                 ``state_attributes=["amp"]``. After the run it keeps the last ones.
 
         Raises:
+            OptionError: ``engine`` is no engine, or ``name`` is no name of an attribute.
             UsageError: ``engine.state`` has such an attribute already.
         """
+        if not isinstance(engine, Engine):
+            raise OptionError(
+                f"found {type(engine).__name__} to attach an AmpHandler to; expected an Engine. Type "
+                "handler.attach(trainer)."
+            )
+        if not (isinstance(name, str) and name.isidentifier()):
+            raise OptionError(f"name is {name!r}; expected the name of an attribute, such as name='amp'.")
         if hasattr(engine.state, name):
             raise UsageError(
                 f"engine.state has an attribute {name!r} already. Is an AmpHandler attached to this engine? Otherwise "
@@ -221,23 +266,29 @@ class AmpHandler:
                     "this engine has an AmpHandler, but amp is off. Call amp.initialize before the run. If an earlier "
                     "run has ended amp, type AmpHandler(deinitialize=False), or call amp.initialize once more."
                 )
-            self._is_interrupted = False
+            self._interrupted.pop(engine, None)
             self._running.append(engine)
+            self._stats.read()
             try:
                 with _averages_of_masters.installed():
                     return original(*args, **kwargs)
             except BaseException:
-                self._is_interrupted = False  # it does not go on
+                self._interrupted.pop(engine, None)  # it does not go on
                 raise
             finally:
                 self._running.remove(engine)
-                if self._deinitializes and not self._is_interrupted and not self._running:
+                if self._deinitializes and not self._running and not self._is_awaited():
                     self._end()
 
         return run
 
-    def _note_interrupt(self) -> None:
-        self._is_interrupted = True
+    def _note_interrupt(self, engine: Engine) -> None:
+        if runtime.live is not None:
+            self._interrupted[engine] = weakref.ref(runtime.live)
+
+    def _is_awaited(self) -> bool:
+        """Returns True if an interrupted run is to go on with the live session."""
+        return any(session() is runtime.live for session in self._interrupted.values())
 
     def _end(self) -> None:
         with uninterrupted():
@@ -247,27 +298,38 @@ class AmpHandler:
                 amp.deinitialize()
 
 
-class _Stats(Mapping[str, "int | float"]):
-    """The numbers of ``amp.stats`` at the moment at which they are read; with amp off, the last ones."""
+def _fresh(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method of dict that reads the numbers of ``amp.stats`` first."""
 
-    def __init__(self) -> None:
-        self._last: dict[str, int | float] = {}
+    @functools.wraps(method)
+    def read_first(self: _Stats, *args: Any) -> Any:
+        return method(self.read(), *args)
 
-    def read(self) -> dict[str, int | float]:
-        self._last = amp.stats() or self._last
-        return self._last
+    return read_first
 
-    def __getitem__(self, name: str) -> int | float:
-        return self.read()[name]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.read())
+class _Stats(dict[str, "int | float"]):
+    """The numbers of ``amp.stats`` at the moment at which they are read; with amp off, the last ones.
 
-    def __len__(self) -> int:
-        return len(self.read())
+    A dict, and no other mapping, because json and loggers take no other for plain data. Copies are plain dicts.
+    """
 
-    def items(self) -> ItemsView[str, int | float]:
-        return self.read().items()  # one read of the device for all
+    def read(self) -> _Stats:
+        """Takes over the present numbers, in one read of the device."""
+        now = amp.stats()
+        if now:
+            dict.clear(self)
+            dict.update(self, now)
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self.items()),)
+
+
+#: The methods that read a dict; `items` gives all numbers for one read.
+_READING = "__getitem__ __iter__ __reversed__ __len__ __contains__ __eq__ __ne__ __repr__ __or__ __ror__"
+for _name in (*_READING.split(), "get", "keys", "values", "items", "copy"):
+    setattr(_Stats, _name, _fresh(getattr(dict, _name)))
 
 
 def _check_names(unknown: Mapping[str, Any]) -> None:
@@ -281,6 +343,24 @@ def _check_names(unknown: Mapping[str, Any]) -> None:
                 f"{name}={value!r} asks for a second precision beside amp's. Leave {name} out, or use "
                 "ignite.engine.create_supervised_trainer without amp."
             )
+
+
+def _check_callable(name: str, value: Any, advice: str) -> None:
+    if not callable(value):
+        raise OptionError(f"{name} is {value!r}; expected a function, {advice}.")
+    if isinstance(value, type):
+        raise OptionError(
+            f"{name} is the class {value.__name__}; expected a function, or an instance. Type {value.__name__}()."
+        )
+
+
+def _flag(name: str, value: Any) -> bool:
+    return bool(check_flag(name, value) if isinstance(value, str) else value)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(f"{name} is {value!r}; expected a whole number of at least 1.")
 
 
 def _check_adopted(model: nn.Module, optimizer: Any) -> None:

@@ -61,13 +61,14 @@ def check_names(given: Iterable[str], known: Sequence[str], whose: str) -> None:
 
 
 def check_level(given: Mapping[str, Any]) -> None:
-    """Raises if the level, the half type or an override has a value that is not allowed, or contradicts another.
+    """Raises if the level, half type, verbosity or an override is not allowed, or contradicts another.
 
     Values that depend on the model's device or on other sessions are checked when amp is set up.
 
     Raises:
         OptionError: one of them does.
     """
+    opt_levels.check_verbosity(given.get("verbosity", 1))
     half = opt_levels.check_half_dtype(given.get("half_dtype") or torch.bfloat16)
     overrides = opt_levels.Overrides(**{name: given.get(name) for name in OVERRIDES})
     opt_levels.resolve(given.get("opt_level", "O1"), half, overrides)

@@ -23,13 +23,18 @@ from ampatch.errors import IntegrationError, OptionError, UsageError
 from ampatch.integrations import versions
 from ampatch.integrations.options import hint
 from ampatch.integrations.options import names as option_names
-from ampatch.integrations.trainer_session import TrainerSession, casts_off, casts_on, uninterrupted
+from ampatch.integrations.trainer_session import TrainerSession, Wording, casts_off, casts_on, uninterrupted
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import LEVELS, check_opt_level
 from ampatch.weights import conversion_plan
 
 _LEAST = (2, 5)
 _OPTIONS = option_names("enabled", "opt_level")
+_WORDING = Wording(
+    set_up="AmpatchPrecision",
+    optimizer="Return one from configure_optimizers.",
+    backward="self.manual_backward(loss) in training_step, or return the loss from it",
+)
 _AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
 
 
@@ -250,7 +255,7 @@ class _Run:
             models, options = _converted_parts(module, options)
         optimizers = [each.optimizer for each in trainer.strategy._lightning_optimizers]
         optimizers = [each for each in optimizers if type(each).__name__ != "_MockOptimizer"]  # there is none
-        session = TrainerSession(models, optimizers if self._is_fit else None, options)
+        session = TrainerSession(models, optimizers if self._is_fit else None, options, _WORDING)
         session.open(state)
         self._opened.callback(session.close)
         self._session = session

@@ -19,7 +19,7 @@ from ampatch.casting.nested import cast_floating
 from ampatch.errors import IntegrationError, OptionError, UsageError, warn
 from ampatch.integrations import guards, options, versions
 from ampatch.integrations.amp_state import AmpState
-from ampatch.integrations.trainer_session import apart, casts_off, casts_on
+from ampatch.integrations.trainer_session import Wording, apart, casts_off, casts_on
 
 _INSTALL = "Type pip install 'skorch>=1.4'."
 try:
@@ -127,6 +127,13 @@ _GUARDS: dict[str, Callable[[Any], Any]] = {
 
 
 _guarded = functools.partial(guards.guarded, _GUARDS)
+
+_WORDING = Wording(
+    set_up="the net",
+    optimizer="Make one in initialize_optimizer: an attribute such as self.optimizer_, of a class derived from "
+    "torch.optim.Optimizer.",
+    backward="loss.backward() in train_step_single",
+)
 
 
 class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -249,6 +256,8 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
         if not hasattr(self, "amp_"):
             self.amp_ = AmpState()
         return self.amp_
+
+    _amp_wording = _WORDING
 
     def _amp_is_on(self) -> bool:
         given = {name: getattr(self, f"amp__{name}") for name in options.DECIDING if hasattr(self, f"amp__{name}")}

@@ -7,15 +7,18 @@ that with ``amp.initialize``; and must keep no state, as the loss scale is the s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ampatch import amp
 from ampatch.errors import IntegrationError, OptionError, UsageError
 from ampatch.integrations import options, versions
+from ampatch.opt_levels import check_flag
 from ampatch.runtime import runtime
+from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.session import Session
 
 _INSTALL = "Type pip install 'timm>=1.0'."
@@ -74,10 +77,13 @@ class AmpatchScaler:
             need_update: False to accumulate gradients: no clipping and no step.
 
         Raises:
-            OptionError: ``clip_mode`` is unknown, or ``parameters`` has none of the optimizer's.
+            OptionError: an argument is of the wrong kind; ``clip_grad`` is negative or NaN; ``clip_mode`` is unknown;
+                or ``parameters`` has none of the optimizer's.
             UsageError: ``amp.initialize`` was not called, or not with this optimizer; torch.autocast is on; or
                 ``create_graph=True`` in float16, or with master weights.
         """
+        _check_arguments(loss, optimizer, clip_grad, parameters)
+        create_graph, need_update = _flag("create_graph", create_graph), _flag("need_update", need_update)
         if clip_mode not in _CLIP_MODES:
             raise OptionError(f"found clip_mode={clip_mode!r}.{options.hint(clip_mode, _CLIP_MODES)}")
         session = runtime.live
@@ -104,6 +110,34 @@ class AmpatchScaler:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state of ``AmpatchScaler``, ``NativeScaler`` or ``ApexScaler``; see `amp.load_state_dict`."""
         amp.load_state_dict(state_dict)
+
+
+def _flag(name: str, value: Any) -> bool:
+    return bool(check_flag(name, value) if isinstance(value, str) else value)
+
+
+def _check_arguments(loss: Any, optimizer: Any, clip_grad: Any, parameters: Any) -> None:
+    if not isinstance(loss, Tensor):
+        found = (
+            f"the loss is {loss!r}" if isinstance(loss, (int, float)) else f"found {type(loss).__name__} as the loss"
+        )
+        raise OptionError(
+            f"{found}; expected the tensor that the criterion returns. Type loss = criterion(model(images), labels), "
+            "then loss_scaler(loss, optimizer)."
+        )
+    check_optimizer(optimizer)
+    is_one = isinstance(clip_grad, Real) or (isinstance(clip_grad, Tensor) and clip_grad.numel() == 1)
+    is_number = is_one and not isinstance(clip_grad, bool)
+    if clip_grad is not None and not (is_number and clip_grad >= 0):
+        raise OptionError(
+            f"clip_grad is {clip_grad!r}; expected a number from 0 on, such as 1.0, or None to leave gradients as they "
+            "are."
+        )
+    if isinstance(parameters, (str, nn.Module)) or not isinstance(parameters, (Iterable, Tensor, type(None))):
+        raise OptionError(
+            f"found {type(parameters).__name__} as parameters; expected an iterable of them. Type "
+            "parameters=model.parameters()."
+        )
 
 
 def _check(session: Session, loss: Tensor, create_graph: bool) -> None:

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ampatch import GradScaler, amp
 from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError, UsageError, warn
+from ampatch.integrations import hidden_leaves
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES, LEVELS
 from ampatch.runtime import runtime
@@ -124,6 +125,21 @@ def casts_on() -> Iterator[None]:
         _thread.casts = False
 
 
+@dataclass(frozen=True)
+class Wording:
+    """What users of a framework type, for errors and warnings.
+
+    Attributes:
+        set_up: what gets amp's arguments, and sets amp up.
+        optimizer: sentence that says where they make an optimizer.
+        backward: a backward pass with a scale.
+    """
+
+    set_up: str
+    optimizer: str
+    backward: str
+
+
 class TrainerSession:
     """amp for the models and optimizers of one trainer, between `open` and `close`.
 
@@ -131,6 +147,7 @@ class TrainerSession:
         models: modules passed to ``amp.initialize``.
         optimizers: optimizers that train the models; None for predictions.
         options: keyword arguments of ``amp.initialize``.
+        wording: what users of the framework type.
         scaler: object with ``torch.amp.GradScaler``'s interface that replaces amp's own scale; None for amp's own.
 
     Attributes:
@@ -144,6 +161,7 @@ class TrainerSession:
         models: Sequence[nn.Module],
         optimizers: Sequence[Any] | None,
         options: Mapping[str, Any],
+        wording: Wording,
         scaler: Any = None,
     ) -> None:
         # Levels that convert weights do not accept a model together with a part of it.
@@ -152,6 +170,7 @@ class TrainerSession:
         self.optimizers = list(optimizers or ())
         self.is_training = optimizers is not None
         self._options = dict(options) if scaler is None else _without_scale(options)
+        self._wording = wording
         self._scaler = scaler
         self._precise: list[tuple[Tensor, Tensor, torch.dtype]] = []
         self._updaters: dict[int, list[Any]] = {}  # optimizers by the ids of the parameters that they update
@@ -180,8 +199,9 @@ class TrainerSession:
                 self._check_may_join(others)
             elif amp.is_on():
                 raise UsageError(
-                    "amp is set up already, by amp.initialize or amp.init, but this fit or prediction sets it up "
-                    "itself. Type amp.deinitialize() before it."
+                    f"amp is set up already, by amp.initialize or amp.init, but {self._wording.set_up} sets it up "
+                    f"itself. Leave that call out, and give its arguments to {self._wording.set_up}; or type "
+                    "amp.deinitialize() before."
                 )
             before = _floating(self.models) if _may_convert(self._options) else []
             precise = [(each, each.detach()) for each in before]  # keep the float32 storage, which conversion replaces
@@ -247,6 +267,8 @@ class TrainerSession:
             _shared.ledger.set(torch.autograd, "backward", _backward_of_steps(torch.autograd.backward))
         if self.is_training and self._scaler is None:
             amp.load_state_dict(state or _shared.first_state)
+            for optimizer in self.optimizers:
+                self._session.adopted(optimizer).scaled_backward = self._wording.backward
         if self._scaler is not None:
             for optimizer in self.optimizers:
                 self._steps.set(optimizer, "step", self._scaled_step(optimizer, optimizer.step))
@@ -388,10 +410,8 @@ class TrainerSession:
         """
         if not self.optimizers:
             raise UsageError(
-                "found a backward pass in a training step, but no optimizer whose gradients to unscale. Make one where "
-                "the framework does: in configure_optimizers for Lightning; in initialize_optimizer for skorch, "
-                "as an attribute such as self.optimizer_, of a subclass of torch.optim.Optimizer. For Accelerate, hand "
-                "it to ampatch's prepare together with the model."
+                "found a backward pass in training, but no optimizer whose gradients to unscale. "
+                f"{self._wording.optimizer}"
             )
         self._has_run_backward = True
         inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
@@ -404,7 +424,7 @@ class TrainerSession:
             return
         # No optimizer updates these leaves (inputs, for example), so amp.scale_loss would leave their gradients scaled.
         others = [] if self._is_one else [leaf for key, leaf in leaves.items() if key not in ours]
-        with casts_on():
+        with casts_on(), self._hidden_unscaled(leaves):
             if self._scaler is None:
                 block = amp.scale_loss(tensors, self._updating(ours) if is_all else self.optimizers)
                 with block as scaled:
@@ -448,12 +468,24 @@ class TrainerSession:
     def _leaves(self, tensors: Any, inputs: Any) -> tuple[dict[int, Tensor], bool]:
         """Returns the leaves that a backward pass reaches, by id, and whether these are all of them."""
         if inputs is not None:
-            return {id(each): each for each in tensors_in(list(_as_tuple(inputs)))}, True
+            return {id(each): each for each in tensors_in(inputs)}, True
         if self._is_one and len(self.optimizers) == 1:  # nothing depends on them
             return {}, False
         roots = [each.grad_fn for each in tensors_in(list(_as_tuple(tensors))) if each.grad_fn is not None]
         nodes = {node for root in roots for node in nodes_of(root)}
         return leaves_among(nodes), not any(map(_may_hide_leaves, nodes))
+
+    def _hidden_unscaled(self, visible: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[None]:
+        """Unscales leaves, in a block with a backward pass, that its graph does not show and no optimizer updates."""
+        if self._is_one:
+            return contextlib.nullcontext()
+
+        def scale_for(leaf: Tensor) -> Tensor:
+            if self._scaler is None:
+                return self._session.scaler(0).snapshot()  # type: ignore[no-any-return]
+            return self._scaler.scale(torch.ones((), device=leaf.device))  # type: ignore[no-any-return]
+
+        return hidden_leaves.unscaled(lambda leaves: self._ours(leaves) | visible.keys(), scale_for)
 
     def _ours(self, leaves: Mapping[int, Tensor]) -> set[int]:
         """Returns the ids of those leaves that the optimizers update, also if optimizers got new parameters since."""
@@ -575,12 +607,20 @@ def _backward_of_steps(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
         live = _thread.stepping
-        # A backward pass within another one, as in checkpoints, has scaled gradients already.
-        if live is None or torch._C._current_graph_task_id() != -1 or not (args or "tensors" in kwargs):
+        if not (args or "tensors" in kwargs):
             original(*args, **kwargs)
             return
-        tensors = args[0] if args else kwargs.pop("tensors")
-        live.backward(original, tensors, args[1:], kwargs)
+        tensors, args = (args[0], args[1:]) if args else (kwargs.pop("tensors"), ())
+        if not isinstance(tensors, (Tensor, tuple)):
+            tensors = tuple(tensors)  # torch takes iterators too
+        if torch._C._current_graph_task_id() != -1:
+            # A backward pass within another one, as in checkpoints, has scaled gradients already.
+            hidden_leaves.note(tensors)
+            live = None
+        if live is None:
+            original(tensors, *args, **kwargs)
+        else:
+            live.backward(original, tensors, args, kwargs)
 
     return backward
 

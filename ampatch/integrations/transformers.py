@@ -21,7 +21,7 @@ from ampatch import amp
 from ampatch.errors import IntegrationError, OptionError, UsageError
 from ampatch.integrations import guards, options, versions
 from ampatch.integrations.amp_state import AmpState
-from ampatch.integrations.trainer_session import apart, casts_off, casts_on
+from ampatch.integrations.trainer_session import Wording, apart, casts_off, casts_on
 
 _INSTALL = "Type pip install 'transformers>=4.57' 'accelerate>=1.15'."
 try:
@@ -49,6 +49,11 @@ from transformers import Trainer  # noqa: E402
 __all__ = ["AmpatchMixin", "AmpatchTrainer"]
 
 _OPTIONS = options.names()
+_WORDING = Wording(
+    set_up="the trainer",
+    optimizer="Give the trainer one: optimizers=(optimizer, scheduler).",
+    backward="self.accelerator.backward(loss) in training_step",
+)
 
 
 # Guards around methods of Trainer
@@ -156,6 +161,12 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         guards.guard_methods(cls, _GUARDS)
 
     def __init__(self, *args: Any, amp: str | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        # No trainer has these; "loss_scale" and others may be arguments of a trainer.
+        named = next((name for name in ("opt_level", "half_dtype", "cast_lists") if name in kwargs), None)
+        if named is not None:
+            raise OptionError(
+                f"{named} is an argument of amp, not of the trainer. Type amp={{{named!r}: {kwargs[named]!r}}}."
+            )
         if amp is not None:
             self.amp = amp
         self._amp_options()
@@ -237,6 +248,8 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
 
     # Options
 
+    _amp_wording = _WORDING
+
     def _amp_options(self) -> dict[str, Any]:
         """Returns the arguments for ``amp.initialize``.
 
@@ -247,7 +260,7 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         if not isinstance(given, Mapping):
             raise OptionError(
                 f"amp is {given!r}; expected an opt level, such as amp='O1', or arguments of amp.initialize, such as "
-                "amp={'opt_level': 'O2', 'half_dtype': 'float16'}."
+                "amp={'opt_level': 'O2', 'half_dtype': 'float16'}. amp='O0' turns amp off."
             )
         options.check_names(given, _OPTIONS, "amp has")
         options.check_level(given)

@@ -41,11 +41,16 @@ from ampatch.weights import optimizer_state
 from ampatch.weights.master_weights import MasterWeights
 from ampatch.weights.optimizer_state import Snapshot
 
-#: The warning about gradients that no scaler has checked; the placeholder names the step.
+#: The warning about gradients that no scaler has checked; the placeholders name the step, and what to type.
 NO_SCALE = (
     "{} that no amp.scale_loss was told of: small ones are lost in half precision, and nobody has looked whether "
-    "others overflowed. Type: with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward(), with every "
-    "optimizer that gets gradients in it; or amp.initialize(..., loss_scale=1) if none is to be scaled."
+    "others overflowed. Type: {}; or set loss_scale=1 if none is to be scaled."
+)
+
+#: What users of the core type for a backward pass with a scale.
+SCALED_BACKWARD = (
+    "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward(), with every optimizer that gets "
+    "gradients in it"
 )
 
 #: The attribute that marks amp's own hooks for all optimizers.
@@ -130,7 +135,10 @@ class AdoptedOptimizer:
         masters: its float32 masters; empty at levels without masters.
         is_at_work: True while its step runs.
         skips: the number of its skipped steps that the host has read.
+        scaled_backward: what its user types for a backward pass with a scale; adapters of frameworks set it.
     """
+
+    scaled_backward = SCALED_BACKWARD
 
     def __init__(
         self,
@@ -625,7 +633,7 @@ class AdoptedOptimizer:
             return
         if not is_known and any(bool(kernels.values_of(each).any()) for each in self.gradients.of_model()):
             self._warns_of_no_scale = False
-            warn(NO_SCALE.format(f"this {type(optimizer).__name__} steps with gradients"))
+            warn(NO_SCALE.format(f"this {type(optimizer).__name__} steps with gradients", self.scaled_backward))
         self._stepped_with = TensorWeakRef(grad), grad._version
 
     def _skip(self, overflowed: Sequence[ScaleUse]) -> None:

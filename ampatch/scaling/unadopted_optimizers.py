@@ -15,7 +15,7 @@ from ampatch.errors import UsageError, warn
 from ampatch.opt_levels import HALVES
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling.loss_scaler import LossScaler
-from ampatch.scaling.optimizer_step import NO_SCALE, OWN_HOOK, AdoptedOptimizer
+from ampatch.scaling.optimizer_step import NO_SCALE, OWN_HOOK, SCALED_BACKWARD, AdoptedOptimizer
 from ampatch.switch import Switch
 from ampatch.weights.optimizer_state import parameters_of
 
@@ -96,7 +96,8 @@ class UnadoptedOptimizers:
             )
         is_judged = getattr(optimizer, "found_inf", None) is not None or LossScaler.uses_by_hand > self._uses_by_hand
         if self._is_scaled and not is_judged:
-            warn(NO_SCALE.format(f"this {name} was never handed to amp.initialize, and steps with gradients"))
+            step = f"this {name} was never handed to amp.initialize, and steps with gradients"
+            warn(NO_SCALE.format(step, SCALED_BACKWARD))
 
 
 for _hook in (UnadoptedOptimizers.before_step, UnadoptedOptimizers.after_step):

@@ -445,6 +445,40 @@ class TestCheckpoints:
         assert {each.dtype for each in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
 
 
+class Hiding(torch.autograd.Function):
+    """Runs a module in a backward pass of its own, as reentrant checkpoints do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Any, inputs: Any = None) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.module, ctx.inputs = module, inputs
+        return module(x).detach()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            given = {} if ctx.inputs is None else {"inputs": [x, *ctx.inputs]}
+            torch.autograd.backward(iter([ctx.module(x)]), [grad], **given)  # type: ignore[arg-type]
+        return x.grad, None, None
+
+
+def in_many_checkpoints(module: Any, x: Tensor) -> Tensor:
+    """Beyond 60 of them torch runs the backward passes in other threads."""
+    run = module
+    for _ in range(70):
+        run = functools.partial(checkpoint, run, use_reentrant=True)
+    return run(x)  # type: ignore[no-any-return]
+
+
+#: Ways to run a module whose parameters the graph of the loss does not show.
+HIDING: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "checkpoint": lambda module, x: checkpoint(module, x, use_reentrant=True),
+    "function": lambda module, x: Hiding.apply(x, module),  # type: ignore[no-untyped-call]
+    "checkpoints in checkpoints": in_many_checkpoints,
+}
+
+
 class TestSeveral:
     @EACH_LEVEL
     def test_models_and_optimizers(self, level: str, tmp_path: Path) -> None:
@@ -492,33 +526,82 @@ class TestSeveral:
         assert of_second.step_was_skipped is shared
 
     @EACH_LEVEL
-    @pytest.mark.parametrize("how", ["checkpoint", "function"])
+    @pytest.mark.parametrize("how", HIDING)
     def test_parameters_that_a_graph_hides_get_unscaled_gradients_too(self, how: str, level: str) -> None:
-        class Hiding(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor) -> Tensor:
-                ctx.save_for_backward(x)
-                return second(x).detach()
-
-            @staticmethod
-            def backward(ctx: Any, grad: Tensor) -> Tensor:
-                with torch.enable_grad():
-                    x = ctx.saved_tensors[0].detach().requires_grad_()
-                    torch.autograd.backward(second(x), grad)
-                return x.grad  # type: ignore[return-value]
-
         accelerator, nets = Accelerator(cpu=True), [nn.Linear(8, 8), net(1)]
         plain = copy.deepcopy(nets)
         F.cross_entropy(plain[1](plain[0](X)), Y).backward()
         options = {**FLOAT16, "opt_level": level}
         first, second, _, of_second = prepare(accelerator, *nets, *map(adam, nets), **options)
-        inner = first(X)
-        output = checkpoint(second, inner, use_reentrant=True) if how == "checkpoint" else Hiding.apply(inner)
-        accelerator.backward(F.cross_entropy(output, Y))
+        accelerator.backward(F.cross_entropy(HIDING[how](second, first(X)), Y))
         expected = torch.cat([each.grad.flatten() for each in plain[1].parameters() if each.grad is not None])
         found = torch.cat([each.flatten() for each in grads_of(of_second)])
         assert (found - expected).norm() < 0.1 * expected.norm()
         of_second.step()
+
+    @EACH_LEVEL
+    @pytest.mark.parametrize("how", HIDING)
+    def test_leaves_that_a_graph_hides_and_no_optimizer_updates_get_unscaled_gradients(
+        self, how: str, level: str
+    ) -> None:
+        def run(hide: Callable[[Any, Tensor], Tensor], backward: Any, first: Any, shared: Any) -> list[Tensor]:
+            frozen, extra = net(1), torch.full((3,), 0.5, requires_grad=True)
+            for _ in range(2):  # gradients add up
+                output = hide(lambda x: frozen(shared(x)) * extra, first(X))
+                output = hide(lambda x: frozen(x) + extra, first(X)) + output
+                backward(F.cross_entropy(output, Y) + shared.weight.sum() * 1e-3)
+            leaves = [*frozen.parameters(), extra, *shared.parameters()]
+            return [each.grad for each in leaves if each.grad is not None]
+
+        first, shared = nn.Linear(8, 8), nn.Linear(8, 8)
+        plain = copy.deepcopy((first, shared))
+        expected = run(lambda module, x: module(x), Tensor.backward, *plain)
+        accelerator = Accelerator(cpu=True)
+        first, _ = prepare(accelerator, first, adam(first), opt_level=level, **FLOAT16)
+        found = run(HIDING[how], accelerator.backward, first, shared)
+        assert len(found) == len(expected) == 7
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).norm() < 0.05 * other.norm()
+
+    def test_hidden_leaves_of_a_backward_pass_with_inputs_get_unscaled_gradients(self) -> None:
+        run, frozen = Run("O1", **FLOAT16), net(1)
+        first, weight = nn.Linear(8, 8), frozen[0].weight
+        run.optimizer.add_param_group({"params": first.parameters()})
+        loss = F.cross_entropy(Hiding.apply(first(X), frozen, [weight]), Y)  # type: ignore[no-untyped-call]
+        run.accelerator.backward(loss, inputs=[first.weight])
+        expected = torch.autograd.grad(F.cross_entropy(frozen(first(X)), Y), [weight, first.weight])
+        assert frozen[2].weight.grad is None
+        for found, other in zip([weight.grad, first.weight.grad], expected, strict=True):
+            assert found is not None
+            assert (found - other).norm() < 0.05 * other.norm()
+
+    def test_an_overflow_of_hidden_leaves_is_seen_as_it_is(self) -> None:
+        run, frozen = Run("O1", **FLOAT16), net(1)
+        factor = torch.ones(3, requires_grad=True)
+        output = checkpoint(lambda x: frozen(x) * factor, run.raw(X) @ torch.ones(3, 8), use_reentrant=True)
+        run.accelerator.backward(F.cross_entropy(output, Y) + run.raw[0].weight.sum() * torch.inf)
+        expected = torch.autograd.grad(F.cross_entropy(frozen(run.raw(X) @ torch.ones(3, 8)) * factor, Y), factor)[0]
+        assert amp.get_loss_scale() == 512  # it has reacted before these gradients are unscaled
+        assert factor.grad is not None
+        assert (factor.grad - expected).norm() < 0.05 * expected.norm()
+
+    def test_what_a_checkpoint_recomputes_is_freed_within_the_backward_pass(self) -> None:
+        def note(x: Tensor) -> Tensor:
+            if torch._C._current_graph_task_id() != -1:
+                recomputed.append(weakref.ref(x))
+            return x * 2
+
+        def look(_: Tensor) -> None:
+            alive.extend(each() is not None for each in recomputed)
+
+        recomputed: list[Any] = []
+        alive: list[bool] = []
+        run = Run("O1", **FLOAT16)
+        hidden = run.raw[0](X)
+        hidden.register_hook(look)
+        output = checkpoint(note, checkpoint(note, hidden, use_reentrant=True), use_reentrant=True)
+        run.accelerator.backward(run.raw[2](output).square().mean())
+        assert alive == [False, False]
 
     def test_scaling_by_hand_says_whose_gradients_a_backward_pass_is_for(self) -> None:
         accelerator, nets = Accelerator(cpu=True), [net(0), net(1)]
@@ -572,8 +655,21 @@ class TestOtherWays:
     def test_a_backward_pass_of_torch_itself_warns(self) -> None:
         run = Run("O1", **FLOAT16)
         F.cross_entropy(run.model(X), Y).backward()
-        with pytest.warns(AmpWarning, match=r"no amp\.scale_loss was told of"):
+        with pytest.warns(AmpWarning, match=r"told of.* Type: accelerator\.backward\(loss\) in place of loss"):
             run.optimizer.step()
+
+    @EACH_LEVEL
+    @pytest.mark.parametrize("first", ["torch's", "accelerate's"])
+    def test_a_backward_pass_of_torch_itself_adds_to_one_of_accelerate(self, first: str, level: str) -> None:
+        run, plain = Run(level, **FLOAT16), net()
+        ways = [Tensor.backward, run.accelerator.backward]
+        for part, backward in zip((X[:32], X[32:]), ways if first == "torch's" else ways[::-1], strict=True):
+            backward(run.model(part).square().mean())
+            plain(part).square().mean().backward()
+        expected = torch.cat([each.grad.flatten() for each in plain.parameters() if each.grad is not None])
+        found = torch.cat([each.flatten() for each in grads_of(run.optimizer)])
+        assert (found - expected).norm() < 0.02 * expected.norm()
+        run.optimizer.step()  # a warning would be an error here
 
     def test_a_step_with_a_closure(self) -> None:
         accelerator, model = Accelerator(cpu=True), net()
@@ -671,7 +767,7 @@ class TestEvaluation:
     def test_its_backward_pass_says_that_there_is_no_optimizer(self) -> None:
         accelerator = Accelerator(cpu=True)
         model = prepare(accelerator, net())
-        with pytest.raises(UsageError, match="no optimizer whose gradients to unscale"):
+        with pytest.raises(UsageError, match=r"no optimizer whose .* Hand one to ampatch's prepare"):
             accelerator.backward(model(X).sum())
 
     @EACH_LEVEL
@@ -707,7 +803,7 @@ class TestEndings:
         assert not amp.is_on()
         assert types_of(run.raw) == {torch.float32}
         assert_same_state(run.raw.state_dict(), expected)
-        own = ("backward", "free_memory", "end_training", "autocast", "prepare_optimizer", "trigger_sync_in_backward")
+        own = ("backward", "free_memory", "end_training", "autocast", "prepare_optimizer")
         assert not set(own) & set(vars(run.accelerator))
         assert not run.accelerator._save_model_state_pre_hook
         assert not run.accelerator._load_model_state_pre_hook
@@ -718,6 +814,33 @@ class TestEndings:
         amp.deinitialize()
         assert run.train().losses[-1] < run.losses[0]
         assert types_of(run.raw) == {torch.float32}
+
+    @pytest.mark.parametrize("ending", ENDINGS)
+    def test_leave_methods_that_were_bound_before_to_accelerate(self, ending: str) -> None:
+        run, plain = Run("O1", **FLOAT16), net()
+        accelerator = run.accelerator
+        backward, autocast, free_memory = accelerator.backward, accelerator.autocast, accelerator.free_memory
+        trigger_sync, prepare_optimizer = accelerator.trigger_sync_in_backward, accelerator.prepare_optimizer
+        ENDINGS[ending](accelerator)
+        with autocast(), trigger_sync(run.raw):
+            backward(F.cross_entropy(run.raw(X), Y))
+        F.cross_entropy(plain(X), Y).backward()
+        assert_same_state([each.grad for each in run.raw.parameters()], [each.grad for each in plain.parameters()])
+        assert isinstance(prepare_optimizer(adam(plain)), AcceleratedOptimizer)
+        free_memory()
+        assert not amp.is_on()
+
+    def test_leave_methods_that_were_bound_before_to_the_next_prepare(self) -> None:
+        run = Run("O1", **FLOAT16)
+        backward, free_memory = run.accelerator.backward, run.accelerator.free_memory
+        run.accelerator.free_memory()
+        _, optimizer = prepare(run.accelerator, run.raw, adam(run.raw), **FLOAT16)
+        optimizer.zero_grad()
+        backward(F.cross_entropy(run.raw(X), Y))
+        assert 0 < max(each.abs().max().item() for each in grads_of(optimizer)) < 1  # unscaled
+        optimizer.step()  # it warns of gradients that were not scaled
+        free_memory()
+        assert not amp.is_on()
 
     def test_frees_what_is_handed_to_free_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def release(*given: Any) -> Any:
@@ -873,6 +996,7 @@ class TestBadInput:
             ({"opt_level": "O1", "master_weights": True}, "contradicts opt_level='O1'"),
             ({"loss_scale": "dynamical"}, "loss_scale is 'dynamical'"),
             ({"scale_window": 0}, "scale_window"),
+            ({"verbosity": "x"}, "verbosity is 'x'; expected a whole number"),
         ],
         ids=str,
     )
@@ -894,6 +1018,59 @@ class TestBadInput:
         with pytest.raises(OptionError, match=r"found Sequential as the first argument.*prepare\(accelerator, model"):
             prepare(model, adam(model))  # type: ignore[arg-type]
 
+    @pytest.mark.parametrize(
+        ("given", "meant"),
+        [
+            ("O2", "opt_level='O2'"),
+            ("o0", "opt_level='O0'"),
+            (torch.float16, "half_dtype=torch.float16"),
+            ({"opt_level": "O2", "init_scale": 8.0}, "opt_level='O2', init_scale=8.0"),
+        ],
+        ids=str,
+    )
+    def test_arguments_of_amp_without_their_names_raise(self, given: Any, meant: str) -> None:
+        accelerator, model = Accelerator(cpu=True), net()
+        with pytest.raises(OptionError, match=rf"without a name.*Type prepare\(accelerator, \.\.\., {meant}\)"):
+            prepare(accelerator, model, adam(model), given)
+        assert not amp.is_on()
+
+    @pytest.mark.parametrize("kind", [list, tuple, dict])
+    @pytest.mark.parametrize("which", ["model", "optimizer"])
+    def test_lists_of_models_and_optimizers_raise(self, which: str, kind: Any) -> None:
+        accelerator, model = Accelerator(cpu=True), net()
+        part: Any = model if which == "model" else adam(model)
+        given = {"part": part} if kind is dict else kind([part])
+        with pytest.raises(
+            OptionError, match=rf"got a {kind.__name__} with {type(part).__name__} in it.*\*optimizers\)"
+        ):
+            prepare(accelerator, model, given)
+        assert prepare(accelerator, model, kind())[1] == kind()
+
+    def test_a_placement_for_all_objects_raises(self) -> None:
+        with pytest.raises(OptionError, match=r"device_placement is True; expected a list of True, False and None"):
+            prepare(Accelerator(cpu=True), net(), device_placement=True)  # type: ignore[arg-type]
+
+    def test_a_backward_pass_of_something_else_than_a_loss_raises(self) -> None:
+        run = Run("O1", **FLOAT16)
+        loss = F.cross_entropy(run.model(X), Y)
+        for given, message in (
+            ((loss, run.optimizer), r"got AcceleratedOptimizer beside the loss.*Type accelerator\.backward\(loss\)"),
+            ((loss.item(),), r"got [\d.]+; expected the loss as a tensor"),
+            ((None,), "got None; expected the loss as a tensor"),
+        ):
+            with pytest.raises(OptionError, match=message):
+                run.accelerator.backward(*given)
+        run.accelerator.backward(loss)
+
+    def test_clipping_of_something_else_than_parameters_raises(self) -> None:
+        run = Run("O1", **FLOAT16)
+        for given in (run.model, run.optimizer):
+            for clip in (run.accelerator.clip_grad_norm_, run.accelerator.clip_grad_value_):
+                with pytest.raises(
+                    OptionError, match=rf"gradients of {type(given).__name__} cannot be clipped; expected"
+                ):
+                    clip(given, 1.0)
+
     @pytest.mark.parametrize("objects", [(), (loader(),)], ids=["nothing", "a data loader"])
     def test_a_call_without_a_model_says_where_the_rest_goes(self, objects: Any) -> None:
         with pytest.raises(OptionError, match=r"no model.*accelerator\.prepare by themselves"):
@@ -911,6 +1088,9 @@ class TestBadInput:
         accelerator = Accelerator(cpu=True)
         monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", precision)
         with pytest.raises(OptionError, match="unset ACCELERATE_MIXED_PRECISION"):
+            prepare(accelerator, net())
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+        with pytest.raises(OptionError, match=r"comes from the variable.*os\.environ\.pop\('ACCELERATE_MIXED_PREC"):
             prepare(accelerator, net())
 
     @pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MEGATRON_LM"])
@@ -956,6 +1136,13 @@ class TestBadInput:
         accelerator.free_memory()
         prepare(accelerator, model, adam(model))
 
+    def test_a_model_in_a_wrapper_raises(self) -> None:
+        model = nn.DataParallel(net())
+        with pytest.raises(
+            UsageError, match=r"wrapped in DataParallel already. Hand in the model inside \(its \.module"
+        ):
+            prepare(Accelerator(cpu=True), model, adam(model.module))
+
     def test_an_optimizer_without_amp_raises_before_and_after(self) -> None:
         run, other = Run(None), net(1)
         with pytest.raises(UsageError, match="got an optimizer before, without amp"):
@@ -968,7 +1155,9 @@ class TestBadInput:
     def test_a_session_of_the_users_own_raises(self) -> None:
         model = net()
         amp.initialize(model, verbosity=0)
-        with pytest.raises(UsageError, match=r"set up already.*amp\.deinitialize\(\)"):
+        with pytest.raises(
+            UsageError, match=r"but ampatch's prepare sets it up.*Leave that call out.*amp\.deinitialize\(\)"
+        ):
             prepare(Accelerator(cpu=True), model)
 
     def test_weights_that_are_half_already_raise(self) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 import importlib
 import io
 import itertools
 import json
 import os
+import pickle
 import sys
 import warnings
 from collections.abc import Callable
@@ -307,6 +310,37 @@ class TestTheEndOfARun:
         run.run()
         assert_same_state(bits(run.net), bits(Run(level).run().net))
 
+    @pytest.mark.parametrize("when", ["in between", "by a handler"])
+    @pytest.mark.parametrize("shared", [True, False], ids=["one handler", "two handlers"])
+    def test_of_an_evaluator_is_not_that_of_an_interrupted_trainer(self, shared: bool, when: str) -> None:
+        run = Run("O2")
+        evaluator = create_supervised_evaluator(run.net)
+        (run.handler if shared else AmpHandler()).attach(evaluator)
+        run.on(Events.ITERATION_COMPLETED(once=6), run.trainer.interrupt)
+        if when == "by a handler":
+            run.on(Events.INTERRUPT, lambda: evaluator.run(DATA)).run()
+        else:
+            run.run()
+            evaluator.run(DATA)
+        assert amp.is_on()
+        run.run()
+        assert_same_state(bits(run.net), bits(Run("O2").run().net))
+
+    @pytest.mark.parametrize("how", ["amp has ended", "the engine is gone"])
+    def test_is_not_awaited_where_no_interrupted_run_can_go_on(self, how: str) -> None:
+        run = Run("O1")
+        run.on(Events.ITERATION_COMPLETED(once=6), run.trainer.interrupt).run()
+        evaluator = create_supervised_evaluator(run.net)
+        if how == "amp has ended":
+            amp.deinitialize()
+            amp.initialize(run.net, half_dtype="float16", verbosity=0)
+        else:
+            del run
+            gc.collect()
+        AmpHandler().attach(evaluator)
+        evaluator.run(DATA)
+        assert not amp.is_on()
+
     def test_by_an_exception_after_an_interruption_ends_amp(self) -> None:
         run = Run("O1")
         run.on(Events.ITERATION_COMPLETED(once=6), run.trainer.interrupt)
@@ -422,6 +456,16 @@ class TestSkippedSteps:
         assert run.trainer.state.amp["skipped_steps"] > 1
         assert all(each.isfinite().all() for each in run.net.parameters())
 
+    @pytest.mark.parametrize(
+        ("every", "passed"), [(None, [2, 4, 6, 8, 10, 12]), (2, [2, 4, 6, 8, 10, 12]), (4, [4, 8, 12])]
+    )
+    def test_are_looked_for_in_iterations_with_a_step(self, every: int | None, passed: list[int]) -> None:
+        run, seen = Run("O1", gradient_accumulation_steps=2), []
+        filtered = Events.ITERATION_COMPLETED(event_filter=unless_skipped(run.optimizer, every))
+        run.trainer.add_event_handler(filtered, lambda engine: seen.append(engine.state.iteration))
+        run.run()
+        assert seen == passed
+
 
 class Output(BaseOutputHandler):
     """What the output handlers of ignite's loggers derive from."""
@@ -441,11 +485,34 @@ class TestNumbers:
             lambda engine: logged.append(output._setup_output_metrics_state_attrs(engine, key_tuple=False)),
         )
         run.run()
-        assert len(reads) == 2 + 1  # by the logger, and at the end of the run
+        assert len(reads) == 2 + 2  # by the logger, and at both ends of the run
         assert [each["training/amp/clean_steps"] for each in logged] == [6, 12]
         assert logged[0]["training/amp/loss_scale"] == 1024
         assert dict(run.trainer.state.amp) == {name.removeprefix("training/amp/"): n for name, n in logged[1].items()}
         assert len(run.trainer.state.amp) == len(logged[1])
+
+    def test_are_plain_data_for_users_who_log_the_state(self) -> None:
+        run = Run("O1")
+        live: list[Any] = []
+        run.on(Events.ITERATION_COMPLETED(once=6), lambda: live.append(json.dumps(run.trainer.state.amp))).run()
+        stats = run.trainer.state.amp
+        assert json.loads(live[0]) == {**json.loads(json.dumps(stats)), "clean_steps": 6, "casts": 36}
+        assert f"{stats!r}" == repr(dict(stats)) != "{}"
+        for copied in (copy.deepcopy(stats), stats.copy(), pickle.loads(pickle.dumps(stats)), {**stats}, stats | {}):
+            assert type(copied) is dict
+            assert copied == stats
+
+    def test_are_those_of_the_moment_at_which_they_are_read(self) -> None:
+        engine = Engine(lambda *_: None)
+        AmpHandler().attach(engine)
+        assert engine.state.amp == {}
+        net = Net()
+        amp.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), half_dtype="float16", **SCALE)
+        stats = engine.state.amp
+        assert len(stats) == len(list(stats)) == len(stats.keys()) > 0
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}})
+        assert stats["loss_scale"] == stats.get("loss_scale") == dict(stats.items())["loss_scale"] == 8
+        amp.deinitialize()
 
 
 class TestCheckpoints:
@@ -626,6 +693,67 @@ class TestBadInput:
         with pytest.raises(OptionError, match=f"gradient_accumulation_steps is {given!r}; expected a whole number"):
             Run("O1", gradient_accumulation_steps=given)
         amp.deinitialize()
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("loss_fn", None),
+            ("before_step", 1.0),
+            ("prepare_batch", "x"),
+            ("model_transform", None),
+            ("model_fn", 0),
+            ("output_transform", "loss"),
+        ],
+    )
+    def test_of_no_function_raises(self, name: str, value: Any) -> None:
+        with pytest.raises(OptionError, match=f"^{name} is {value!r}; expected a function, "):
+            Run("O1", **{name: value})
+        amp.deinitialize()
+
+    def test_of_a_class_in_place_of_a_loss_function_raises(self) -> None:
+        with pytest.raises(OptionError, match=r"is the class CrossEntropyLoss; .* Type CrossEntropyLoss\(\)"):
+            Run("O1", loss_fn=nn.CrossEntropyLoss)
+        amp.deinitialize()
+
+    @pytest.mark.parametrize("name", ["deterministic", "non_blocking"])
+    def test_of_a_text_for_a_flag_raises(self, name: str) -> None:
+        with pytest.raises(OptionError, match=f"{name} is 'no'; expected True, False"):
+            Run("O1", **{name: "no"})
+        amp.deinitialize()
+
+    @pytest.mark.parametrize("every", [1, 3])
+    def test_of_a_filter_that_lets_iterations_without_a_step_pass_raises(self, every: int) -> None:
+        run = Run("O1", gradient_accumulation_steps=2)
+        passes = unless_skipped(run.optimizer, every)
+        run.trainer.add_event_handler(Events.ITERATION_COMPLETED(event_filter=passes), lambda: None)
+        with pytest.raises(OptionError, match=rf"every={every}.*steps=2.*Leave every out, or type a multiple of 2"):
+            run.run()
+
+    @pytest.mark.parametrize("every", [0, -2, 1.0, True, "2", nn.Linear(1, 1)], ids=str)
+    def test_of_no_number_of_iterations_for_the_filter_raises(self, every: Any) -> None:
+        with pytest.raises(OptionError, match=r"every is .*; expected a whole number of at least 1"):
+            unless_skipped(torch.optim.SGD(Net().parameters(), lr=0.1), every)
+
+    def test_of_another_optimizer_for_the_filter_raises(self) -> None:
+        with pytest.raises(OptionError, match="found Net as an optimizer"):
+            unless_skipped(Net())
+        run, other = Run("O1"), torch.optim.SGD(Net().parameters(), lr=0.1)
+        with pytest.raises(UsageError, match=r"this SGD was never handed to amp.initialize"):
+            unless_skipped(other)
+        amp.deinitialize()
+        unless_skipped(run.optimizer)  # made before amp is on
+
+    @pytest.mark.parametrize("given", ["no", 0, None])
+    def test_of_a_handler_that_may_end_amp_or_not_raises(self, given: Any) -> None:
+        with pytest.raises(OptionError, match=f"deinitialize is {given!r}; expected True"):
+            AmpHandler(given)
+
+    def test_of_a_handler_that_is_attached_to_no_engine_raises(self) -> None:
+        with pytest.raises(OptionError, match=r"found Net to attach .* Type handler\.attach\(trainer\)"):
+            AmpHandler().attach(Net())  # type: ignore[arg-type]
+        for name in ("", "my amp", None):
+            with pytest.raises(OptionError, match=f"name is {name!r}; expected the name of an attribute"):
+                AmpHandler().attach(Engine(lambda *_: None), name)  # type: ignore[arg-type]
 
     def test_of_arguments_by_another_position_than_ignites_raises(self) -> None:
         with pytest.raises(TypeError, match="takes from 3 to 8 positional arguments"):

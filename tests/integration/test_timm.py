@@ -367,6 +367,19 @@ class TestOptimizers:
         with pytest.raises(UsageError, match=rf"create_graph=True.*{level}.*{why}.*half_dtype='bfloat16'"):
             train(model, optimizer, range(1), create_graph=True)
 
+    @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+    def test_second_derivatives_of_attention_exist_if_it_is_not_fused(self):
+        def unfused() -> Any:
+            layers.set_fused_attn(enable=False)
+            try:
+                return transformer()
+            finally:
+                layers.set_fused_attn()
+
+        layers = importlib.import_module("timm.layers")
+        losses = train(*make("O1", torch.bfloat16, unfused, "adahessian"), range(20), create_graph=True)
+        assert losses[-1] < losses[0]
+
     @LEVELS
     def test_layer_decay_and_schedulers_reach_the_groups(self, level):
         model, optimizer = make(level, groups={"layer_decay": 0.5})
@@ -521,6 +534,28 @@ class TestBadInput:
         with pytest.raises(OptionError, match=rf"clip_mode='{given}'.*{answer}"):
             train(model, optimizer, range(1), clip_grad=1.0, clip_mode=given)
         assert all(each.grad is None for each in model.parameters())
+
+    @pytest.mark.parametrize("enabled", [True, False])
+    def test_raises_for_arguments_of_another_kind_before_the_backward_pass(self, enabled):
+        model, optimizer = make("O1", enabled=enabled)
+        scaler, loss = new_scaler(), loss_of(model, 0)
+        with pytest.raises(OptionError, match=r"found AdamW as the loss; expected the tensor.*loss_scaler\(loss, opt"):
+            scaler(optimizer, loss)
+        with pytest.raises(OptionError, match=r"the loss is 0\.5; expected the tensor that the criterion returns"):
+            scaler(0.5, optimizer)
+        with pytest.raises(OptionError, match="found VisionTransformer as an optimizer"):
+            scaler(loss, model)
+        for parameters in (model, optimizer, "head", 1):
+            with pytest.raises(OptionError, match=r"as parameters; .* Type parameters=model\.parameters\(\)"):
+                scaler(loss, optimizer, 1.0, parameters=parameters)
+        for name in ("need_update", "create_graph"):
+            with pytest.raises(OptionError, match=f"{name} is 'no'; expected True, False"):
+                scaler(loss, optimizer, **{name: "no"})
+        for clip_grad in (-1.0, float("nan"), "1.0", True, model.parameters(), torch.ones(2)):
+            with pytest.raises(OptionError, match=r"clip_grad is .*; expected a number from 0 on"):
+                scaler(loss, optimizer, clip_grad)
+        assert all(each.grad is None for each in model.parameters())
+        scaler(loss, optimizer, torch.tensor(1.0))
 
     def test_raises_inside_autocast(self):
         model, optimizer = make("O1")

@@ -718,10 +718,16 @@ class TestBadInput:
             class Wrong(Seq2SeqTrainer, AmpatchMixin):
                 pass
 
+    def test_arguments_of_amp_among_those_of_the_trainer_raise(self, tmp_path: Path) -> None:
+        with pytest.raises(OptionError, match=r"opt_level is an argument of amp.*Type amp=\{'opt_level': 'O2'\}"):
+            AmpatchTrainer(bert(), arguments(tmp_path), opt_level="O2")
+        with pytest.raises(OptionError, match=r"amp is False; expected an opt level.*amp='O0' turns amp off"):
+            AmpatchTrainer(bert(), arguments(tmp_path), amp=False)
+
     def test_a_session_of_the_users_own_raises(self, tmp_path: Path) -> None:
         trainer = make(tmp_path)
         amp.initialize(bert(), verbosity=0)
-        with pytest.raises(UsageError, match="set up already"):
+        with pytest.raises(UsageError, match=r"but the trainer sets it up itself.*arguments to the trainer"):
             trainer.train()
         amp.deinitialize()
 

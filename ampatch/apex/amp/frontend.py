@@ -62,7 +62,7 @@ def _initialize(*args: Any, **kwargs: Any) -> Any:
     session = runtime.live
     if given.get("enabled", True) and session is not None:
         _amp_state.verbosity = given.get("verbosity", 1)
-        if _amp_state.verbosity:
+        if _amp_state.verbosity > 0:
             announce(session.settings.properties)
         optimizers = given.get("optimizers")
         for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
