@@ -257,7 +257,7 @@ def _table_of_numbers(result: Comparison) -> Iterator[Any]:
 
 
 def _tables_of_calls(result: Comparison) -> Iterator[Any]:
-    told = _told_rows(result)
+    told = telling_rows(result.rows, result.first, result.worst)
     cells = [
         (
             str(row.number),
@@ -274,7 +274,7 @@ def _tables_of_calls(result: Comparison) -> Iterator[Any]:
     yield from _table("Calls above the noise", heads, cells, len(told))
     groups = [group for group in result.functions if group.error > 0]
     by_function = [
-        (_short(group.name), str(group.calls), str(group.above), _error(group.error), _error(group.own_error))
+        (short(group.name), str(group.calls), str(group.above), _error(group.error), _error(group.own_error))
         for group in groups[:_ROWS]
     ]
     yield from _table("By function", ["function", "calls", "above noise", "error", "own"], by_function, len(groups))
@@ -286,11 +286,13 @@ def _tables_of_calls(result: Comparison) -> Iterator[Any]:
     yield f"In one step only: {len(casts)} casts, {others} other calls, of {len(result.rows)} rows (to_dict has all)."
 
 
-def _told_rows(result: Comparison) -> list[ComparedRow]:
+def telling_rows(
+    rows: Iterable[ComparedRow], first: ComparedRow | None, worst: ComparedRow | None
+) -> list[ComparedRow]:
     """Returns the rows above the noise: the first, the worst and those where b parts from a come before others."""
-    above = [row for row in result.rows if row.is_above_noise]
+    above = [row for row in rows if row.is_above_noise]
     ranked = sorted(above, key=lambda row: (not row.starts, -(row.error or 0.0)))
-    return list(dict.fromkeys([row for row in (result.first, result.worst) if row in above] + ranked))
+    return list(dict.fromkeys([row for row in (first, worst) if row in above] + ranked))
 
 
 def _table(title: str, heads: Sequence[str], cells: Sequence[Sequence[str]], count: int) -> Iterator[Any]:
@@ -310,11 +312,12 @@ def _table(title: str, heads: Sequence[str], cells: Sequence[Sequence[str]], cou
 
 
 def _called(row: ComparedRow) -> str:
-    name = _short(row.function)
+    name = short(row.function)
     return name if row.operator in ("", *row.function.split(".")) else f"{name} ({row.operator})"
 
 
-def _short(path: str) -> str:
+def short(path: str) -> str:
+    """Returns the path of a torch function without the namespaces that everybody knows."""
     prefix = next((prefix for prefix in _NO_PREFIX if path.startswith(prefix)), "")
     return path.removeprefix(prefix)
 
@@ -330,7 +333,7 @@ def _error(number: float | None) -> str:
 def owner_of(row: ComparedRow) -> str:
     """Returns what a number of a report belongs to: a function, a module, a parameter, a line or a step."""
     step = "" if row.step is None else f"step {row.step}"
-    return _short(row.function) or _module(row) or row.parameter or row.place or step
+    return short(row.function) or _module(row) or row.parameter or row.place or step
 
 
 def _number(number: float | None) -> str:
