@@ -11,7 +11,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,7 @@ class Runtime:
         registered: functions that the user registered, for all later sessions.
         may_replace: True if a session with other settings replaces the live one, as in Apex; if False, that raises.
         replaced: models and optimizers of replaced sessions; None if no session was replaced.
+        before_close: called with the live session before it is taken down; `amp.report` notes its settings.
     """
 
     live: Session | None = None
@@ -48,6 +49,7 @@ class Runtime:
     registered: list[Registration] = field(default_factory=list)
     may_replace: bool = False
     replaced: Replaced | None = None
+    before_close: list[Callable[[Session], None]] = field(default_factory=list)
 
 
 runtime = Runtime()
@@ -81,6 +83,8 @@ def open_session(settings: Settings, device_types: Iterable[str]) -> Session:
 def close_session(session: Session) -> None:
     """Takes a session down if it is the live one; otherwise does nothing."""
     if session is runtime.live:
+        for told in runtime.before_close:
+            told(session)
         runtime.live = None
         session.take_down()
 
