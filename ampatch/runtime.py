@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel import DistributedDataParallel
 
 from ampatch import compilers, tracing
+from ampatch.casting import cast_observers
 from ampatch.errors import OptionError, UsageError
 from ampatch.patching import adopted_model, cast_labels, casting_mode
 from ampatch.patching.adapters import Adapt
@@ -165,6 +167,9 @@ def decorate(function: Any, kind: str) -> Any:
             adapt = session.adapters[kind]
             if session.settings.profile_casts:
                 adapt = cast_labels.named(adapt, name)
+        observer = None if is_dynamo_compiling() else cast_observers.observer
+        if observer is not None and not observer.is_calling(function):
+            return observer.call(function, wrapper, args, kwargs)
         adapted = None
         try:
             adapted = adapt(args, kwargs)
