@@ -142,7 +142,7 @@ def full(blocks: int = 2, steps: int = 120, seed: int = 0) -> dict[str, Any]:
                 "dtype": "float16",
                 "size": [4096, 768, 50257],
                 "calls": steps,
-                "pads": [0, 0, 7],
+                "pads": [4096, 768, 50264],
             }
         ],
         modules=list(_modules(blocks, draw)),

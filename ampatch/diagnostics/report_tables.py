@@ -115,7 +115,7 @@ def misaligned(data: Mapping[str, Any]) -> Table:
     cells = tuple(
         (
             _source(row, ""),
-            Cell(short(row["function"]), row["function"], below=(Line(_module(row["module"])),)),
+            Cell(short(row["function"] or DASH), row["function"] or "", below=(Line(_module(row["module"])),)),
             Cell(row["dtype"]),
             Cell(_sizes(row["size"]), ", ".join(map(str, row["size"])), kind="number"),
             Cell(_sizes(row["pads"]), ", ".join(map(str, row["pads"])), kind="number"),
@@ -123,7 +123,7 @@ def misaligned(data: Mapping[str, Any]) -> Table:
         )
         for row in data["misaligned"]
     )
-    heads = ("Line", "Function and module", "Type", f"m {TIMES} k {TIMES} n", "Padding", "Calls")
+    heads = ("Line", "Function and module", "Type", f"m {TIMES} k {TIMES} n", "Padded to", "Calls")
     return Table("misaligned", "Products with sizes that are no multiples of 8", heads, cells)
 
 
