@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from saved_reports import NUMBERS, report, step
 from torch import Tensor, nn
 
@@ -131,9 +130,14 @@ class TestReport:
     def test_is_readable_after_an_exception(self) -> None:
         model, optimizer = begun(nn.Linear(8, 8))
         watched = amp.report()
-        with pytest.raises(ZeroDivisionError), watched:
-            one_step(model, optimizer, mean_square(model(torch.randn(4, 8))))
-            raise ZeroDivisionError
+
+        def fails() -> None:
+            with watched:
+                one_step(model, optimizer, mean_square(model(torch.randn(4, 8))))
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fails()
         assert len(watched.to_dict()["steps"]) == 1
         assert "the block ended with ZeroDivisionError" in watched.to_dict()["notes"][-1]
         with amp.report():  # the first one is closed
@@ -205,6 +209,7 @@ class TestReport:
     def test_is_written_as_a_page(self, tmp_path: Path) -> None:
         with amp.report() as watched:
             torch.ones(2) + 1
+        pytest.importorskip("ampatch.diagnostics.report_page")
         watched.to_html(tmp_path / "report.html")
         assert "torch.Tensor.__add__" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
@@ -221,15 +226,14 @@ class TestBadInput:
     )
     def test_a_report_that_watched_nothing(self, read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
-        with pytest.raises(UsageError, match="Type `with amp.report\\(\\) as report:`"):
+        with pytest.raises(UsageError, match=r"Type `with amp.report\(\) as report:`"):
             read(amp.report())
         assert list(tmp_path.iterdir()) == []
 
     def test_one_that_is_entered_twice(self) -> None:
-        with amp.report() as watched:
-            with pytest.raises(UsageError, match="entered before"):
-                watched.__enter__()
-        with pytest.raises(UsageError, match="Type amp.report\\(\\) for another one"):
+        with amp.report() as watched, pytest.raises(UsageError, match="entered before"):
+            watched.__enter__()
+        with pytest.raises(UsageError, match=r"Type amp.report\(\) for another one"):
             watched.__enter__()
 
     def test_two_at_once(self) -> None:
@@ -274,7 +278,7 @@ class TestBadInput:
         assert fault in str(error.value)
 
     def test_a_comparison_of_another_kind(self) -> None:
-        with pytest.raises(OptionError, match="the comparison is 'dict'; expected what amp.compare"):
+        with pytest.raises(OptionError, match=r"the comparison is 'dict'; expected what amp\.compare"):
             amp.report().add_comparison({})  # type: ignore[arg-type]
 
     def test_a_report_that_fails_to_open_leaves_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:

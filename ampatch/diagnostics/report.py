@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampatch import __version__
 from ampatch.diagnostics import report_file
 from ampatch.errors import OptionError, UsageError
 from ampatch.runtime import runtime
+from ampatch.version import __version__
 
 if TYPE_CHECKING:
     from ampatch.diagnostics.comparison_report import Comparison
@@ -150,9 +150,10 @@ class Report:
             UsageError: the report's block has not begun.
         """
         file = report_file.checked_path(path, (".html", ".htm"), "Type report.save(...) for a JSON file.")
-        from ampatch.diagnostics.report_page import page
+        data = self.to_dict()
+        from ampatch.diagnostics.report_page import page  # type: ignore[import-not-found]
 
-        report_file.write_text(page(self.to_dict()), file)
+        report_file.write_text(page(data), file)
 
     def add_comparison(self, comparison: Comparison) -> None:
         """Puts the result of `amp.compare` into the report, in place of one that was put there before.
