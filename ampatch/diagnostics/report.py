@@ -151,7 +151,7 @@ class Report:
         """
         file = report_file.checked_path(path, (".html", ".htm"), "Type report.save(...) for a JSON file.")
         data = self.to_dict()
-        from ampatch.diagnostics.report_page import page  # type: ignore[import-not-found]
+        from ampatch.diagnostics.report_page import page
 
         report_file.write_text(page(data), file)
 
