@@ -21,12 +21,15 @@ _SKIPS_IN_A_ROW = 3
 _SKIPPED_SHARE, _STEPS_FOR_SHARE = 0.05, 40
 #: Share of all bytes written by casts from which on a blacklisted function is worth a sentence.
 _COSTLY = 0.25
+#: ``init_scale`` of `amp.initialize` where none is given.
+_USUAL_SCALE = 2.0**16
 #: Sentences about each kind of finding.
 _MOST_OF_A_KIND = 3
 _HALF_TYPES = ("float16", "bfloat16")
+#: Where casts are off, so that a whitelisted function runs in float32.
 _CASTS_OFF = (
-    "they run before amp.initialize or after amp.deinitialize, inside amp.disable_casts, in an optimizer's step, or on "
-    "a device that has none of the model's parameters"
+    "before amp.initialize, inside amp.disable_casts, in an optimizer's step, and on devices that have none of the "
+    "model's parameters"
 )
 
 
@@ -148,6 +151,20 @@ def _underflow(data: Mapping[str, Any]) -> Iterator[Advice]:
         )
 
 
+def _all_zero(data: Mapping[str, Any]) -> Iterator[Advice]:
+    """Finds gradients that the half type has flushed to zero before they were counted."""
+    found, settings = data["underflow"], data["settings"]
+    if found is None or settings is None or found["half"] != "float16" or found["exponents"] or not found["zeros"]:
+        return
+    if found["scale"] < _USUAL_SCALE:
+        options = options_for(_USUAL_SCALE, settings["loss_scale"] == "dynamic")
+        text = (
+            f"Type amp.initialize(..., {options}): at a loss scale of {found['scale']:g}, all gradients are zero, as "
+            "float16 makes zero of small numbers."
+        )
+        yield Advice("underflow", text)
+
+
 # Casts
 
 
@@ -177,6 +194,24 @@ def _calls(row: Mapping[str, Any]) -> int:
 
 def _is_half(types: Mapping[str, int]) -> bool:
     return any(each in _HALF_TYPES for each in types)
+
+
+def _undone(data: Mapping[str, Any]) -> Iterator[Advice]:
+    """Finds tensors that were half, were cast to float32, and are cast back without a use in between."""
+    for row in sorted(data["functions"], key=lambda row: -row["undone"]):
+        if not row["undone"]:
+            return
+        line = _line_of(data, row["name"])
+        what = (
+            f"{row['name']}{_at(line)} casts back to half what was cast from half to float32 before, in "
+            f"{_times(row['undone'], 'cast')}"
+        )
+        if row["name"].startswith("forward of "):
+            half = data["settings"]["half_dtype"] if data["settings"] else "float16"
+            cure = f"Type amp.initialize(..., cast_model_outputs={half!r}), so that one model's outputs stay half"
+        else:
+            cure = "Leave out the cast to float32, such as x.float()"
+        yield _on_line("undone", f"{cure}: {what}.", line, row["name"])
 
 
 def _rounded(data: Mapping[str, Any]) -> Iterator[Advice]:
@@ -219,10 +254,10 @@ def _not_half(data: Mapping[str, Any]) -> Iterator[Advice]:
     for row in data["functions"]:
         calls = sum(each["calls"] for each in row["types"] if {"float32"} == {*each["in"], *each["out"]})
         if row["rule"] == "whitelist" and calls:
-            line = _line_of(data, row["name"]) if calls == row["calls"] else None
+            line = _line_of(data, row["name"])
             text = (
-                f"See why {row['name']} ran in float32 in {_times(calls)}{_at(line)}, though the whitelist has it: "
-                f"{_CASTS_OFF}."
+                f"See why casts are off{_at(line)}: {row['name']} ran in float32 in {_times(calls)}, though the "
+                f"whitelist has it; casts are off {_CASTS_OFF}."
             )
             yield _on_line("not half", text, line, row["name"])
 
@@ -259,8 +294,11 @@ def _misaligned(data: Mapping[str, Any]) -> Iterator[Advice]:
     done = set()
     for row in data["misaligned"]:
         names = _SIZES.get(classes.get(row["module"], ""), ("m", "k", "n"))
-        sizes = zip(names, row["size"], row["pads"], strict=True)
+        # k and n alone are distances between rows in memory.
+        sizes = list(zip(names, row["size"], row["pads"], strict=True))[1:]
         told = [f"{name} from {size} to {pad}" for name, size, pad in sizes if size != pad]
+        if not told:
+            continue
         owner = (
             f"{row['module']} ({classes[row['module']]})"
             if row["module"] in classes
@@ -288,17 +326,17 @@ def _patches(data: Mapping[str, Any]) -> bool:
 
 
 def _line_of(data: Mapping[str, Any], function: str) -> Mapping[str, Any] | None:
-    """Returns the line whose calls of a function had most bytes cast."""
+    """Returns the line that calls a function; None if several do, as the report counts findings by function."""
     rows = [row for row in data["lines"] if function in row["functions"]]
-    return max(rows, key=lambda row: row["cast_bytes"], default=None)
+    return rows[0] if len(rows) == 1 else None
 
 
 def _at(line: Mapping[str, Any] | None) -> str:
     return "" if line is None or line["file"] is None else f" at {shown_path(line['file'])}:{line['line']}"
 
 
-def _times(calls: int) -> str:
-    return "1 call" if calls == 1 else f"{calls:,} calls"
+def _times(number: int, what: str = "call") -> str:
+    return f"1 {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def _on_line(kind: str, text: str, line: Mapping[str, Any] | None, function: str | None) -> Advice:
@@ -311,6 +349,8 @@ _FINDERS: tuple[Callable[[Mapping[str, Any]], Iterator[Advice]], ...] = (
     _not_finite,
     _skips,
     _underflow,
+    _all_zero,
+    _undone,
     _weights_cast_again,
     _rounded,
     _not_half,
