@@ -210,6 +210,10 @@ ORDERS: dict[str, tuple[int, list[Event]]] = {
         2,
         [forward(0), forward(1, factor=2), block(), block(), step(), forward(0), forward(1), block(1), block(), step()],
     ),
+    "a plain one of another model, then under no_sync": (
+        2,
+        [forward(1), plain(), forward(0, sync=False), block(), forward(0), block(), forward(0), plain(), step()],
+    ),
     "two models, one of which accumulates": (
         2,
         [forward(0, sync=False), block(), forward(0, factor=2), forward(1), block(1), block(), step()],
