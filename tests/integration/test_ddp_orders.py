@@ -316,6 +316,8 @@ class Draw:
 
     def clear(self, model: int) -> None:
         how = self.chance.choice(["optimizer to None", "optimizer to zeros", "model to None", "model to zeros"])
+        if self.setting.has_heads and how == "optimizer to zeros":
+            how = "model to zeros"  # at O2 the former leaves None, and torch raises if an unused parameter has that
         self.events.append(clear(model, how))
         together = self.of_optimizer(model)
         # Of a shared optimizer's gradients amp leaves all scaled while some wait, even if those are cleared then.
