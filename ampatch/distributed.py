@@ -92,8 +92,9 @@ class Ranks:
         if wrapper not in self._ddp:
             ignored = wrapper.parameters_to_ignore
             reduced = tuple(each for name, each in wrapper.module.named_parameters() if name not in ignored)
-            self._ddp[wrapper] = _Replica(reduced, frozenset(map(id, reduced)), _reductions_of(wrapper))
-            self._ddp[wrapper].has_views = wrapper.gradient_as_bucket_view
+            self._ddp[wrapper] = _Replica(
+                reduced, frozenset(map(id, reduced)), bool(wrapper.gradient_as_bucket_view), _reductions_of(wrapper)
+            )
 
     def forget(self, wrapper: DistributedDataParallel) -> None:
         """Drops the record of a wrapper that no training goes on in."""
@@ -121,12 +122,13 @@ class Ranks:
         """Returns what `after_backward` needs to see gradients that a backward pass adds and DDP does not reduce.
 
         Args:
-            is_in_block: whether the backward pass runs in a block. The block itself sees what its first one adds.
+            is_in_block: whether the backward pass runs in a block. The block itself sees what is added before DDP
+                has reduced anything in it.
         """
         return [
             (replica, replica.count, _moments_of(replica.parameters))
             for replica in self._look()
-            if replica.is_reduced or not is_in_block
+            if replica.count != replica.count_at_begin or not is_in_block
         ]
 
     def after_backward(self, before: list[tuple[_Replica, int, _Moments]]) -> None:
@@ -264,19 +266,21 @@ class _Replica:
     Attributes:
         parameters: the parameters whose gradients it reduces.
         ids: their ids.
+        has_views: True if gradients are views of DDP's buckets, and DDP replaces tensors that are not.
         seen: what `_reductions_of` returned at the last look.
         count: number of times that a look has found reductions.
-        count_at_end: this number at the end of the last block.
-        has_views: True if gradients are views of DDP's buckets, and DDP replaces tensors that are not.
+        count_at_begin: this number when the last block began.
+        count_at_end: this number when the last block of an optimizer with these parameters ended.
         has_unreduced: True if a gradient waits for a later backward pass to reduce it.
     """
 
     parameters: tuple[Tensor, ...]
     ids: frozenset[int]
+    has_views: bool
     seen: object
     count: int = 0
+    count_at_begin: int = 0
     count_at_end: int = 0
-    has_views: bool = False
     has_unreduced: bool = False
 
     def look(self, wrapper: DistributedDataParallel) -> None:
@@ -307,7 +311,11 @@ class ReplicasInBlock:
         self._ranks = ranks
         self._ids = ids
         # With the number of reductions so far.
-        self._replicas = [(each, each.count) for each in ranks._look() if not ids.isdisjoint(each.ids)]
+        self._replicas: list[tuple[_Replica, int]] = []
+        for each in ranks._look():
+            each.count_at_begin = each.count
+            if not ids.isdisjoint(each.ids):
+                self._replicas.append((each, each.count))
         self._before: list[_Moments] | None = None  # None: the block began without gradients
         #: True if a backward pass since the last block has reduced the gradients of all wrappers.
         self.were_reduced = all(each.is_reduced for each, _ in self._replicas)

@@ -610,6 +610,41 @@ class TestSeveralLosses:
             losses[0].backward()
 
 
+@every_half
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+class TestBackwardPassesAfterADelayedBlock:
+    """Outside of any block: the next block would divide their gradients by the scale with those that are scaled."""
+
+    def delayed(self, opt_level: str, half_dtype: torch.dtype) -> tuple[nn.Module, Any]:
+        model, optimizer = begun(opt_level=opt_level, half_dtype=half_dtype, loss_scale=8.0)
+        with amp.scale_loss(loss_of(model), optimizer, delay_unscale=True) as scaled:
+            scaled.backward()
+        return model, optimizer
+
+    def test_raise_and_add_nothing(self, opt_level, half_dtype):
+        model, _ = self.delayed(opt_level, half_dtype)
+        before = [p.grad.clone() for p in model.parameters()]
+        with pytest.raises(UsageError, match=r"delay_unscale=True has left scaled.* Type: with amp\.scale_loss"):
+            loss_of(model).backward()
+        assert all(map(torch.equal, before, [p.grad for p in model.parameters()]))
+        model.zero_grad()
+
+    def test_run_where_they_reach_other_parameters_or_no_gradient(self, opt_level, half_dtype):
+        model, _ = self.delayed(opt_level, half_dtype)
+        loss_of(network()).backward()
+        torch.autograd.grad(loss_of(model), list(model.parameters()))
+        model.zero_grad()
+
+    def test_run_once_the_gradients_were_dropped(self, opt_level, half_dtype):
+        model, optimizer = self.delayed(opt_level, half_dtype)
+        model.zero_grad()
+        loss_of(model).backward()
+        expected = [p.grad.float() * 2 for p in model.parameters()]
+        with amp.scale_loss(loss_of(model), optimizer) as scaled:
+            scaled.backward()
+        torch.testing.assert_close([p.grad.float() for p in model.parameters()], expected, rtol=1e-2, atol=1e-3)
+
+
 class TestLossesBesideTheScaledOne:
     """In its block, where their gradients are divided by the scale with the others."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -222,16 +222,22 @@ class OptimizerGradients:
             self.masters.gradients.note_cleared()
             self.note_unscaled()
 
-    def refuse_unscaled(self, parameter: Tensor) -> NoReturn:
-        """Raises `UsageError`: a backward pass without scale would add to the scaled gradient of this parameter."""
-        assert self.scaled_by is not None
+    def check_not_reached(self, leaves: Collection[int]) -> None:
+        """Raises `UsageError` if a backward pass without scale would add to these gradients, which are scaled.
+
+        Args:
+            leaves: ids of the leaves that it reaches.
+        """
+        reached = next((each for each in self.model_parameters() if id(each) in leaves), None)
+        if self.scaled_by is None or reached is None:
+            return
         why = (
             "which waits, scaled, for DistributedDataParallel or FSDP to reduce it together with that of a later block"
             if self.scaled_by.is_postponed
             else "which a block of amp.scale_loss with delay_unscale=True has left scaled"
         )
         raise UsageError(
-            f"this backward pass would add to the gradient of {self.masters.name_of(parameter)}, {why}; that block "
+            f"this backward pass would add to the gradient of {self.masters.name_of(reached)}, {why}; that block "
             "would divide the sum by the scale. Type: with amp.scale_loss(loss, optimizer) as scaled_loss: "
             "scaled_loss.backward(); or, to drop the scaled gradients, optimizer.zero_grad(), which has to set them to "
             "None."

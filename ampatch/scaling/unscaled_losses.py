@@ -17,7 +17,6 @@ from torch.autograd.graph import GradientEdge, Node
 
 from ampatch.errors import warn
 from ampatch.ledger import PatchLedger
-from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.scaled_block import Blocks, ScaledBlock
 
 
@@ -41,7 +40,8 @@ def watch(ledger: PatchLedger, active: Callable[[], Blocks | None]) -> None:
         inputs = frozenset(map(id, args[3])) if len(args) > 3 else frozenset()
         if accumulates:
             _check_left_scaled(outputs, inputs, blocks)
-        before = blocks.ranks.before_backward(blocks.is_any_open) if blocks.ranks.replicates else []
+        adds_in_ddp = accumulates and blocks.ranks.replicates
+        before = blocks.ranks.before_backward(blocks.is_any_open) if adds_in_ddp else []
         result = original(outputs, *args, **kwargs)
         if before:
             blocks.ranks.after_backward(before)
@@ -68,25 +68,19 @@ def _check_left_scaled(outputs: Sequence[Tensor | GradientEdge], inputs: Collect
     left = blocks.left_scaled()
     if not left or (blocks.is_any_open and not blocks.watched):  # a block that is not watched may be the loss's own
         return
-    names: dict[int, OptimizerGradients] = {}
     for gradients in left:
         gradients.settle_left_scaled()
-        if gradients.scaled_by is not None and not gradients.scaled_by.is_one:
-            names |= dict.fromkeys(map(id, gradients.model_parameters()), gradients)
-    if not names:
-        return
+    left = [each for each in left if each.scaled_by is not None and not each.scaled_by.is_one]
     scaled = {node for each in blocks.watched for node in each.watched}
-    for output in outputs:
-        node = output.node if isinstance(output, GradientEdge) else output.grad_fn
+    for output in outputs if left else ():
         # A backward pass in pieces begins with an intermediate tensor and a gradient that is scaled already.
-        if node is None or not isinstance(output, Tensor) or output.numel() != 1:
+        if not isinstance(output, Tensor) or output.numel() != 1 or output.grad_fn is None:
             continue
-        nodes, found = _walk(node, scaled)
-        if found is not None:
-            continue
-        for key, leaf in leaves_among(nodes).items():
-            if key in names and (not inputs or key in inputs):
-                names[key].refuse_unscaled(leaf)
+        nodes, found = _walk(output.grad_fn, scaled)
+        if found is None:
+            leaves = leaves_among(nodes).keys()
+            for each in left:
+                each.check_not_reached(leaves & inputs if inputs else leaves)
 
 
 def _follow(

@@ -461,7 +461,7 @@ class MasterGradients:
         for pair in self._pairs.values():
             if pair.gradient is _Gradient.BASE and id(pair.parameter) in ids:
                 pair.master.grad = None
-                pair.leave(_Gradient.BASE)
+                pair.leave(_Gradient.NEW if pair.parameter.grad is None else _Gradient.BASE)
 
     def copy_to_half(self) -> None:
         """Writes the masters' gradients, rounded, to the half gradients again, after the masters' were changed."""
