@@ -244,7 +244,7 @@ class Session:
         found by reading from the device.
         """
         self.cache.end_iteration()
-        self.settle_replaced()
+        self._settle_replaced()
         self.conversion.take_back()
         for adopted in list(self._optimizers.values()):
             if self.has_masters and not adopted.masters.is_stepping:
@@ -278,7 +278,7 @@ class Session:
             whatever_raises.callback(undo)
             for adopted in list(self._optimizers.values()):
                 whatever_raises.callback(let_go, adopted)
-            whatever_raises.callback(self.settle_replaced)
+            whatever_raises.callback(self._settle_replaced)
         if cut_off:
             message = (
                 "the weights of a model that is in a DistributedDataParallel have the types back that they had before "
@@ -300,7 +300,7 @@ class Session:
     @_with_casts_off
     def adopt(self, models: Iterable[nn.Module], optimizers: Iterable[OptimizerLike]) -> None:
         """Adopts models and optimizers; after an error none of them is adopted."""
-        self.settle_replaced(optimizers)  # which may have parameters that replaced others
+        self._settle_replaced(optimizers)  # which may have parameters that replaced others
         mark, first, device_types = self.ledger.mark(), self.conversion.mark(), set(self.device_types)
         known_models, known_optimizers = set(self._models), set(self._optimizers)
         known_counts = len(self.skip_counts)
@@ -595,7 +595,7 @@ class Session:
             model: limits this to optimizers that update its parameters, since other optimizers may be in a step in
                 another thread; None: all optimizers.
         """
-        self.settle_replaced()
+        self._settle_replaced()
         self.conversion.take_back()
         if self.has_masters:
             for masters in self._masters_of(model):
@@ -615,8 +615,7 @@ class Session:
             self._masters[model] = tuple(map(weakref.ref, found))
         return found
 
-    @_with_casts_off
-    def settle_replaced(self, given: Iterable[OptimizerLike] = ()) -> None:
+    def _settle_replaced(self, given: Iterable[OptimizerLike] = ()) -> None:
         """Decides on the half parameters that user code has replaced in the models; see `ReplacedParameters.settle`."""
         if self._replaced.settle(given):
             for adopted in list(self._optimizers.values()):
@@ -632,7 +631,7 @@ class Session:
     def _prepare_masters(self, masters: MasterWeights) -> None:
         """Gives an optimizer that is about to step the masters of what the models have now."""
         masters.search_replaced(self._replaced)
-        self.settle_replaced()
+        self._settle_replaced()
         self._replaced.tell()
 
     @_with_casts_off
@@ -726,7 +725,7 @@ class Session:
     def master_params(self, optimizer: OptimizerLike) -> Iterator[Tensor]:
         """Returns the parameters that an optimizer updates, up to date, with their gradients."""
         gradients = self.adopted(optimizer).gradients
-        self.settle_replaced()
+        self._settle_replaced()
         gradients.synchronise(weights_too=True)
         return gradients.parameters()
 
