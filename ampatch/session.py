@@ -32,7 +32,7 @@ from ampatch.errors import OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native.calls import Accelerator
 from ampatch.opt_levels import HALVES
-from ampatch.patching import adopted_model, autocast_checks, cuda_graphs
+from ampatch.patching import adopted_model, autocast_checks, cuda_graphs, peft_methods
 from ampatch.patching.adapters import Adapters
 from ampatch.patching.cast_labels import LabellingCache
 from ampatch.patching.function_patches import FunctionPatches, Registration
@@ -251,7 +251,7 @@ class Session:
         found by reading from the device.
         """
         self.cache.end_iteration()
-        self.settle_replaced()
+        self._settle_replaced()
         self.conversion.take_back()
         for adopted in list(self._optimizers.values()):
             if self.has_masters and not adopted.masters.is_stepping:
@@ -285,7 +285,7 @@ class Session:
             whatever_raises.callback(undo)
             for adopted in list(self._optimizers.values()):
                 whatever_raises.callback(let_go, adopted)
-            whatever_raises.callback(self.settle_replaced)
+            whatever_raises.callback(self._settle_replaced)
         if cut_off:
             message = (
                 "the weights of a model that is in a DistributedDataParallel have the types back that they had before "
@@ -307,7 +307,7 @@ class Session:
     @_with_casts_off
     def adopt(self, models: Iterable[nn.Module], optimizers: Iterable[OptimizerLike]) -> None:
         """Adopts models and optimizers; after an error none of them is adopted."""
-        self.settle_replaced(optimizers)  # which may have parameters that replaced others
+        self._settle_replaced(optimizers)  # which may have parameters that replaced others
         mark, first, device_types = self.ledger.mark(), self.conversion.mark(), set(self.device_types)
         known_models, known_optimizers = set(self._models), set(self._optimizers)
         known_counts = len(self.skip_counts)
@@ -318,6 +318,7 @@ class Session:
             self._find_wrappers()
             for optimizer in optimizers:
                 self.adopt_optimizer(optimizer)
+            self._warn_of_frozen(optimizers)
         except BaseException:
             self.ledger.undo(since=mark)
             self.conversion.restore(since=first)
@@ -357,6 +358,7 @@ class Session:
             self._functions.rebind_model(model)
         if is_new:
             self._hook(model)
+        peft_methods.adapt(model, self.ledger, self.switch)
 
     def _check_is_no_part(self, model: nn.Module) -> None:
         for other in self._models:
@@ -506,13 +508,37 @@ class Session:
             return
         for parameter in optimizer_state.parameters_of(optimizer):
             if parameter.dtype in HALVES and parameter.requires_grad:
+                eps = _eps_lost_in(parameter.dtype, optimizer)
+                lost = "small updates are lost."
+                if eps is not None:
+                    lost += (
+                        f" In {parameter.dtype}, its eps of {eps:g} is zero: where the square of a gradient is zero "
+                        "as well, it divides by zero, and weights become NaN or infinite."
+                    )
                 warn(
                     f"the {type(optimizer).__name__} updates half weights, such as {self._name_of(parameter)} "
                     f"({parameter.dtype}), and opt_level={self.settings.properties.opt_level!r} makes no float32 "
-                    "masters: small updates are lost, and Adam's eps of 1e-8 is zero in float16. Make these weights "
-                    "float32 before the optimizer (weight.data = weight.data.float()), or use opt_level='O2'."
+                    f"masters: {lost} Make these weights float32 before the optimizer "
+                    "(weight.data = weight.data.float()), or use opt_level='O2'."
                 )
                 return
+
+    def _warn_of_frozen(self, optimizers: Iterable[OptimizerLike]) -> None:
+        """Warns of optimizers that have frozen parameters only, if no optimizer has those that are to be trained."""
+        updated = {id(each) for known in list(self._optimizers.values()) for each in known.gradients.model_parameters()}
+        trained = [each for model in self._models for each in model.parameters() if each.requires_grad]
+        for optimizer in optimizers:
+            parameters = list(optimizer_state.parameters_of(optimizer))
+            if not parameters or any(each.requires_grad for each in parameters):
+                continue
+            if trained and updated.isdisjoint(map(id, trained)):
+                warn(
+                    f"the {type(optimizer).__name__} updates {len(parameters)} parameters, all of which are frozen, "
+                    f"and no optimizer has those that require gradients, such as {self._name_of(trained[0])}. Was it "
+                    "made before get_peft_model, or before the model was frozen? Make it after: optimizer = "
+                    f"torch.optim.{type(optimizer).__name__}([each for each in model.parameters() if "
+                    "each.requires_grad], lr=...)."
+                )
 
     def has_adopted(self, optimizer: object) -> bool:
         """Returns True if the session has adopted the optimizer, or one inside it."""
@@ -576,7 +602,7 @@ class Session:
             model: limits this to optimizers that update its parameters, since other optimizers may be in a step in
                 another thread; None: all optimizers.
         """
-        self.settle_replaced()
+        self._settle_replaced()
         self.conversion.take_back()
         if self.has_masters:
             for masters in self._masters_of(model):
@@ -596,8 +622,7 @@ class Session:
             self._masters[model] = tuple(map(weakref.ref, found))
         return found
 
-    @_with_casts_off
-    def settle_replaced(self, given: Iterable[OptimizerLike] = ()) -> None:
+    def _settle_replaced(self, given: Iterable[OptimizerLike] = ()) -> None:
         """Decides on the half parameters that user code has replaced in the models; see `ReplacedParameters.settle`."""
         if self._replaced.settle(given):
             for adopted in list(self._optimizers.values()):
@@ -613,7 +638,7 @@ class Session:
     def _prepare_masters(self, masters: MasterWeights) -> None:
         """Gives an optimizer that is about to step the masters of what the models have now."""
         masters.search_replaced(self._replaced)
-        self.settle_replaced()
+        self._settle_replaced()
         self._replaced.tell()
 
     @_with_casts_off
@@ -702,11 +727,25 @@ class Session:
         for adopted in list(self._optimizers.values()):
             adopted.gradients.check_not_scaled_when_clipped(grads)
 
+    def updated(self, optimizer: OptimizerLike, parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Returns those of a model's parameters that an optimizer updates, with what it updates in their place.
+
+        Args:
+            optimizer: an adopted optimizer.
+            parameters: parameters of a model, or masters.
+
+        Returns:
+            Pairs of the model's parameter and its master, in the optimizer's order; twice the parameter if it has none.
+        """
+        wanted, own = set(map(id, parameters)), self.adopted(optimizer).gradients.model_parameters()
+        pairs = zip(own, self.master_params(optimizer), strict=True)
+        return [(each, full) for each, full in pairs if id(each) in wanted or id(full) in wanted]
+
     @_with_casts_off
     def master_params(self, optimizer: OptimizerLike) -> Iterator[Tensor]:
         """Returns the parameters that an optimizer updates, up to date, with their gradients."""
         gradients = self.adopted(optimizer).gradients
-        self.settle_replaced()
+        self._settle_replaced()
         gradients.synchronise(weights_too=True)
         return gradients.parameters()
 
@@ -895,6 +934,15 @@ def _check_not_graphed(model: nn.Module) -> None:
                 "which computes in the types in which it was captured. Call amp.initialize first, and "
                 "torch.cuda.make_graphed_callables on what it returns."
             )
+
+
+def _eps_lost_in(dtype: torch.dtype, optimizer: OptimizerLike) -> float | None:
+    """Returns an optimizer's eps that is zero in a half type, as Adam's 1e-8 is in float16; None if there is none."""
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if isinstance(eps, float) and eps and not torch.tensor(eps, dtype=dtype):
+            return eps
+    return None
 
 
 def _is_wrapped_by_scheduler(owner: object, name: str) -> bool:

@@ -600,6 +600,44 @@ class TestGradients:
         else:
             initialize(model, optimizer, opt_level=level)
 
+    @pytest.mark.parametrize(
+        ("half_dtype", "options", "is_lost"),
+        [
+            (torch.float16, {}, True),
+            (torch.float16, {"eps": 1e-4}, False),
+            (torch.bfloat16, {}, False),
+        ],
+        ids=["float16", "larger-eps", "bfloat16"],
+    )
+    def test_an_eps_that_is_zero_in_half_is_warned_of_and_makes_weights_nan(self, half_dtype, options, is_lost):
+        model = nn.Linear(2, 2).to(half_dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+        with pytest.warns(AmpWarning) as told:
+            initialize(model, optimizer, opt_level="O1", half_dtype=half_dtype, loss_scale=1.0)
+        assert ("its eps of 1e-08 is zero" in str(told[0].message)) == is_lost
+        with amp.scale_loss(model(torch.zeros(1, 2)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        assert bool(model.weight.isnan().any()) == is_lost
+
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_one_that_has_frozen_parameters_only_is_warned_of(self, level):
+        model = nn.Sequential(linear(), linear())
+        optimizer = torch.optim.AdamW(model.parameters())
+        model.requires_grad_(False)
+        model.append(linear())
+        with pytest.warns(AmpWarning, match=r"AdamW updates 2 parameters, all of which are frozen.* such as 2\.weight"):
+            initialize(model, optimizer, opt_level=level)
+
+    @pytest.mark.parametrize("case", ["all-frozen", "another-has-them"])
+    def test_one_that_has_frozen_parameters_only_may_be_right(self, case):
+        model = nn.Sequential(linear(), linear())
+        optimizers = [SGD(each.parameters()) for each in model]
+        model[0].requires_grad_(False)
+        if case == "all-frozen":
+            model[1].requires_grad_(False)
+        initialize(model, optimizers, opt_level="O2")
+
     def test_frozen_half_weights_are_not_warned_of(self):
         model = nn.Sequential(linear(), linear().half().requires_grad_(False))
         initialize(model, SGD(model.parameters()), opt_level="O1")

@@ -212,13 +212,14 @@ def another_shape_and_forget(run: Run) -> None:
 
 
 def added_one_under_another_name(run: Run) -> None:
-    reset_and_add(run)
-    run.train()
-    bias = run.norm.bias
-    run.norm.bias = None
-    run.norm.register_parameter("shift", nn.Parameter(bias.detach()))
-    run.norm.register_forward_hook(lambda norm, _, result: result + norm.shift)
+    run.norm.shift = nn.Parameter(torch.zeros_like(run.norm.bias))
+    run.norm.register_forward_hook(lambda norm, _, result: result + sum(each for _, each in norm.named_parameters()))
     run.add(run.norm.shift)
+    run.train(2)
+    shift = run.norm.shift
+    del run.norm.shift
+    run.norm.other = nn.Parameter(shift.detach())
+    run.add(run.norm.other)
 
 
 def delete(run: Run) -> None:

@@ -66,16 +66,14 @@ def updated(parameters: Iterable[Tensor]) -> list[Tensor]:
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if session is None:
         return given
-    ids = set(map(id, given))
     masters: dict[int, Tensor] = {}
     for optimizer in session.optimizers:
-        full = list(amp.master_params(optimizer))
-        gradients = session.adopted(optimizer).gradients
-        own = dict(zip(map(id, gradients.model_parameters()), full, strict=True))
-        if not ids.isdisjoint(own):
+        found = session.updated(optimizer, given)
+        if found:
+            gradients = session.adopted(optimizer).gradients
             gradients.unscale_deferred()
             gradients.check_unscaled("clip where accelerator.sync_gradients is True. These gradients are")
-        masters |= own
+        masters |= {id(each): full for each, full in found}
     return [masters.get(id(each), each) for each in given]
 
 

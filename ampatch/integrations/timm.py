@@ -168,13 +168,14 @@ def _updated(optimizer: Any, parameters: Iterable[Tensor] | Tensor | None) -> li
     Raises:
         OptionError: there are none among the given parameters.
     """
-    updated = list(amp.master_params(optimizer))
+    updated, session = list(amp.master_params(optimizer)), runtime.live
     if parameters is None:
         return updated
-    session = runtime.live
-    own = updated if session is None else session.adopted(optimizer).gradients.model_parameters()
-    wanted = set(map(id, [parameters] if isinstance(parameters, Tensor) else parameters))
-    found = [full for full, each in zip(updated, own, strict=True) if id(full) in wanted or id(each) in wanted]
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if session is None:
+        found = [each for each in updated if any(each is other for other in given)]
+    else:
+        found = [full for _, full in session.updated(optimizer, given)]
     if not found:
         raise OptionError(
             f"found no parameter of this {type(optimizer).__name__} among parameters, so that clip_grad would clip "

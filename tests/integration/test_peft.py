@@ -301,6 +301,13 @@ class TestTraining:
             amp.deinitialize()
         assert_same_state(*weights)
 
+    def test_adalora_that_reads_cleared_gradients_at_o2_raises(self) -> None:
+        model = adapted(torch.float16, METHODS["AdaLoRA"]())
+        optimizer = initialize(model, "O2", torch.float16)
+        train(model, optimizer, steps=1)
+        with pytest.raises(UsageError, match=r"reads gradients.*Type opt_level='O1'"):
+            model.base_model.update_and_allocate(0)
+
     def test_adalora_prunes_ranks_at_o1(self) -> None:
         config = AdaLoraConfig(task_type=TASK, target_modules=["q_proj"], total_step=12, tinit=1, tfinal=4, target_r=2)
         model = adapted(torch.float16, config)
@@ -352,6 +359,20 @@ class TestSaving:
         amp.load_state_dict(kept["amp"])
         assert train(resumed, optimizer) == losses
         assert_same_state(trained_weights(resumed), wanted)
+
+    @EACH_LEVEL
+    @EACH_BASE
+    @pytest.mark.parametrize("method", ["prompt", "prefix", "p-tuning"])
+    def test_saved_prompt_is_that_of_float32_weights(self, method: str, half_base: bool, level: str) -> None:
+        model = adapted(torch.float16 if half_base else torch.float32, METHODS[method]())
+        optimizer = initialize(model, level, torch.float16)
+        train(model, optimizer, steps=2)
+        encoder, saved = model.prompt_encoder, get_peft_model_state_dict(model)["prompt_embeddings"]
+        assert model.prompt_encoder is encoder
+        amp.deinitialize()
+        wanted = get_peft_model_state_dict(model)["prompt_embeddings"]
+        assert wanted.dtype is torch.float32
+        assert_same_bits(saved, wanted)
 
     @EACH_LEVEL
     def test_load_adapter_in_place_sets_what_the_optimizer_updates(self, level: str, tmp_path: Path) -> None:
@@ -478,6 +499,14 @@ class TestSeveralAdapters:
 
 
 class TestMistakes:
+    @EACH_LEVEL
+    def test_an_optimizer_from_before_the_adapter(self, level: str) -> None:
+        base = llama()
+        optimizer = torch.optim.AdamW(base.parameters())
+        model = get_peft_model(base, lora())
+        with pytest.warns(AmpWarning, match=r"AdamW updates \d+ parameters, all of which are frozen.*lora_A"):
+            initialize(model, level, torch.float16, optimizer)
+
     def test_wrapping_a_base_that_amp_has_made_half(self) -> None:
         base = llama()
         amp.initialize(base, opt_level="O2", half_dtype=torch.float16, verbosity=0, init_scale=1024.0)
