@@ -29,6 +29,7 @@ from ampatch.integrations import hidden_leaves
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES, LEVELS
 from ampatch.runtime import runtime
+from ampatch.scaling.scale_use import ScaleUse, has_scaled
 from ampatch.scaling.unscaled_losses import leaves_among, nodes_of
 
 
@@ -409,7 +410,7 @@ class TrainerSession:
             kwargs: keyword arguments of ``original``.
 
         Raises:
-            UsageError: the trainer has no optimizer.
+            UsageError: the trainer has no optimizer, or the loss was scaled in a block that has ended.
         """
         if not self.optimizers:
             raise UsageError(
@@ -456,6 +457,12 @@ class TrainerSession:
             return {}, False
         roots = [each.grad_fn for each in tensors_in(list(_as_tuple(tensors))) if each.grad_fn is not None]
         nodes = {node for root in roots for node in nodes_of(root)}
+        if any(map(has_scaled, nodes)) and not self._is_scaled_by_hand():
+            raise UsageError(
+                "this backward pass begins with a loss that amp.scale_loss has scaled, and the block of amp.scale_loss "
+                f"has ended: the loss would be scaled twice. {self._wording.set_up} scales it: leave amp.scale_loss "
+                "out; or run the backward pass inside of its block."
+            )
         return leaves_among(nodes), not any(map(_may_hide_leaves, nodes))
 
     def _hidden_unscaled(self, visible: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[None]:
@@ -465,7 +472,7 @@ class TrainerSession:
 
         def scale_for(leaf: Tensor) -> Tensor:
             if self._scaler is None:
-                return self._session.scaler(0).snapshot()  # type: ignore[no-any-return]
+                return self._open_uses()[0].scale
             return self._scaler.scale(torch.ones((), device=leaf.device))  # type: ignore[no-any-return]
 
         return hidden_leaves.unscaled(lambda leaves: self._ours(leaves) | visible.keys(), scale_for)
@@ -491,11 +498,15 @@ class TrainerSession:
 
     def _is_scaled_by_hand(self) -> bool:
         """Returns True if this backward pass runs inside the user's own ``amp.scale_loss`` block."""
+        return bool(self._open_uses())
+
+    def _open_uses(self) -> list[ScaleUse]:
+        """Returns the uses of amp's scale in open blocks for the optimizers."""
         session = runtime.live
         if session is None or self._scaler is not None:
-            return False
+            return []
         uses = (session.adopted(optimizer).gradients.scaled_by for optimizer in self.optimizers)
-        return any(each is not None and each.is_open for each in uses)
+        return [each for each in uses if each is not None and each.is_open]
 
     # Scalers given by the user
 
