@@ -8,13 +8,12 @@ collective must depend on which gradients one rank happens to have.
 
 from __future__ import annotations
 
-import enum
 import gc
 import itertools
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ class Ranks:
     def __init__(self) -> None:
         self.has_wrappers = False
         # In the order in which they were found, outer wrappers first. The order is the same on every rank.
-        self._ddp: weakref.WeakKeyDictionary[nn.Module, _Replica] = weakref.WeakKeyDictionary()
+        self._ddp: weakref.WeakKeyDictionary[DistributedDataParallel, _Replica] = weakref.WeakKeyDictionary()
         self._fsdp1: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # of FSDP1
         self._fsdp2: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # of FSDP2
         self._layouts: dict[tuple[Any, tuple[Any, ...]], _Layout] = {}
@@ -87,76 +86,57 @@ class Ranks:
         """True if there is an FSDP model, whose layers have whole weights only while they run."""
         return bool(self._fsdp1) or bool(self._fsdp2)
 
-    def add(self, wrapper: DistributedDataParallel) -> _Replica:
-        """Records a DDP wrapper, if it is new, and returns its record."""
+    def add(self, wrapper: DistributedDataParallel) -> None:
+        """Records a DDP wrapper, if it is new."""
         self.has_wrappers = True
-        replica = self._ddp.get(wrapper)
-        if replica is None:
+        if wrapper not in self._ddp:
             ignored = wrapper.parameters_to_ignore
-            reduced = (each for name, each in wrapper.module.named_parameters() if name not in ignored)
-            replica = self._ddp[wrapper] = _Replica(frozenset(map(id, reduced)))
-        return replica
+            reduced = tuple(each for name, each in wrapper.module.named_parameters() if name not in ignored)
+            self._ddp[wrapper] = _Replica(reduced, frozenset(map(id, reduced)), _reductions_of(wrapper))
+            self._ddp[wrapper].has_views = wrapper.gradient_as_bucket_view
 
     def forget(self, wrapper: DistributedDataParallel) -> None:
         """Drops the record of a wrapper that no training goes on in."""
         self._ddp.pop(wrapper, None)
 
-    def expect_backward(self, wrapper: DistributedDataParallel) -> None:
-        """Records whether the next backward pass reduces gradients, if other code than a forward pass prepares it."""
-        reduces = wrapper.require_backward_grad_sync
-        self.add(wrapper).next = _NextBackward.REDUCES if reduces else _NextBackward.POSTPONES
-
-    def note_forward(self, wrapper: DistributedDataParallel) -> None:
-        """Records at a wrapper's forward pass whether its next backward pass reduces gradients.
-
-        If an earlier forward pass decided that it does, a later one under ``no_sync`` does not change that until a
-        backward pass has run.
-        """
-        replica = self.add(wrapper)
-        if torch.is_grad_enabled() and replica.next is not _NextBackward.REDUCES:
-            replica.next = _NextBackward.REDUCES if wrapper.require_backward_grad_sync else _NextBackward.POSTPONES
-
-    def watch_backward(self, wrapper: DistributedDataParallel, outputs: object) -> None:
-        """Adds hooks to a forward pass's outputs, which record that the backward pass reduces gradients.
-
-        Adds none if the next backward pass does not reduce. The hooks also run outside of a block.
-        """
-        replica = self.add(wrapper)
-        if replica.next is not _NextBackward.REDUCES:
-            return
-
-        def begun(_: Tensor) -> None:
-            if replica.next is _NextBackward.REDUCES:
-                replica.next = _NextBackward.IS_REDUCED
-
-        for tensor in torch.utils._pytree.tree_leaves(outputs):
-            if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(begun)
-
-    def begin_block(self) -> None:
-        """Begins a block: records if a backward pass before it reduced gradients, and resets that state."""
+    def _look(self) -> Iterator[_Replica]:
+        """Yields the records of all DDP wrappers, having noted what the wrappers have reduced since the last look."""
         for wrapper, replica in list(self._ddp.items()):
-            replica.was_reduced = replica.next is _NextBackward.IS_REDUCED
-            if replica.was_reduced:
-                replica.next, replica.has_unreduced = _NextBackward.NONE, False
-            replica.before = _moments_of(wrapper, replica) if replica.has_unreduced else []
+            replica.look(wrapper)
+            yield replica
 
-    def end_block(self, parameters: Iterable[Tensor]) -> None:
-        """Ends a block of an optimizer with these parameters: their reducing backward pass is over, if it has begun."""
-        for wrapper, replica in self._replicas_of(parameters):
-            if replica.next is _NextBackward.POSTPONES:
-                replica.has_unreduced = bool(_moments_of(wrapper, replica))
-            elif not _is_still_to_reduce(wrapper, replica):
-                replica.next, replica.has_unreduced = _NextBackward.NONE, False
-
-    def are_reduced(self, parameters: Iterable[Tensor]) -> bool:
-        """Returns True if a backward pass before the present block has reduced gradients in all wrappers of these."""
-        return all(replica.was_reduced for _, replica in self._replicas_of(parameters))
-
-    def _replicas_of(self, parameters: Iterable[Tensor]) -> list[tuple[Any, _Replica]]:
-        """Returns the wrappers that reduce gradients of these parameters, with their records."""
+    def begin_block(self, parameters: Iterable[Tensor]) -> ReplicasInBlock:
+        """Returns what DDP does in a block that begins now, with gradients of these parameters."""
         ids = set(map(id, parameters)) if self._ddp else set()
-        return [(wrapper, replica) for wrapper, replica in list(self._ddp.items()) if not ids.isdisjoint(replica.ids)]
+        return ReplicasInBlock(self, ids)
+
+    def note_unreduced(self, parameters: Iterable[Tensor]) -> None:
+        """Notes that these have got gradients outside of blocks, which wait unless a backward pass has reduced all."""
+        ids = set(map(id, parameters)) if self._ddp else set()
+        for replica in self._look() if ids else ():
+            if not (replica.is_reduced or ids.isdisjoint(replica.ids)):
+                replica.has_unreduced = True
+
+    def before_backward(self, is_in_block: bool) -> list[tuple[_Replica, int, _Moments]]:
+        """Returns what `after_backward` needs to see gradients that a backward pass adds and DDP does not reduce.
+
+        Args:
+            is_in_block: whether the backward pass runs in a block. The block itself sees what its first one adds.
+        """
+        return [
+            (replica, replica.count, _moments_of(replica.parameters))
+            for replica in self._look()
+            if replica.is_reduced or not is_in_block
+        ]
+
+    def after_backward(self, before: list[tuple[_Replica, int, _Moments]]) -> None:
+        """Notes which wrappers have gradients now that a backward pass has added and DDP has not reduced."""
+        if before:
+            for _ in self._look():
+                pass
+        for replica, count, moments in before:
+            if replica.count == count and not _are_same(moments, _moments_of(replica.parameters)):
+                replica.has_unreduced = True
 
     @property
     def replicates(self) -> bool:
@@ -168,19 +148,16 @@ class Ranks:
         replicated = {id(each) for wrapper in list(self._ddp) for each in wrapper.parameters()}
         return any(id(parameter) in replicated for parameter in parameters)
 
-    def is_postponed(self, parameters: Iterable[Tensor]) -> bool:
-        """Returns True if the last backward pass left a gradient of these for a later backward pass to reduce.
+    def reduced_among(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Returns those of these parameters whose gradients a DDP wrapper reduces."""
+        ids = frozenset().union(*(replica.ids for replica in list(self._ddp.values())))
+        return [parameter for parameter in parameters if id(parameter) in ids]
 
-        A backward pass that bypasses the wrapper also leaves gradients: that of an auxiliary loss of the module inside.
-        """
+    def is_postponed(self, parameters: Iterable[Tensor]) -> bool:
+        """Returns True if FSDP has left a gradient of these for a later backward pass to reduce."""
+        if not self.gathers_weights:
+            return False
         parameters = list(parameters)
-        replicas = [replica for _, replica in self._replicas_of(parameters)]
-        if any(replica.next is _NextBackward.POSTPONES for replica in replicas):
-            return True
-        if not any(replica.next in (_NextBackward.REDUCES, _NextBackward.IS_REDUCED) for replica in replicas):
-            ids = frozenset().union(*(replica.ids for replica in replicas))
-            if any(parameter.grad is not None and id(parameter) in ids for parameter in parameters):
-                return True
         postponed: set[int] = set()
         for module in list(self._fsdp1):
             if not module._sync_gradients:
@@ -189,31 +166,22 @@ class Ranks:
             for group in _parameter_groups(module):
                 if not (group.reduce_grads and (group.all_reduce_grads or not group._is_hsdp)):
                     postponed.update(id(each.sharded_param) for each in group.fsdp_params)
-        return bool(postponed) and any(id(parameter) in postponed for parameter in parameters)
+        return any(id(parameter) in postponed for parameter in parameters) or self.has_held_back(parameters)
 
-    def are_still_to_reduce(self, parameters: Iterable[Tensor]) -> bool:
-        """Returns True if gradients of these wait for a backward pass that a forward pass has prepared.
-
-        So they do if a block for another model's loss stands between the two passes.
-        """
-        if not any(replica.has_unreduced for replica in self._ddp.values()):  # nearly always
-            return False
-        return any(_is_still_to_reduce(*each) for each in self._replicas_of(parameters))
-
-    def has_unreduced(self, parameters: Iterable[Tensor]) -> bool:
+    def has_held_back(self, parameters: Iterable[Tensor]) -> bool:
         """Returns True if FSDP2 holds gradients of these internally that it has not reduced yet."""
-        return any(True for _ in self._unreduced(parameters))
+        return any(True for _ in self._held_back(parameters))
 
-    def drop_unreduced(self, parameters: Iterable[Tensor]) -> None:
+    def drop_held_back(self, parameters: Iterable[Tensor]) -> None:
         """Drops gradients of these that FSDP2 holds internally."""
-        for group in self._unreduced(parameters):
+        for group in self._held_back(parameters):
             group._partial_reduce_output = None
             for each in group.fsdp_params:
                 each.unsharded_accumulated_grad = None
                 if hasattr(each, "_unsharded_param"):
                     each._unsharded_param.grad = None
 
-    def _unreduced(self, parameters: Iterable[Tensor]) -> Iterator[Any]:
+    def _held_back(self, parameters: Iterable[Tensor]) -> Iterator[Any]:
         """Returns FSDP2's parameter groups that hold unreduced gradients and contain any of these parameters."""
         keeping = [
             group
@@ -246,11 +214,13 @@ class Ranks:
 
     def _groups_beside(self, parameters: list[Tensor]) -> Iterator[Group]:
         """Yields the groups of these parameters' DDP wrappers, if no wrapper reduces some of the parameters."""
-        found = self._replicas_of(parameters)
-        ids = frozenset().union(*(replica.ids for _, replica in found))
-        if found and not ids.issuperset(map(id, parameters)):
+        ids = set(map(id, parameters)) if self._ddp else set()
+        found = [(wrapper, replica) for wrapper, replica in list(self._ddp.items()) if not ids.isdisjoint(replica.ids)]
+        reduced = frozenset().union(*(replica.ids for _, replica in found))
+        if found and not reduced.issuperset(ids):
             for wrapper, _ in found:
-                yield Group(wrapper.process_group, wrapper.device_type)
+                group: Any = wrapper.process_group
+                yield Group(group, str(wrapper.device_type))
 
     def are_sharded(self, parameters: Iterable[Tensor]) -> bool:
         """Returns True if other ranks have pieces of these; all ranks must then do the same, gradients or not."""
@@ -283,13 +253,8 @@ class Ranks:
         return _layout_within(flat.get(id(parameter))) if hasattr(parameter, "_fsdp_flattened") else _WHOLE
 
 
-class _NextBackward(enum.Enum):
-    """What the next backward pass through a wrapper does with gradients."""
-
-    REDUCES = "it reduces them, as decided at a forward pass; no backward pass has run since"
-    IS_REDUCED = "a backward pass has run, and reduced them"
-    POSTPONES = "it leaves them unreduced, as decided at the last forward pass"
-    NONE = "none is expected: no forward pass yet, or its backward pass is over"
+# The gradients of some parameters at a moment: for each a reference, and the version counter.
+_Moments = list[tuple[Any, int]]
 
 
 @dataclass(slots=True, eq=False)
@@ -297,40 +262,135 @@ class _Replica:
     """Record of a DDP wrapper.
 
     Attributes:
-        ids: ids of the parameters whose gradients it reduces.
-        next: action of its next backward pass.
-        was_reduced: True if a backward pass before the present block has reduced the gradients.
-        has_unreduced: True if an earlier block has left gradients for a later backward pass to reduce.
-        before: moments of these gradients when the present block began.
+        parameters: the parameters whose gradients it reduces.
+        ids: their ids.
+        seen: what `_reductions_of` returned at the last look.
+        count: number of times that a look has found reductions.
+        count_at_end: this number at the end of the last block.
+        has_views: True if gradients are views of DDP's buckets, and DDP replaces tensors that are not.
+        has_unreduced: True if a gradient waits for a later backward pass to reduce it.
     """
 
+    parameters: tuple[Tensor, ...]
     ids: frozenset[int]
-    next: _NextBackward = _NextBackward.NONE
-    was_reduced: bool = False
+    seen: object
+    count: int = 0
+    count_at_end: int = 0
+    has_views: bool = False
     has_unreduced: bool = False
-    before: list[tuple[int, int]] = field(default_factory=list)
+
+    def look(self, wrapper: DistributedDataParallel) -> None:
+        """Notes whether the wrapper has reduced gradients since the last look."""
+        now = _reductions_of(wrapper)
+        if now != self.seen or _always_reduces(wrapper):
+            self.seen, self.has_unreduced = now, False
+            self.count += 1
+
+    @property
+    def is_reduced(self) -> bool:
+        """True if the wrapper has reduced all gradients since the last block ended, or in the present one."""
+        return self.count != self.count_at_end and not self.has_unreduced
 
 
-def _moments_of(wrapper: nn.Module, replica: _Replica) -> list[tuple[int, int]]:
-    """Returns the ids and version counters of the gradients that a wrapper reduces."""
+class ReplicasInBlock:
+    """The DDP wrappers of a block's optimizers, and what they have reduced in it.
+
+    DDP adds up, in a backward pass that it reduces, all gradients that are there. So those that a block has added
+    without that must stay as they are, until one that reduces.
+
+    Args:
+        ranks: the session's wrappers.
+        ids: ids of the parameters whose gradients the block unscales.
+    """
+
+    def __init__(self, ranks: Ranks, ids: set[int]) -> None:
+        self._ranks = ranks
+        self._ids = ids
+        # With the number of reductions so far.
+        self._replicas = [(each, each.count) for each in ranks._look() if not ids.isdisjoint(each.ids)]
+        self._before: list[_Moments] | None = None  # None: the block began without gradients
+        #: True if a backward pass since the last block has reduced the gradients of all wrappers.
+        self.were_reduced = all(each.is_reduced for each, _ in self._replicas)
+
+    def note_existing(self) -> None:
+        """Notes the present gradients, which the block has not added."""
+        self._before = [_moments_of(self._own(replica)) for replica, _ in self._replicas]
+
+    def unreduced(self) -> set[int]:
+        """Returns the ids of parameters with gradients that wait for a later backward pass to reduce them."""
+        return {key for each, _ in self._replicas if each.has_unreduced for key in each.ids}
+
+    def end(self) -> None:
+        """Notes which wrappers have reduced all gradients, and which have gradients that the block has added."""
+        for _ in self._ranks._look():
+            pass
+        for index, (replica, count) in enumerate(self._replicas):
+            if replica.count == count:
+                parameters = self._own(replica)
+                if all(each.grad is None for each in parameters):
+                    replica.has_unreduced = False
+                elif self._before is None or not _are_same(self._before[index], _moments_of(parameters)):
+                    replica.has_unreduced = True
+            replica.count_at_end = replica.count
+
+    def have_reduced(self) -> bool:
+        """Returns True if all wrappers have reduced their gradients in the block."""
+        return all(replica.count != count and not replica.has_unreduced for replica, count in self._replicas)
+
+    def moved(self) -> set[int]:
+        """Returns the ids of parameters whose gradients DDP may have moved to its buckets in the block."""
+        return {key for each, count in self._replicas if each.has_views and each.count != count for key in each.ids}
+
+    def is_postponed(self, parameters: Iterable[Tensor]) -> bool:
+        """Returns True if a gradient of these waits for a later backward pass to reduce it, when the block has ended.
+
+        A backward pass that bypasses the wrapper also leaves gradients: that of an auxiliary loss of the module inside.
+        """
+        waiting = [replica.ids for replica, _ in self._replicas if replica.has_unreduced]
+        return bool(waiting) and any(
+            parameter.grad is not None and any(id(parameter) in ids for ids in waiting) for parameter in parameters
+        )
+
+    def _own(self, replica: _Replica) -> list[Tensor]:
+        return [each for each in replica.parameters if id(each) in self._ids]
+
+
+def _reductions_of(wrapper: DistributedDataParallel) -> object:
+    """Returns a value that changes whenever a backward pass has reduced the wrapper's gradients.
+
+    Torch measures when each gradient was ready, under no_sync none. In the first backward pass of a static graph
+    it measures nothing, and a flag of the wrapper says that it has run.
+    """
+    return wrapper.reducer.get_backward_stats(), getattr(wrapper, "_static_graph_delay_allreduce_enqueued", False)
+
+
+def _always_reduces(wrapper: DistributedDataParallel) -> bool:
+    """Returns True if other code than torch's reducer reduces, in every backward pass outside of no_sync."""
+    return bool(
+        wrapper.require_backward_grad_sync and (wrapper._use_python_reducer or wrapper._delay_all_reduce_all_params)
+    )
+
+
+def is_about_to_move_gradients(wrapper: DistributedDataParallel) -> bool:
+    """Returns True if a wrapper's next forward pass may replace its buckets, and the gradients that are views of them.
+
+    It does so once, after the first backward pass that reduces.
+    """
+    return wrapper.gradient_as_bucket_view and not wrapper._has_rebuilt_buckets and torch.is_grad_enabled()
+
+
+def _moments_of(parameters: Iterable[Tensor]) -> _Moments:
+    """Returns references to gradients, with version counters. An id could be that of a later gradient."""
     return [
-        (id(grad), grad._version)
-        for parameter in wrapper.parameters()
-        if id(parameter) in replica.ids and (grad := parameter.grad) is not None
+        (None, 0) if (grad := parameter.grad) is None else (weakref.ref(grad), grad._version)
+        for parameter in parameters
     ]
 
 
-def _is_still_to_reduce(wrapper: nn.Module, replica: _Replica) -> bool:
-    """Returns True if gradients of earlier blocks wait for the backward pass that the last forward pass has prepared.
-
-    The gradients tell whether that has run: not all outputs of a forward pass take a hook that would.
-    """
-    return (
-        replica.next is _NextBackward.REDUCES
-        and replica.has_unreduced
-        and bool(replica.before)
-        and replica.before == _moments_of(wrapper, replica)
-    )
+def _are_same(before: _Moments, now: _Moments) -> bool:
+    """Returns True if no gradient was written to or replaced."""
+    # A tensor has one weak reference: `==` would compare the tensors.
+    return all(was is is_now and version == later for (was, version), (is_now, later) in zip(before, now, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,9 +211,6 @@ def after_forward(model: nn.Module, _: object, outputs: object) -> None:
         session.cache.exit_forward(model)
         if outputs is None and session.has_half_weights:  # if the forward raised, torch is still handling the error
             adopted_model.note_types(model, sys.exc_info()[1], session.settings.properties.half_dtype)
-        wrapper = DistributedDataParallel._active_ddp_module
-        if wrapper is not None:
-            session.ranks.watch_backward(wrapper, outputs)
 
 
 @compilers.traced_within_others
@@ -229,12 +226,18 @@ def before_replaced_step(trained: object, *_: object) -> None:
         runtime.replaced.warn_of_training(trained, runtime.live)
 
 
-def after_replicated_forward(wrapper: Any, _: object, outputs: object) -> None:
+def before_replicated_forward(wrapper: Any, _: object) -> None:
+    """Runs before every forward of a DistributedDataParallel wrapper whose gradients are views of its buckets."""
+    session = runtime.live
+    if session is not None:
+        session.expect_moved_gradients(wrapper)
+
+
+def after_replicated_forward(wrapper: Any, *_: object) -> None:
     """Runs after every forward of a DistributedDataParallel wrapper."""
     session = runtime.live
     if session is not None:
         session.note_replicated_forward(wrapper)
-        session.ranks.watch_backward(wrapper, outputs)
 
 
 def after_state_dict(module: nn.Module, saved: dict[str, Any], prefix: str, _: object) -> None:
@@ -244,7 +247,7 @@ def after_state_dict(module: nn.Module, saved: dict[str, Any], prefix: str, _: o
         return
     with session.switch.suspended():
         for name, tensor in conversion_plan.own_tensors(module):
-            full = session.conversion.float32_of(module, name, tensor)
+            full = session.float32_of(module, name, tensor)
             if full is not None:
                 for key in _keys_of(tensor, prefix + name, prefix, saved):
                     saved[key] = full if saved[key] is tensor else full.detach()  # itself with keep_vars=True
@@ -299,6 +302,7 @@ def after_load_state_dict(module: nn.Module, _: object) -> None:
 _HOOKS = Hooks(
     before_forward,
     after_forward,
+    before_replicated_forward,
     after_replicated_forward,
     after_state_dict,
     before_load_state_dict,

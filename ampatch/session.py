@@ -54,7 +54,9 @@ from ampatch.settings import Settings
 from ampatch.switch import Switch
 from ampatch.weights import conversion_plan, copies, optimizer_state, untracked_writes
 from ampatch.weights.conversion import Conversion
+from ampatch.weights.master_gradients import MasterGradients, Pair
 from ampatch.weights.master_weights import MasterWeights, dropping_sums
+from ampatch.weights.replaced_parameters import ReplacedParameters
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -79,6 +81,7 @@ class Hooks:
 
     before_forward: Callable[[nn.Module, Any], None]
     after_forward: Callable[[nn.Module, Any, Any], None]
+    before_replicated_forward: Callable[[nn.Module, Any], None]
     after_replicated_forward: Callable[[nn.Module, Any, Any], None]
     after_state_dict: Callable[[nn.Module, Any, str, Any], None]
     before_load_state_dict: Callable[..., None]
@@ -153,8 +156,14 @@ class Session:
         self.ranks = Ranks()
         self.conversion = Conversion(self._is_of_model)
         self._converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of models with half weights
+        self._replaced = ReplacedParameters(
+            self.conversion, self._converted, lambda: self.optimizers, self.parameter_names
+        )
         self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules among them that compute in float32
-        self._blocks = Blocks(self.ranks, self.cache, self.switch, self._prepare_block, settings.check_finite)
+        self._blocks = Blocks(
+            self.ranks, self.cache, self.switch, self._prepare_block, self._optimizers, settings.check_finite
+        )
+        self._moving: list[tuple[MasterGradients, list[Pair]]] = []  # in the forward pass that runs, see there
         self.overflows = OverflowHandler(settings.on_overflow)
         self.skip_counts: list[SkipCount] = []
         self.loading: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
@@ -202,11 +211,14 @@ class Session:
             handle = register_module_module_registration_hook(self._while_active(Session._take_in))
             self.ledger.on_undo(handle.remove)
         if self.has_masters:
-            keep: Any = self._while_active(Session._keep_updated)
-            self.ledger.on_undo(register_module_parameter_registration_hook(keep).remove)
-        if not all(scaler.is_one for scaler in self.scalers):
+            note = self._while_active(lambda session, *registered: session._replaced.note(*registered))
+            self.ledger.on_undo(register_module_parameter_registration_hook(note).remove)
+            self._replaced.watch_optimizers(self.ledger)
+        is_scaled = not all(scaler.is_one for scaler in self.scalers)
+        if is_scaled:
             clipping.watch(self.ledger, self._while_active(Session._check_clipped))
-            unscaled_losses.watch(self.ledger, self._while_active(lambda session: session._blocks.watched))
+        if is_scaled or self.has_masters:
+            unscaled_losses.watch(self.ledger, self._while_active(lambda session: session._blocks))
         if self._hears_steps:
             self.ledger.on_undo(register_optimizer_step_pre_hook(self._unadopted.before_step).remove)
         if self.has_masters or self.patches_functions:
@@ -239,6 +251,7 @@ class Session:
         found by reading from the device.
         """
         self.cache.end_iteration()
+        self.settle_replaced()
         self.conversion.take_back()
         for adopted in list(self._optimizers.values()):
             if self.has_masters and not adopted.masters.is_stepping:
@@ -272,6 +285,7 @@ class Session:
             whatever_raises.callback(undo)
             for adopted in list(self._optimizers.values()):
                 whatever_raises.callback(let_go, adopted)
+            whatever_raises.callback(self.settle_replaced)
         if cut_off:
             message = (
                 "the weights of a model that is in a DistributedDataParallel have the types back that they had before "
@@ -293,6 +307,7 @@ class Session:
     @_with_casts_off
     def adopt(self, models: Iterable[nn.Module], optimizers: Iterable[OptimizerLike]) -> None:
         """Adopts models and optimizers; after an error none of them is adopted."""
+        self.settle_replaced(optimizers)  # which may have parameters that replaced others
         mark, first, device_types = self.ledger.mark(), self.conversion.mark(), set(self.device_types)
         known_models, known_optimizers = set(self._models), set(self._optimizers)
         known_counts = len(self.skip_counts)
@@ -318,6 +333,8 @@ class Session:
             raise
         # Last, since rounding cannot be undone.
         self.conversion.forget_unclaimed()
+        for adopted in list(self._optimizers.values()):
+            adopted.masters.search_replaced(self._replaced)
         for optimizer in optimizers:
             optimizer_state.cast_state(optimizer, self.conversion.dtype_before)
 
@@ -384,24 +401,6 @@ class Session:
         if module is not None and parent in self._converted:
             self._hook_state_dict(module)
 
-    @_with_casts_off
-    def _keep_updated(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """Returns a module's half parameter that has a master, if user code replaces it by its values in another type.
-
-        In the model without amp it has that type, so that nothing would be replaced. Replaced, it would no longer be
-        what the optimizer updates.
-        """
-        known = module._parameters.get(name)
-        if known is None or parameter is None or not self.conversion.owners_of([known]):
-            return None
-        is_copy = (
-            parameter.dtype is not known.dtype
-            and parameter.requires_grad == known.requires_grad  # or the user freezes it
-            and (parameter.shape, parameter.device) == (known.shape, known.device)
-            and torch.equal(parameter, known.to(parameter.dtype))
-        )
-        return known if is_copy else None
-
     def _hook(self, model: nn.Module) -> None:
         """Hooks the model's forward pass, for casts and for the cache."""
         dtype, outputs = self.settings.properties.cast_model_type, self.settings.cast_model_outputs
@@ -466,6 +465,7 @@ class Session:
             UsageError: a parameter is in two optimizers that would each have a master of it.
         """
         settings = self.settings
+        self._replaced.follow(optimizer)
         for adopted in list(self._optimizers.values()):
             if any(adopted.masters.is_master(parameter) for parameter in optimizer_state.parameters_of(optimizer)):
                 raise UsageError(
@@ -486,6 +486,7 @@ class Session:
                 announce=self.verbose,
                 on_overflow=self.overflows if self.overflows.reports else None,
                 checks_by=self.scalers[0] if settings.check_finite else None,
+                prepare_masters=self._while_active(Session._prepare_masters),
             )
             adopted.install(self.ledger)
         except (AttributeError, TypeError) as error:
@@ -575,6 +576,7 @@ class Session:
             model: limits this to optimizers that update its parameters, since other optimizers may be in a step in
                 another thread; None: all optimizers.
         """
+        self.settle_replaced()
         self.conversion.take_back()
         if self.has_masters:
             for masters in self._masters_of(model):
@@ -593,6 +595,26 @@ class Session:
             found |= self.conversion.owners_of(model.parameters())
             self._masters[model] = tuple(map(weakref.ref, found))
         return found
+
+    @_with_casts_off
+    def settle_replaced(self, given: Iterable[OptimizerLike] = ()) -> None:
+        """Decides on the half parameters that user code has replaced in the models; see `ReplacedParameters.settle`."""
+        if self._replaced.settle(given):
+            for adopted in list(self._optimizers.values()):
+                adopted.masters.make_missing()
+            if not given:  # otherwise their masters are still to be made
+                self.conversion.forget_unclaimed()
+
+    def float32_of(self, module: nn.Module, name: str, tensor: Tensor) -> Tensor | None:
+        """Returns what is saved of a half tensor, and of a float32 copy that replaced one; None: the tensor itself."""
+        full = self.conversion.float32_of(module, name, tensor)
+        return self._replaced.float32_of(module, name, tensor) if full is None else full
+
+    def _prepare_masters(self, masters: MasterWeights) -> None:
+        """Gives an optimizer that is about to step the masters of what the models have now."""
+        masters.search_replaced(self._replaced)
+        self.settle_replaced()
+        self._replaced.tell()
 
     @_with_casts_off
     def complete_masters(self) -> None:
@@ -671,6 +693,7 @@ class Session:
     def master_params(self, optimizer: OptimizerLike) -> Iterator[Tensor]:
         """Returns the parameters that an optimizer updates, up to date, with their gradients."""
         gradients = self.adopted(optimizer).gradients
+        self.settle_replaced()
         gradients.synchronise(weights_too=True)
         return gradients.parameters()
 
@@ -774,6 +797,23 @@ class Session:
         hook = self._hooks.after_replicated_forward
         if hook not in wrapper._forward_hooks.values():
             self.ledger.on_undo(wrapper.register_forward_hook(hook).remove, wrapper)
+            if self.has_masters and wrapper.gradient_as_bucket_view:
+                before = wrapper.register_forward_pre_hook(self._hooks.before_replicated_forward)
+                self.ledger.on_undo(before.remove, wrapper)
+
+    def expect_moved_gradients(self, wrapper: DistributedDataParallel) -> None:
+        """Prepares for a forward pass in which DDP may replace gradients by equal ones: the user has not."""
+        self._moving = []
+        if distributed.is_about_to_move_gradients(wrapper):
+            ids = frozenset(map(id, wrapper.parameters()))
+            for adopted in list(self._optimizers.values()):
+                gradients = adopted.masters.gradients
+                self._moving.append((gradients, gradients.kept(ids)))
+
+    def _note_moved_gradients(self) -> None:
+        moving, self._moving = self._moving, []
+        for gradients, pairs in moving:
+            gradients.note_moved(pairs)
 
     def note_replicated_forward(self, wrapper: DistributedDataParallel) -> None:
         """Notes a forward pass of a wrapper: its settings then decide whether the backward pass reduces gradients.
@@ -787,7 +827,9 @@ class Session:
                 "the others still make, so that their loss scales and float32 masters would go apart. Give all of them "
                 "the same number of batches (drop_last=True), or use opt_level='O1' with a static loss_scale."
             )
-        self.ranks.note_forward(wrapper)
+        self.ranks.add(wrapper)
+        if self._moving:
+            self._note_moved_gradients()
 
     def let_unscale(self, optimizer: OptimizerLike) -> None:
         """Prepares for a `GradScaler`, torch's or ampatch's, that is about to unscale an optimizer's gradients.

@@ -436,47 +436,6 @@ class TestMasters:
         assert {master.dtype for master in masters(optimizer)} == {torch.float32}
 
 
-class TestReplacedParameters:
-    """User code puts another parameter into the place of one that has a master."""
-
-    def test_widened_one_leaves_the_one_that_the_optimizer_updates(self):
-        model = network()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer)
-        updated, saved = model[0].weight, copy.deepcopy(model.state_dict())
-        model[0].weight = nn.Parameter(updated.detach().float())
-        assert model[0].weight is updated
-        assert_same_state(model.state_dict(), saved)  # with the master's bits
-        backward(loss_of(model, 0), optimizer)
-        optimizer.step()
-        assert not torch.equal(model.state_dict()["0.weight"], saved["0.weight"])
-
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda weight: nn.Parameter(weight.detach().clone()),
-            lambda weight: nn.Parameter(weight.detach().float() + 1),
-            lambda weight: nn.Parameter(weight.detach().float()[:2]),
-            lambda weight: nn.Parameter(weight.detach().float().to("meta")),
-            lambda weight: nn.Parameter(weight.detach().float(), requires_grad=False),
-        ],
-        ids=["same-type", "other-values", "other-shape", "other-device", "frozen"],
-    )
-    def test_any_other_is_in_its_place_as_in_torch(self, make):
-        model = network()
-        initialize(model, SGD(model.parameters()))
-        new = make(model[0].weight)
-        model[0].weight = new
-        assert model[0].weight is new
-
-    def test_one_without_a_master_is_replaced(self):
-        model = network().requires_grad_(False)
-        initialize(model)
-        new = nn.Parameter(model[0].weight.detach().float())
-        model[0].weight = new
-        assert model[0].weight is new
-
-
 class TestAddedGroups:
     @pytest.mark.parametrize("when", ["before-backward", "after-backward", "after-step", "after-skipped-step"])
     def test_have_masters_whenever_they_are_added(self, when):

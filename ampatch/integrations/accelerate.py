@@ -212,14 +212,6 @@ class _Prepared:
         with original(autocast_handler), amp.disable_casts() if is_off else contextlib.nullcontext():
             yield
 
-    @contextlib.contextmanager
-    def trigger_sync_in_backward(self, original: Any, model: nn.Module) -> Iterator[None]:
-        """Reports that the next backward pass reduces gradients, which no forward pass has decided."""
-        with original(model):
-            if isinstance(model, DistributedDataParallel):
-                self._session.expect_backward(model)
-            yield
-
     def prepare_optimizer(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Raises for an optimizer that amp does not know, as ``accelerator.backward`` would not scale for it."""
         live = runtime.live
@@ -254,7 +246,6 @@ class _Prepared:
 _AROUND: dict[str, Callable[..., Any]] = {
     "backward": _Prepared.backward,
     "autocast": _Prepared.autocast,
-    "trigger_sync_in_backward": _Prepared.trigger_sync_in_backward,
     "prepare_optimizer": _Prepared.prepare_optimizer,
     "free_memory": _Prepared.end_before,  # clear() calls it
     "end_training": _Prepared.end_before,

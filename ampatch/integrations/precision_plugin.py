@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ampatch import amp
 from ampatch.errors import IntegrationError, OptionError, UsageError
@@ -166,9 +165,7 @@ class PrecisionPlugin:
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Runs the module's `backward` with the loss scaled, and leaves the gradients unscaled."""
-        run = self._running()
-        run.prepare_backward()
-        with run.session.scaled_backward():
+        with self._running().session.scaled_backward():
             super().backward(tensor, model, optimizer, *args, **kwargs)  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -297,12 +294,6 @@ class _Run:
         return None if self._session is None else self._session.state_dict()
 
     # Steps
-
-    def prepare_backward(self) -> None:
-        """Reports a backward pass of manual optimization: Lightning, not DDP's forward, decides whether it reduces."""
-        model = self._trainer.strategy.model
-        if isinstance(model, DistributedDataParallel) and not self._module.automatic_optimization:
-            self.session.expect_backward(model)
 
     def freeze(self) -> None:
         """Keeps the casts of weights until `thaw`; a no-op where gradients are recorded."""

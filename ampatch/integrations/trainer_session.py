@@ -25,11 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ampatch import GradScaler, amp
 from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError, UsageError, warn
-from ampatch.integrations import hidden_leaves
+from ampatch.integrations import other_leaves
+from ampatch.integrations.other_leaves import OtherLeaves
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES, LEVELS
 from ampatch.runtime import runtime
-from ampatch.scaling.scale_use import ScaleUse, has_scaled
+from ampatch.scaling.scale_use import has_scaled
 from ampatch.scaling.unscaled_losses import leaves_among, nodes_of
 
 
@@ -390,10 +391,6 @@ class TrainerSession:
         for optimizer in self.optimizers:
             self._session.adopted(optimizer).masters.follow_requires_grad()
 
-    def expect_backward(self, wrapper: DistributedDataParallel) -> None:
-        """Notes that the framework has prepared a wrapper for a backward pass, without a forward pass."""
-        self._session.ranks.expect_backward(wrapper)
-
     def forget_wrapper(self, wrapper: DistributedDataParallel) -> None:
         """Notes that the framework is about to drop a wrapper."""
         self._session.ranks.forget(wrapper)
@@ -426,28 +423,26 @@ class TrainerSession:
         if is_anothers or self._is_scaled_by_hand():
             original(tensors, *args, **kwargs)
             return
-        scale = 1.0
-        # No optimizer updates these leaves (inputs, for example), so amp.scale_loss would leave their gradients scaled.
-        others = [] if self._is_one else [(leaf, leaf.grad) for key, leaf in leaves.items() if key not in ours]
-        if others:
-            scale = amp.get_loss_scale() if self._scaler is None else self._scaler.get_scale()
-        for leaf, _ in others:
-            leaf.grad = None
-        try:
-            with casts_on(), self._hidden_unscaled(leaves):
-                if self._scaler is None:
-                    with amp.scale_loss(tensors, self._updating(ours) if is_all else self.optimizers) as scaled:
-                        original(scaled, *args, **kwargs)
-                else:
+        with casts_on():
+            if self._scaler is None:
+                block: Any = amp.scale_loss(tensors, self._updating(ours) if is_all else self.optimizers)
+                # An accumulation goes on at the scale that it began with, so the block knows the scale.
+                with block as scaled, self._others_unscaled(leaves, lambda _: block.scale_use.scale):
+                    original(scaled, *args, **kwargs)
+            else:
+                if self._has_stepped:
+                    self._update_scaler()
+                scaler = self._scaler
+                with self._others_unscaled(leaves, lambda leaf: scaler.scale(torch.ones((), device=leaf.device))):
                     self._scaled_backward(original, tensors, args, kwargs)
-        finally:
-            with torch.no_grad():
-                for leaf, before in others:
-                    if leaf.grad is not None:
-                        leaf.grad.div_(scale)
-                        leaf.grad = leaf.grad if before is None else before.add_(leaf.grad)
-                    else:
-                        leaf.grad = before
+
+    def _others_unscaled(
+        self, leaves: Mapping[int, Tensor], scale_for: Callable[[Tensor], Tensor]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Unscales what a backward pass in the block adds to the gradients of leaves that no optimizer updates."""
+        if self._is_one:
+            return contextlib.nullcontext()
+        return OtherLeaves(self._ours, self._session.ranks.reduced_among, scale_for).unscaled(leaves)
 
     def _leaves(self, tensors: Any, inputs: Any) -> tuple[dict[int, Tensor], bool]:
         """Returns the leaves that a backward pass reaches, by id, and whether these are all of them."""
@@ -464,18 +459,6 @@ class TrainerSession:
                 "out; or run the backward pass inside of its block."
             )
         return leaves_among(nodes), not any(map(_may_hide_leaves, nodes))
-
-    def _hidden_unscaled(self, visible: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Unscales leaves, in a block with a backward pass, that its graph does not show and no optimizer updates."""
-        if self._is_one:
-            return contextlib.nullcontext()
-
-        def scale_for(leaf: Tensor) -> Tensor:
-            if self._scaler is None:
-                return self._open_uses()[0].scale
-            return self._scaler.scale(torch.ones((), device=leaf.device))  # type: ignore[no-any-return]
-
-        return hidden_leaves.unscaled(lambda leaves: self._ours(leaves) | visible.keys(), scale_for)
 
     def _ours(self, leaves: Mapping[int, Tensor]) -> set[int]:
         """Returns the ids of those leaves that the optimizers update, also if optimizers got new parameters since."""
@@ -498,21 +481,15 @@ class TrainerSession:
 
     def _is_scaled_by_hand(self) -> bool:
         """Returns True if this backward pass runs inside the user's own ``amp.scale_loss`` block."""
-        return bool(self._open_uses())
-
-    def _open_uses(self) -> list[ScaleUse]:
-        """Returns the uses of amp's scale in open blocks for the optimizers."""
         session = runtime.live
         if session is None or self._scaler is not None:
-            return []
+            return False
         uses = (session.adopted(optimizer).gradients.scaled_by for optimizer in self.optimizers)
-        return [each for each in uses if each is not None and each.is_open]
+        return any(each is not None and each.is_open for each in uses)
 
     # Scalers given by the user
 
     def _scaled_backward(self, original: Callable[..., None], tensors: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-        if self._has_stepped:
-            self._update_scaler()
         with_gradients = [each for each in self.optimizers if _has_gradients(each)]
         if self._is_unscaled and with_gradients:
             raise UsageError(
@@ -611,7 +588,7 @@ def _backward_of_steps(original: Callable[..., None]) -> Callable[..., None]:
             tensors = tuple(tensors)  # torch takes iterators too
         if torch._C._current_graph_task_id() != -1:
             # A backward pass within another one, as in checkpoints, has scaled gradients already.
-            hidden_leaves.note(tensors)
+            other_leaves.note(tensors)
             live = None
         if live is None:
             original(tensors, *args, **kwargs)

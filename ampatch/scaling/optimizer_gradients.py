@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -31,8 +31,8 @@ logger = logging.getLogger("ampatch")
 NOT_REDUCED = (
     "the backward in the last amp.scale_loss was under no_sync, or did not go through the wrapper (such as "
     "DistributedDataParallel), which is to reduce them together with those of a later one. Run the last forward and "
-    "backward of a step through the wrapper, outside of no_sync. Of several models, hand amp.scale_loss the optimizers "
-    "of those only that the loss reaches. If you have reduced the gradients yourself, call amp.unscale_(optimizer)."
+    "backward of a step through the wrapper, outside of no_sync. If you have reduced the gradients yourself, call "
+    "amp.unscale_(optimizer)."
 )
 
 # After this many blocks without a step, their verdicts are merged, so that they cannot pile up.
@@ -116,7 +116,7 @@ class OptimizerGradients:
     def exist(self) -> bool:
         """Returns True if a model's parameter has a gradient, or FSDP2 keeps one that it has not reduced."""
         return optimizer_state.has_gradients(self.model_parameters()) or (
-            self.ranks.has_unreduced(self.model_parameters())
+            self.ranks.has_held_back(self.model_parameters())
         )
 
     def are_clear(self) -> bool:
@@ -133,7 +133,7 @@ class OptimizerGradients:
 
     def drop(self) -> None:
         """Sets all gradients to None."""
-        self.ranks.drop_unreduced(self.model_parameters())
+        self.ranks.drop_held_back(self.model_parameters())
         for parameter in self.parameters():
             parameter.grad = None
         self.masters.gradients.clear()
@@ -149,7 +149,7 @@ class OptimizerGradients:
         if weights_too:
             self.masters.synchronise(by_value=True)
         if self.scaled_by is None:
-            self.masters.gradients.copy_edits()
+            self.ranks.note_unreduced(self.masters.gradients.copy_edits())
 
     # Whether they are scaled
 
@@ -214,6 +214,28 @@ class OptimizerGradients:
             raise UsageError(f"{what} still scaled: {why}")
         if not self.scaled_by.is_open:
             self.note_unscaled()
+
+    def settle_left_scaled(self) -> None:
+        """Does a deferred unscaling, and notes it if the user has dropped gradients that a block had left scaled."""
+        self.unscale_deferred()
+        if self.scaled_by is not None and not self.exist():
+            self.masters.gradients.note_cleared()
+            self.note_unscaled()
+
+    def refuse_unscaled(self, parameter: Tensor) -> NoReturn:
+        """Raises `UsageError`: a backward pass without scale would add to the scaled gradient of this parameter."""
+        assert self.scaled_by is not None
+        why = (
+            "which waits, scaled, for DistributedDataParallel or FSDP to reduce it together with that of a later block"
+            if self.scaled_by.is_postponed
+            else "which a block of amp.scale_loss with delay_unscale=True has left scaled"
+        )
+        raise UsageError(
+            f"this backward pass would add to the gradient of {self.masters.name_of(parameter)}, {why}; that block "
+            "would divide the sum by the scale. Type: with amp.scale_loss(loss, optimizer) as scaled_loss: "
+            "scaled_loss.backward(); or, to drop the scaled gradients, optimizer.zero_grad(), which has to set them to "
+            "None."
+        )
 
     def check_shared(self, what: str, also: Collection[OptimizerGradients] = ()) -> None:
         """Raises `UsageError` if another optimizer has left the gradient of a shared parameter scaled.

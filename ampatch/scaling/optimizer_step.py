@@ -38,6 +38,7 @@ from ampatch.scaling.scale_use import ScaleUse, StepCheck
 from ampatch.switch import Switch
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
+from ampatch.weights.master_weights import MasterWeights
 from ampatch.weights.optimizer_state import Snapshot
 
 #: The warning about gradients that no scaler has checked; the placeholders name the step, and what to type.
@@ -127,6 +128,7 @@ class AdoptedOptimizer:
         on_overflow: what else happens after a skipped step; None: nothing. Otherwise every verdict is read before the
             step, while the gradients are there.
         checks_by: the scaler to name if gradients of no block are inf or NaN; None: steps look for neither.
+        prepare_masters: called before each step with the masters, at levels that have them.
 
     Attributes:
         gradients: as given.
@@ -149,6 +151,7 @@ class AdoptedOptimizer:
         announce: bool = True,
         on_overflow: OverflowHandler | None = None,
         checks_by: LossScaler | None = None,
+        prepare_masters: Callable[[MasterWeights], object] = lambda _: None,
     ) -> None:
         self.gradients = gradients
         self.masters = gradients.masters
@@ -161,6 +164,7 @@ class AdoptedOptimizer:
         self._announce = announce
         self._on_overflow = on_overflow
         self._checks_by = checks_by
+        self._prepare_masters = prepare_masters
         self._overflow: Overflow | None = None  # of a step that was just skipped
         self._evaluations = 0
         self._warns_of_no_scale = dynamic  # once: a loop without amp.scale_loss lacks it in every step
@@ -339,6 +343,7 @@ class AdoptedOptimizer:
         if self._unread:
             self._read_verdicts(wait=False)
         if self.masters.wanted:
+            self._prepare_masters(self.masters)
             self.gradients.synchronise(weights_too=True)
         if self.gradients.pending:
             self.gradients.forget_if_cleared()

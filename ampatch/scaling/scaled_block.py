@@ -6,7 +6,7 @@ while the block itself computes, so that no cast list reaches its arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from ampatch.distributed import Ranks
+from ampatch.distributed import Ranks, ReplicasInBlock
 from ampatch.errors import UsageError, warn
 from ampatch.native import kernels
 from ampatch.patching.weight_cache import WeightCache
@@ -41,6 +41,7 @@ class Blocks:
         switch: whether casts are on.
         prepare: returns the scaler for a loss, optimizers and a loss's number, and the adopted optimizers; raises if
             there are none.
+        adopted: all optimizers of the session, by id.
         checks_finite: whether steps look for inf and NaN whatever the scale.
         watched: open blocks that warn of backward passes from other losses.
         warned: numbers of the losses for which the user has been warned.
@@ -50,9 +51,24 @@ class Blocks:
     cache: WeightCache
     switch: Switch
     prepare: Callable[[Any, Sequence[OptimizerLike], int], tuple[LossScaler, list[AdoptedOptimizer]]]
+    adopted: Mapping[int, AdoptedOptimizer]
     checks_finite: bool = False
     watched: list[ScaledBlock[Any]] = field(default_factory=list)
     warned: set[int] = field(default_factory=set)
+
+    def left_scaled(self) -> list[OptimizerGradients]:
+        """Returns the gradients that blocks which have ended left scaled, for a later block or a step to unscale."""
+        return [
+            each.gradients
+            for each in list(self.adopted.values())
+            if (scaled_by := each.gradients.scaled_by) is not None and not scaled_by.is_open
+        ]
+
+    @property
+    def is_any_open(self) -> bool:
+        """True if a block is open."""
+        uses = (each.gradients.scaled_by for each in list(self.adopted.values()))
+        return any(scaled_by is not None and scaled_by.is_open for scaled_by in uses)
 
 
 class ScaledBlock(Generic[_L]):
@@ -84,6 +100,7 @@ class ScaledBlock(Generic[_L]):
     is_used = True
     has_warned = False
     _is_open = False
+    _replicas: ReplicasInBlock | None = None  # None: no model is in a wrapper
 
     def __init__(
         self,
@@ -133,10 +150,10 @@ class ScaledBlock(Generic[_L]):
             self._scaler, optimizers = blocks.prepare(*self._arguments, self._loss_id)
             self._optimizers = list(dict.fromkeys(optimizers))
             self._gradients = [optimizer.gradients for optimizer in self._optimizers]
-            if blocks.ranks.has_wrappers:
-                blocks.ranks.begin_block()
             self.scale_use = scale_use = ScaleUse(self._scaler, self._loss_id, blocks.checks_finite)
             self._unscaling = Unscaling(scale_use, self._gradients, blocks.ranks)
+            if blocks.ranks.has_wrappers:
+                self._replicas = blocks.ranks.begin_block(self._unscaling.model_parameters())
             # First what may run out of memory: nothing has begun then.
             scaled, losses = scale_use.apply(loss)
             if not self.begin_if_clear():
@@ -242,6 +259,8 @@ class ScaledBlock(Generic[_L]):
                 each.scaled_by = self.scale_use
             self._wait_for_backward(unscaled, losses)
             self._before = self._existing()
+            if self._replicas is not None:
+                self._replicas.note_existing()
         except BaseException:
             self._abandon()
             raise
@@ -296,14 +315,28 @@ class ScaledBlock(Generic[_L]):
 
     def _clear_for_backward(self, *_: object) -> None:
         """Copies to the masters the half gradients that the user changed, and clears the half ones."""
-        ranks = self._blocks.ranks
+        replicas = self._replicas
         with self._blocks.switch.suspended():
-            are_reduced = ranks.are_reduced(self._unscaling.model_parameters())
             for gradients in self._stop_waiting():
-                gradients.copy_edits(takes_new=are_reduced)
-                gradients.clear_for_backward()
-                if not are_reduced:  # DDP reduces existing gradients together with new ones
-                    gradients.scale_added(self.scale_use.scale)
+                if replicas is None or replicas.were_reduced:
+                    gradients.copy_edits()
+                    gradients.clear_for_backward()
+                else:
+                    self._leave_to_wrapper(gradients)
+            if replicas is not None:
+                replicas.note_existing()
+
+    def _leave_to_wrapper(self, gradients: MasterGradients) -> None:
+        """Does what `_clear_for_backward` does, but leaves to DDP, scaled, what it has not reduced.
+
+        DDP reduces existing gradients together with new ones.
+        """
+        gradients.copy_edits(takes_new=False)
+        unreduced = self._replicas.unreduced() if self._replicas is not None else set()
+        if unreduced:  # added to those of earlier blocks
+            gradients.return_to_half(unreduced, self.scale_use.scale)
+        gradients.clear_for_backward()
+        self._blocks.ranks.note_unreduced(gradients.scale_added(self.scale_use.scale))
 
     # Backward passes from other losses
 
@@ -345,28 +378,29 @@ class ScaledBlock(Generic[_L]):
 
     def _end(self) -> None:
         """Unscales, unless that is delayed or DDP has postponed the reduction of these gradients."""
-        scale_use, ranks, unscaling = self.scale_use, self._blocks.ranks, self._unscaling
+        scale_use = self.scale_use
         scale_use.is_open = False
         self.is_used = (
             self.is_used or self.has_warned or any(map(_was_freed, self.watched)) or self._existing() == self._before
         )
         self.watched = ()
+        if self._replicas is not None:
+            self._replicas.end()
+            moved = self._replicas.moved()
+            for each in self._gradients if moved else ():
+                each.masters.gradients.note_moved_to_buckets(moved)
         self._follow_unused()
-        if ranks.has_wrappers:
-            # If DDP postpones the all-reduce, unscaling waits too: otherwise scaled and unscaled gradients would be
-            # summed, and gradients moved to masters would be missing from the reduction.
-            with_masters = [each for each in self._gradients if each.masters]
-            scale_use.is_postponed = (not scale_use.is_one or bool(with_masters)) and (
-                ranks.is_postponed(unscaling.model_parameters())
-                or ranks.has_unreduced(unscaling.model_parameters())
-                or any(ranks.are_still_to_reduce(each.model_parameters()) for each in with_masters)
-            )
-            ranks.end_block(unscaling.model_parameters())
-        if self._delays_unscaling or scale_use.is_postponed:
-            for each in self._gradients:
-                each.note_scaled()
-        else:
-            unscaling.run(self._delays_check)
+        postponed = self._postponed()
+        scale_use.is_postponed = bool(postponed)
+        if self._delays_unscaling:
+            postponed = self._gradients
+        for each in postponed:
+            each.note_scaled()
+        if not postponed:
+            self._unscaling.run(self._delays_check)
+        elif len(postponed) < len(self._gradients):
+            others = [each for each in self._gradients if each not in postponed]
+            Unscaling(scale_use, others, self._blocks.ranks).run(self._delays_check)
         if not self.is_used and any(each.exist() for each in self._gradients):
             self.has_warned = True
             warn(
@@ -375,13 +409,38 @@ class ScaledBlock(Generic[_L]):
                 "scaled_loss.backward()."
             )
 
+    def _postponed(self) -> list[OptimizerGradients]:
+        """Returns the gradients that wait for a wrapper to reduce them: their unscaling waits too.
+
+        Otherwise scaled and unscaled gradients would be summed, and the reduction would miss those in masters.
+        """
+        replicas, ranks = self._replicas, self._blocks.ranks
+        if replicas is None:
+            return []
+        postponed = [
+            each
+            for each in self._gradients
+            if (not self.scale_use.is_one or each.masters)
+            and (replicas.is_postponed(each.model_parameters()) or ranks.is_postponed(each.model_parameters()))
+        ]
+        if len(postponed) not in (0, len(self._gradients)):
+            ids = {id(parameter) for each in postponed for parameter in each.model_parameters()}
+            others = (each for each in self._gradients if each not in postponed)
+            if any(id(parameter) in ids for each in others for parameter in each.model_parameters()):
+                return self._gradients
+        return postponed
+
     def _follow_unused(self) -> None:
         """Copies changed half gradients to the masters if no backward pass has begun."""
         waiting = self._stop_waiting()
         if not self.scale_use.is_one and any(gradients.were_written() for gradients in waiting):
             self.is_used = False
+        replicas = self._replicas
         for gradients in waiting:
-            gradients.copy_edits()
+            if replicas is None or replicas.were_reduced or replicas.have_reduced():
+                gradients.copy_edits()
+            else:
+                self._leave_to_wrapper(gradients)
 
     def _abandon(self) -> None:
         """Drops all gradients, after an error in the block or on entry."""

@@ -1,7 +1,8 @@
-"""Warns of backward passes in a ``scale_loss`` block from losses that it did not scale: the block unscales those too.
+"""Watches backward passes: warns or raises if one from a loss without scale adds gradients that amp would unscale.
 
-Also notes that a backward pass went through the scaled loss, for the block's own warning. Must never change a backward
-pass, nor keep its graph after the block.
+That is so in a ``scale_loss`` block, and after one that has left its gradients scaled. Also notes that a backward pass
+went through the scaled loss, for the block's own warning, and which gradients DDP has not reduced. Must never change a
+backward pass, nor keep its graph after the block.
 """
 
 from __future__ import annotations
@@ -16,34 +17,76 @@ from torch.autograd.graph import GradientEdge, Node
 
 from ampatch.errors import warn
 from ampatch.ledger import PatchLedger
-from ampatch.scaling.scaled_block import ScaledBlock
+from ampatch.scaling.optimizer_gradients import OptimizerGradients
+from ampatch.scaling.scaled_block import Blocks, ScaledBlock
 
 
-def watch(ledger: PatchLedger, open_blocks: Callable[[], Sequence[ScaledBlock[Any]] | None]) -> None:
-    """Makes torch's backward passes warn if they begin with another loss than the one that a block around them scaled.
-
-    Blocks learn from it that a backward pass went through their loss.
+def watch(ledger: PatchLedger, active: Callable[[], Blocks | None]) -> None:
+    """Makes torch's backward passes report to blocks, and warn or raise if they would mix scaled and other gradients.
 
     Args:
         ledger: records what is installed.
-        open_blocks: returns the open blocks that warn; None: there are none.
+        active: returns what the blocks of the live session share; None: there is no such session.
     """
     # Tensor.backward and torch.autograd.backward call this one, and may have been bound by name before.
     original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     @functools.wraps(original)
     def run(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
-        result = original(outputs, *args, **kwargs)
-        blocks = open_blocks()
+        blocks = active()
         # Inside another backward pass, as in a checkpoint's, the gradients are scaled already.
-        if blocks and torch._C._current_graph_task_id() == -1:
-            scaled = {node: each for each in blocks for node in each.watched}
-            inputs = frozenset(map(id, args[3])) if len(args) > 3 else frozenset()
+        if blocks is None or torch._C._current_graph_task_id() != -1:
+            return original(outputs, *args, **kwargs)
+        accumulates = bool(kwargs.get("accumulate_grad"))
+        inputs = frozenset(map(id, args[3])) if len(args) > 3 else frozenset()
+        if accumulates:
+            _check_left_scaled(outputs, inputs, blocks)
+        before = blocks.ranks.before_backward(blocks.is_any_open) if blocks.ranks.replicates else []
+        result = original(outputs, *args, **kwargs)
+        if before:
+            blocks.ranks.after_backward(before)
+        if blocks.watched:
+            scaled = {node: each for each in blocks.watched for node in each.watched}
             for output in outputs:
-                _follow(output, scaled, blocks, inputs, bool(kwargs.get("accumulate_grad")))
+                _follow(output, scaled, blocks.watched, inputs, accumulates)
         return result
 
     ledger.set(torch.autograd, "_engine_run_backward", run)
+
+
+def _check_left_scaled(outputs: Sequence[Tensor | GradientEdge], inputs: Collection[int], blocks: Blocks) -> None:
+    """Raises if a backward pass from a loss without scale would add to gradients that a block has left scaled.
+
+    Args:
+        outputs: what the backward pass begins with.
+        inputs: ids of the only leaves that receive gradients; empty: all leaves.
+        blocks: what all blocks share.
+
+    Raises:
+        UsageError: it would.
+    """
+    left = blocks.left_scaled()
+    if not left or (blocks.is_any_open and not blocks.watched):  # a block that is not watched may be the loss's own
+        return
+    names: dict[int, OptimizerGradients] = {}
+    for gradients in left:
+        gradients.settle_left_scaled()
+        if gradients.scaled_by is not None and not gradients.scaled_by.is_one:
+            names |= dict.fromkeys(map(id, gradients.model_parameters()), gradients)
+    if not names:
+        return
+    scaled = {node for each in blocks.watched for node in each.watched}
+    for output in outputs:
+        node = output.node if isinstance(output, GradientEdge) else output.grad_fn
+        # A backward pass in pieces begins with an intermediate tensor and a gradient that is scaled already.
+        if node is None or not isinstance(output, Tensor) or output.numel() != 1:
+            continue
+        nodes, found = _walk(node, scaled)
+        if found is not None:
+            continue
+        for key, leaf in leaves_among(nodes).items():
+            if key in names and (not inputs or key in inputs):
+                names[key].refuse_unscaled(leaf)
 
 
 def _follow(

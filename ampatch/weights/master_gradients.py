@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -293,7 +293,7 @@ class MasterGradients:
 
     # Between blocks
 
-    def copy_edits(self, *, takes_new: bool = True) -> None:
+    def copy_edits(self, *, takes_new: bool = True) -> list[nn.Parameter]:
         """Applies changes that the user made to half gradients or masters' gradients since amp last wrote them.
 
         The user may have cleared, edited or replaced gradients, or run a backward pass outside of a block.
@@ -301,18 +301,22 @@ class MasterGradients:
         Args:
             takes_new: True to add gradients of backward passes outside of blocks to the masters' gradients.
 
+        Returns:
+            The half parameters with gradients of backward passes outside of blocks, if these were added.
+
         Warns:
             AmpWarning: the user set gradients of masters, and a backward pass outside of blocks made half gradients.
         """
         if self.are_clear():
-            return
+            return []
         is_all_shown = self._copy_edits_of_shown()
         self._tell()
         if is_all_shown or not takes_new:
-            return
+            return []
+        new = self._with_new()
         by_hand = [
             pair
-            for pair in self._with_new()
+            for pair in new
             if pair.gradient is _Gradient.NEW and pair.master.grad is not None and pair.master.grad is not pair.kept
         ]
         for pair in by_hand:
@@ -326,6 +330,7 @@ class MasterGradients:
                 "amp.scale_loss."
             )
             self.copy_to_half()
+        return [pair.parameter for pair in new]
 
     def note_masters(self) -> None:
         """Records that amp itself has written to the masters' gradients, so that this does not count as an edit."""
@@ -413,6 +418,38 @@ class MasterGradients:
                 "place; to clear them, model.zero_grad()."
             )
 
+    def kept(self, ids: Collection[int]) -> list[Pair]:
+        """Returns the pairs of these parameters that have the half gradient that amp left.
+
+        Args:
+            ids: ids of half parameters whose gradients other code than the user's is about to replace by equal ones.
+        """
+        pairs = () if self._is_clear else self._pairs.values()
+        return [
+            pair
+            for pair in pairs
+            if pair.left is not None and pair.parameter.grad is pair.left and id(pair.parameter) in ids
+        ]
+
+    def note_moved(self, pairs: Iterable[Pair]) -> None:
+        """Records half gradients that other code than the user's has replaced by equal ones."""
+        for pair in pairs:
+            if pair.parameter.grad is not None and pair.parameter.grad is not pair.left:
+                pair.leave(pair.gradient)
+                self._left = []
+
+    def note_moved_to_buckets(self, ids: Collection[int]) -> None:
+        """Records half gradients that a backward pass of DDP may have replaced, also where it has added nothing.
+
+        Args:
+            ids: ids of half parameters that DDP reduced.
+        """
+        if not self._is_clear:
+            base = _Gradient.BASE
+            self.note_moved(
+                pair for pair in self._pairs.values() if pair.gradient is base and id(pair.parameter) in ids
+            )
+
     def drop_sums(self, ids: set[int]) -> None:
         """Drops the masters' sums of earlier blocks for half parameters that the user has just cleared.
 
@@ -487,16 +524,45 @@ class MasterGradients:
             pair.leave(_Gradient.BASE)
         self._forget_shown()
 
-    def scale_added(self, scale: Tensor) -> None:
+    def return_to_half(self, ids: Collection[int], scale: Tensor) -> None:
+        """Moves shown gradients from the masters to the half parameters, scaled, so that DDP reduces them there.
+
+        Args:
+            ids: ids of half parameters.
+            scale: 0-dimensional float32 tensor.
+        """
+        returned = [
+            pair
+            for pair in self._pairs.values()
+            if pair.gradient is _Gradient.SHOWN and pair.master.grad is not None and id(pair.parameter) in ids
+        ]
+        for pair in returned:
+            grad, full = _gradient_of(pair.parameter), _gradient_of(pair.master)
+            scaled = (full * scale).to(grad.dtype)
+            if _is_plain(grad) and _is_plain(full):
+                grad.copy_(scaled)
+            else:
+                pair.parameter.grad = scaled
+            pair.master.grad = None
+        for pair in returned:  # in a second loop: gradients that are views of one storage share a version counter
+            pair.leave(_Gradient.BASE)
+        if returned:
+            self._forget_shown()
+
+    def scale_added(self, scale: Tensor) -> list[nn.Parameter]:
         """Multiplies half gradients of backward passes outside of blocks, so that scaled ones can be added to them.
 
         Args:
             scale: 0-dimensional float32 tensor.
+
+        Returns:
+            The half parameters.
         """
         new = [pair for pair in self._with_new() if pair.gradient is _Gradient.NEW]
         kernels.multiply_(optimizer_state.gradients_of(pair.parameter for pair in new), scale)
         for pair in new:
             pair.leave(_Gradient.BASE)
+        return [pair.parameter for pair in new]
 
     def note_zeroed(self) -> None:
         """Zeroes masters' gradients if the user has zeroed the half gradients that a delayed block left.

@@ -27,6 +27,7 @@ from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
 from ampatch.weights.conversion import Conversion, Mark, Marks
 from ampatch.weights.master_gradients import MasterGradients, Pair, by_device
+from ampatch.weights.replaced_parameters import Places, ReplacedParameters
 from ampatch.weights.untracked_writes import data_of
 
 _DTYPE = operator.attrgetter("dtype")
@@ -112,7 +113,11 @@ class MasterWeights:
     """
 
     def __init__(
-        self, optimizer: Any, conversion: Conversion, wanted: bool, name_of: Callable[[Tensor], str] = str
+        self,
+        optimizer: Any,
+        conversion: Conversion,
+        wanted: bool,
+        name_of: Callable[[Tensor], str] = str,
     ) -> None:
         self.wanted = wanted
         self.name_of = name_of
@@ -123,6 +128,8 @@ class MasterWeights:
         self._storages: set[int] | None = None  # addresses of the masters' storages; None until needed
         self._groups: list[_Group] = []
         self._places: dict[int, tuple[_Group, int]] = {}  # by id of the half parameter
+        self._held: Places | None = None  # where the models had the half parameters at the last search
+        self._searched = 0  # the number of pairs then
         self._optimizer = weakref.ref(optimizer)
         self._conversion = conversion
         self._pairs: dict[int, Pair] = {}  # by id of the half parameter
@@ -205,6 +212,7 @@ class MasterWeights:
             self._conversion.release(pair.parameter)
         self._pairs.clear()
         self._parameters.clear()
+        self._held = None
         self._groups.clear()
         self._are_shared, self._storages = False, None
         self._places.clear()
@@ -230,6 +238,16 @@ class MasterWeights:
         """Gives half parameters the ``requires_grad`` of their masters, which the optimizer's groups hold."""
         for pair in self._pairs.values():
             pair.parameter.requires_grad_(pair.master.requires_grad)
+
+    def search_replaced(self, replaced: ReplacedParameters) -> None:
+        """Looks for half parameters that user code has replaced in the models since the last call, by any means."""
+        is_as_before = self._held is not None and self._held.hold()
+        if is_as_before and len(self._pairs) == self._searched:
+            return
+        parameters = [pair.parameter for pair in self._pairs.values()]
+        if self._held is not None and not is_as_before:
+            replaced.search(self._held, parameters)
+        self._held, self._searched = replaced.places_of(parameters), len(parameters)
 
     # Weights
 

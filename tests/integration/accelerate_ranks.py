@@ -163,6 +163,28 @@ def adversarial(level: str, every: int = 1) -> dict[str, Any]:
     return {"weights": weights.tolist(), "skipped": [], "epochs": 0}
 
 
+def partly_trained(level: str) -> dict[str, Any]:
+    """Gradients, after each accumulation, of a layer in the wrapper that no optimizer updates."""
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    raw = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer, batches = torch.optim.SGD(raw[0].parameters(), lr=0.05), DataLoader(TensorDataset(X, Y), batch_size=8)
+    options: dict[str, Any] = {"half_dtype": "float16", "init_scale": 1024.0}
+    model, optimizer, loader = prepare(accelerator, raw, optimizer, batches, opt_level=level, **options)
+    grads: list[float] = []
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(F.mse_loss(model(x), y))
+            if accelerator.sync_gradients:
+                grads += torch.cat([each.grad.float().flatten() for each in raw[2].parameters()]).tolist()
+            optimizer.step()
+            if accelerator.sync_gradients:
+                model.zero_grad()
+    accelerator.free_memory()
+    return {"weights": grads, "skipped": [], "epochs": 0}
+
+
 def refused() -> dict[str, str]:
     """What cannot work without the reduction, and says so."""
     told = {}
@@ -209,6 +231,7 @@ if __name__ == "__main__":
     for level in ("O0", "O1", "O2"):
         results[f"adversarial {level}"] = adversarial(level)
         results[f"adversarial-accumulated {level}"] = adversarial(level, every=2)
+        results[f"partly-trained {level}"] = partly_trained(level)
     for way in (plain, accumulated, synchronised, triggered, overflow, resumed):
         for level in ("O0", "O1", "O2"):
             if (way, level) != (overflow, "O0"):

@@ -967,6 +967,7 @@ class TestProcesses:
             "resumed",
             "adversarial",
             "adversarial-accumulated",
+            "partly-trained",
         }
         for name, result in results.items():
             plain = results[f"{name.partition(' ')[0]} O0"]

@@ -362,9 +362,11 @@ class TestSaving:
         parameters, saved = list(model.parameters()), trained_weights(model)
         train(model, optimizer)
         model.load_adapter(tmp_path, "default", is_trainable=True)
-        assert all(new is old for new, old in zip(model.parameters(), parameters, strict=True))
         assert_same_state(trained_weights(model), saved)
-        train(model, optimizer)
+        told = pytest.warns(AmpWarning, match=r"lora_A\.default\.weight and 7 more: user code replaced half weights")
+        with told if level == "O2" else contextlib.nullcontext():
+            train(model, optimizer)
+        assert all(new is old for new, old in zip(model.parameters(), parameters, strict=True))
         assert all(not torch.equal(each, saved[name]) for name, each in trained_weights(model).items())
 
     def test_load_adapter_with_assigned_weights_is_refused_at_o2(self, tmp_path: Path) -> None:
