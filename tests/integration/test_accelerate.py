@@ -968,6 +968,7 @@ class TestProcesses:
             "adversarial",
             "adversarial-accumulated",
             "partly-trained",
+            "partly-trained-hidden",
         }
         for name, result in results.items():
             plain = results[f"{name.partition(' ')[0]} O0"]
