@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from ampatch.version import __version__
+
 if TYPE_CHECKING:
     from ampatch import amp
     from ampatch.interfaces.grad_scaler import GradScaler
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["GradScaler", "MixedPrecision", "__version__", "amp"]
 
 _CLASSES = {"GradScaler": "ampatch.interfaces.grad_scaler", "MixedPrecision": "ampatch.interfaces.mixed_precision"}
-
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:

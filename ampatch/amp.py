@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from ampatch.diagnostics.comparison_report import Comparison
     from ampatch.diagnostics.explanation_report import Explanation
     from ampatch.diagnostics.preflight_report import LevelVerdict, Preflight
+    from ampatch.diagnostics.report import Report
 
 __all__ = [
     "AmpError",
@@ -100,6 +101,7 @@ __all__ = [
     "OptionError",
     "Overflow",
     "Preflight",
+    "Report",
     "ScaleChange",
     "ScalerOptionError",
     "ScalerUsageError",
@@ -129,6 +131,7 @@ __all__ = [
     "register_float_function",
     "register_half_function",
     "register_promote_function",
+    "report",
     "scale_loss",
     "settings",
     "skipped_steps",
@@ -157,6 +160,7 @@ _IMPORTED_ON_USE = {
     "Explanation": "explanation_report",
     "LevelVerdict": "preflight_report",
     "Preflight": "preflight_report",
+    "Report": "report",
 }
 
 
@@ -755,6 +759,32 @@ def compare(
     return comparison.compare(checked, inputs, loss_fn, _side("a", a, checked), _side("b", b, checked))
 
 
+def report() -> Report:
+    """Watches what runs in a block, and reports what amp does there.
+
+    ::
+
+        with amp.report() as report:
+            train(model, loader)
+        print(report)
+        report.to_html("report.html")
+
+    It counts calls and casts by function and by line of the user's code, with bytes, times and uses of the cache. It
+    shows the types and the memory of each module, the scale of each step and the exponents of the gradients. It says
+    what to do about its findings. Amp may be set up before the block, in it, or not at all.
+
+    The report can be read in the block too. It tells what has happened so far. An exception in the block leaves a
+    report of what ran until then. Results, random numbers, casts and the cache are as they are without a report. Steps
+    take longer; the report says how much. It sees this thread, and the backward passes that it starts.
+
+    Returns:
+        The report, to be entered once.
+    """
+    from ampatch.diagnostics.report import Report
+
+    return Report()
+
+
 def master_params(optimizer: Any) -> Iterator[Tensor]:
     """Iterates over the parameters that an optimizer updates: the masters, at levels that have them.
 
@@ -968,18 +998,7 @@ def settings() -> dict[str, Any]:
         cast in this thread; inside `disable_casts` it is False.
     """
     live = runtime.live
-    if live is None:
-        return LiveSettings(is_on=False, disabled=runtime.disabled)
-    return LiveSettings(
-        is_on=True,
-        disabled=False,
-        **live.settings.as_plain_data(),
-        loss_scales=[scaler.state.loss_scale for scaler in live.scalers],
-        device_types=sorted(live.device_types),
-        num_models=len(live.models),
-        num_optimizers=len(live.optimizers),
-        casts_here=live.patches_functions and not live.switch.is_off(),
-    )
+    return LiveSettings(is_on=False, disabled=runtime.disabled) if live is None else live.as_plain_data()
 
 
 def explain(function_or_name: Any, /, *args: Any, **kwargs: Any) -> Explanation:

@@ -11,15 +11,17 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel import DistributedDataParallel
 
 from ampatch import compilers, tracing
+from ampatch.casting import cast_observers
 from ampatch.errors import OptionError, UsageError
 from ampatch.patching import adopted_model, cast_labels, casting_mode
 from ampatch.patching.adapters import Adapt
@@ -41,6 +43,7 @@ class Runtime:
         registered: functions that the user registered, for all later sessions.
         may_replace: True if a session with other settings replaces the live one, as in Apex; if False, that raises.
         replaced: models and optimizers of replaced sessions; None if no session was replaced.
+        before_close: called with the live session before it is taken down; `amp.report` notes its settings.
     """
 
     live: Session | None = None
@@ -48,6 +51,7 @@ class Runtime:
     registered: list[Registration] = field(default_factory=list)
     may_replace: bool = False
     replaced: Replaced | None = None
+    before_close: list[Callable[[Session], None]] = field(default_factory=list)
 
 
 runtime = Runtime()
@@ -81,6 +85,8 @@ def open_session(settings: Settings, device_types: Iterable[str]) -> Session:
 def close_session(session: Session) -> None:
     """Takes a session down if it is the live one; otherwise does nothing."""
     if session is runtime.live:
+        for told in runtime.before_close:
+            told(session)
         runtime.live = None
         session.take_down()
 
@@ -161,6 +167,9 @@ def decorate(function: Any, kind: str) -> Any:
             adapt = session.adapters[kind]
             if session.settings.profile_casts:
                 adapt = cast_labels.named(adapt, name)
+        observer = None if is_dynamo_compiling() else cast_observers.observer
+        if observer is not None and not observer.is_calling(function):
+            return observer.call(function, wrapper, args, kwargs)
         adapted = None
         try:
             adapted = adapt(args, kwargs)

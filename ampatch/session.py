@@ -50,7 +50,7 @@ from ampatch.scaling.optimizer_step import (
 from ampatch.scaling.overflows import OverflowHandler, Tracer
 from ampatch.scaling.scaled_block import Blocks, ScaledBlock
 from ampatch.scaling.unadopted_optimizers import UnadoptedOptimizers
-from ampatch.settings import Settings
+from ampatch.settings import LiveSettings, Settings
 from ampatch.switch import Switch
 from ampatch.weights import conversion_plan, copies, optimizer_state, untracked_writes
 from ampatch.weights.conversion import Conversion
@@ -621,6 +621,19 @@ class Session:
         """Makes missing masters of half parameters, such as unfrozen ones."""
         for adopted in list(self._optimizers.values()):
             adopted.masters.make_missing()
+
+    def as_plain_data(self) -> LiveSettings:
+        """Returns what `amp.settings` describes; syncs with the device, to read the loss scales."""
+        return LiveSettings(
+            is_on=True,
+            disabled=False,
+            **self.settings.as_plain_data(),
+            loss_scales=[scaler.state.loss_scale for scaler in self.scalers],
+            device_types=sorted(self.device_types),
+            num_models=len(self.models),
+            num_optimizers=len(self.optimizers),
+            casts_here=self.patches_functions and not self.switch.is_off(),
+        )
 
     def parameter_names(self) -> dict[int, str]:
         """Returns the names of all parameters of the adopted models, by the parameter's id."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import types
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Packages of torch that run below an operator under a tracer, as C++ kernels do without one. Their calls are not user
 # code, and casting them would give the operator a result of the wrong type.
@@ -19,6 +20,10 @@ _BELOW_OPERATORS = (
     "torch._refs",
     "torch._subclasses",
 )
+
+
+class ObservingMode(TorchDispatchMode):
+    """A dispatch mode that only watches: below it, amp casts and keeps casts as without it."""
 
 
 def is_recording() -> bool:

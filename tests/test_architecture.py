@@ -90,4 +90,12 @@ def test_files_that_contributors_are_sent_to_are_there() -> None:
 def test_of_the_diagnostics_only_what_they_return_is_imported_before_they_are_used(fresh):
     code = "import sys, ampatch.apex.amp; print(*(name for name in sys.modules if 'ampatch.diagnostics.' in name))"
     names = {name.rpartition(".")[2] for name in fresh.run(code).stdout.split()}
-    assert names == {"comparison_report", "explanation_report", "overflow_trace", "preflight_report"}
+    assert names == {
+        "comparison_report",
+        "explanation_report",
+        "overflow_trace",
+        "preflight_report",
+        "report",
+        "report_file",
+        "tables",
+    }

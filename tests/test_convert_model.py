@@ -701,11 +701,11 @@ class TestTracing:
         """The table is made once a process: a session that is live then must not show in it."""
         tables = []
         for is_live in (True, False):
-            casting_mode._reported_functions.cache_clear()
+            casting_mode.reported_functions.cache_clear()
             if is_live:
                 lists = {"whitelist": {"torch.Tensor": ["__eq__", "eq"]}}
                 amp.initialize(nn.Linear(2, 2), half_dtype="bfloat16", cast_lists=lists, verbosity=0)
-            tables.append(casting_mode._reported_functions())
+            tables.append(casting_mode.reported_functions())
             amp.deinitialize()
         assert tables[0] == tables[1]
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import check_rows
@@ -468,14 +469,14 @@ class TestTheCommandItself:
 
 class TestTheEnvironment:
     def test_the_folder_comes_first_and_once(self) -> None:
-        first = _environment({"PYTHONPATH": "a::b", "HOME": "h"}, [])
+        first = _environment({"PYTHONPATH": "a::b", "HOME": "h"}, {})
         assert first == {"PYTHONPATH": f"{_STARTUP}:a::b", "HOME": "h"}
-        assert _environment(first, []) == first
-        assert _environment({}, []) == {"PYTHONPATH": _STARTUP}
+        assert _environment(first, {}) == first
+        assert _environment({}, {}) == {"PYTHONPATH": _STARTUP}
 
     def test_what_is_asked_for_stays_for_runs_within(self) -> None:
-        outer = _environment({}, ["AMPATCH_RUN_FORCE", "AMPATCH_RUN_CPU"])
-        assert _environment(outer, []) == outer
+        outer = _environment({}, {"AMPATCH_RUN_FORCE": "1", "AMPATCH_RUN_CPU": "1"})
+        assert _environment(outer, {}) == outer
         assert set(outer) == {"PYTHONPATH", "AMPATCH_RUN_FORCE", "AMPATCH_RUN_CPU"}
 
 
@@ -522,3 +523,164 @@ class TestTraceOverflow:
         assert said.returncode == 0, said.stderr
         assert "First inf: in torch.log." in said.stderr
         assert "train.py:7: loss = torch.log(model(torch.ones(2, 4)) * 0).sum()" in said.stderr
+
+
+TRAINS = """
+import os, sys, torch
+from apex import amp
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale=8.0)
+for _ in range(3):
+    with amp.scale_loss(model(torch.ones(2, 4)).float().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+"""
+WROTE = "ampatch: --report: wrote "
+
+
+def written_by(program: str, folder: Path, *before: str, **options: object) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(program)
+    return ampatch_run(["--report", "report.json", *before, "train.py"], folder, **options)
+
+
+def report_in(folder: Path, name: str = "report.json") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
+    return found
+
+
+class TestReport:
+    def test_covers_the_whole_script_and_its_path_is_told(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(TRAINS + "print(*sys.argv[1:])\nos.chdir('/')\n")
+        said = ampatch_run(["--report", "report.json", "train.py", "--report", "x"], tmp_path)
+        assert (said.returncode, said.stdout) == (0, "--report x\n")
+        assert said.stderr.endswith(f"{WROTE}{tmp_path}/report.json\n")
+        report = report_in(tmp_path)
+        assert [row["scale"] for row in report["steps"]] == [8, 8, 8]
+        assert report["settings"]["opt_level"] == "O1"
+        assert report["about"]["command"].endswith("train.py --report x")
+        assert [path.name for path in tmp_path.iterdir()] == ["report.json", "train.py"]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("ends", "status"),
+        [("1 / 0", 1), ("sys.exit(3)", 3), ("raise KeyboardInterrupt", -signal.SIGINT), ("amp.deinitialize()", 0)],
+    )
+    def test_however_the_script_ends(self, ends: str, status: int, tmp_path: Path) -> None:
+        said = written_by(TRAINS + ends, tmp_path)
+        assert said.returncode == status
+        assert said.stderr.endswith(f"{WROTE}{tmp_path}/report.json\n")
+        report = report_in(tmp_path)
+        assert (len(report["steps"]), report["settings"]["opt_level"]) == (3, "O1")
+
+    @pytest.mark.slow
+    def test_of_a_script_that_the_user_interrupts(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(TRAINS + "print('ready', flush=True)\nimport time; time.sleep(100)\n")
+        command = [sys.executable, "-m", "ampatch", "run", "--report=report.json", "train.py"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen(command, cwd=tmp_path, text=True, **pipes) as process:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            assert "KeyboardInterrupt" in process.stderr.read()
+        assert process.returncode == -signal.SIGINT
+        assert len(report_in(tmp_path)["steps"]) == 3
+
+    @pytest.mark.slow
+    def test_as_a_page(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(TRAINS)
+        assert WROTE in ampatch_run(["--report", "report.html", "train.py"], tmp_path).stderr
+        assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("first", ["import torch", "from ampatch import amp", "from ampatch import GradScaler"])
+    def test_whatever_is_imported_first(self, first: str, tmp_path: Path) -> None:
+        said = written_by(f"{first}\nimport torch\ntorch.ones(2) + 1\n", tmp_path)
+        assert WROTE in said.stderr, said.stderr
+        assert report_in(tmp_path)["settings"] is None
+
+    def test_a_script_without_torch_has_none_and_imports_none(self, tmp_path: Path) -> None:
+        said = written_by("import sys; print('torch' in sys.modules)", tmp_path)
+        assert said.stdout == "False\n"
+        assert said.stderr == "ampatch: --report: no report, as the script did not import torch.\n"
+
+    @pytest.mark.parametrize(
+        ("file", "fault"),
+        [
+            ("report.txt", "does not end with .html or .htm or .json"),
+            ("nowhere/report.html", "there is no folder 'nowhere'"),
+            ("folder.json", "it is a folder"),
+        ],
+    )
+    def test_a_file_that_cannot_be_written_is_told_before_the_script_runs(
+        self, file: str, fault: str, tmp_path: Path
+    ) -> None:
+        (tmp_path / "folder.json").mkdir()
+        (tmp_path / "train.py").write_text("print('runs')")
+        said = ampatch_run(["--report", file, "train.py"], tmp_path)
+        assert (said.returncode, said.stdout) == (1, "")
+        assert said.stderr.startswith(f"ampatch: error: {file!r} ")
+        assert fault in said.stderr
+
+    @pytest.mark.slow
+    def test_goes_elsewhere_if_its_folder_is_gone(self, tmp_path: Path) -> None:
+        (tmp_path / "there").mkdir()
+        (tmp_path / "train.py").write_text("import os, torch; os.rmdir('there'); torch.ones(2) + 1")
+        said = ampatch_run(["--report", "there/report.json", "train.py"], tmp_path)
+        assert "there is no folder" in said.stderr
+        path = Path(said.stderr.partition(WROTE)[2].strip())
+        assert json.loads(path.read_text(encoding="utf-8"))["format"] == "ampatch report"
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("rank", [None, "0"])
+    def test_processes_that_the_script_starts_write_none(self, rank: str | None, tmp_path: Path) -> None:
+        program = (
+            f"import multiprocessing, os, subprocess\nfrom pathlib import Path\n{TRAINS}"
+            "def work():\n    torch.ones(2) + 1\n"
+            "if __name__ == '__main__':\n"
+            "    subprocess.run([sys.executable, '-c', 'import torch; torch.ones(1) + 1'], check=True)\n"
+            "    for method in ('spawn', 'fork'):\n"
+            "        process = multiprocessing.get_context(method).Process(target=work)\n"
+            "        process.start()\n"
+            "        process.join()\n"
+            "    list(torch.utils.data.DataLoader([1.0, 2.0], num_workers=1))\n"
+            "    sys.exit() if os.fork() == 0 else os.wait()\n"
+            "    assert not Path('report.json').exists()\n"
+        )
+        environment = {**os.environ, **({"RANK": rank} if rank else {})}
+        said = written_by(program, tmp_path, env=environment)
+        assert (said.returncode, said.stderr.count(WROTE)) == (0, 1), said.stderr
+        assert len(report_in(tmp_path)["steps"]) == 3
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("launched", ["by torchrun", "by the command"])
+    def test_each_rank_writes_its_own(self, launched: str, tmp_path: Path) -> None:
+        (tmp_path / "train.py").write_text(
+            TRAINS.replace("model = torch", "torch.distributed.init_process_group('gloo')\nmodel = torch", 1)
+            + "torch.distributed.destroy_process_group()\n"
+        )
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        run = ["-m", "ampatch", "run", "--report", "report.json"]
+        command = [*torchrun, *run, "train.py"] if launched == "by torchrun" else [*run, *torchrun, "train.py"]
+        said = python(command, tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert said.returncode == 0, said.stderr
+        assert sorted(path.name for path in tmp_path.glob("*.json")) == ["report.json", "report.rank1.json"]
+        for name in ("report.json", "report.rank1.json"):
+            assert len(report_in(tmp_path, name)["steps"]) == 3
+
+    @pytest.mark.slow
+    def test_a_script_that_opens_one_itself_is_told_what_to_leave_out(self, tmp_path: Path) -> None:
+        said = written_by("from ampatch import amp\nwith amp.report(): pass\n", tmp_path)
+        assert said.returncode == 1
+        assert "leave out one of the two" in said.stderr
+
+    @pytest.mark.slow
+    def test_with_a_library_in_place_of_a_gpu(self, tmp_path: Path) -> None:
+        said = written_by(
+            TRAINS.replace("model = torch.nn.Linear(4, 4)", "model = torch.nn.Linear(4, 4).cuda()").replace(
+                "torch.ones(2, 4)", "torch.ones(2, 4).cuda()"
+            ),
+            tmp_path,
+            "--cpu",
+        )
+        assert said.returncode == 0, said.stderr
+        assert len(report_in(tmp_path)["steps"]) == 3

@@ -41,6 +41,7 @@ def known(net: Net, head: nn.Linear, sgd: SGD, adam: AdamW) -> None:
     assert_type(amp.initialize(net, sgd, on_overflow="raise", check_finite=True), tuple[Net, SGD])
     assert_type(amp.initialize(net, sgd, on_overflow=note), tuple[Net, SGD])
     assert_type(amp.stats(), dict[str, int | float])
+    assert_type(amp.report(), amp.Report)
     assert_type(apex_amp.initialize(net, sgd), tuple[Net, SGD])
     model, optimizer = amp.initialize(net, sgd)
     with amp.scale_loss(model.loss(torch.ones(1)), optimizer) as scaled_loss:

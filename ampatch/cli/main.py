@@ -72,10 +72,18 @@ def _run(arguments: list[str]) -> int:
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Splits a command line of ``ampatch run`` after the script or module; the script's own arguments stay as typed."""
-    words = [place for place, argument in enumerate(arguments) if not argument.startswith("-") or argument == "-"]
+    words = [
+        place
+        for place, argument in enumerate(arguments)
+        if (not argument.startswith("-") or argument == "-") and arguments[max(place - 1, 0)] not in _WITH_VALUE
+    ]
     if len(words) < 2 or arguments[words[0]] != "run":
         return arguments, []
     return arguments[: words[1] + 1], arguments[words[1] + 1 :]
+
+
+#: Options of ``ampatch run`` whose values are the next argument.
+_WITH_VALUE = ("--report",)
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -97,7 +105,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 
 _RUN = "Runs a script that was written for Apex, with ampatch in Apex's place."
-_RUN_USAGE = "ampatch run [-h] [--cpu] [--force] [--trace-overflow] (SCRIPT | -m MODULE) ..."
+_RUN_USAGE = "ampatch run [-h] [--cpu] [--force] [--trace-overflow] [--report FILE] (SCRIPT | -m MODULE) ..."
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -111,6 +119,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--trace-overflow",
         action="store_true",
         help="at each skipped step, log the function that first produced inf or NaN, with its line and its remedy",
+    )
+    parser.add_argument(
+        "--report",
+        type=_not_empty,
+        metavar="FILE",
+        help="write what amp did in the whole script to FILE.html, a page, or FILE.json",
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as `python -m` does")
     parser.add_argument(
@@ -138,6 +152,7 @@ def _run_script(arguments: argparse.Namespace) -> int:
         force=arguments.force,
         cpu=arguments.cpu,
         trace_overflow=arguments.trace_overflow,
+        report=arguments.report,
     )
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NoReturn
 
+from ampatch.cli import script_report
 from ampatch.errors import OptionError
 
 _STARTUP = str(Path(__file__).parent / "startup")
@@ -28,7 +29,14 @@ _TRACE = "AMPATCH_TRACE_OVERFLOW"  # read by ampatch.scaling.overflows, which im
 
 
 def run(
-    target: str, arguments: Sequence[str], *, is_module: bool, force: bool, cpu: bool, trace_overflow: bool
+    target: str,
+    arguments: Sequence[str],
+    *,
+    is_module: bool,
+    force: bool,
+    cpu: bool,
+    trace_overflow: bool,
+    report: str | None,
 ) -> NoReturn:
     """Replaces this process with ``python target arguments...``, or ``python -m target arguments...``.
 
@@ -39,10 +47,11 @@ def run(
         force: True to replace Apex even if the installed Apex has amp.
         cpu: True to keep on the CPU whatever the script sends to a GPU.
         trace_overflow: True to trace overflows.
+        report: the file for a report of the script; None for no report.
 
     Raises:
-        OptionError: this Python was started with an option that ignores the environment or start-up modules; or the
-            new Python would not find ampatch.
+        OptionError: the report's file cannot be written; this Python was started with an option that ignores the
+            environment or start-up modules; or the new Python would not find ampatch.
     """
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise OptionError(
@@ -54,11 +63,13 @@ def run(
             "python finds ampatch only in the current folder, and would not find it from the script's. Install it into "
             "this environment: pip install . in its folder."
         )
+    reporting = {} if report is None else script_report.variables(script_report.checked_file(report))
     if cpu and _CPU not in os.environ and os.environ.get("RANK", "0") == "0":
         print("ampatch: --cpu: whatever the script sends to a GPU stays on the CPU.", file=sys.stderr, flush=True)
     command = [sys.executable, *_options(sys.orig_argv, sys.argv), *(["-m"] if is_module else []), target, *arguments]
-    wanted = {_FORCE: force, _CPU: cpu, _TRACE: trace_overflow}
-    os.execve(sys.executable, command, _environment(os.environ, [name for name in wanted if wanted[name]]))
+    flags = {_FORCE: force, _CPU: cpu, _TRACE: trace_overflow}
+    wanted = {**dict.fromkeys((name for name in flags if flags[name]), "1"), **reporting}
+    os.execve(sys.executable, command, _environment(os.environ, wanted))
 
 
 def _is_installed() -> bool:
@@ -70,12 +81,12 @@ def _is_installed() -> bool:
     )
 
 
-def _environment(environment: Mapping[str, str], wanted: Iterable[str]) -> dict[str, str]:
-    """Returns the environment variables of the new Python, given those of this one and the names of those to set."""
+def _environment(environment: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment variables of the new Python, given those of this one and those to set."""
     before = environment.get("PYTHONPATH")
     others = [entry for entry in before.split(os.pathsep) if entry != _STARTUP] if before else []
     path = os.pathsep.join([_STARTUP, *others])
-    return {**environment, "PYTHONPATH": path, **dict.fromkeys(wanted, "1")}
+    return {**environment, "PYTHONPATH": path, **wanted}
 
 
 def _options(command: Sequence[str], arguments: Sequence[str]) -> list[str]:

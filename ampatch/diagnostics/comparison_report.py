@@ -5,9 +5,7 @@ Owns the wording and the table. Must never run a model, nor compare a number.
 
 from __future__ import annotations
 
-import io
 import math
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,13 +13,11 @@ from typing import Any
 
 from ampatch.diagnostics.overflow_trace import plain_data
 from ampatch.diagnostics.preflight_report import shown_path
+from ampatch.diagnostics.tables import ROWS, Column, printed, table
 
 #: The share of a call's elements that may be flushed to zero before its result counts as another one.
 FLUSHED_SHARE = 0.1
 
-_ROWS = 10  # of each table that is printed
-#: Width for a file or a pipe, which has none of its own.
-_WIDTH_OF_PIPE = 120
 _NO_PREFIX = ("torch.nn.functional.", "torch.Tensor.", "torch.ops.", "torch.")
 
 
@@ -196,15 +192,7 @@ class Comparison:
         return found
 
     def __str__(self) -> str:
-        # It takes a tenth of a second to import.
-        from rich.console import Console
-
-        with io.StringIO() as text:
-            width = shutil.get_terminal_size((_WIDTH_OF_PIPE, 24)).columns
-            console = Console(file=text, width=width, highlight=False, markup=False, emoji=False)
-            for each in _printed(self):
-                console.print(each)
-            return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        return printed(parts(self))
 
 
 def _grouped(rows: Iterable[ComparedRow], name_of: Callable[[ComparedRow], str | None]) -> tuple[ComparedGroup, ...]:
@@ -233,8 +221,8 @@ def _group(name: str, rows: Sequence[ComparedRow]) -> ComparedGroup:
 # Text
 
 
-def _printed(result: Comparison) -> Iterator[Any]:
-    """Yields the lines and tables that `rich` prints."""
+def parts(result: Comparison) -> Iterator[Any]:
+    """Yields the lines and tables that `printed` prints."""
     yield result.title
     yield result.verdict
     if result.loss_a is not None and result.loss_b is not None:
@@ -252,12 +240,12 @@ def _printed(result: Comparison) -> Iterator[Any]:
 
 def _table_of_numbers(result: Comparison) -> Iterator[Any]:
     rows = sorted((row for row in result.rows if row.error), key=lambda row: -(row.error or 0.0))
-    cells = [(row.quantity, owner_of(row), _number(row.value_a), _number(row.value_b)) for row in rows[:_ROWS]]
-    yield from _table("What differs most", ["number", "of", "a", "b"], cells, len(rows))
+    cells = [(row.quantity, owner_of(row), _number(row.value_a), _number(row.value_b)) for row in rows[:ROWS]]
+    yield from table("What differs most", _columns("number", "of", "a", "b"), cells, len(rows))
 
 
 def _tables_of_calls(result: Comparison) -> Iterator[Any]:
-    told = _told_rows(result)
+    told = telling_rows(result.rows, result.first, result.worst)
     cells = [
         (
             str(row.number),
@@ -268,53 +256,46 @@ def _tables_of_calls(result: Comparison) -> Iterator[Any]:
             _error(row.error),
             _error(row.own_error),
         )
-        for row in sorted(told[:_ROWS], key=lambda row: row.number)
+        for row in sorted(told[:ROWS], key=lambda row: row.number)
     ]
-    heads = ["#", "pass", "function", "module and line", "type", "error", "own"]
-    yield from _table("Calls above the noise", heads, cells, len(told))
+    columns = _columns("#", "pass", "function", "module and line", "type", "error", "own")
+    yield from table("Calls above the noise", columns, cells, len(told))
     groups = [group for group in result.functions if group.error > 0]
     by_function = [
-        (_short(group.name), str(group.calls), str(group.above), _error(group.error), _error(group.own_error))
-        for group in groups[:_ROWS]
+        (short(group.name), str(group.calls), str(group.above), _error(group.error), _error(group.own_error))
+        for group in groups[:ROWS]
     ]
-    yield from _table("By function", ["function", "calls", "above noise", "error", "own"], by_function, len(groups))
+    columns = _columns("function", "calls", "above noise", "error", "own")
+    yield from table("By function", columns, by_function, len(groups))
     gradients = [each for each in result.gradients if each.error > 0 and not each.cancelled]
-    by_gradient = [(each.parameter, _error(each.error)) for each in gradients[:_ROWS]]
-    yield from _table("By gradient", ["parameter", "error"], by_gradient, len(gradients))
+    by_gradient = [(each.parameter, _error(each.error)) for each in gradients[:ROWS]]
+    yield from table("By gradient", _columns("parameter", "error"), by_gradient, len(gradients))
     casts = [row for row in result.rows if row.unmatched and row.operator == "cast"]
     others = sum(row.unmatched for row in result.rows) - len(casts)
     yield f"In one step only: {len(casts)} casts, {others} other calls, of {len(result.rows)} rows (to_dict has all)."
 
 
-def _told_rows(result: Comparison) -> list[ComparedRow]:
+def telling_rows(
+    rows: Iterable[ComparedRow], first: ComparedRow | None, worst: ComparedRow | None
+) -> list[ComparedRow]:
     """Returns the rows above the noise: the first, the worst and those where b parts from a come before others."""
-    above = [row for row in result.rows if row.is_above_noise]
+    above = [row for row in rows if row.is_above_noise]
     ranked = sorted(above, key=lambda row: (not row.starts, -(row.error or 0.0)))
-    return list(dict.fromkeys([row for row in (result.first, result.worst) if row in above] + ranked))
+    return list(dict.fromkeys([row for row in (first, worst) if row in above] + ranked))
 
 
-def _table(title: str, heads: Sequence[str], cells: Sequence[Sequence[str]], count: int) -> Iterator[Any]:
-    from rich import box
-    from rich.table import Table
-
-    if not cells:
-        return
-    more = f" ({len(cells)} of {count})" if count > len(cells) else ""
-    table = Table(title=title + more, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for head in heads:
-        is_number = head in ("#", "error", "own", "calls", "above noise", "a", "b")
-        table.add_column(head, overflow="fold", justify="right" if is_number else "left", no_wrap=is_number)
-    for row in cells:
-        table.add_row(*row)
-    yield table
+def _columns(*heads: str) -> list[Column]:
+    numbers = ("#", "error", "own", "calls", "above noise", "a", "b")
+    return [Column(head, head in numbers) for head in heads]
 
 
 def _called(row: ComparedRow) -> str:
-    name = _short(row.function)
+    name = short(row.function)
     return name if row.operator in ("", *row.function.split(".")) else f"{name} ({row.operator})"
 
 
-def _short(path: str) -> str:
+def short(path: str) -> str:
+    """Returns the path of a torch function without the namespaces that everybody knows."""
     prefix = next((prefix for prefix in _NO_PREFIX if path.startswith(prefix)), "")
     return path.removeprefix(prefix)
 
@@ -330,7 +311,7 @@ def _error(number: float | None) -> str:
 def owner_of(row: ComparedRow) -> str:
     """Returns what a number of a report belongs to: a function, a module, a parameter, a line or a step."""
     step = "" if row.step is None else f"step {row.step}"
-    return _short(row.function) or _module(row) or row.parameter or row.place or step
+    return short(row.function) or _module(row) or row.parameter or row.place or step
 
 
 def _number(number: float | None) -> str:

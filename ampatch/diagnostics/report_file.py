@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,47 @@ from ampatch.errors import OptionError
 
 FORMAT = "ampatch report"
 VERSION = 1
+
+
+def checked_path(path: object, suffixes: Sequence[str], otherwise: str) -> Path:
+    """Returns the path of a file that can be written, without writing it.
+
+    Args:
+        path: of the file, which is replaced if it exists.
+        suffixes: the endings that its name may have.
+        otherwise: what to type for a file of another kind.
+
+    Raises:
+        OptionError: it is no path, has another ending, or is in a folder that is missing or cannot be written.
+    """
+    if not isinstance(path, (str, PathLike)):
+        raise OptionError(f"the path is {path!r}; expected the name of a file, such as 'report{suffixes[0]}'.")
+    file = Path(os.fsdecode(path))
+    if file.suffix.lower() not in suffixes:
+        raise OptionError(f"{str(file)!r} does not end with {' or '.join(suffixes)}. {otherwise}")
+    folder = file.parent
+    if not folder.is_dir():
+        raise OptionError(f"{str(file)!r} cannot be written: there is no folder {str(folder)!r}. Make it first.")
+    if file.is_dir():
+        raise OptionError(f"{str(file)!r} cannot be written: it is a folder. Give another name.")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise OptionError(f"{str(file)!r} cannot be written: permission denied. Give another name.")
+    return file
+
+
+def write_text(text: str, path: Path) -> None:
+    """Writes a file; another process that reads it meanwhile finds it whole, before or after.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        # The path of a file may hold bytes that are no text. JSON reads their escapes back.
+        unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def write(data: dict[str, Any], path: str | PathLike[str]) -> None:
@@ -27,7 +70,7 @@ def write(data: dict[str, Any], path: str | PathLike[str]) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    Path(path).write_text(json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False) + "\n", Path(path))
 
 
 def read(path: str | PathLike[str]) -> dict[str, Any]:

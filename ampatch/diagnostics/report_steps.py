@@ -7,9 +7,11 @@ write to a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
@@ -30,6 +32,8 @@ from ampatch.scaling.scale_use import ScaleUse
 from ampatch.switch import WithoutCasts
 from ampatch.tracing import is_capturing
 from ampatch.weights.optimizer_state import parameters_of
+
+_P = ParamSpec("_P")
 
 #: A scale that loses more than this share of the gradients' elements is warned of.
 WARNS_ABOVE = 0.05
@@ -73,10 +77,29 @@ class _Step:
         }
 
 
+def _timed(method: Callable[Concatenate[Steps, _P], None]) -> Callable[Concatenate[Steps, _P], None]:
+    """Returns a method whose time is added to `Steps.seconds`."""
+
+    @functools.wraps(method)
+    def run(steps: Steps, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        start = time.perf_counter()
+        try:
+            method(steps, *args, **kwargs)
+        finally:
+            steps.seconds += time.perf_counter() - start
+
+    return run
+
+
 class Steps:
-    """Observes blocks and steps until its block ends; see `amp.report`."""
+    """Observes blocks and steps until its block ends; see `amp.report`.
+
+    Attributes:
+        seconds: time that it took so far; without what a device still has to do.
+    """
 
     def __init__(self) -> None:
+        self.seconds = 0.0
         self._open: dict[int, _Step] = {}  # steps to come, by the optimizer's id
         self._ended: list[_Step] = []
         self._rows: list[dict[str, Any]] = []
@@ -101,8 +124,9 @@ class Steps:
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns the steps as plain data; syncs with the device."""
-        with paused(), WithoutCasts():
-            self._read()
+        if self._ended:  # else nothing is read: turning casts off imports torch's compiler
+            with paused(), WithoutCasts():
+                self._read()
         return self._rows
 
     def underflow(self) -> dict[str, Any] | None:
@@ -118,6 +142,7 @@ class Steps:
 
     # What is observed
 
+    @_timed
     def unscaling(self, scale_use: ScaleUse, gradients: Sequence[OptimizerGradients]) -> None:
         """Counts the gradients of a block before they are unscaled, and begins their optimizers' next steps."""
         if is_capturing():
@@ -135,6 +160,7 @@ class Steps:
             self._exponents.add(counted)
             self._warn_of_underflow()
 
+    @_timed
     def stepped(self, gradients: OptimizerGradients, judged: Sequence[ScaleUse], skipped: bool | None) -> None:
         """Ends the step of an adopted optimizer."""
         step = self._open.pop(id(gradients.optimizer), None)
@@ -144,6 +170,7 @@ class Steps:
         step.skipped = skipped
         self._end(step)
 
+    @_timed
     def _before_step(self, optimizer: Any, *_: object) -> None:
         """Counts gradients that came from no block."""
         if is_capturing() or id(optimizer) in self._open:
@@ -199,14 +226,21 @@ class Steps:
         at_best = next(row for row in found["scales"] if row["scale"] == best)
         cure = "Every greater scale would overflow"
         if best > scale:
-            options = f"init_scale={best:g}" + (f", max_loss_scale={best:g}" if best > _GREATEST_BY_DEFAULT else "")
-            lost = at_best["zero"] + at_best["subnormal"]
+            lost, live = at_best["zero"] + at_best["subnormal"], runtime.live
+            options = options_for(best, live is None or live.settings.scale_policy.dynamic)
             cure = f"At a scale of {best:g} it would be {lost:.1%}: type amp.initialize(..., {options})"
         warn(
             f"at a loss scale of {scale:g}, {found['half']} holds {found['lost']:.1%} of the gradients' elements with "
             f"fewer bits than it has, or as zero; most in {worst['name']} ({worst['subnormal']:.1%}). {cure}. Or type "
             "half_dtype=torch.bfloat16, which has float32's range."
         )
+
+
+def options_for(scale: float, dynamic: bool) -> str:
+    """Returns the arguments of `amp.initialize` with which the loss scale is a number, or starts at it."""
+    if not dynamic:
+        return f"loss_scale={scale!r}"
+    return f"init_scale={scale!r}" + (f", max_loss_scale={scale!r}" if scale > _GREATEST_BY_DEFAULT else "")
 
 
 for _hook in (Steps._before_step, Steps._after_step):

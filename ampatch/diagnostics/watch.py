@@ -13,7 +13,6 @@ import math
 import os
 import sys
 import threading
-import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ampatch.diagnostics import mode_stacks
+from ampatch.diagnostics.callers import users_frame
 from ampatch.diagnostics.operands import has_inf, tensors_in, versions_of
 from ampatch.diagnostics.watched import ArrivedGradient, Place, Values, WatchedOp
 from ampatch.diagnostics.written_memory import WrittenMemory
@@ -38,9 +38,6 @@ from ampatch.tracing import is_capturing, is_recording
 #: The types whose largest values are read.
 _MEASURED = HALVES | {torch.float32, torch.float64, torch.complex64, torch.complex128}
 
-_NOT_USER_CODE = ("ampatch", "torch")
-#: Modules that call the user's model: lines above them called ampatch, and no operator.
-_CALLERS = frozenset({"ampatch.diagnostics.preflight", "ampatch.diagnostics.preflight_subject"})
 #: Operators outside of modules that keep their arguments.
 _KEPT_OUTSIDE = 2000
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
@@ -246,7 +243,7 @@ class Watch:
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator and records it."""
-        if _thread.paused or os.getpid() != self._process or is_recording() or is_capturing():
+        if pauses.paused or os.getpid() != self._process or is_recording() or is_capturing():
             return op(*args, **kwargs)
         node: Any = torch._C._current_autograd_node()
         own_node = self._own_node()  # with create_graph=True backward passes make some as well
@@ -257,7 +254,7 @@ class Watch:
             return op(*args, **kwargs)
         if node is not None and node.name() == _ACCUMULATES:
             self._note_gradient(node, args)
-        if _is_view(op):
+        if is_view(op):
             if own_node is not None:
                 self._by_node[own_node] = None
             return op(*args, **kwargs)
@@ -366,17 +363,18 @@ class _Thread(threading.local):
     paused = 0
 
 
-_thread = _Thread()
+#: ``pauses.paused`` is the number of `paused` blocks that this thread is in.
+pauses = _Thread()
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Stops recording this thread's operators until the block ends."""
-    _thread.paused += 1
+    pauses.paused += 1
     try:
         yield
     finally:
-        _thread.paused -= 1
+        pauses.paused -= 1
 
 
 class _Functions(TorchFunctionMode):
@@ -408,8 +406,6 @@ class _Operators(TorchDispatchMode):
 
 
 _BACKWARD = Tensor.backward
-#: The code that calls the autograd engine.
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
 def measured(value: Any) -> list[Tensor]:
@@ -441,7 +437,7 @@ def _as_float(numbers: Tensor) -> Tensor:
 
 
 @cache
-def _is_view(op: Any) -> bool:
+def is_view(op: Any) -> bool:
     """Returns True if the results of an operator share memory with its arguments, and it writes nothing."""
     if op is _aten._unsafe_view.default:  # a view, of which its schema says nothing
         return True
@@ -476,12 +472,5 @@ def _with_copies_of_written(
 
 def _user_place() -> Place | None:
     """Returns the innermost line that is neither torch's nor amp's; in a backward pass one that the engine called."""
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code is not _ENGINE:
-        module = str(frame.f_globals.get("__name__", ""))
-        if module in _CALLERS:
-            return None
-        if module.partition(".")[0] not in _NOT_USER_CODE:
-            return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
-    return None
+    frame = users_frame(sys._getframe(2))
+    return None if frame is None else Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

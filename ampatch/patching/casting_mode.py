@@ -110,8 +110,7 @@ class CastRules:
         self.adapters = adapters.by_kind()
         self.outside_torch: list[Rule] = []
         self.entries: dict[Any, _Entry] = {
-            **dict.fromkeys((getattr(Tensor, name).__get__ for name in _PROPERTIES), _METADATA),
-            **dict.fromkeys((getattr(Tensor, name) for name in _METHODS), _METADATA),
+            **dict.fromkeys(METADATA, _METADATA),
             Tensor.dtype.__get__: _TYPE,  # type: ignore[attr-defined]
         }
         names: dict[Treatment, set[str]] = {treatment: set() for treatment in Treatment}
@@ -142,7 +141,7 @@ class CastRules:
                     f"ampatch: {rule.path} is registered for the {rule.treatment.value}.",
                 )
         listed = {function: rule.treatment for rule, function in found}
-        reported = _reported_functions()
+        reported = reported_functions()
         self.reported_as_other = [
             (rule, reported[function].__name__)
             for rule, function in found
@@ -343,6 +342,10 @@ _METHODS = (
     *("size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "get_device", "__len__"),
     *("is_contiguous", "is_floating_point", "is_complex", "is_inference", "requires_grad_"),
 )
+#: Functions of tensors that read neither values nor types.
+METADATA = frozenset(
+    {*(getattr(Tensor, name).__get__ for name in _PROPERTIES), *(getattr(Tensor, name) for name in _METHODS)}
+)
 _METHODS_IN_PYTHON = frozenset(
     name
     for name, method in vars(Tensor).items()
@@ -369,7 +372,7 @@ def _operators() -> Iterator[tuple[str, Any, Any]]:
 
 
 @functools.cache
-def _reported_functions() -> dict[Any, Any]:
+def reported_functions() -> dict[Any, Any]:
     """Returns the function that torch reports to a mode, by operator method: ``Tensor.add`` for ``x + y``."""
     reported: dict[Any, Any] = {}
 

@@ -47,15 +47,17 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from ampatch.casting import cast_observers
 from ampatch.casting.cast_store import Store
 from ampatch.native import calls
 from ampatch.patching.recurrent_weights import Layout, cast_each
-from ampatch.tracing import is_capturing
+from ampatch.tracing import ObservingMode, is_capturing
 
 _T = TypeVar("_T")
 
-# Modes of selective checkpointing: for running a region, and for recomputing it.
-_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+# Dispatch modes that record no graph: those of selective checkpointing (for running a region, and for recomputing it),
+# and those that only watch.
+_WITHOUT_GRAPH = (_CachingTorchDispatchMode, _CachedTorchDispatchMode, ObservingMode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +124,18 @@ class WeightCache:
             return tensor.to(dtype)
         state = self.state
         store = self._store(tensor) if type(tensor) is Parameter else None
+        observer = cast_observers.observer
         if store is None:
             state.casts += 1
-            return tensor.to(dtype)
+            return tensor.to(dtype) if observer is None else observer.cast(tensor, lambda: tensor.to(dtype))
         kept = store.find(tensor, dtype)
         if kept is not None:
             state.hits += 1
+            if observer is not None:
+                observer.hit([kept])
             return kept
         state.casts += 1
-        cast = _with_version(lambda: tensor.to(dtype))
+        cast = cast_observers.cast(tensor, lambda: _with_version(lambda: tensor.to(dtype)))
         self._keep(store, tensor, cast)
         return cast
 
@@ -160,9 +165,11 @@ class WeightCache:
         kept = [cast for cast in found if cast is not None]
         if len(kept) == len(weights) and layout.holds(kept):
             state.hits += len(kept)
+            if cast_observers.observer is not None:
+                cast_observers.observer.hit(kept)
             return kept
         state.casts += len(weights)
-        casts = _with_version(lambda: layout.cast(weights, dtype))
+        casts = cast_observers.cast(weights[0], lambda: _with_version(lambda: layout.cast(weights, dtype)))
         for store, weight, cast in zip(stores, weights, casts, strict=True):
             if store is not None:
                 self._keep(store, weight, cast)
@@ -321,15 +328,12 @@ def _wait_for_readers(store: Store) -> None:
 
 
 def _is_traced() -> bool:
-    """Returns True under ``torch.jit.trace`` and under a dispatch mode, except those of selective checkpointing.
-
-    Selective checkpointing records no graph.
-    """
+    """Returns True under ``torch.jit.trace`` and under a dispatch mode, except those that record no graph."""
     if _get_tracing_state() is not None:
         return True
     if not _len_torch_dispatch_stack():
         return False
-    return not all(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+    return not all(isinstance(mode, _WITHOUT_GRAPH) for mode in _get_current_dispatch_mode_stack())
 
 
 def _with_version(make: Callable[[], _T]) -> _T:

@@ -17,6 +17,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import get_overridable_functions, handle_torch_function, has_torch_function
 
+from ampatch.casting import cast_observers
 from ampatch.casting.cast_errors import may_be_caused_by_casts
 from ampatch.casting.nested import tensors_in
 from ampatch.compilers import give_own_code
@@ -48,6 +49,10 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> F
             if not is_dynamo_compiling() and _len_torch_dispatch_stack() and is_below_operators(sys._getframe(1)):
                 with switch.disabled():
                     return original(*args, **kwargs)
+            # Dynamo must not guard the observer. It keeps a dispatch mode on the stack, so that calls come here.
+            observer = None if is_dynamo_compiling() else cast_observers.observer
+            if observer is not None and not observer.is_calling(original):
+                return observer.call(original, wrapper, args, kwargs)
         adapted = None
         try:
             if has_torch_function((*args, *kwargs.values()) if kwargs else args):

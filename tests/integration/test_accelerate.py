@@ -814,7 +814,7 @@ class TestEndings:
         assert not amp.is_on()
         assert types_of(run.raw) == {torch.float32}
         assert_same_state(run.raw.state_dict(), expected)
-        own = ("backward", "free_memory", "end_training", "autocast", "prepare_optimizer", "trigger_sync_in_backward")
+        own = ("backward", "free_memory", "end_training", "autocast", "prepare_optimizer")
         assert not set(own) & set(vars(run.accelerator))
         assert not run.accelerator._save_model_state_pre_hook
         assert not run.accelerator._load_model_state_pre_hook

@@ -1,0 +1,170 @@
+"""`ampatch run --report`: opens a report when the script has imported torch, and writes it when the script ends.
+
+Owns which processes report, and where each writes. Must not import torch before the script does, and must never change
+how the script ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ampatch.diagnostics import report_file
+from ampatch.errors import OptionError, UsageError
+
+if TYPE_CHECKING:
+    from ampatch.diagnostics.report import Report
+
+#: The environment variables that `startup/sitecustomize.py` reads: the file, and which process reports.
+FILE = "AMPATCH_RUN_REPORT"
+REPORTER = "AMPATCH_RUN_REPORTER"
+#: The variables in which launchers tell a process its rank, in the order in which they count.
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "LOCAL_RANK")
+_SUFFIXES = (".html", ".htm", ".json")
+
+
+def checked_file(path: str) -> str:
+    """Returns the absolute path of the file that a script's report is to be written to.
+
+    Raises:
+        OptionError: it has another ending, or cannot be written.
+    """
+    file = report_file.checked_path(path, _SUFFIXES, "Name a page, such as report.html, or a JSON file.")
+    return str(file.absolute())
+
+
+def variables(path: str) -> dict[str, str]:
+    """Returns the environment variables with which this process, once it runs the script, reports to a file."""
+    return {FILE: path, REPORTER: _name_of(os.getpid(), rank(os.environ))}
+
+
+def rank(environment: Mapping[str, str]) -> str | None:
+    """Returns the rank of a process by its launcher's environment variables; None without a launcher."""
+    return next((environment[name] for name in _RANKS if environment.get(name)), None)
+
+
+def reports_here() -> bool:
+    """Returns True if this process reports: it runs the script, or is a rank that the script, a launcher, started.
+
+    Processes that a rank starts have its rank in their environment, and do not report.
+    """
+    pid, _, reporters_rank = os.environ.get(REPORTER, "").partition(" ")
+    if pid == str(os.getpid()):
+        return True
+    own = rank(os.environ)
+    if own is None or own == reporters_rank or "multiprocessing" in " ".join(sys.orig_argv[1:3]):
+        return False
+    os.environ[REPORTER] = _name_of(os.getpid(), own)
+    return True
+
+
+def _name_of(pid: int, rank: str | None) -> str:
+    return f"{pid} {rank or ''}"
+
+
+class ScriptReport:
+    """The report of the script that this process runs.
+
+    Args:
+        path: the file that rank 0 writes.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._process = os.getpid()
+        self._began = time.time()
+        self._report: Report | None = None
+        atexit.register(self.write)
+
+    def begin(self, _: object = None) -> None:
+        """Opens the report; called when torch has been imported.
+
+        Raises:
+            UsageError: a module of ampatch that the report needs is being imported right now.
+        """
+        try:
+            for name in ("report_calls", "report_steps", "report"):
+                module = importlib.import_module(f"ampatch.diagnostics.{name}")
+        except ImportError as error:
+            raise UsageError(
+                f"ampatch run --report cannot begin while ampatch itself is imported ({error}). Type `import torch` "
+                "above the imports of ampatch."
+            ) from error
+        # Torch has registered functions for the exit meanwhile, and the last to be registered runs first.
+        atexit.unregister(self.write)
+        atexit.register(self.write)
+        report = module.Report()
+        report.__enter__()
+        self._report = report
+
+    def write(self) -> None:
+        """Ends the report, writes it, and tells its path on stderr; called at the end of the process."""
+        if os.getpid() != self._process:  # a fork that ended as a script does
+            return
+        report = self._report
+        if report is None:
+            _say("--report: no report, as the script did not import torch.")
+            return
+        with contextlib.suppress(Exception):  # torch may have lost its devices; what was recorded is left
+            report.__exit__(None, None, None)
+        path = self._own_path()
+        try:
+            data = report.to_dict()
+            if not data["cost"]["operators"] and _is_newer(path, self._began):
+                return  # a launcher, whose rank 0 has written its report
+            _say(f"--report: wrote {_written(report, path)}")
+        except Exception as error:  # noqa: BLE001 - the script has ended, and a traceback would seem to be its own
+            _say(f"error: the report could not be written: {type(error).__name__}: {error}")
+        finally:
+            _end_by_interrupt()
+
+    def _own_path(self) -> Path:
+        number = _rank_now()
+        return self._path if number in (None, "0") else self._path.with_suffix(f".rank{number}{self._path.suffix}")
+
+
+def _end_by_interrupt() -> None:
+    """Has Python end itself by SIGINT if the user has interrupted the script.
+
+    Python forgets that it was going to when any code compiles text, as the classes of an imported module may do. It
+    learns it again from compiled text that is interrupted.
+    """
+    if getattr(sys, "last_type", None) is KeyboardInterrupt:
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")
+
+
+def _rank_now() -> str | None:
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return str(distributed.get_rank())
+    return rank(os.environ)
+
+
+def _is_newer(path: Path, moment: float) -> bool:
+    return path.exists() and path.stat().st_mtime > moment
+
+
+def _written(report: Report, path: Path) -> Path:
+    """Writes a report, into the folder for temporary files if its own cannot be written any more."""
+    write = report.save if path.suffix.lower() == ".json" else report.to_html
+    try:
+        write(path)
+    except (OSError, OptionError) as error:
+        _say(f"error: {error}")
+        path = Path(tempfile.mkdtemp(prefix="ampatch-report-")) / path.name
+        write(path)
+    return path
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # stderr is closed
+        print(f"ampatch: {line}", file=sys.stderr, flush=True)

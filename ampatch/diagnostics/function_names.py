@@ -1,0 +1,149 @@
+"""Names torch's functions as cast lists do, and says which list rules each.
+
+Must never patch a function, nor change a session.
+"""
+
+from __future__ import annotations
+
+import dis
+import types
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import resolve_name
+
+from ampatch.cast_lists.paths import PathError, find, unwrapped
+from ampatch.patching import casting_mode
+from ampatch.runtime import decoration_of
+from ampatch.session import Session
+
+#: Where functions are looked for by their own names, in this order.
+_PLACES: tuple[tuple[str, Any], ...] = (
+    ("torch.nn.functional", torch.nn.functional),
+    ("torch", torch),
+    ("torch.Tensor", Tensor),
+    *((f"torch.{name}", getattr(torch, name)) for name in ("linalg", "special", "fft", "sparse", "autograd")),
+)
+
+
+@cache
+def name_of(function: Any) -> str:
+    """Returns the public path of a function, as the cast lists have it."""
+    if isinstance(function, str):
+        return function
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return f"torch.ops.{function}"
+    own = getattr(function, "__name__", None)
+    for path, place in _PLACES:
+        if own is not None and unwrapped(getattr(place, own, None)) is function:
+            return f"{path}.{own}"
+    if decoration_of(function) is None and not isinstance(function, types.FunctionType):
+        named = resolve_name(function)
+        if named is not None:
+            return str(named)
+    home = getattr(function, "__module__", None) or "torch"
+    return f"{home}.{getattr(function, '__qualname__', own or function)}"
+
+
+# Operators: torch reports `x + y` as `Tensor.add`. The instruction that called it tells them apart.
+
+_OPERATORS = {"COMPARE_OP", "BINARY_OP", "UNARY_NEGATIVE", "UNARY_INVERT", "UNARY_POSITIVE"}
+_NAMES = {
+    **dict(zip("+-*/@%", ("add", "sub", "mul", "truediv", "matmul", "mod"), strict=True)),
+    "//": "floordiv",
+    "**": "pow",
+    "<<": "lshift",
+    ">>": "rshift",
+    "&": "and",
+    "|": "or",
+    "^": "xor",
+    "<": "lt",
+    "<=": "le",
+    "==": "eq",
+    "!=": "ne",
+    ">": "gt",
+    ">=": "ge",
+    "UNARY_NEGATIVE": "neg",
+    "UNARY_INVERT": "invert",
+    "UNARY_POSITIVE": "pos",
+}
+
+
+def operator_called(function: Any, frame: types.FrameType) -> Any:
+    """Returns the operator's method, such as ``Tensor.__add__``, if a frame calls a function by an operator.
+
+    Args:
+        function: the function that torch reports.
+        frame: the frame that called it.
+
+    Returns:
+        The method; the function itself if it was called by its name.
+    """
+    methods = _methods().get(function)
+    if methods is None:
+        return function
+    code, at = frame.f_code, frame.f_lasti
+    key = id(code), at
+    known = _called.get(key)
+    if known is None:
+        known = _called[key] = code, _operator_at(code, at)
+    return methods.get(known[1], function)
+
+
+_called: dict[tuple[int, int], tuple[types.CodeType, str | None]] = {}
+
+
+def _operator_at(code: types.CodeType, at: int) -> str | None:
+    for instruction in dis.get_instructions(code):
+        if instruction.offset == at:
+            if instruction.opname not in _OPERATORS:
+                return None
+            symbol = instruction.argrepr or instruction.opname
+            if symbol.endswith("=") and symbol not in _NAMES:
+                return f"__i{_NAMES.get(symbol[:-1], '')}__"
+            return f"__{_NAMES.get(symbol, '')}__"
+    return None
+
+
+@cache
+def _methods() -> dict[Any, dict[str | None, Any]]:
+    """Returns the methods of operators by their names, by the function that torch reports for them."""
+    found: dict[Any, dict[str | None, Any]] = {}
+    for method, function in casting_mode.reported_functions().items():
+        if function is not method:
+            found.setdefault(function, {})[method.__name__] = method
+    return found
+
+
+class Rulings:
+    """Which list rules each function in a session.
+
+    Args:
+        session: the session; it is not kept.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._lists = session.settings.lists
+        self._half = session.settings.properties.half_dtype
+        self._registered = session.registered
+        self._patches = session.patches_functions
+
+    def of(self, functions: Iterable[Any]) -> dict[Any, str]:
+        """Returns "whitelist", "blacklist", "promote", "banned", "registered" or "decorated" by function."""
+        if not self._patches:
+            return {}
+        ruled: dict[int, str] = {}
+        for path, half in self._lists.rules:
+            if half is self._half:
+                try:
+                    ruled[id(find(path))] = self._lists.rules[path, half].treatment.value
+                except PathError:  # optional, and not in this torch
+                    continue
+        for known in self._registered:
+            ruled[id(unwrapped(getattr(known.owner, known.name, None)))] = "registered"
+        found = {function: ruled.get(id(function)) for function in functions}
+        return {function: rule for function, rule in found.items() if rule is not None}

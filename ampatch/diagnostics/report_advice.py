@@ -1,0 +1,359 @@
+"""What a report advises: one sentence for each finding, with what to type.
+
+Owns when a finding is worth a sentence, and its wording. Reads the report alone, so that a saved one says the same.
+Must say only what the report's numbers show.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ampatch.diagnostics.preflight_report import shown_path
+from ampatch.diagnostics.report_steps import WARNS_ABOVE, options_for
+from ampatch.diagnostics.tables import number_of_bytes
+
+#: Steps skipped in a row that are worth a sentence: a scale that starts too high skips one or two.
+_SKIPS_IN_A_ROW = 3
+#: Share of skipped steps that is, if so many steps were seen.
+_SKIPPED_SHARE, _STEPS_FOR_SHARE = 0.05, 40
+#: Share of all bytes written by casts from which on a blacklisted function is worth a sentence.
+_COSTLY = 0.25
+#: ``init_scale`` of `amp.initialize` where none is given.
+_USUAL_SCALE = 2.0**16
+#: Sentences about each kind of finding.
+_MOST_OF_A_KIND = 3
+_HALF_TYPES = ("float16", "bfloat16")
+#: Where casts are off, so that a whitelisted function runs in float32.
+_CASTS_OFF = (
+    "before amp.initialize, inside amp.disable_casts, in an optimizer's step, and on devices that have none of the "
+    "model's parameters"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A finding, and what to do about it.
+
+    Attributes:
+        kind: name of the kind of finding.
+        text: a sentence that says what to do.
+        file: the user's file where to do it; None if it is no line.
+        line: number of the line in it.
+        function: path of the torch function; None if it is about none.
+    """
+
+    kind: str
+    text: str
+    file: str | None = None
+    line: int | None = None
+    function: str | None = None
+
+
+def advice(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns what to do about the findings of a report as plain data, the most useful first.
+
+    Args:
+        data: the other fields of `Report.to_dict`.
+    """
+    return [asdict(each) for find in _FINDERS for each in itertools.islice(find(data), _MOST_OF_A_KIND)]
+
+
+# Steps
+
+
+def _without_amp(data: Mapping[str, Any]) -> Iterator[Advice]:
+    if data["settings"] is None and data["cost"]["operators"] and not data["totals"]["casts"]:
+        text = (
+            "Set amp up, as it was not in this block, and nothing was cast: model, optimizer = amp.initialize(model, "
+            "optimizer). print(amp.preflight(model, inputs, loss_fn)) says which opt level the model stands."
+        )
+        yield Advice("no amp", text)
+
+
+def _not_finite(data: Mapping[str, Any]) -> Iterator[Advice]:
+    taken = [
+        row for row in data["steps"] if row["gradient_norm"] is None and not row["skipped"] and not row["overflow"]
+    ]
+    if taken and data["settings"] is not None:
+        text = (
+            f"Type amp.initialize(..., check_finite=True): {_steps(taken)} had inf or NaN in the gradients, and went "
+            "into the weights; with it, such steps are skipped."
+        )
+        yield Advice("not finite", text)
+
+
+def _skips(data: Mapping[str, Any]) -> Iterator[Advice]:
+    steps, settings = data["steps"], data["settings"] or {}
+    trace = 'Type amp.initialize(..., on_overflow="trace"), which names the function that overflows'
+    for rows in _runs_of_skips(steps):
+        if len(rows) < _SKIPS_IN_A_ROW:
+            continue
+        after = [row for row in steps if row["step"] > rows[-1]["step"] and row["loss_id"] == rows[0]["loss_id"]]
+        if not after:
+            scales = f"while the loss scale fell from {rows[0]['scale']:g} to {rows[-1]['scale']:g}"
+            yield Advice("skips", f"{trace}: {_steps(rows)} were skipped, up to the last one, {scales}.")
+        elif rows[0]["step"] == steps[0]["step"] and rows[0]["scale"] == settings.get("init_scale"):
+            scale = after[0]["scale"]
+            text = (
+                f"Type amp.initialize(..., {options_for(scale, True)}): {_steps(rows)} were skipped until the loss "
+                f"scale had fallen from {rows[0]['scale']:g} to {scale:g}."
+            )
+            yield Advice("first skips", text)
+        else:
+            yield Advice("skips", f"{trace}: {_steps(rows)} were skipped in a row.")
+    skipped = [row for row in steps if row["skipped"]]
+    in_a_row = any(len(rows) >= _SKIPS_IN_A_ROW for rows in _runs_of_skips(steps))
+    if not in_a_row and len(steps) >= _STEPS_FOR_SHARE and len(skipped) > _SKIPPED_SHARE * len(steps):
+        yield Advice("skips", f"{trace}: {len(skipped)} of {len(steps)} steps were skipped.")
+
+
+def _runs_of_skips(steps: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Returns the steps that were skipped in a row, by loss."""
+    losses = dict.fromkeys(row["loss_id"] for row in steps)
+    runs = []
+    for loss in losses:
+        rows = [row for row in steps if row["loss_id"] == loss]
+        runs += [list(run) for skipped, run in itertools.groupby(rows, lambda row: row["skipped"]) if skipped]
+    return runs
+
+
+def _steps(rows: Sequence[Mapping[str, Any]]) -> str:
+    first, last = rows[0]["step"], rows[-1]["step"]
+    if len(rows) == 1:
+        return f"step {first}"
+    return (
+        f"steps {first} to {last}" if last - first == len(rows) - 1 else f"{len(rows)} steps, the first being {first},"
+    )
+
+
+def _underflow(data: Mapping[str, Any]) -> Iterator[Advice]:
+    found, settings = data["underflow"], data["settings"]
+    if found is None or settings is None or settings["opt_level"] == "O0" or found["lost"] <= WARNS_ABOVE:
+        return
+    scale, best, half = found["scale"], found["best_scale"], found["half"]
+    row = next(row for row in found["scales"] if row["scale"] == best)
+    at_best = row["zero"] + row["subnormal"]
+    told = (
+        f"at a loss scale of {scale:g}, {half} holds {found['lost']:.1%} of the gradients' elements with fewer bits "
+        "than it has, or as zero"
+    )
+    if best > scale and at_best < found["lost"] / 2:
+        options = options_for(best, settings["loss_scale"] == "dynamic")
+        yield Advice("underflow", f"Type amp.initialize(..., {options}): {told}; there it would be {at_best:.1%}.")
+    elif half == "float16":
+        yield Advice(
+            "underflow",
+            f"Type amp.initialize(..., half_dtype=torch.bfloat16), which has float32's range: {told}, and no scale "
+            "helps.",
+        )
+
+
+def _all_zero(data: Mapping[str, Any]) -> Iterator[Advice]:
+    """Finds gradients that the half type has flushed to zero before they were counted."""
+    found, settings = data["underflow"], data["settings"]
+    if found is None or settings is None or found["half"] != "float16" or found["exponents"] or not found["zeros"]:
+        return
+    if found["scale"] < _USUAL_SCALE:
+        options = options_for(_USUAL_SCALE, settings["loss_scale"] == "dynamic")
+        text = (
+            f"Type amp.initialize(..., {options}): at a loss scale of {found['scale']:g}, all gradients are zero, as "
+            "float16 makes zero of small numbers."
+        )
+        yield Advice("underflow", text)
+
+
+# Casts
+
+
+def _weights_cast_again(data: Mapping[str, Any]) -> Iterator[Advice]:
+    """Finds weights that were cast at each of several forward passes, as happens without gradients."""
+    if not _patches(data) or data["steps"] or data["totals"]["cache_hits"] or not data["totals"]["casts"]:
+        return
+    layers = [row for row in data["modules"] if row["class"] in _LAYERS and row["weight_bytes"].get("float32")]
+    again = [row for row in layers if _calls(row) > 1 and _is_half(row["out"])]
+    if again:
+        count, size = max(map(_calls, again)), sum(row["weight_bytes"]["float32"] // 2 for row in again)
+        text = (
+            f"Put the loop into `with amp.frozen_weights(model):`, which casts each weight once: {count} forward "
+            f"passes without gradients cast the weights of {len(again)} layers again each time, "
+            f"{number_of_bytes(size)} of them."
+        )
+        yield Advice("weights cast again", text)
+
+
+#: Layers that call one whitelisted function with one input, by which their calls can be counted.
+_LAYERS = ("Linear", "Conv1d", "Conv2d", "Conv3d")
+
+
+def _calls(row: Mapping[str, Any]) -> int:
+    return sum(row["in"].values())
+
+
+def _is_half(types: Mapping[str, int]) -> bool:
+    return any(each in _HALF_TYPES for each in types)
+
+
+def _undone(data: Mapping[str, Any]) -> Iterator[Advice]:
+    """Finds tensors that were half, were cast to float32, and are cast back without a use in between."""
+    for row in sorted(data["functions"], key=lambda row: -row["undone"]):
+        if not row["undone"]:
+            return
+        line = _line_of(data, row["name"])
+        what = (
+            f"{row['name']}{_at(line)} casts back to half what was cast from half to float32 before, in "
+            f"{_times(row['undone'], 'cast')}"
+        )
+        if row["name"].startswith("forward of "):
+            half = data["settings"]["half_dtype"] if data["settings"] else "float16"
+            cure = f"Type amp.initialize(..., cast_model_outputs={half!r}), so that one model's outputs stay half"
+        else:
+            cure = "Leave out the cast to float32, such as x.float()"
+        yield _on_line("undone", f"{cure}: {what}.", line, row["name"])
+
+
+def _rounded(data: Mapping[str, Any]) -> Iterator[Advice]:
+    """Finds results in float32's precision that an in-place function rounds to half."""
+    for row in data["functions"]:
+        name = row["name"].rpartition(".")[2]
+        better = _out_of_place(name)
+        calls = sum(
+            each["calls"]
+            for each in row["types"]
+            if "float32" in each["in"][1:] and each["in"][:1] == each["out"] and each["out"][0] in _HALF_TYPES
+        )
+        if row["rule"] is None and better and calls:
+            line = _line_of(data, row["name"])
+            text = (
+                f"Type x = {better} instead of {_in_place(name)}{_at(line)}: it rounds float32 to the half type of x, "
+                f"in {_times(calls)}."
+            )
+            yield _on_line("rounded in place", text, line, row["name"])
+
+
+_OPERATORS = {"__iadd__": "+", "__isub__": "-", "__imul__": "*", "__itruediv__": "/"}
+
+
+def _out_of_place(name: str) -> str:
+    if name in _OPERATORS:
+        return f"x {_OPERATORS[name]} y"
+    is_in_place = name.endswith("_") and not name.endswith("__") and name not in ("copy_", "set_")
+    return f"x.{name.removesuffix('_')}(y)" if is_in_place else ""
+
+
+def _in_place(name: str) -> str:
+    return f"x {_OPERATORS[name]}= y" if name in _OPERATORS else f"x.{name}(y)"
+
+
+def _not_half(data: Mapping[str, Any]) -> Iterator[Advice]:
+    """Finds whitelisted functions that ran in float32."""
+    if not _patches(data):
+        return
+    for row in data["functions"]:
+        calls = sum(each["calls"] for each in row["types"] if {"float32"} == {*each["in"], *each["out"]})
+        if row["rule"] == "whitelist" and calls:
+            line = _line_of(data, row["name"])
+            text = (
+                f"See why casts are off{_at(line)}: {row['name']} ran in float32 in {_times(calls)}, though the "
+                f"whitelist has it; casts are off {_CASTS_OFF}."
+            )
+            yield _on_line("not half", text, line, row["name"])
+
+
+def _costly(data: Mapping[str, Any]) -> Iterator[Advice]:
+    """Finds the blacklisted function whose casts write most."""
+    if not _patches(data):
+        return
+    total = data["totals"]["cast_bytes"]
+    rows = [row for row in data["functions"] if row["rule"] == "blacklist" and row["cast_bytes"] > _COSTLY * total]
+    for row in sorted(rows, key=lambda row: -row["cast_bytes"])[:1]:
+        line, settings = _line_of(data, row["name"]), data["settings"]
+        side = {"opt_level": settings["opt_level"], "half_dtype": settings["half_dtype"]}
+        other = {**side, "cast_lists": {"unlisted": _entry(row["name"])}}
+        text = (
+            f"Try amp.compare(model, inputs, loss_fn, {side}, {other}), which says whether {row['name']} needs float32 "
+            f"in your model: its casts{_at(line)} write {number_of_bytes(row['cast_bytes'])}, "
+            f"{row['cast_bytes'] / total:.0%} of all."
+        )
+        yield _on_line("costly casts", text, line, row["name"])
+
+
+def _entry(path: str) -> dict[str, list[str]]:
+    """Returns the entry of a cast list for a function, with all its spellings if it has any."""
+    owner, _, name = path.rpartition(".")
+    return {owner if name.startswith("__") else "*": [name]}
+
+
+# Shapes
+
+
+def _misaligned(data: Mapping[str, Any]) -> Iterator[Advice]:
+    classes = {row["name"]: row["class"] for row in data["modules"]}
+    done = set()
+    for row in data["misaligned"]:
+        names = _SIZES.get(classes.get(row["module"], ""), ("m", "k", "n"))
+        # k and n alone are distances between rows in memory.
+        sizes = list(zip(names, row["size"], row["pads"], strict=True))[1:]
+        told = [f"{name} from {size} to {pad}" for name, size, pad in sizes if size != pad]
+        if not told:
+            continue
+        owner = (
+            f"{row['module']} ({classes[row['module']]})"
+            if row["module"] in classes
+            else row["function"] or "a product"
+        )
+        text = (
+            f"Pad {' and '.join(told)} in {owner}{_at(row)}: tensor cores take {row['dtype']} in multiples of 8, and a "
+            "GPU multiplies other sizes more slowly."
+        )
+        if text not in done:
+            done.add(text)
+            yield _on_line("misaligned", text, row, row["function"])
+
+
+#: What a product's sizes are called in the layers that compute it.
+_SIZES = {"Linear": ("the rows of the input", "in_features", "out_features")}
+
+
+# Places
+
+
+def _patches(data: Mapping[str, Any]) -> bool:
+    settings = data["settings"]
+    return settings is not None and bool(settings["patch_torch_functions"])
+
+
+def _line_of(data: Mapping[str, Any], function: str) -> Mapping[str, Any] | None:
+    """Returns the line that calls a function; None if several do, as the report counts findings by function."""
+    rows = [row for row in data["lines"] if function in row["functions"]]
+    return rows[0] if len(rows) == 1 else None
+
+
+def _at(line: Mapping[str, Any] | None) -> str:
+    return "" if line is None or line["file"] is None else f" at {shown_path(line['file'])}:{line['line']}"
+
+
+def _times(number: int, what: str = "call") -> str:
+    return f"1 {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def _on_line(kind: str, text: str, line: Mapping[str, Any] | None, function: str | None) -> Advice:
+    file, number = (None, None) if line is None else (line["file"], line["line"])
+    return Advice(kind, text, file, number, function)
+
+
+_FINDERS: tuple[Callable[[Mapping[str, Any]], Iterator[Advice]], ...] = (
+    _without_amp,
+    _not_finite,
+    _skips,
+    _underflow,
+    _all_zero,
+    _undone,
+    _weights_cast_again,
+    _rounded,
+    _not_half,
+    _misaligned,
+    _costly,
+)

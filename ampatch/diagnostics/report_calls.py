@@ -1,0 +1,683 @@
+"""Records the calls, casts and modules of a report.
+
+Owns two modes of torch, which see every function and operator, and the observer of amp's casts. Must never change a
+result, nor which casts amp makes and keeps, nor sync with a device before it is asked for numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._C import _current_autograd_node, _current_graph_task_id, _is_any_autocast_enabled
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from ampatch.casting import cast_observers
+from ampatch.casting.nested import CASTABLE, tensors_in
+from ampatch.diagnostics import callers, mode_stacks, report_rows
+from ampatch.diagnostics.callers import Code
+from ampatch.diagnostics.function_names import Rulings, name_of, operator_called
+from ampatch.diagnostics.report_modules import WRAPPERS, Modules
+from ampatch.diagnostics.report_rows import Product, Row, Rows
+from ampatch.diagnostics.watch import is_view, pauses
+from ampatch.errors import UsageError
+from ampatch.opt_levels import HALVES
+from ampatch.patching import casting_mode
+from ampatch.runtime import decoration_of, runtime
+from ampatch.tracing import ObservingMode, is_capturing, is_recording
+
+_Casts = TypeVar("_Casts", Tensor, list[Tensor])
+
+_aten = torch.ops.aten
+_TO_COPY = _aten._to_copy.default
+_CASTS_BACK = "ToCopyBackward0"
+#: Functions by which users cast tensors themselves.
+_CASTS_OF_USERS = frozenset(
+    {*("to", "half", "float", "bfloat16", "double", "type", "type_as", "cpu", "cuda", "copy_", "tensor"), "as_tensor"}
+)
+#: The multiple that sizes of matrix products in half are to be of: 16 bytes.
+_ALIGNED = 8
+#: Casts whose backward passes may be still to come, and widened tensors: the oldest are forgotten.
+_REMEMBERED = 100_000
+
+
+class CallRecorder:
+    """Records what one thread calls, and the backward passes that it starts, until its block ends."""
+
+    def __init__(self) -> None:
+        self._rows = Rows()
+        self._modules = Modules()
+        self._operators = 0
+        self._thread = _Thread()
+        self._ident = -1
+        self._is_on = False
+        self._function_mode, self._operator_mode = _Functions(self), _Operators(self)
+        self._hooks: list[RemovableHandle] = []
+        self._infos: dict[Any, _Info] = {}
+        self._by_node: dict[int, Row] = {}  # rows of casts, by the numbers of their nodes in the graph
+        self._widened: dict[int, _Widened] = {}  # casts of half tensors, by the storage
+        self._decorated: set[Any] = set()
+        self._session: weakref.ref[Any] | None = None
+        self._rulings: Rulings | None = None
+        self._has_masters = False
+        self._has_missed_threads = False
+
+    def __enter__(self) -> CallRecorder:
+        """Begins to record.
+
+        Raises:
+            UsageError: another report is open in this process.
+        """
+        if cast_observers.observer is not None:
+            raise UsageError(
+                "a report was begun inside the block of another one; expected one at a time in a process. End the "
+                "outer block first."
+            )
+        casting_mode.reported_functions()  # its calls must not be recorded
+        self._ident = threading.get_ident()
+        cast_observers.observer = self
+        module = torch.nn.modules.module
+        self._hooks = [
+            module.register_module_forward_pre_hook(self._enter_module),
+            module.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True),
+        ]
+        mode_stacks.FUNCTIONS.insert(self._function_mode)
+        mode_stacks.OPERATORS.insert(self._operator_mode)
+        self._is_on = True
+        _open.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_on = False
+        _open.discard(self)
+        for hook in self._hooks:
+            hook.remove()
+        cast_observers.observer = None
+        mode_stacks.FUNCTIONS.remove(self._function_mode)
+        mode_stacks.OPERATORS.remove(self._operator_mode)
+        self._by_node.clear()
+        self._widened.clear()
+
+    def stop_in_child(self) -> None:
+        """Stops recording in a process that was forked, such as a worker of a DataLoader."""
+        self._is_on = False
+        cast_observers.observer = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns what was recorded so far as plain data; waits for casts on GPUs that still run."""
+        rows = self._rows.read()
+        functions = {row.function for row in rows}
+        rules = {} if self._rulings is None else self._rulings.of(functions)
+        rules |= dict.fromkeys(self._decorated & functions, "decorated")
+        return {
+            "cost": {"recording_seconds": 0.0, "operators": self._operators},
+            "totals": report_rows.totals(rows),
+            "functions": report_rows.functions(rows, name_of, rules),
+            "lines": report_rows.lines(rows, name_of),
+            "misaligned": report_rows.misaligned(self._rows.products.values(), name_of, self._modules.name_of),
+            "modules": self._modules.as_dicts(self._has_masters),
+            "notes": self._notes(),
+        }
+
+    def _notes(self) -> list[str]:
+        notes = []
+        if self._has_missed_threads:
+            notes.append("Modules ran in other threads than the one that began the report; these were not recorded.")
+        return notes
+
+    # Functions
+
+    def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a torch function that torch reports to the mode."""
+        thread = self._thread
+        if thread.wrapped is function:  # `call` has noted it
+            thread.wrapped = None
+            return function(*args, **kwargs)
+        if not self._is_watching() or is_recording() or is_capturing():
+            return function(*args, **kwargs)
+        info = self._info(function)
+        if info.is_metadata:
+            return function(*args, **kwargs)
+        frame = sys._getframe(2)
+        if info.is_operator_of_amp or (callers.owner_of(frame) is Code.AMP and not info.is_backward):
+            return self._run_for_amp(function, args, kwargs, frame)
+        called = operator_called(function, frame) if info.may_be_operator else function
+        return self._run(called, info, function, args, kwargs, frame)
+
+    def _run(
+        self,
+        function: Any,
+        info: _Info,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: types.FrameType,
+    ) -> Any:
+        """Runs a function and counts the call.
+
+        Args:
+            function: the function to count.
+            info: what is known of it.
+            run: what to call in its place.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            frame: the frame that called it.
+        """
+        thread = self._thread
+        row = self._rows.row(function, callers.users_frame(frame))
+        with _unseen():
+            given = _dtypes((args, kwargs)) if kwargs else _dtypes(args)
+            autocast = None if info.casts or not _is_any_autocast_enabled() else _Autocast.of(args, kwargs)
+        before = thread.row, thread.ran, thread.casts, thread.autocast, thread.is_in_torch
+        thread.row, thread.ran, thread.casts, thread.autocast, thread.is_in_torch = (
+            row,
+            0,
+            0,
+            autocast,
+            info.is_of_torch,
+        )
+        is_of_user = not before[-1]
+        try:
+            result = run(*args, **kwargs)
+        finally:
+            ran, casts = thread.ran, thread.casts
+            thread.row, thread.ran, thread.casts, thread.autocast, thread.is_in_torch = before
+            thread.ran += ran
+        # Only amp's wrappers show the calls that torch's own code makes: these count if amp casts for them.
+        if casts or (is_of_user and (ran or (isinstance(result, Tensor) and not info.is_getter))):
+            with _unseen():
+                row.note_call(given, _dtypes(result))
+        return result
+
+    def _run_for_amp(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: types.FrameType) -> Any:
+        """Runs a function that amp's own code calls: it is none of the user's calls, but may be a cast of a model's."""
+        thread = self._thread
+        if function is Tensor.to and _is_in_hook_of_model(frame):
+            row = self._rows.row(f"forward of {self._modules.last}", callers.users_frame(frame))
+            if row.forward != self._modules.forward:
+                row.forward = self._modules.forward
+                row.numbers.calls += 1
+            with _unseen():
+                source = args[0].dtype
+            before, thread.row = thread.row, row
+            try:
+                made = self.cast(args[0], lambda: function(*args, **kwargs))
+            finally:
+                thread.row = before
+            with _unseen():
+                row.note_types((source,), (made.dtype,))
+            return made
+        with thread.own():
+            return function(*args, **kwargs)
+
+    def _info(self, function: Any) -> _Info:
+        info = self._infos.get(function)
+        if info is None:
+            info = self._infos[function] = _Info.of(function)
+        return info
+
+    def _is_watching(self) -> bool:
+        """Returns True if calls of this thread are recorded here."""
+        return self._is_on and not self._thread.is_own and not pauses.paused
+
+    def _is_here(self) -> bool:
+        """Returns True in the thread that is recorded, and in its backward passes."""
+        return threading.get_ident() == self._ident or _current_graph_task_id() != -1
+
+    # Calls and casts of amp's, as `cast_observers` has them
+
+    def is_calling(self, function: object) -> bool:
+        """Returns True if the wrapper of a function is to go on by itself."""
+        thread = self._thread
+        if thread.expected is function:
+            thread.expected = None
+            return True
+        return not (self._is_watching() and self._is_here()) or is_recording() or is_capturing()
+
+    def call(self, function: Any, wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a wrapper, and counts the call with the arguments of the caller."""
+        self._note_session()
+        if decoration_of(wrapper) is not None:
+            self._decorated.add(function)
+        info = self._info(function)
+        run = partial(self._call_wrapper, function, info, wrapper)
+        return self._run(function, info, run, args, kwargs, sys._getframe(2))
+
+    def _call_wrapper(
+        self, function: Any, info: _Info, wrapper: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        thread, mode = self._thread, self._function_mode
+        thread.expected = function
+        if info.is_of_torch and mode_stacks.FUNCTIONS.is_on_top(mode):
+            # As in a call that torch reports: no mode is on while torch's own code runs. Amp is faster so, as well.
+            mode_stacks.FUNCTIONS.pop()
+            try:
+                return wrapper(*args, **kwargs)
+            finally:
+                mode_stacks.FUNCTIONS.push(mode)
+        thread.wrapped = function
+        try:
+            return wrapper(*args, **kwargs)
+        finally:
+            thread.wrapped = thread.expected = None
+
+    def cast(self, tensor: Tensor, make: Callable[[], _Casts]) -> _Casts:
+        """Makes one or several casts, and counts them for the call that is running."""
+        if not (self._is_watching() and self._is_here()) or is_recording() or is_capturing():
+            return make()
+        thread = self._thread
+        row = thread.row
+        if row is None:
+            row = self._rows.row(Tensor.to, callers.users_frame(sys._getframe(1)))
+        with _unseen():
+            source, is_on_gpu = tensor.dtype, tensor.is_cuda
+        with thread.own():
+            made: Any = self._rows.timed(row, is_on_gpu, make)
+        with _unseen():
+            for each in [made] if isinstance(made, Tensor) else made:
+                self._note_cast(row, each)
+                if each.grad_fn is not None:
+                    self._remember(each.grad_fn._sequence_nr(), row)
+                self._modules.note_casts(each.nbytes)
+            if isinstance(made, Tensor):
+                self._note_undone(row, tensor, source, made)
+        return made  # type: ignore[no-any-return]
+
+    def hit(self, kept: list[Tensor]) -> None:
+        """Counts uses of kept casts for the call that is running."""
+        row = self._thread.row
+        if row is None or not (self._is_watching() and self._is_here()):
+            return
+        self._thread.casts += len(kept)
+        with _unseen():
+            row.numbers.cache_hits += len(kept)
+            row.numbers.cache_hit_bytes += sum(each.nbytes for each in kept)
+
+    def _note_cast(self, row: Row, made: Tensor) -> None:
+        row.numbers.casts += 1
+        row.numbers.cast_bytes += made.nbytes
+        self._thread.casts += 1
+
+    def _remember(self, node: int, row: Row) -> None:
+        """Remembers for which row a node of the graph casts, so that its backward pass counts there as well."""
+        by_node = self._by_node
+        by_node[node] = row
+        if len(by_node) > _REMEMBERED:
+            del by_node[next(iter(by_node))]
+
+    def _note_undone(self, row: Row, tensor: Tensor, source: torch.dtype, made: Tensor) -> None:
+        """Notes a cast from half to a wider type, and counts one of its result back to half."""
+        widened = self._widened
+        if source in HALVES and made.dtype not in HALVES:
+            if len(widened) > _REMEMBERED:
+                self._widened = widened = {key: each for key, each in widened.items() if not each.storage.expired()}
+            found = _Widened.of(made)
+            widened[found.storage.cdata] = found
+        elif made.dtype in HALVES and source not in HALVES and widened and type(tensor) is not Parameter:
+            known = widened.get(tensor.untyped_storage()._cdata)
+            if known is not None and known.is_of(tensor):
+                row.undone += 1
+
+    def _note_session(self) -> None:
+        live = runtime.live
+        if live is not None and (self._session is None or self._session() is not live):
+            self._session, self._rulings = weakref.ref(live), Rulings(live)
+            self._has_masters = bool(live.settings.properties.master_weights)
+
+    # Operators
+
+    def operator(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an operator that torch reports to the mode."""
+        if not self._is_on or pauses.paused:
+            return op(*args, **kwargs)
+        thread = self._thread
+        if op.namespace == "profiler":  # labels
+            return op(*args, **kwargs)
+        self._operators += 1
+        if thread.is_own:
+            return op(*args, **kwargs)
+        thread.ran += 1
+        if op is _TO_COPY:
+            result = self._copy(args, kwargs)
+        else:
+            if thread.autocast is not None and thread.row is not None:
+                with _unseen():
+                    thread.autocast.note_hits(thread.row, args)
+            result = op(*args, **kwargs)
+        running = self._modules.running
+        if thread.autocast is not None or (running and running[-1].task == _current_graph_task_id()):
+            with _unseen():
+                self._note_results(op, args, result, thread)
+        return result
+
+    def _note_results(self, op: Any, args: tuple[Any, ...], result: Any, thread: _Thread) -> None:
+        results = _tensors_of(result)
+        if thread.autocast is not None:
+            thread.autocast.note_results(results)
+        running = self._modules.running
+        if not running or running[-1].task != _current_graph_task_id():
+            return
+        memory = _memory_of(op)
+        if memory is not None:
+            running[-1].note_results(results, memory)
+        sizes = _PRODUCTS.get(op)
+        if sizes is not None and results and results[0].dtype in HALVES:
+            self._note_product(sizes(args, results[0]), results[0].dtype, thread.row, running[-1].key)
+
+    def _note_product(
+        self, sizes: tuple[tuple[int, int, int], tuple[bool, ...]], dtype: torch.dtype, row: Row | None, module: int
+    ) -> None:
+        size, counts = sizes
+        if all(not counted or each % _ALIGNED == 0 for each, counted in zip(size, counts, strict=True)):
+            return
+        key = row, module, dtype, size
+        found = self._rows.products.get(key)
+        if found is None:
+            m, k, n = (each + -each % _ALIGNED if counted else each for each, counted in zip(size, counts, strict=True))
+            found = self._rows.products[key] = Product(row, module, dtype, size, (m, k, n))
+        found.calls += 1
+
+    def _copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the operator below all casts, and counts one by autocast, or the backward pass of one that counted."""
+        thread, dtype = self._thread, kwargs.get("dtype")
+        with _unseen():
+            tensor: Tensor = args[0]
+            source, is_on_gpu = tensor.dtype, tensor.is_cuda
+            if dtype is source or dtype not in CASTABLE or source not in CASTABLE:
+                return _TO_COPY(*args, **kwargs)
+            row, number = None, None
+            node: Any = _current_autograd_node() if _current_graph_task_id() != -1 else None
+            if node is not None and node.name() == _CASTS_BACK:
+                row = self._by_node.get(node._sequence_nr())
+            elif thread.autocast is not None:
+                row = thread.row
+                if torch.is_grad_enabled() and tensor.requires_grad:
+                    number = torch._C._autograd._get_sequence_nr() - 1  # autograd has just made the node
+        made = self._rows.timed(row, is_on_gpu, lambda: _TO_COPY(*args, **kwargs))
+        with _unseen():
+            if row is not None:
+                self._note_cast(row, made)
+            if row is not None and number is not None:
+                self._remember(number, row)
+            if row is not None and node is None:
+                self._note_undone(row, tensor, source, made)
+                self._modules.note_casts(made.nbytes)
+            elif node is None and source in HALVES:  # the user's
+                self._note_undone(_NO_ROW, tensor, source, made)
+        return made
+
+    # Modules
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or not self._is_watching() or isinstance(module, WRAPPERS):
+            return
+        task = _current_graph_task_id()
+        if task == -1 and threading.get_ident() != self._ident:
+            self._has_missed_threads = True
+            return
+        self._note_session()
+        mode, on_leave = self._function_mode, None
+        with _unseen():
+            is_on = mode in mode_stacks.FUNCTIONS.modes()
+            if task != -1 and not is_on:  # torch has taken the mode off for the call of backward()
+                mode_stacks.FUNCTIONS.insert(mode)
+                on_leave = partial(mode_stacks.FUNCTIONS.remove, mode)
+            elif is_on and not module.training and isinstance(module, _FAST_PATHS) and _has_fast_path():
+                mode_stacks.FUNCTIONS.remove(mode)  # torch would take other kernels
+                on_leave = partial(mode_stacks.FUNCTIONS.insert, mode)
+            self._modules.enter(module, list(tensors_in(args)), task, on_leave)
+
+    def _leave_module(self, module: nn.Module, _: Any, *rest: Any) -> None:
+        # If the forward raised, torch leaves out the keyword arguments.
+        if self._modules.running:
+            with _unseen():
+                kwargs = rest[0] if len(rest) > 1 else {}
+                self._modules.leave(module, list(tensors_in(kwargs)), list(tensors_in(rest[-1])))
+
+
+class _Thread(threading.local):
+    """What a thread is running.
+
+    Attributes:
+        row: row of the function that runs.
+        ran: number of operators that it has run.
+        casts: number of casts, and uses of kept ones, for it.
+        is_in_torch: True if it is torch's, and runs no code of the user's.
+        autocast: what autocast has cast for it; None if autocast is off.
+        is_own: True in amp's own arithmetic.
+        expected: function whose wrapper is called next, and is not to report the call again.
+        wrapped: function that a wrapper is calling, and torch is not to report again.
+    """
+
+    def __init__(self) -> None:
+        self.row: Row | None = None
+        self.ran = 0
+        self.casts = 0
+        self.is_in_torch = False
+        self.autocast: _Autocast | None = None
+        self.is_own = False
+        self.expected: Any = None
+        self.wrapped: Any = None
+
+    @contextlib.contextmanager
+    def own(self) -> Iterator[None]:
+        """Counts nothing in this thread until the block ends."""
+        before, self.is_own = self.is_own, True
+        try:
+            yield
+        finally:
+            self.is_own = before
+
+
+class _Autocast:
+    """What autocast casts for one call: tells casts that it kept from other tensors, as it reports neither."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        self._known = {id(tensor): tensor for tensor in known}
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Autocast:
+        """Returns what is known at the beginning of a call."""
+        return cls([*tensors_in(args), *tensors_in(kwargs)])
+
+    def note_results(self, results: list[Tensor]) -> None:
+        """Notes what an operator returned."""
+        self._known.update((id(tensor), tensor) for tensor in results)
+
+    def note_hits(self, row: Row, args: tuple[Any, ...]) -> None:
+        """Counts half tensors among an operator's arguments that nothing in this call has made."""
+        for tensor in tensors_in(args):
+            if id(tensor) not in self._known:
+                self._known[id(tensor)] = tensor
+                if tensor.dtype in HALVES and tensor.grad_fn is not None and tensor.grad_fn.name() == _CASTS_BACK:
+                    row.numbers.cache_hits += 1
+                    row.numbers.cache_hit_bytes += tensor.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Info:
+    """What is known of a function.
+
+    Attributes:
+        is_metadata: True if it reads neither values nor types.
+        is_getter: True if it reads or sets an attribute.
+        casts: True if users cast by it.
+        is_backward: True if it runs a backward pass, and with it code of the user's.
+        is_of_torch: True if it runs no code of the user's.
+        may_be_operator: True if torch reports it in place of an operator such as ``+``.
+        is_operator_of_amp: True if it is one of amp's kernels.
+    """
+
+    is_metadata: bool
+    is_getter: bool
+    casts: bool
+    is_backward: bool
+    is_of_torch: bool
+    may_be_operator: bool
+    is_operator_of_amp: bool
+
+    @classmethod
+    def of(cls, function: Any) -> _Info:
+        """Returns what is known of a function."""
+        name = getattr(function, "__name__", "")
+        home = str(getattr(function, "__module__", None) or "torch")
+        return cls(
+            function in casting_mode.METADATA,
+            name in ("__get__", "__set__", "__delete__"),
+            name in _CASTS_OF_USERS,
+            function in _BACKWARDS,
+            home.partition(".")[0] == "torch" and function not in _BACKWARDS,
+            function in casting_mode.reported_functions().values(),
+            str(getattr(function, "_qualified_op_name", "")).startswith("ampatch::"),
+        )
+
+
+class _Widened(NamedTuple):
+    """A half tensor's cast to a wider type.
+
+    Attributes:
+        storage: its memory.
+        version: its version counter after the cast.
+    """
+
+    storage: StorageWeakRef
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Widened:
+        """Returns the record of a cast that was just made."""
+        return cls(StorageWeakRef(tensor.untyped_storage()), _version_of(tensor))
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Returns True if a tensor is the cast or a view of it, and nothing has written to it since."""
+        return not self.storage.expired() and _version_of(tensor) == self.version
+
+
+class _Functions(TorchFunctionMode):
+    """Reports torch functions to a `CallRecorder`."""
+
+    def __init__(self, recorder: CallRecorder) -> None:
+        super().__init__()
+        self._recorder = weakref.ref(recorder)
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recorder = self._recorder()
+        if recorder is None:
+            return func(*args, **(kwargs or {}))
+        return recorder.function(func, args, kwargs or {})
+
+
+class _Operators(ObservingMode):
+    """Reports operators to a `CallRecorder`."""
+
+    def __init__(self, recorder: CallRecorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = weakref.ref(recorder)
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recorder = self._recorder()
+        if recorder is None:
+            return func(*args, **(kwargs or {}))
+        return recorder.operator(func, args, kwargs or {})
+
+
+#: Recorders that record in this process.
+_open: weakref.WeakSet[CallRecorder] = weakref.WeakSet()
+
+
+def _stop_in_child() -> None:
+    for recorder in list(_open):
+        recorder.stop_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_stop_in_child)
+
+
+_NO_ROW = Row("", None, 0)
+_BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+#: Modules that have other kernels without gradients, and look for modes before they use them.
+_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+#: What torch's functions see of this block: no function mode. Reading an attribute of a tensor is a function.
+_unseen = torch._C.DisableTorchFunction
+_has_fast_path = torch.backends.mha.get_fastpath_enabled
+
+
+def _dtypes(value: Any) -> tuple[torch.dtype, ...]:
+    """Returns the types of the tensors in arguments or in a result, in order."""
+    if isinstance(value, Tensor):
+        return (value.dtype,)
+    return tuple([each.dtype for each in tensors_in(value)]) if isinstance(value, (tuple, list, dict)) else ()
+
+
+def _tensors_of(result: Any) -> list[Tensor]:
+    """Returns the dense tensors in an operator's results."""
+    found = [result] if isinstance(result, Tensor) else tensors_in(result)
+    return [each for each in found if each.layout is torch.strided and not each.is_nested]
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@cache
+def _memory_of(op: Any) -> bool | None:
+    """Returns whether an operator's results are new memory; None if they are views of its arguments."""
+    if is_view(op):
+        return None
+    return all(each.alias_info is None for each in op._schema.returns)
+
+
+_Sizes = tuple[tuple[int, int, int], tuple[bool, bool, bool]]
+
+
+def _sizes_of(first: int) -> Callable[[tuple[Any, ...], Tensor], _Sizes]:
+    """Returns a function that returns m, k and n of a product, given the position of its left operand."""
+
+    def sizes(args: tuple[Any, ...], _: Tensor) -> _Sizes:
+        a, b = args[first], args[first + 1]
+        return (a.shape[-2], a.shape[-1], b.shape[-1]), (True, True, True)
+
+    return sizes
+
+
+def _sizes_of_convolution(args: tuple[Any, ...], result: Tensor) -> _Sizes:
+    """Returns the sizes of a convolution as of a product; its m, the places of the result, need no alignment."""
+    weight, is_transposed = args[1], args[6]
+    inputs, outputs = weight.shape[1], weight.shape[0]
+    if is_transposed:
+        inputs, outputs = outputs, inputs
+    return (result.numel() // (result.shape[1] or 1), inputs, outputs), (False, True, True)
+
+
+_PRODUCTS: dict[Any, Callable[[tuple[Any, ...], Tensor], _Sizes]] = {
+    _aten.mm.default: _sizes_of(0),
+    _aten.bmm.default: _sizes_of(0),
+    _aten.addmm.default: _sizes_of(1),
+    _aten.baddbmm.default: _sizes_of(1),
+    _aten.convolution.default: _sizes_of_convolution,
+}
+
+_MODELS_HOOKS = frozenset({"ampatch.patching.adopted_model", "ampatch.patching.cast_labels"})
+
+
+def _is_in_hook_of_model(frame: types.FrameType | None) -> bool:
+    """Returns True if a frame of ampatch's casts a model's arguments or results."""
+    while frame is not None and callers.owner_of(frame) is Code.AMP:
+        if frame.f_globals.get("__name__") in _MODELS_HOOKS:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,373 @@
+"""The drawings of a report's page, as SVG text: the loss scale, norms, exponents, and the map of modules.
+
+Positions across are in percent and those down in pixels, so that a drawing fits any width and its text keeps its size.
+Colours come from the page's style sheet, by class. Must never leave out an overflow, and escapes all text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+import torch
+
+from ampatch.diagnostics.gradient_exponents import Range
+from ampatch.diagnostics.module_tree import Module, shares, style_of
+from ampatch.diagnostics.report_numbers import count, digits, exact, percent, power_of_2, real, size
+
+#: Points of a line; of more, the least and the greatest of each stretch are drawn.
+_POINTS = 600
+#: Overflows that get a point of their own, with a text; of more only lines are drawn.
+_MARKS = 200
+_HEIGHT = 180  # of a plot, in pixels
+_ROW = 30  # of the map, in pixels
+_LEVELS = 7  # of the map
+_NARROWEST = 0.001  # module on the map, as a share of its width
+#: Widths of the map in pixels, on a laptop and on a phone: a name is shown where it fits.
+_LAPTOP, _PHONE = 1056, 324
+_LETTER = 7.2  # of a name, in pixels
+#: Narrower ones have no gap to their neighbours.
+_APART = 0.006
+#: Exponents around the counted ones in which an edge of the type's range is still drawn.
+_NEAR = 14
+#: A point of a line; None where the line breaks.
+_Point = tuple[float, float | None]
+
+
+def loss_scale(steps: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the loss scale over the steps, with all overflows; one line for each loss."""
+    lines: dict[int | None, list[_Point]] = {}
+    for step in steps:
+        scale = real(step["scale"])
+        is_drawn = scale is not None and 0 < scale < math.inf
+        lines.setdefault(step["loss_id"], []).append((step["step"], math.log2(scale) if scale and is_drawn else None))
+    values = [value for line in lines.values() for _, value in line if value is not None]
+    if not values:
+        return ""
+    low, high = math.floor(min(values)) - 0.5, math.ceil(max(values)) + 0.5
+    plot = _Plot(_extent(steps), (low, high))
+    ticks = range(math.ceil(low), math.floor(high) + 1, max(1, math.ceil((high - low) / 5)))
+    overflows = [step for step in steps if step["overflow"]]
+    body = [
+        *(plot.tick(tick, power_of_2(tick)) for tick in ticks),
+        *plot.steps_axis(),
+        plot.uprights(step["step"] for step in overflows),
+        *(plot.path(_stairs(line), f"line line-{index % 3}") for index, line in enumerate(lines.values())),
+        *(plot.overflow(step) for step in overflows if len(overflows) <= _MARKS),
+    ]
+    told = f"From step {steps[0]['step']} to {steps[-1]['step']}, {count(len(overflows))} of them with an overflow."
+    return _drawing("scale", "Loss scale by step", told, plot.height, body)
+
+
+def gradient_norm(steps: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the norm of the gradients over the steps; empty if none was seen."""
+    line: list[_Point] = []
+    for step in steps:
+        norm = real(step["gradient_norm"])
+        line.append((step["step"], math.log10(norm) if norm and 0 < norm < math.inf else None))
+    values = [value for _, value in line if value is not None]
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    margin = max(0.1, 0.08 * (high - low))
+    plot = _Plot(_extent(steps), (low - margin, high + margin))
+    body = [
+        *(plot.tick(math.log10(tick), f"{tick:g}") for tick in _ticks(low, high)),
+        *plot.steps_axis(),
+        plot.uprights(step["step"] for step in steps if step["overflow"]),
+        plot.path(thinned(line), "line line-0"),
+    ]
+    told = f"Between {digits(10**low)} and {digits(10**high)}; steps without a finite norm are left out."
+    return _drawing("norm", "Norm of the unscaled gradients by step", told, plot.height, body)
+
+
+def exponents(underflow: Mapping[str, Any]) -> str:
+    """Returns the histogram of the gradients' exponents at the present scale, against the half type's range."""
+    half, rows = _range(underflow), underflow["exponents"]
+    if not rows:
+        return ""
+    shift = math.log2(underflow["scale"])
+    low: float = rows[0]["exponent"] + shift - 2
+    high: float = rows[-1]["exponent"] + shift + 3
+    low = min(low, half.zero - 3) if low < half.zero + _NEAR else low
+    high = max(high, half.greatest + 4) if high > half.greatest - _NEAR else high
+    whole, highest = sum(row["elements"] for row in rows), max(row["elements"] for row in rows)
+
+    def across(exponent: float) -> float:
+        return 100 * (min(max(exponent, low), high) - low) / (high - low)
+
+    zones = (
+        ("zero", low, half.zero),
+        ("subnormal", half.zero, half.normal),
+        ("normal", half.normal, half.greatest + 1),
+        ("overflow", half.greatest + 1, high),
+    )
+    body = []
+    for name, start, end in zones:
+        elements = sum(row["elements"] for row in rows if zone(row["exponent"] + shift, half) == name)
+        left, right = across(start), across(end)
+        if right <= left and not elements:
+            continue
+        at, anchor, inwards = {
+            "overflow": (right, "end", -6),
+            "normal": ((left + right) / 2, "middle", 0),  # away from its neighbour, whose zone may be narrow
+        }.get(name, (left, "start", 6))
+        text = f'x="{at:.2f}%" dx="{inwards}" text-anchor="{anchor}"'
+        body.append(
+            f'<rect class="zone zone-{name}" x="{left:.2f}%" y="0" width="{right - left:.2f}%" height="{_HEIGHT}"/>'
+            f'<text class="zone-name" {text} y="15">{name}</text>'
+            f'<text class="zone-share" {text} y="32">{percent(elements / whole)}</text>'
+        )
+    room = _HEIGHT - 44  # below the names of the zones
+    for row in rows:
+        scaled = row["exponent"] + shift
+        left = across(scaled)
+        tall = max(1.5, room * row["elements"] / highest)
+        kind = zone(scaled, half)
+        share = percent(row["elements"] / whole)
+        body.append(
+            f'<rect class="bar bar-{kind}" x="{left + 0.12:.2f}%" y="{_HEIGHT - tall:.1f}" '
+            f'width="{100 / (high - low) - 0.24:.2f}%" height="{tall:.1f}">'
+            f"<title>{power_of_2(row['exponent'])}, scaled {power_of_2(scaled)} ({kind}): {row['elements']} elements, "
+            f"{share} (exponent {row['exponent']})</title></rect>"
+        )
+    every = 8 if high - low > 30 else 4
+    ticks = range(math.ceil(low / every) * every, math.floor(high) + 1, every)
+    body += [
+        f'<text class="tick" x="{across(tick):.2f}%" y="{_HEIGHT + 18}" text-anchor="middle">{power_of_2(tick)}</text>'
+        for tick in ticks
+        if 2 < across(tick) < 98
+    ]
+    told = (
+        f"Elements by the power of 2 that {underflow['half']} has to hold at a scale of {count(underflow['scale'])}: "
+        f"{percent(underflow['lost'])} are lost, or held with fewer bits."
+    )
+    return _drawing("exponents", "Exponents of the scaled gradients", told, _HEIGHT + 24, body)
+
+
+def exponent_strip(rows: Sequence[Mapping[str, int]], underflow: Mapping[str, Any]) -> str:
+    """Returns the exponents of one parameter as a small drawing, over the same exponents as the large one."""
+    everything = underflow["exponents"]
+    if not rows or not everything:
+        return ""
+    half, shift = _range(underflow), math.log2(underflow["scale"])
+    low, high = everything[0]["exponent"], everything[-1]["exponent"] + 1
+    highest = max(row["elements"] for row in rows)
+    bars: dict[str, list[str]] = {}
+    for row in rows:
+        tall = max(1, round(16 * row["elements"] / highest))
+        kind = "normal" if zone(row["exponent"] + shift, half) == "normal" else "lost"
+        bars.setdefault(kind, []).append(f"M{row['exponent'] - low} 16v-{tall}h1v{tall}z")
+    paths = "".join(f'<path class="bar-{kind}" d="{"".join(path)}"/>' for kind, path in bars.items())
+    return (
+        f'<svg class="strip" viewBox="0 0 {high - low} 16" preserveAspectRatio="none" aria-hidden="true">{paths}</svg>'
+    )
+
+
+def module_map(roots: Sequence[Module]) -> str:
+    """Returns the map of modules: each as wide as its activations, or as its operators if there are none.
+
+    Submodules are below their module. A module has the colour of the type that most of its bytes are in, and a strip
+    with the shares of all types.
+    """
+    weighs = "activation_bytes" if any(root.activation_bytes for root in roots) else "operators"
+    whole = sum(sum(getattr(root, weighs).values()) for root in roots)
+    if not whole:
+        return ""
+    cells, deepest, left_out = [], 0, 0
+    waiting = [(root, start, 0) for root, start in _side_by_side(roots, 0, weighs)]
+    while waiting:
+        module, start, level = waiting.pop()
+        module, names = _only_child(module, weighs)
+        wide = sum(getattr(module, weighs).values()) / whole
+        if wide < _NARROWEST:
+            left_out += 1
+            continue
+        deepest = max(deepest, level)
+        cells.append(_cell(module, names, start / whole, wide, level, weighs))
+        if level + 1 < _LEVELS:
+            waiting += [(child, at, level + 1) for child, at in _side_by_side(module.children, start, weighs)]
+    measure = "the bytes of its activations" if weighs == "activation_bytes" else "the number of its operators"
+    told = f"Each module is as wide as {measure}; submodules are below it. The list below has all modules."
+    return _drawing("map", "Modules by type", told, (deepest + 1) * _ROW, cells, kind="map")
+
+
+def zone(exponent: float, half: Range) -> str:
+    """Returns the zone of a half type's range that a scaled number of this exponent is in."""
+    if exponent < half.zero:
+        return "zero"
+    if exponent < half.normal:
+        return "subnormal"
+    return "normal" if exponent <= half.greatest else "overflow"
+
+
+def thinned(line: Sequence[_Point], limit: int = _POINTS) -> list[_Point]:
+    """Returns at most about twice `limit` points of a line: of each stretch the least, the greatest, and breaks."""
+    if len(line) <= limit:
+        return list(line)
+    kept: list[_Point] = []
+    for index in range(limit):
+        stretch = line[len(line) * index // limit : len(line) * (index + 1) // limit]
+        there = [(at, value) for at, value in stretch if value is not None]
+        if there:
+            kept += sorted({min(there, key=_value), max(there, key=_value)})
+        elif kept and kept[-1][1] is not None:
+            kept.append(stretch[0])
+    return kept
+
+
+class _Plot:
+    """A plot of lines over steps.
+
+    Attributes:
+        height: of the drawing in pixels, with the axis below.
+    """
+
+    height = _HEIGHT + 24
+
+    def __init__(self, across: tuple[float, float], up: tuple[float, float]) -> None:
+        self._across, self._up = across, up
+
+    def x(self, step: float) -> float:
+        first, last = self._across
+        return 100 * (step - first) / (last - first)
+
+    def y(self, value: float) -> float:
+        low, high = self._up
+        return _HEIGHT * (1 - (value - low) / (high - low))
+
+    def tick(self, value: float, text: str) -> str:
+        y = f"{self.y(value):.1f}"
+        return (
+            f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
+            f'<text class="tick" x="-8" y="{y}" dy="4" text-anchor="end">{text}</text>'
+        )
+
+    def steps_axis(self) -> Iterator[str]:
+        yield f'<line class="axis" x1="0" x2="100%" y1="{_HEIGHT}" y2="{_HEIGHT}"/>'
+        first, last = self._across
+        middles = [] if last - first < 4 else [(round((first + last) / 2), "middle")]
+        for step, anchor in ((round(first), "start"), *middles, (round(last), "end")):
+            yield (
+                f'<text class="tick" x="{self.x(step):.2f}%" y="{_HEIGHT + 18}" text-anchor="{anchor}">'
+                f"{'step ' if anchor == 'start' else ''}{count(step)}</text>"
+            )
+
+    def path(self, line: Iterable[_Point], kind: str) -> str:
+        path, is_down = [], False
+        for step, value in line:
+            if value is not None:
+                path.append(f"{'L' if is_down else 'M'}{10 * self.x(step):.1f} {self.y(value):.1f}")
+            is_down = value is not None
+        return self._stretched(f'<path class="{kind}" d="{"".join(path)}"/>')
+
+    def uprights(self, steps: Iterable[int]) -> str:
+        # Two overflows in one pixel are one line.
+        there = dict.fromkeys(f"{10 * self.x(step):.0f}" for step in steps)
+        path = "".join(f"M{x} 0v{_HEIGHT}" for x in there)
+        return self._stretched(f'<path class="overflow-line" d="{path}"/>') if path else ""
+
+    def overflow(self, step: Mapping[str, Any]) -> str:
+        scale = real(step["scale"])
+        y = self.y(math.log2(scale)) if scale and 0 < scale < math.inf else 0
+        return (
+            f'<circle class="overflow" cx="{self.x(step["step"]):.2f}%" cy="{y:.1f}" r="3.5"><title>step '
+            f"{step['step']}: overflow at a scale of {exact(step['scale'])}</title></circle>"
+        )
+
+    def _stretched(self, path: str) -> str:
+        return (
+            f'<svg x="0" y="0" width="100%" height="{_HEIGHT}" viewBox="0 0 1000 {_HEIGHT}" '
+            f'preserveAspectRatio="none">{path}</svg>'
+        )
+
+
+def _drawing(name: str, title: str, told: str, height: int, body: Iterable[str], kind: str = "plot") -> str:
+    return (
+        f'<svg class="{kind}" role="img" aria-labelledby="{name}-title {name}-desc" width="100%" height="{height}">'
+        f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-desc">{escape(told)}</desc>'
+        f"{''.join(body)}</svg>"
+    )
+
+
+def _extent(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    first, last = steps[0]["step"], steps[-1]["step"]
+    return (first, last) if last > first else (first - 0.5, last + 0.5)
+
+
+def _stairs(line: Sequence[_Point]) -> list[_Point]:
+    """Returns the points at which a line of steps turns; of very many, fewer."""
+    turns: list[_Point] = []
+    for index, (step, value) in enumerate(line):
+        before = line[index - 1][1] if index else None
+        if index and value == before:
+            continue
+        if before is not None and value is not None:
+            turns.append((step, before))
+        turns.append((step, value))
+    if line and turns[-1] != line[-1]:
+        turns.append(line[-1])
+    return turns if len(turns) <= 4 * _POINTS else thinned(turns, 2 * _POINTS)
+
+
+def _value(point: _Point) -> float:
+    return point[1] or 0.0
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Returns round numbers between two powers of 10."""
+    if high - low > 1.5:
+        every = math.ceil((high - low) / 5)
+        return [10.0**power for power in range(math.ceil(low), math.floor(high) + 1, every)]
+    rounds = [round_ * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for round_ in (1, 2, 5)]
+    return [number for number in rounds if low <= math.log10(number) <= high] or [10 ** ((low + high) / 2)]
+
+
+def _range(underflow: Mapping[str, Any]) -> Range:
+    return Range.of(getattr(torch, underflow["half"]))
+
+
+def _side_by_side(modules: Iterable[Module], start: float, weighs: str) -> Iterator[tuple[Module, float]]:
+    for module in modules:
+        yield module, start
+        start += sum(getattr(module, weighs).values())
+
+
+def _only_child(module: Module, weighs: str) -> tuple[Module, list[Module]]:
+    """Follows modules that only hold another one; returns the innermost, and all of them."""
+    chain = [module]
+    while len(chain[-1].children) == 1 and not sum(chain[-1].row[weighs].values()):
+        chain.append(chain[-1].children[0])
+    return chain[-1], chain
+
+
+def _cell(module: Module, chain: Sequence[Module], start: float, wide: float, level: int, weighs: str) -> str:
+    by_type = getattr(module, weighs)
+    parts = shares(by_type)
+    most = max(parts, key=lambda part: part.value).type
+    x, strips = 0.0, []
+    for part in parts:
+        strips.append(
+            f'<rect class="t-{style_of(part.type)}" x="{100 * x:.1f}%" y="{_ROW - 7}" '
+            f'width="{100 * part.share:.1f}%" height="5"/>'
+        )
+        x += part.share
+    row, outer = module.row, chain[0].row
+    own = row["name"] or row["class"]
+    parent = outer["parent"]
+    label = own.removeprefix(f"{parent}.") if parent else own
+    amount = size if weighs == "activation_bytes" else count
+    told = ", ".join(f"{part.type} {amount(part.value)}" for part in parts)
+    kind = "cell" if wide >= _APART else "cell close"
+    named, needed = "", _LETTER * len(label) + 10
+    if wide * _LAPTOP >= needed:
+        fits = "" if wide * _PHONE >= needed else "wide"
+        named = f'<text class="{fits}" x="7" y="17">{escape(label)}</text>'
+    return (
+        f'<svg class="{kind}" data-module="{module.number}" x="{100 * start:.2f}%" y="{level * _ROW}" '
+        f'width="{100 * wide:.2f}%" height="{_ROW - 2}"><title>{escape(row["name"] or "the model")} '
+        f"({escape(row['class'])}): {escape(told)}</title>"
+        f'<rect class="tint t-{style_of(most)}" width="100%" height="100%"/>{"".join(strips)}{named}</svg>'
+    )

@@ -1,0 +1,260 @@
+"""The counts of a report: calls and casts by function and line, with the times of casts.
+
+Owns the counts. Must never hold a tensor, nor sync with a device before it is asked for numbers.
+"""
+
+from __future__ import annotations
+
+import linecache
+import time
+import types
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+#: Types of tensors in the arguments of a call, and in its result.
+Types = tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]
+
+#: Casts on a GPU whose times are not read yet. From then on, the times of casts that have ended are read.
+_UNREAD = 2000
+
+
+@dataclass(slots=True)
+class Numbers:
+    """Counts of calls and casts.
+
+    Attributes:
+        calls: number of calls.
+        casts: number of tensors cast.
+        cast_bytes: bytes that casts wrote.
+        cast_seconds: time that casts took: on the device on a GPU, by the clock on the CPU.
+        cache_hits: number of uses of a cast that was made before.
+        cache_hit_bytes: bytes that these would have written.
+    """
+
+    calls: int = 0
+    casts: int = 0
+    cast_bytes: int = 0
+    cast_seconds: float = 0.0
+    cache_hits: int = 0
+    cache_hit_bytes: int = 0
+
+    def add(self, other: Numbers) -> None:
+        """Adds other counts to these."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the counts as plain data."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """What one line of user code caused by one function.
+
+    Attributes:
+        function: the function, or a text that stands for one.
+        code: code of the line; None if no user code called the function.
+        line: number of the line.
+        numbers: its counts.
+        types: number of calls by the types of their tensors.
+        undone: number of casts that undid another.
+        forward: number of the forward pass that was counted last as a call.
+    """
+
+    function: Any
+    code: types.CodeType | None
+    line: int
+    numbers: Numbers = field(default_factory=Numbers)
+    types: dict[Types, int] = field(default_factory=dict)
+    undone: int = 0
+    forward: int = -1
+
+    def note_call(self, given: tuple[torch.dtype, ...], returned: tuple[torch.dtype, ...]) -> None:
+        """Counts one call."""
+        self.numbers.calls += 1
+        self.note_types(given, returned)
+
+    def note_types(self, given: tuple[torch.dtype, ...], returned: tuple[torch.dtype, ...]) -> None:
+        """Counts the types of one call, or of one cast of a forward pass."""
+        key = given, returned
+        self.types[key] = self.types.get(key, 0) + 1
+
+
+@dataclass(slots=True)
+class Product:
+    """A kind of matrix product in half whose size is no multiple of 8.
+
+    Attributes:
+        row: the function and the line.
+        module: id of the module that it runs in; None outside of modules.
+        dtype: the half type.
+        size: m, k and n.
+        pads: the multiples of 8 to pad them to.
+        calls: number of such products.
+    """
+
+    row: Row | None
+    module: int | None
+    dtype: torch.dtype
+    size: tuple[int, int, int]
+    pads: tuple[int, int, int]
+    calls: int = 0
+
+
+class Rows:
+    """All counts of a report."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[Any, int, int], Row] = {}
+        self._unread: deque[tuple[Row, Any, Any]] = deque()
+        self.products: dict[tuple[Any, ...], Product] = {}
+
+    def row(self, function: Any, frame: types.FrameType | None) -> Row:
+        """Returns the row of a function that is called from a line of user code.
+
+        Args:
+            function: the function.
+            frame: the frame that runs the line; None without user code.
+        """
+        key = (function, 0, 0) if frame is None else (function, id(frame.f_code), frame.f_lineno)
+        row = self._rows.get(key)
+        if row is None:
+            code, line = (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
+            row = self._rows[key] = Row(function, code, line)  # keeps the code, so that no other gets its id
+        return row
+
+    def timed(self, row: Row | None, is_on_gpu: bool, make: Callable[[], Any]) -> Any:
+        """Runs a cast, and adds its time to a row if one is given."""
+        if row is None:
+            return make()
+        if is_on_gpu:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            made = make()
+            end.record()
+            self._unread.append((row, begin, end))
+            if len(self._unread) > _UNREAD:
+                self._read(lambda event: bool(event.query()))
+            return made
+        before = time.perf_counter()
+        made = make()
+        row.numbers.cast_seconds += time.perf_counter() - before
+        return made
+
+    def _read(self, has_ended: Callable[[Any], bool]) -> None:
+        while self._unread and has_ended(self._unread[0][2]):
+            row, begin, end = self._unread.popleft()
+            row.numbers.cast_seconds += begin.elapsed_time(end) / 1000
+
+    def read(self) -> list[Row]:
+        """Returns the rows that count something; waits for casts on GPUs that still run."""
+
+        def wait(event: Any) -> bool:
+            event.synchronize()
+            return True
+
+        self._read(wait)
+        return [row for row in self._rows.values() if row.numbers.calls or row.numbers.casts or row.numbers.cache_hits]
+
+
+def totals(rows: Iterable[Row]) -> dict[str, Any]:
+    """Returns the sum of rows as plain data."""
+    numbers = Numbers()
+    for row in rows:
+        numbers.add(row.numbers)
+    return numbers.as_dict()
+
+
+def functions(rows: Iterable[Row], name_of: Callable[[Any], str], rules: dict[Any, str]) -> list[dict[str, Any]]:
+    """Returns rows by function as plain data; first the functions whose casts write most.
+
+    Args:
+        rows: the rows.
+        name_of: returns a function's name.
+        rules: the list that rules each function.
+    """
+    grouped: dict[str, list[Row]] = {}
+    for row in rows:
+        grouped.setdefault(name_of(row.function), []).append(row)
+    found = []
+    for name, of_function in grouped.items():
+        types: dict[Types, int] = {}
+        for row in of_function:
+            for key, calls in row.types.items():
+                types[key] = types.get(key, 0) + calls
+        found.append(
+            {
+                "name": name,
+                "rule": next((rules[row.function] for row in of_function if row.function in rules), None),
+                "types": [
+                    {"in": [dtype_name(each) for each in given], "out": [dtype_name(each) for each in out], "calls": n}
+                    for (given, out), n in sorted(types.items(), key=lambda item: -item[1])
+                ],
+                **totals(of_function),
+                "undone": sum(row.undone for row in of_function),
+            }
+        )
+    return sorted(found, key=_importance)
+
+
+def lines(rows: Iterable[Row], name_of: Callable[[Any], str]) -> list[dict[str, Any]]:
+    """Returns rows by line as plain data; first the lines whose casts write most."""
+    grouped: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        if row.code is not None:
+            grouped.setdefault((row.code.co_filename, row.line), []).append(row)
+    found = []
+    for of_line in grouped.values():
+        calls: dict[str, int] = {}
+        for row in of_line:
+            name = name_of(row.function)
+            calls[name] = calls.get(name, 0) + row.numbers.calls
+        found.append(
+            {
+                **place_of(of_line[0]),
+                "function": of_line[0].code.co_name,  # type: ignore[union-attr]
+                "functions": dict(sorted(calls.items(), key=lambda item: -item[1])),
+                **totals(of_line),
+            }
+        )
+    return sorted(found, key=_importance)
+
+
+def misaligned(
+    products: Iterable[Product], name_of: Callable[[Any], str], module_name: Callable[[int], str | None]
+) -> list[dict[str, Any]]:
+    """Returns products as plain data, first those that run most often."""
+    return [
+        {
+            "function": None if each.row is None else name_of(each.row.function),
+            **place_of(each.row),
+            "module": None if each.module is None else module_name(each.module),
+            "dtype": dtype_name(each.dtype),
+            "size": list(each.size),
+            "calls": each.calls,
+            "pads": list(each.pads),
+        }
+        for each in sorted(products, key=lambda each: -each.calls)
+    ]
+
+
+def place_of(row: Row | None) -> dict[str, Any]:
+    """Returns a row's line as plain data; None for each field if there is none."""
+    if row is None or row.code is None:
+        return {"file": None, "line": None, "source": None}
+    file = row.code.co_filename
+    return {"file": file, "line": row.line, "source": linecache.getline(file, row.line).strip()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns a type's name, such as "float16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _importance(entry: dict[str, Any]) -> tuple[Any, ...]:
+    return -entry["cast_bytes"], -entry["casts"], -entry["calls"]

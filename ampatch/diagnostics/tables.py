@@ -1,0 +1,143 @@
+"""Tables in a terminal, and numbers in the units that people read.
+
+Owns the width of text and the look of tables. Drops columns where a terminal is too narrow for all of them, and says
+so. Must know nothing of what the tables are about.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+#: Rows of each table that is printed.
+ROWS = 10
+#: Width for a file or a pipe, which has none of its own.
+_WIDTH_OF_PIPE = 120
+#: Text columns are folded down to this width before a column is dropped.
+_FOLDED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        head: its heading.
+        is_number: whether its cells are aligned right, and never folded.
+        rank: columns of the greatest rank are dropped first; those of rank 0 never.
+    """
+
+    head: str
+    is_number: bool = False
+    rank: int = 0
+
+
+def printed(parts: Iterable[Any]) -> str:
+    """Returns lines and tables as text that fits the terminal.
+
+    Args:
+        parts: text, and functions that return text or a table of `rich` for a width.
+    """
+    # It takes a tenth of a second to import.
+    from rich.console import Console
+
+    width = shutil.get_terminal_size((_WIDTH_OF_PIPE, 24)).columns
+    with io.StringIO() as text:
+        console = Console(file=text, width=width, highlight=False, markup=False, emoji=False)
+        for each in parts:
+            console.print(each(width) if callable(each) else each)
+        lines = "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    return lines.encode("utf-8", "backslashreplace").decode("utf-8")  # a path may have bytes that are no text
+
+
+def table(title: str, columns: Sequence[Column], cells: Sequence[Sequence[str]], count: int) -> Iterator[Any]:
+    """Yields a table for `printed`; nothing if it has no rows.
+
+    Args:
+        title: what the table shows.
+        columns: its columns.
+        cells: the rows that are shown.
+        count: number of all rows, of which the title says how many are shown.
+    """
+    if cells:
+        yield lambda width: _titled(title, columns, cells, count, width)
+        yield lambda width: _made(columns, cells, width)
+
+
+def _titled(title: str, columns: Sequence[Column], cells: Sequence[Sequence[str]], count: int, width: int) -> str:
+    kept = _that_fit(columns, cells, width)
+    notes = [f"{len(cells)} of {count}"] if count > len(cells) else []
+    dropped = [column.head for index, column in enumerate(columns) if index not in kept]
+    if dropped:
+        notes.append(f"in a wider terminal also: {', '.join(dropped)}")
+    return title + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def item(text: str, mark: str = "- ") -> Callable[[int], str]:
+    """Returns an item of a list for `printed`: its further lines stand below the first one's text."""
+    indent = " " * len(mark)
+    return lambda width: textwrap.fill(
+        text, width, initial_indent=mark, subsequent_indent=indent, break_on_hyphens=False
+    )
+
+
+def _made(columns: Sequence[Column], cells: Sequence[Sequence[str]], width: int) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    kept = _that_fit(columns, cells, width)
+    for index in kept:
+        head, is_number = columns[index].head, columns[index].is_number
+        made.add_column(head, overflow="fold", justify="right" if is_number else "left", no_wrap=is_number)
+    for row in cells:
+        made.add_row(*(row[index] for index in kept))
+    return made
+
+
+def _that_fit(columns: Sequence[Column], cells: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Returns the numbers of the columns that a terminal has room for."""
+    kept = list(range(len(columns)))
+    while _needed(columns, cells, kept) > width:
+        droppable = [index for index in kept if columns[index].rank]
+        if not droppable:
+            break
+        kept.remove(max(droppable, key=lambda index: (columns[index].rank, index)))
+    return kept
+
+
+def _needed(columns: Sequence[Column], cells: Sequence[Sequence[str]], kept: Sequence[int]) -> int:
+    widths = []
+    for index in kept:
+        lines = [line for row in cells for line in row[index].splitlines()] + [columns[index].head]
+        longest = max(map(len, lines))
+        widths.append(longest if columns[index].is_number else min(longest, _FOLDED))
+    return sum(widths) + 2 * len(kept)
+
+
+def number_of_bytes(number: float) -> str:
+    """Returns a number of bytes in words, such as "1.5 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(number) < 1024 or unit == "GiB":
+            break
+        number /= 1024
+    return f"{number:.0f} {unit}" if unit == "B" or abs(number) >= 100 else f"{number:.3g} {unit}"
+
+
+def seconds(number: float) -> str:
+    """Returns a time in words, such as "1.5 ms"."""
+    if number >= 60:
+        return f"{number / 60:.3g} min"
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if number * factor >= 1:
+            return f"{number * factor:.3g} {unit}"
+    return "0" if number == 0 else f"{number * 1e6:.2g} us"
+
+
+def share(part: float, whole: float) -> str:
+    """Returns a share of a whole in percent; "-" of nothing."""
+    return f"{part / whole:.0%}" if whole else "-"

@@ -1,0 +1,576 @@
+"""`amp.report`: what it holds of a block, its text, and its advice, each of which is followed on a real model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from saved_reports import NUMBERS, report, step
+from torch import Tensor, nn
+
+from ampatch import amp
+from ampatch.diagnostics import report_file
+from ampatch.diagnostics.report_advice import advice
+from ampatch.diagnostics.report_text import text
+from ampatch.errors import OptionError, UsageError
+from ampatch.runtime import runtime
+from ampatch.scaling import step_observers
+
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
+SETTINGS = {"opt_level": "O1", "half_dtype": "float16", "loss_scale": "dynamic", "patch_torch_functions": True}
+LONG = "encoder.layer.3.attention.self.query.weight"
+
+
+def full_report() -> dict[str, Any]:
+    """A report with something in each section."""
+    whole = report()
+    product = {"function": "torch.nn.functional.linear", "module": "head", "dtype": "float16", "calls": 3}
+    place = {"file": "m.py", "line": 3, "source": "x = self.fc(x)" * 9}
+    scales = [{"scale": 2.0**each, "zero": 0.1, "subnormal": 0.05, "overflow": 0.0} for each in range(8, 17)]
+    parameter = {"name": LONG, "elements": 1_234_567, "zeros": 9, "zero": 0.1, "subnormal": 0.2, "exponents": []}
+    return {
+        **whole,
+        "settings": SETTINGS,
+        "functions": [{**whole["functions"][0], "name": f"torch.nn.functional.f{each}"} for each in range(12)],
+        "lines": [{**whole["lines"][0], **place, "functions": {"torch.nn.functional.linear": 4}}],
+        "misaligned": [{**product, **place, "size": [512, 768, 30522], "pads": [512, 768, 30528]}],
+        "steps": [step(1, overflow=True, skipped=True, gradient_norm=None), *(step(each) for each in range(2, 9))],
+        "underflow": {
+            "half": "float16",
+            "scale": 1024.0,
+            "best_scale": 4096.0,
+            "seen": 8,
+            "lost": 0.15,
+            "scales": scales,
+            "exponents": [],
+            "zeros": 9,
+            "elements": 100,
+            "parameters": [parameter],
+        },
+        "advice": [{"kind": "x", "text": "Type amp.initialize(..., init_scale=1024.0). " * 4, "file": None}],
+        "notes": ["threads were not watched " * 9],
+    }
+
+
+@pytest.fixture(autouse=True)
+def _ends() -> Any:
+    torch.manual_seed(0)
+    yield
+    amp.deinitialize()
+    assert (step_observers.observers, runtime.before_close) == ([], [])
+
+
+def begun(model: nn.Module, lr: float = 1e-3, **options: Any) -> tuple[Any, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    settings = {"half_dtype": "float16", "verbosity": 0, **options}
+    return amp.initialize(model, optimizer, **settings)
+
+
+def one_step(model: nn.Module, optimizer: Any, loss: Tensor) -> None:
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(model: nn.Module, inputs: Tensor, loss_fn: Any, steps: int = 1, **options: Any) -> dict[str, Any]:
+    """The report of some steps."""
+    model, optimizer = begun(model, **options)
+    with amp.report() as watched:
+        for _ in range(steps):
+            one_step(model, optimizer, loss_fn(model(inputs)))
+    amp.deinitialize()
+    return watched.to_dict()
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.float().pow(2).mean()
+
+
+class TestReport:
+    def test_of_a_block(self) -> None:
+        model, optimizer = begun(nn.Linear(8, 8), loss_scale=8.0)
+        with amp.report() as watched:
+            one_step(model, optimizer, mean_square(model(torch.randn(4, 8))))
+        found = watched.to_dict()
+        assert (found["format"], found["version"]) == ("ampatch report", 1)
+        assert (found["about"]["torch"], found["about"]["devices"]) == (torch.__version__, ["cpu"])
+        assert found["settings"] == {**amp.settings()}
+        assert found["cost"]["seconds"] > found["cost"]["recording_seconds"] > 0
+        assert [(row["scale"], row["skipped"]) for row in found["steps"]] == [(8, False)]
+        linear = next(row for row in found["functions"] if row["name"] == "torch.nn.functional.linear")
+        assert (linear["rule"], linear["casts"] >= 3) == ("whitelist", True)
+        assert found["underflow"]["half"] == "float16"
+        json.dumps(found, allow_nan=False)
+
+    def test_covers_its_block_only(self) -> None:
+        model, optimizer = begun(nn.Linear(8, 8))
+        x = torch.randn(4, 8)
+        one_step(model, optimizer, mean_square(model(x)))
+        with amp.report() as watched:
+            one_step(model, optimizer, mean_square(model(x)))
+        before = watched.to_dict()
+        one_step(model, optimizer, mean_square(model(x)))
+        assert watched.to_dict() == before
+        assert len(before["steps"]) == 1
+
+    def test_can_be_read_while_it_is_open(self) -> None:
+        model, optimizer = begun(nn.Linear(8, 8))
+        with amp.report() as watched:
+            for number in (1, 2):
+                one_step(model, optimizer, mean_square(model(torch.randn(4, 8))))
+                assert len(watched.to_dict()["steps"]) == number
+                assert f"{number} step" in str(watched)
+        assert watched.to_dict()["totals"]["calls"] > 0
+
+    def test_is_readable_after_an_exception(self) -> None:
+        model, optimizer = begun(nn.Linear(8, 8))
+        watched = amp.report()
+
+        def fails() -> None:
+            with watched:
+                one_step(model, optimizer, mean_square(model(torch.randn(4, 8))))
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fails()
+        assert len(watched.to_dict()["steps"]) == 1
+        assert "the block ended with ZeroDivisionError" in watched.to_dict()["notes"][-1]
+        with amp.report():  # the first one is closed
+            pass
+
+    @pytest.mark.parametrize("ends", [True, False])
+    def test_has_the_settings_of_the_session_seen_last(self, ends: bool) -> None:
+        begun(nn.Linear(8, 8), opt_level="O2")
+        with amp.report() as watched:
+            amp.deinitialize()
+            begun(nn.Linear(8, 8), opt_level="O1", loss_scale=4.0)
+            assert watched.to_dict()["settings"]["loss_scale"] == 4.0
+            if ends:
+                amp.deinitialize()
+        begun_after = watched.to_dict()["settings"]
+        assert (begun_after["opt_level"], begun_after["loss_scales"]) == ("O1", [4.0])
+
+    def test_of_code_without_amp(self) -> None:
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with amp.report() as watched:
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+        found = watched.to_dict()
+        assert (found["settings"], found["totals"]["casts"], len(found["steps"])) == (None, 0, 1)
+        assert "amp was not set up" in str(watched)
+
+    def test_changes_no_bit(self) -> None:
+        weights = []
+        for is_watched in (False, True):
+            torch.manual_seed(1)
+            model, optimizer = begun(nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8)))
+            watched = amp.report()
+            if is_watched:
+                watched.__enter__()
+            for _ in range(2):
+                one_step(model, optimizer, mean_square(model(torch.randn(4, 8))))
+            if is_watched:
+                watched.__exit__(None, None, None)
+            amp.deinitialize()
+            weights.append([*model.state_dict().values(), torch.randn(2)])
+        assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+    def test_what_it_returns_is_the_callers(self) -> None:
+        with amp.report() as watched:
+            torch.ones(2) + 1
+        watched.to_dict()["functions"].clear()
+        assert watched.to_dict()["functions"]
+
+    def test_a_comparison_is_part_of_it(self) -> None:
+        with amp.report() as watched:
+            torch.ones(2) + 1
+        result = amp.compare(nn.Linear(8, 8), torch.randn(4, 8), mean_square, "O0", "O1")
+        watched.add_comparison(result)
+        assert watched.to_dict()["comparison"] == result.to_dict()
+        assert result.verdict[:60] in str(watched)
+
+    def test_is_saved_and_compared(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        for name in ("monday.json", "tuesday.json"):
+            with amp.report() as watched:
+                torch.ones(2) + 1
+            watched.save(name)
+            assert report_file.read(name) == watched.to_dict()
+        result = amp.compare("monday.json", "tuesday.json")
+        assert result.verdict.startswith("The reports agree in all")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["monday.json", "tuesday.json"]
+
+    def test_is_written_as_a_page(self, tmp_path: Path) -> None:
+        with amp.report() as watched:
+            torch.ones(2) + 1
+        watched.to_html(tmp_path / "report.html")
+        assert "torch.Tensor.__add__" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        "read",
+        [
+            amp.Report.to_dict,
+            str,
+            lambda watched: watched.save("x.json"),
+            lambda watched: watched.to_html("x.html"),
+        ],
+    )
+    def test_a_report_that_watched_nothing(self, read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(UsageError, match=r"Type `with amp.report\(\) as report:`"):
+            read(amp.report())
+        assert list(tmp_path.iterdir()) == []
+
+    def test_one_that_is_entered_twice(self) -> None:
+        with amp.report() as watched, pytest.raises(UsageError, match="entered before"):
+            watched.__enter__()
+        with pytest.raises(UsageError, match=r"Type amp.report\(\) for another one"):
+            watched.__enter__()
+
+    def test_two_at_once(self) -> None:
+        raised = []
+
+        def other() -> None:
+            try:
+                amp.report().__enter__()
+            except UsageError as error:
+                raised.append(error)
+
+        with amp.report() as watched:
+            with pytest.raises(UsageError, match="a report is open already"):
+                amp.report().__enter__()
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            torch.ones(2) + 1
+        assert len(raised) == 1
+        assert watched.to_dict()["totals"]["calls"]
+
+    @pytest.mark.parametrize(
+        ("method", "path", "fault"),
+        [
+            ("save", "report.html", "Type report.to_html(...) for a page"),
+            ("save", "report", "does not end with .json"),
+            ("to_html", "report.json", "Type report.save(...) for a JSON file"),
+            ("save", "nowhere/report.json", "there is no folder 'nowhere'"),
+            ("save", "folder.json", "it is a folder"),
+            ("save", 5, "the path is 5; expected the name of a file"),
+        ],
+    )
+    def test_a_path_that_cannot_be_written(
+        self, method: str, path: Any, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("folder.json").mkdir()
+        with amp.report() as watched:
+            pass
+        with pytest.raises(OptionError) as error:
+            getattr(watched, method)(path)
+        assert fault in str(error.value)
+
+    def test_a_comparison_of_another_kind(self) -> None:
+        with pytest.raises(OptionError, match=r"the comparison is 'dict'; expected what amp\.compare"):
+            amp.report().add_comparison({})  # type: ignore[arg-type]
+
+    def test_a_report_that_fails_to_open_leaves_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fails(_: object) -> None:
+            raise RuntimeError
+
+        monkeypatch.setattr("ampatch.diagnostics.report_calls.CallRecorder.__enter__", fails)
+        with pytest.raises(RuntimeError):
+            amp.report().__enter__()
+        monkeypatch.undo()
+        with amp.report():
+            pass
+
+
+class TestText:
+    @pytest.mark.parametrize("width", [60, 80, 120, 200])
+    def test_fits(self, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", str(width))
+        lines = text(full_report()).splitlines()
+        assert max(map(len, lines)) <= width
+        printed = "\n".join(lines)
+        for title in (
+            "What to do",
+            "Casts by function (10 of 12",
+            "Casts by line",
+            "Matrix products",
+            "Memory by module",
+        ):
+            assert f"\n{title}" in printed
+        # Numbers are whole, at every width.
+        assert "8 casts wrote 4 KiB in 100 ms; the cache saved 2 casts of 64" in printed
+        assert "512, 768, 30528" in printed
+        assert "1,234,567" in printed
+
+    def test_says_which_columns_a_narrow_terminal_lacks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", "60")
+        narrow = text(full_report())
+        assert "Casts by function (10 of 12; in a wider terminal also:" in narrow
+        assert "whitelist" not in narrow
+        monkeypatch.setenv("COLUMNS", "200")
+        wide = text(full_report())
+        assert "wider terminal" not in wide
+        assert "whitelist" in wide
+
+    def test_says_what_the_scale_did(self) -> None:
+        steps = [step(1, scale=4.0, skipped=True, overflow=True, gradient_norm=None), step(2, scale=2.0)]
+        printed = text(report(settings=None, steps=steps))
+        assert "2 steps, 1 of them skipped. The loss scale went from 4 to 2, between 2 and 4." in printed
+        assert "not finite" in printed
+        assert "No step of an optimizer." in text(report(settings=None, steps=[]))
+
+    def test_of_an_empty_report(self) -> None:
+        nothing = dict.fromkeys(NUMBERS, 0)
+        empty = {name: [] for name in ("functions", "lines", "misaligned", "modules", "steps", "advice")}
+        printed = text(report(settings=None, totals=nothing, cost=dict.fromkeys(report()["cost"], 0), **empty))
+        assert "0 casts wrote 0 B in 0" in printed
+        assert "(-)" in printed  # no share of no time
+
+
+# Advice
+
+
+class Softmaxed(nn.Module):
+    """A product, a function between, and a product."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        self.first, self.between, self.second = nn.Linear(8, 64), between, nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x)))
+
+
+class WithoutCasts(nn.Module):
+    """A product that runs with casts off, or not."""
+
+    def __init__(self, is_off: bool) -> None:
+        super().__init__()
+        self.layer, self.is_off = nn.Linear(8, 8), is_off
+
+    def forward(self, x: Tensor) -> Tensor:
+        with amp.disable_casts() if self.is_off else contextlib.nullcontext():
+            return self.layer(x)
+
+
+def advised(found: dict[str, Any], kind: str) -> str:
+    """The sentence of a kind; empty if there is none."""
+    told = [each for each in found["advice"] if each["kind"] == kind]
+    assert len(told) <= 1
+    return told[0]["text"] if told else ""
+
+
+def typed(text: str) -> dict[str, Any]:
+    """The arguments of `amp.initialize` that a sentence says to type."""
+    call = text.partition("amp.initialize(..., ")[2]
+    names = {"torch": torch, "dict": dict}
+    end = next(place for place in range(1, len(call)) if call[place] == ")" and is_code(f"dict({call[: place + 1]}"))
+    found: dict[str, Any] = eval(f"dict({call[: end + 1]}", names)
+    return found
+
+
+def is_code(text: str) -> bool:
+    try:
+        compile(text, "", "eval")
+    except SyntaxError:
+        return False
+    return True
+
+
+def times(factor: float) -> Any:
+    return lambda output: mean_square(output) * factor
+
+
+class TestAdviceThatIsFollowed:
+    @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+    def test_a_scale_that_loses_much(self, static: bool) -> None:
+        name = "loss_scale" if static else "init_scale"
+        inputs, loss = torch.randn(64, 8), times(1e-4)
+        before = trained(nn.Linear(8, 8), inputs, loss, **{name: 2.0})
+        text = advised(before, "underflow")
+        assert list(typed(text)) == [name]
+        after = trained(nn.Linear(8, 8), inputs, loss, **typed(text))
+        assert after["underflow"]["lost"] < before["underflow"]["lost"] / 2
+        assert (advised(after, "underflow"), after["steps"][0]["skipped"]) == ("", False)
+
+    def test_a_scale_above_the_greatest_one(self) -> None:
+        inputs, loss = torch.randn(64, 8), times(1e-11)
+        before = trained(nn.Linear(8, 8), inputs, loss, init_scale=2.0**24)
+        after = trained(nn.Linear(8, 8), inputs, loss, **typed(advised(before, "underflow")))
+        assert after["underflow"]["scale"] > 2**24
+        assert after["underflow"]["lost"] < before["underflow"]["lost"] / 2
+
+    @pytest.mark.parametrize("options", [{"init_scale": 1.0}, {"loss_scale": 1.0}], ids=str)
+    def test_gradients_that_are_all_zero(self, options: dict[str, float]) -> None:
+        inputs, loss = torch.randn(16, 8), times(1e-7)
+        before = trained(nn.Linear(8, 8), inputs, loss, **options)
+        assert before["steps"][0]["gradient_norm"] == 0
+        after = trained(nn.Linear(8, 8), inputs, loss, **typed(advised(before, "underflow")))
+        assert after["steps"][0]["gradient_norm"] > 0
+
+    def test_a_range_that_no_scale_covers(self) -> None:
+        class Wide(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                return torch.logspace(-24, 13, grad.numel(), base=2).reshape(grad.shape).to(grad.dtype)
+
+        inputs = torch.eye(8)
+        before = trained(nn.Sequential(nn.Linear(8, 8)), inputs, lambda x: Wide.apply(x.float()).sum(), init_scale=1.0)
+        text = advised(before, "underflow")
+        assert typed(text) == {"half_dtype": torch.bfloat16}
+        after = trained(
+            nn.Sequential(nn.Linear(8, 8)), inputs, lambda x: Wide.apply(x.float()).sum(), **typed(text), init_scale=1.0
+        )
+        assert after["underflow"]["lost"] == 0
+
+    def test_the_first_steps_are_skipped(self) -> None:
+        inputs, loss = 10 * torch.randn(16, 8), times(100.0)
+        before = trained(nn.Linear(8, 8), inputs, loss, steps=12, lr=1e-9)
+        text = advised(before, "first skips")
+        assert text.startswith(f"Type amp.initialize(..., init_scale={typed(text)['init_scale']}): steps 1 to ")
+        after = trained(nn.Linear(8, 8), inputs, loss, steps=3, lr=1e-9, **typed(text))
+        assert [row["skipped"] for row in after["steps"]] == [False] * 3
+
+    @pytest.mark.filterwarnings("ignore:the loss of a skipped step")
+    def test_all_steps_are_skipped(self, caplog: pytest.LogCaptureFixture) -> None:
+        inputs, loss = torch.randn(4, 8), lambda output: torch.log(output * 0).sum()
+        before = trained(nn.Linear(8, 8), inputs, loss, steps=4)
+        text = advised(before, "skips")
+        assert "steps 1 to 4 were skipped, up to the last one" in text
+        model, optimizer = begun(nn.Linear(8, 8), **typed(text))
+        one_step(model, optimizer, loss(model(inputs)))
+        assert "First inf: in torch.log" in caplog.text
+
+    def test_no_sentence_about_one_skip(self) -> None:
+        steps = [step(number, skipped=number == 30, overflow=number == 30) for number in range(1, 60)]
+        assert advice(report(settings=SETTINGS, steps=steps)) == []
+        steps = [step(number, skipped=number in (9, 10, 11)) for number in range(1, 20)]
+        assert "steps 9 to 11 were skipped in a row" in advised(
+            {"advice": advice(report(settings=SETTINGS, steps=steps))}, "skips"
+        )
+        steps = [step(number, skipped=number % 9 == 0) for number in range(1, 60)]
+        assert "6 of 59 steps were skipped" in advised(
+            {"advice": advice(report(settings=SETTINGS, steps=steps))}, "skips"
+        )
+
+    def test_gradients_that_are_not_finite(self) -> None:
+        inputs = torch.full((4, 8), torch.nan)
+        before = trained(nn.Linear(8, 8), inputs, mean_square, half_dtype="bfloat16")
+        text = advised(before, "not finite")
+        assert "step 1 had inf or NaN" in text
+        after = trained(nn.Linear(8, 8), inputs, mean_square, half_dtype="bfloat16", **typed(text))
+        assert ([row["skipped"] for row in after["steps"]], advised(after, "not finite")) == ([True], "")
+
+    @pytest.mark.parametrize("half", ["float16", "bfloat16"])
+    def test_weights_that_are_cast_again(self, half: str) -> None:
+        model = amp.initialize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), half_dtype=half)
+        found = []
+        for context in (contextlib.nullcontext, lambda: amp.frozen_weights(model)):
+            with amp.report() as watched, torch.no_grad(), context():
+                for _ in range(3):
+                    model(torch.randn(8, 8))
+            found.append(watched.to_dict())
+        before, after = found
+        assert "3 forward passes without gradients cast the weights of 2 layers again" in advised(
+            before, "weights cast again"
+        )
+        assert advised(after, "weights cast again") == ""
+        assert after["totals"]["cast_bytes"] < before["totals"]["cast_bytes"]
+
+    def test_a_cast_that_is_undone(self) -> None:
+        before = trained(Softmaxed(lambda x: x.float()), torch.randn(8, 8), mean_square)
+        assert advised(before, "undone").startswith("Leave out the cast to float32, such as x.float(): torch.nn.fun")
+        after = trained(Softmaxed(lambda x: x), torch.randn(8, 8), mean_square)
+        assert advised(after, "undone") == ""
+        assert after["totals"]["cast_bytes"] < before["totals"]["cast_bytes"]
+
+    def test_outputs_that_the_next_model_casts_back(self) -> None:
+        found = []
+        for _ in range(2):
+            options = typed(advised(found[0], "undone")) if found else {}
+            models = [nn.Linear(8, 8), nn.Linear(8, 8)]
+            first, second = amp.initialize(models, opt_level="O2", half_dtype="float16", **options)
+            with amp.report() as watched:
+                second(first(torch.randn(8, 8)))
+            amp.deinitialize()
+            found.append(watched.to_dict())
+        assert (found[0]["advice"][0]["function"], advised(found[1], "undone")) == ("forward of Linear", "")
+        assert found[1]["totals"]["casts"] < found[0]["totals"]["casts"]
+
+    @pytest.mark.parametrize("operator", [False, True])
+    def test_an_in_place_function_that_rounds(self, operator: bool) -> None:
+        bias = torch.randn(64)
+
+        def in_place(x: Tensor) -> Tensor:
+            if operator:
+                x += bias
+                return x
+            return x.mul_(bias)
+
+        before = trained(Softmaxed(in_place), torch.randn(8, 8), mean_square)
+        text = advised(before, "rounded in place")
+        better = "x + y" if operator else "x.mul(y)"
+        assert text.startswith(f"Type x = {better} instead of {'x += y' if operator else 'x.mul_(y)'} at ")
+        after = trained(Softmaxed(lambda x: eval(better, {"x": x, "y": bias})), torch.randn(8, 8), mean_square)
+        assert advised(after, "rounded in place") == ""
+        name = "torch.Tensor.__add__" if operator else "torch.Tensor.mul"
+        types = next(row["types"] for row in after["functions"] if row["name"] == name)
+        assert types[0]["out"] == ["float32"]
+
+    def test_a_whitelisted_function_in_float32(self) -> None:
+        before = trained(WithoutCasts(True), torch.randn(8, 8), mean_square)
+        text = advised(before, "not half")
+        assert "torch.nn.functional.linear ran in float32 in 1 call, though the whitelist has it" in text
+        assert advised(trained(WithoutCasts(False), torch.randn(8, 8), mean_square), "not half") == ""
+
+    def test_sizes_that_are_no_multiples_of_8(self) -> None:
+        before = trained(nn.Sequential(nn.Linear(8, 30)), torch.randn(8, 8), mean_square)
+        assert advised(before, "misaligned").startswith("Pad out_features from 30 to 32 in 0 (Linear) at ")
+        after = trained(nn.Sequential(nn.Linear(8, 32)), torch.randn(8, 8), mean_square)
+        assert (advised(after, "misaligned"), after["misaligned"]) == ("", [])
+
+    def test_casts_that_cost_most(self) -> None:
+        targets = torch.randint(64, (64,))
+
+        def loss(output: Tensor) -> Tensor:
+            return F.cross_entropy(output, targets)
+
+        before = trained(nn.Linear(8, 64), torch.randn(64, 8), loss)
+        text = advised(before, "costly casts")
+        call = text[text.index("amp.compare") : text.index(", which says")]
+        names = {"amp": amp, "model": nn.Linear(8, 64), "inputs": torch.randn(64, 8), "loss_fn": loss}
+        compared = eval(call, names)
+        assert compared.b == "O1 float16 with cast_lists"
+        lists = eval(call.replace("amp.compare(model, inputs, loss_fn, ", "(").replace("...", ""))[1]["cast_lists"]
+        after = trained(nn.Linear(8, 64), torch.randn(64, 8), loss, cast_lists=lists)
+        assert after["totals"]["cast_bytes"] < before["totals"]["cast_bytes"] / 2
+
+    def test_amp_is_not_set_up(self) -> None:
+        with amp.report() as watched:
+            nn.Linear(8, 8)(torch.randn(4, 8))
+        assert "model, optimizer = amp.initialize(model, optimizer)" in advised(watched.to_dict(), "no amp")
+        with amp.report() as watched, torch.autocast("cpu"):
+            nn.Linear(8, 8)(torch.randn(4, 8))
+        assert watched.to_dict()["advice"] == []
+
+    def test_nothing_is_wrong(self) -> None:
+        for level in ("O1", "O2"):
+            found = trained(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(8, 8), mean_square, opt_level=level)
+            assert found["advice"] == []

@@ -1,0 +1,342 @@
+"""What a report records of calls, casts, lines and modules; and that recording changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import HALF_DTYPES, assert_same_bits, dtype_name
+from torch import Tensor, nn
+
+from ampatch import amp
+from ampatch.casting import cast_observers
+from ampatch.diagnostics import mode_stacks
+from ampatch.diagnostics.report_calls import CallRecorder
+from ampatch.errors import UsageError
+from ampatch.native import calls
+
+every_half = pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
+#: How calls of patched functions run: in C++ if it is built.
+every_call = pytest.mark.parametrize("choice", ["auto", "python"])
+NUMBERS = ("calls", "casts", "cast_bytes", "cast_seconds", "cache_hits", "cache_hit_bytes")
+
+
+class Network(nn.Module):
+    """Layers of each kind: listed and not, tied, used twice, with torch's own code between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.norm = nn.LayerNorm(16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.last = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList([nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5))])
+        self.tied = nn.Linear(16, 16)
+        self.tied.weight = self.last.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(F.gelu(self.first(x)))
+        hidden = hidden + self.attention(hidden, hidden, hidden)[0]
+        for block in self.blocks:
+            hidden = block(hidden)
+        hidden = hidden @ hidden.transpose(-1, -2) @ hidden
+        return F.softmax(self.tied(self.last(self.last(hidden))), -1)
+
+
+def train(opt_level: str | None, steps: int = 2, autocast: bool = False, **options: Any) -> list[Tensor]:
+    """Trains a network; returns its loss, its parameters and a random number drawn after the training."""
+    torch.manual_seed(0)
+    model: Any = Network()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if opt_level is not None:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, **options)
+    loss = torch.zeros(())
+    for _ in range(steps):
+        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+            loss = model(torch.randn(2, 5, 6)).float().square().mean()
+        if opt_level is None:
+            loss.backward()
+        else:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [each.detach().clone() for each in (loss, *model.parameters(), torch.rand(()))]
+
+
+@contextlib.contextmanager
+def called_by(choice: str) -> Iterator[None]:
+    calls.select(choice)
+    try:
+        yield
+    finally:
+        calls.select()
+
+
+def recorded(run: Callable[[], object]) -> dict[str, Any]:
+    with CallRecorder() as recorder:
+        run()
+    return recorder.as_dict()
+
+
+def function(report: dict[str, Any], name: str) -> dict[str, Any]:
+    found = [each for each in report["functions"] if each["name"] == name]
+    assert len(found) == 1, [each["name"] for each in report["functions"]]
+    return found[0]
+
+
+def line_of(report: dict[str, Any], source: str) -> dict[str, Any]:
+    found = [each for each in report["lines"] if source in each["source"]]
+    assert len(found) == 1, [each["source"] for each in report["lines"]]
+    return found[0]
+
+
+def modules(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    found = {each["name"]: each for each in report["modules"]}
+    assert len(found) == len(report["modules"])
+    return found
+
+
+def assert_sums_up(report: dict[str, Any]) -> None:
+    """The rows of functions sum up to the totals; those of lines too, if user code made every call."""
+    for name in NUMBERS:
+        for section in ("functions", "lines"):
+            assert sum(each[name] for each in report[section]) == pytest.approx(report["totals"][name]), name
+
+
+class TestChangesNothing:
+    @every_call
+    @every_half
+    @pytest.mark.parametrize("opt_level", ["O1", "O2"])
+    def test_of_amp(self, opt_level: str, half_dtype: torch.dtype, choice: str) -> None:
+        with called_by(choice):
+            expected = train(opt_level, half_dtype=half_dtype)
+            counts = amp.cast_counts()
+            amp.deinitialize()
+            with CallRecorder() as recorder:
+                actual = train(opt_level, half_dtype=half_dtype)
+            assert amp.cast_counts() == counts
+        for one, other in zip(actual, expected, strict=True):
+            assert_same_bits(one, other)
+        assert recorder.as_dict()["totals"]["cache_hits"] == counts.cache_hits
+
+    @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+    def test_without_amp(self, autocast: bool) -> None:
+        expected = train(None, autocast=autocast)
+        with CallRecorder():
+            actual = train(None, autocast=autocast)
+        for one, other in zip(actual, expected, strict=True):
+            assert_same_bits(one, other)
+
+    @every_call
+    def test_in_the_middle_of_a_session(self, choice: str) -> None:
+        found = []
+        for block in (contextlib.nullcontext(), CallRecorder()):
+            with called_by(choice):
+                torch.manual_seed(0)
+                model, optimizer = amp.initialize(
+                    *((network := Network()), torch.optim.SGD(network.parameters(), lr=0.1)), verbosity=0
+                )
+                for inner in (contextlib.nullcontext(), block, contextlib.nullcontext()):
+                    with inner, amp.scale_loss(model(torch.randn(2, 5, 6)).sum(), optimizer) as scaled_loss:
+                        scaled_loss.backward()
+                    optimizer.step()
+                found.append(([each.detach().clone() for each in model.parameters()], amp.cast_counts()))
+                amp.deinitialize()
+        (expected, counts), (actual, counts_recorded) = found
+        assert counts_recorded == counts
+        for one, other in zip(actual, expected, strict=True):
+            assert_same_bits(one, other)
+
+    def test_kernels_of_layers_in_eval_mode(self) -> None:
+        torch.manual_seed(0)
+        model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+        x = torch.randn(2, 5, 16)
+        with torch.no_grad():
+            expected = model(x)
+            with CallRecorder() as recorder:
+                actual = model(x)
+        assert_same_bits(actual, expected)
+        assert recorder.as_dict()["totals"]["calls"] == 0  # torch's own kernel runs the layer
+        assert modules(recorder.as_dict())[""]["operators"] == {"float32": 1}
+
+
+class TestFunctions:
+    def test_names_are_those_of_the_lists(self) -> None:
+        x, weight = torch.ones(8, 8), torch.ones(8, 8)
+
+        def run() -> None:
+            F.linear(x, weight)
+            torch.mm(x, weight)
+            x.relu()
+            torch.ops.aten.mm(x, weight)
+            _ = x @ weight, x.matmul(weight), -x, x < 1, 1 - x, x[0]
+            x.add_(1)
+            loss = nn.Parameter(x).sum()
+            torch.autograd.grad(loss, loss)
+
+        names = {each["name"]: each["calls"] for each in recorded(run)["functions"]}
+        assert names == dict.fromkeys(
+            [
+                *("torch.nn.functional.linear", "torch.mm", "torch.Tensor.relu", "torch.ops.aten.mm"),
+                *("torch.Tensor.__matmul__", "torch.Tensor.matmul", "torch.Tensor.neg", "torch.Tensor.__lt__"),
+                *("torch.Tensor.__rsub__", "torch.Tensor.__getitem__", "torch.Tensor.add_", "torch.Tensor.sum"),
+                "torch.autograd.grad",
+            ],
+            1,
+        )
+
+    @every_call
+    def test_types_are_those_of_the_caller(self, choice: str) -> None:
+        with called_by(choice):
+            amp.init(half_dtype="bfloat16")
+            layer, x = nn.Linear(8, 8), torch.ones(8, 8)
+            report = recorded(lambda: [layer(x), layer(x.bfloat16())])
+        linear = function(report, "torch.nn.functional.linear")
+        assert linear["rule"] == "whitelist"
+        assert linear["types"] == [
+            {"in": [given, "float32", "float32"], "out": ["bfloat16"], "calls": 1} for given in ("float32", "bfloat16")
+        ]
+        assert (linear["calls"], linear["casts"], linear["cache_hits"]) == (2, 3, 2)
+        assert linear["cast_bytes"] == 2 * (64 + 64 + 8)
+        assert linear["cache_hit_bytes"] == 2 * (64 + 8)
+        assert_sums_up(report)
+
+    def test_rules(self) -> None:
+        x = torch.ones(8, 8)
+        amp.init(half_dtype="float16")
+        report = recorded(lambda: [torch.mm(x, x), x.exp(), torch.lerp(x, x.half(), 0.5), x.relu()])
+        rules = {each["name"]: each["rule"] for each in report["functions"]}
+        assert rules["torch.mm"] == "whitelist"
+        assert rules["torch.Tensor.exp"] == "blacklist"
+        assert rules["torch.lerp"] == "promote"
+        assert rules["torch.Tensor.relu"] is None
+
+    def test_calls_of_amp_itself_do_not_count(self) -> None:
+        report = recorded(lambda: train("O2", half_dtype="float16"))
+        expected = recorded(lambda: train(None))
+        names = {each["name"]: each["calls"] for each in report["functions"] if not each["name"].startswith("forward")}
+        assert names == {each["name"]: each["calls"] for each in expected["functions"]}
+
+
+class TestCasts:
+    def test_backward_passes_count_for_the_function(self) -> None:
+        amp.init(half_dtype="float16")
+        weight = nn.Parameter(torch.ones(8, 8))
+        x = torch.ones(8, 8)
+        report = recorded(lambda: torch.mm(x, weight).sum().backward())
+        product = function(report, "torch.mm")
+        assert product["casts"] == 3  # both operands, and the gradient of one
+        assert product["cast_bytes"] == 64 * 2 * 2 + 64 * 4
+        assert product["cast_seconds"] > 0
+        assert function(report, "torch.Tensor.backward")["casts"] == 0
+        assert_sums_up(report)
+
+    def test_of_a_model_with_half_weights_count_for_its_forward(self) -> None:
+        model = amp.initialize(nn.Sequential(nn.Linear(8, 8)), opt_level="O2", half_dtype="float16", verbosity=0)
+        report = recorded(lambda: model(torch.ones(4, 8)))
+        forward = function(report, "forward of Sequential")
+        assert (forward["calls"], forward["casts"]) == (1, 2)
+        assert forward["types"] == [
+            {"in": ["float32"], "out": ["float16"], "calls": 1},
+            {"in": ["float16"], "out": ["float32"], "calls": 1},
+        ]
+        assert line_of(report, "report = recorded(lambda: model(")["casts"] == 2
+
+    def test_that_the_user_writes_do_not_count(self) -> None:
+        x = nn.Parameter(torch.ones(8))
+        with torch.autocast("cpu", torch.bfloat16):
+            report = recorded(lambda: [x.half().float().sum().backward(), x.to(torch.bfloat16), x.type(torch.float16)])
+        assert report["totals"]["casts"] == 0
+        assert function(report, "torch.Tensor.half")["calls"] == 1
+
+    def test_of_autocast(self) -> None:
+        layer, x = nn.Linear(8, 8), torch.ones(4, 8)
+
+        def run() -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = layer(layer(x)).float().sum()
+            loss.backward()
+
+        linear = function(recorded(run), "torch.nn.functional.linear")
+        assert linear["rule"] is None
+        assert linear["casts"] == 5  # the input, the weight, the bias, and the gradients of both parameters
+        assert (linear["cache_hits"], linear["cache_hit_bytes"]) == (2, 2 * 72)
+
+    def test_undone(self) -> None:
+        amp.init(half_dtype="float16")
+        x = torch.ones(8, 8, dtype=torch.float16)
+        report = recorded(lambda: torch.mm(x.float().t(), x.float().relu()))
+        assert function(report, "torch.mm")["undone"] == 1
+
+
+class TestLines:
+    @every_half
+    def test_sum_up_to_the_totals(self, half_dtype: torch.dtype) -> None:
+        report = recorded(lambda: train("O1", half_dtype=half_dtype))
+        assert_sums_up(report)
+        line = line_of(report, "hidden = hidden + self.attention(")
+        assert line["function"] == "forward"
+        assert linecache.getline(line["file"], line["line"]).strip() == line["source"]
+        assert line["functions"]["torch.nn.functional.multi_head_attention_forward"] == 2
+
+
+class TestModules:
+    def test_types_and_bytes(self) -> None:
+        report = recorded(lambda: train("O1", half_dtype="bfloat16"))
+        found = modules(report)
+        assert set(found) == {"", "first", "norm", "attention", "last", "blocks.0", "blocks.1", "blocks.1.0"} | {
+            "blocks.1.1",
+            "tied",
+        }
+        assert {name: each["parent"] for name, each in found.items() if each["parent"] != ""} == {
+            "": None,
+            "blocks.1.0": "blocks.1",
+            "blocks.1.1": "blocks.1",
+        }
+        first = found["first"]
+        assert (first["class"], first["in"], first["out"]) == ("Linear", {"float32": 2}, {"bfloat16": 2})
+        assert first["operators"] == {"bfloat16": 2}
+        assert first["activation_bytes"] == {"bfloat16": 2 * 5 * 16 * 2}
+        assert first["weight_bytes"] == {"float32": (6 * 16 + 16) * 4}
+        assert first["saved_bytes"] == 2 * 5 * 16 * 2 - 2 * (2 * 5 * 6 + 6 * 16 + 16)
+        assert found["last"]["in"] == {"float32": 1, "bfloat16": 3} or found["last"]["in"] == {"bfloat16": 4}
+
+    def test_misaligned(self) -> None:
+        amp.init(half_dtype="float16")
+        layer = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 16))
+        report = recorded(lambda: layer(torch.ones(8, 6)))
+        (found,) = report["misaligned"]
+        assert found["function"] == "torch.nn.functional.linear"
+        assert (found["size"], found["pads"], found["calls"]) == ([8, 6, 16], [8, 8, 16], 1)
+        assert (found["module"], found["dtype"]) == ("0", "float16")
+        assert "report = recorded(lambda: layer(" in found["source"]
+
+
+class TestBlock:
+    def test_a_second_one_raises(self) -> None:
+        with CallRecorder(), pytest.raises(UsageError, match="a report was begun inside the block of another one"):
+            CallRecorder().__enter__()
+        assert cast_observers.observer is None
+
+    def test_leaves_nothing_behind_after_an_exception(self) -> None:
+        def fail(*_: object) -> None:
+            raise RuntimeError("a user's error")
+
+        model = nn.Sequential(nn.Linear(8, 8))
+        model[0].register_forward_hook(fail)
+        amp.init()
+        x = torch.ones(8, 8)
+        with pytest.raises(RuntimeError, match="a user's error"), CallRecorder() as recorder:
+            model(x)
+        assert not mode_stacks.FUNCTIONS.modes()
+        assert not mode_stacks.OPERATORS.modes()
+        assert not recorder._modules.running
+        assert not torch.nn.modules.module._global_forward_hooks
+        assert not torch.nn.modules.module._global_forward_pre_hooks
+        assert recorder.as_dict()["totals"]["calls"] == 1
