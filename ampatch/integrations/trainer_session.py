@@ -25,11 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ampatch import GradScaler, amp
 from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError, UsageError, warn
-from ampatch.integrations import hidden_leaves
+from ampatch.integrations import other_leaves
+from ampatch.integrations.other_leaves import OtherLeaves
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES, LEVELS
 from ampatch.runtime import runtime
-from ampatch.scaling.scaled_block import ScaledBlock
+from ampatch.scaling.scale_use import has_scaled
 from ampatch.scaling.unscaled_losses import leaves_among, nodes_of
 
 
@@ -406,7 +407,7 @@ class TrainerSession:
             kwargs: keyword arguments of ``original``.
 
         Raises:
-            UsageError: the trainer has no optimizer.
+            UsageError: the trainer has no optimizer, or the loss was scaled in a block that has ended.
         """
         if not self.optimizers:
             raise UsageError(
@@ -422,48 +423,26 @@ class TrainerSession:
         if is_anothers or self._is_scaled_by_hand():
             original(tensors, *args, **kwargs)
             return
-        # No optimizer updates these leaves (inputs, for example), so amp.scale_loss would leave their gradients scaled.
-        others = [] if self._is_one else [leaf for key, leaf in leaves.items() if key not in ours]
-        with casts_on(), self._hidden_unscaled(leaves):
+        with casts_on():
             if self._scaler is None:
-                block = amp.scale_loss(tensors, self._updating(ours) if is_all else self.optimizers)
-                with block as scaled:
-                    # An accumulation goes on at the scale that it began with.
-                    scale = float(block.scale_use.scale) if others and isinstance(block, ScaledBlock) else 1.0
-                    with self._unscaling(others, scale):
-                        original(scaled, *args, **kwargs)
+                block: Any = amp.scale_loss(tensors, self._updating(ours) if is_all else self.optimizers)
+                # An accumulation goes on at the scale that it began with, so the block knows the scale.
+                with block as scaled, self._others_unscaled(leaves, lambda _: block.scale_use.scale):
+                    original(scaled, *args, **kwargs)
             else:
                 if self._has_stepped:
                     self._update_scaler()
-                with self._unscaling(others, self._scaler.get_scale() if others else 1.0):
+                scaler = self._scaler
+                with self._others_unscaled(leaves, lambda leaf: scaler.scale(torch.ones((), device=leaf.device))):
                     self._scaled_backward(original, tensors, args, kwargs)
 
-    @contextlib.contextmanager
-    def _unscaling(self, leaves: list[Tensor], scale: float) -> Iterator[None]:
+    def _others_unscaled(
+        self, leaves: Mapping[int, Tensor], scale_for: Callable[[Tensor], Tensor]
+    ) -> contextlib.AbstractContextManager[None]:
         """Unscales what a backward pass in the block adds to the gradients of leaves that no optimizer updates."""
-        # DDP reduces what is there together with what is added, so that has to be scaled as well.
-        added_to = self._session.ranks.reduced_among(leaves)
-        ids = set(map(id, added_to))
-        apart = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in ids]
-        with torch.no_grad():
-            for leaf in added_to:
-                if leaf.grad is not None:
-                    leaf.grad.mul_(scale)
-        for leaf, _ in apart:
-            leaf.grad = None
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for leaf in added_to:
-                    if leaf.grad is not None:
-                        leaf.grad.div_(scale)
-                for leaf, before in apart:
-                    if leaf.grad is not None:
-                        leaf.grad.div_(scale)
-                        leaf.grad = leaf.grad if before is None else before.add_(leaf.grad)
-                    else:
-                        leaf.grad = before
+        if self._is_one:
+            return contextlib.nullcontext()
+        return OtherLeaves(self._ours, self._session.ranks.reduced_among, scale_for).unscaled(leaves)
 
     def _leaves(self, tensors: Any, inputs: Any) -> tuple[dict[int, Tensor], bool]:
         """Returns the leaves that a backward pass reaches, by id, and whether these are all of them."""
@@ -473,19 +452,13 @@ class TrainerSession:
             return {}, False
         roots = [each.grad_fn for each in tensors_in(list(_as_tuple(tensors))) if each.grad_fn is not None]
         nodes = {node for root in roots for node in nodes_of(root)}
+        if any(map(has_scaled, nodes)) and not self._is_scaled_by_hand():
+            raise UsageError(
+                "this backward pass begins with a loss that amp.scale_loss has scaled, and the block of amp.scale_loss "
+                f"has ended: the loss would be scaled twice. {self._wording.set_up} scales it: leave amp.scale_loss "
+                "out; or run the backward pass inside of its block."
+            )
         return leaves_among(nodes), not any(map(_may_hide_leaves, nodes))
-
-    def _hidden_unscaled(self, visible: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Unscales leaves, in a block with a backward pass, that its graph does not show and no optimizer updates."""
-        if self._is_one:
-            return contextlib.nullcontext()
-
-        def scale_for(leaf: Tensor) -> Tensor:
-            if self._scaler is None:
-                return self._session.scaler(0).snapshot()  # type: ignore[no-any-return]
-            return self._scaler.scale(torch.ones((), device=leaf.device))  # type: ignore[no-any-return]
-
-        return hidden_leaves.unscaled(lambda leaves: self._ours(leaves) | visible.keys(), scale_for)
 
     def _ours(self, leaves: Mapping[int, Tensor]) -> set[int]:
         """Returns the ids of those leaves that the optimizers update, also if optimizers got new parameters since."""
@@ -615,7 +588,7 @@ def _backward_of_steps(original: Callable[..., None]) -> Callable[..., None]:
             tensors = tuple(tensors)  # torch takes iterators too
         if torch._C._current_graph_task_id() != -1:
             # A backward pass within another one, as in checkpoints, has scaled gradients already.
-            hidden_leaves.note(tensors)
+            other_leaves.note(tensors)
             live = None
         if live is None:
             original(tensors, *args, **kwargs)

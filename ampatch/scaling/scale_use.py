@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd.graph import Node
 
 from ampatch.casting.nested import tensors_in
 from ampatch.native.host_copy import HostCopy, on_device, stacked
@@ -22,8 +23,17 @@ from ampatch.scaling.overflows import NonFiniteGradient, ScaleChange
 
 logger = logging.getLogger("ampatch")
 
+# The mark of the nodes that have scaled a loss; torch keeps it as long as the node.
+_SCALED = "ampatch: has scaled a loss"
+
 #: Types of devices whose values the host reads without a sync.
 AT_HAND = frozenset({"cpu"})
+
+
+def has_scaled(node: Node) -> bool:
+    """Returns True if a node of a graph has multiplied a loss by a scale, in a block of ``amp.scale_loss``."""
+    # Reading the attribute allocates a dict, so only nodes of multiplications are asked.
+    return type(node).__name__ == "MulBackward0" and _SCALED in node.metadata  # type: ignore[operator]
 
 
 class ScaleUse:
@@ -81,6 +91,10 @@ class ScaleUse:
         """
         result = scaled(loss, None if self.is_one else self.scale)
         losses = [each for each in tensors_in(result) if not is_functorch_wrapped_tensor(each)]
+        if not self.is_one:
+            for each in losses:
+                if each.grad_fn is not None:
+                    each.grad_fn.metadata[_SCALED] = True  # type: ignore[index]  # stub: a method; it is a property
         if self.is_checked:
             # Sums without graph: a loss may be a view of a large tensor.
             self._losses = [each.sum() if each.dim() else each for each in map(Tensor.detach, losses)]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from ampatch import amp
@@ -163,12 +164,19 @@ def adversarial(level: str, every: int = 1) -> dict[str, Any]:
     return {"weights": weights.tolist(), "skipped": [], "epochs": 0}
 
 
-def partly_trained(level: str) -> dict[str, Any]:
+class Checkpointing(nn.Sequential):
+    """Runs its last layer in a reentrant checkpoint, so that the graph of the loss does not show its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self[2], self[1](self[0](x)), use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def partly_trained(level: str, kind: type[nn.Sequential] = nn.Sequential) -> dict[str, Any]:
     """Gradients, after each accumulation, of a layer in the wrapper that no optimizer updates."""
     GradientState._reset_state()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     torch.manual_seed(0)
-    raw = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    raw = kind(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     optimizer, batches = torch.optim.SGD(raw[0].parameters(), lr=0.05), DataLoader(TensorDataset(X, Y), batch_size=8)
     options: dict[str, Any] = {"half_dtype": "float16", "init_scale": 1024.0}
     model, optimizer, loader = prepare(accelerator, raw, optimizer, batches, opt_level=level, **options)
@@ -232,6 +240,7 @@ if __name__ == "__main__":
         results[f"adversarial {level}"] = adversarial(level)
         results[f"adversarial-accumulated {level}"] = adversarial(level, every=2)
         results[f"partly-trained {level}"] = partly_trained(level)
+        results[f"partly-trained-hidden {level}"] = partly_trained(level, Checkpointing)
     for way in (plain, accumulated, synchronised, triggered, overflow, resumed):
         for level in ("O0", "O1", "O2"):
             if (way, level) != (overflow, "O0"):

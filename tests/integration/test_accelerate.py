@@ -615,6 +615,17 @@ class TestSeveral:
         of_second.step()
         assert (of_first.step_was_skipped, of_second.step_was_skipped) == (True, False)
 
+    @pytest.mark.parametrize("steps", [1, 2])
+    def test_a_loss_that_was_scaled_in_a_block_that_has_ended_raises(self, steps: int) -> None:
+        run = Run("O1", gradient_accumulation_steps=steps, **FLOAT16)
+        with amp.scale_loss(F.cross_entropy(run.model(X), Y), run.optimizer) as scaled_loss:
+            pass
+        with pytest.raises(UsageError, match=r"scaled twice.*leave amp.scale_loss out; or run the backward"):
+            run.accelerator.backward(scaled_loss + run.raw[0].weight.sum())
+        with amp.scale_loss(F.cross_entropy(run.model(X), Y), run.optimizer) as scaled_loss:
+            run.accelerator.backward(scaled_loss)
+        run.optimizer.step()
+
     def test_a_data_loader_or_a_model_for_evaluation_may_come_later(self) -> None:
         run = Run("O1", **FLOAT16)
         batches = run.accelerator.prepare(loader())
@@ -957,6 +968,7 @@ class TestProcesses:
             "adversarial",
             "adversarial-accumulated",
             "partly-trained",
+            "partly-trained-hidden",
         }
         for name, result in results.items():
             plain = results[f"{name.partition(' ')[0]} O0"]

@@ -705,6 +705,15 @@ class TestBadInput:
         with pytest.raises(OptionError, match="unexpected argument models"):
             AmpatchPrecision("O1", models=[])
 
+    def test_a_step_that_returns_a_scaled_loss_raises(self) -> None:
+        class Scaling(Lit):
+            def training_step(self, batch: Any, index: int) -> Any:
+                with amp.scale_loss(self.loss(batch), self.optimizers()) as scaled_loss:
+                    return scaled_loss
+
+        with pytest.raises(UsageError, match=r"scaled twice\. AmpatchPrecision scales it: leave amp\.scale_loss out"):
+            fit("O1", Scaling())
+
     def test_after_amp_initialize_raises(self) -> None:
         amp.initialize(nn.Linear(2, 2), half_dtype="float16")
         with pytest.raises(UsageError, match=r"AmpatchPrecision sets it up itself.* or type amp.deinitialize\(\)"):
