@@ -374,6 +374,17 @@ class TestLines:
         assert linecache.getline(line["file"], line["line"]).strip() == line["source"]
         assert line["functions"]["torch.nn.functional.multi_head_attention_forward"] == 2
 
+    @pytest.mark.parametrize(
+        ("module", "is_users"),
+        [("ampatch.demo.training", True), ("torchvision.ops", True), ("contextlib", False), ("torch.nn", False)],
+    )
+    def test_are_those_of_user_code(self, module: str, is_users: bool) -> None:
+        scope: dict[str, Any] = {"__name__": module}
+        exec(compile("def call(x):\n    return x.relu()", f"{module}.py", "exec"), scope)
+        x = torch.ones(1)
+        lines = recorded(lambda: scope["call"](x))["lines"]
+        assert [each["file"] for each in lines] == [f"{module}.py" if is_users else __file__]
+
 
 class TestModules:
     def test_types_and_bytes(self) -> None:
