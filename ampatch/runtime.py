@@ -169,7 +169,7 @@ def decorate(function: Any, kind: str) -> Any:
                 adapt = cast_labels.named(adapt, name)
         observer = None if is_dynamo_compiling() else cast_observers.observer
         if observer is not None and not observer.is_calling(function):
-            return observer.call(function, wrapper, args, kwargs)
+            return observer.call(function, itself(), args, kwargs)  # type: ignore[arg-type]
         adapted = None
         try:
             adapted = adapt(args, kwargs)
@@ -179,6 +179,7 @@ def decorate(function: Any, kind: str) -> Any:
             raise
 
     compilers.give_own_code(wrapper, function)
+    itself = weakref.ref(wrapper)
     _kinds[wrapper] = kind
     return wrapper
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import types
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 # Packages of torch that run below an operator under a tracer, as C++ kernels do without one. Their calls are not user
 # code, and casting them would give the operator a result of the wrong type.
@@ -36,6 +36,13 @@ def is_recording() -> bool:
         or torch._C._get_dispatch_mode(modes.FAKE) is not None
         or torch._C._get_dispatch_mode(modes.PROXY) is not None
     )
+
+
+def is_under_mode() -> bool:
+    """Returns True under a dispatch mode that may record operators or change them."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return not all(isinstance(mode, ObservingMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def is_below_operators(frame: types.FrameType) -> bool:

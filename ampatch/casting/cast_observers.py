@@ -53,3 +53,9 @@ observer: CastObserver | None = None
 def cast(tensor: Tensor, make: Callable[[], _Casts]) -> _Casts:
     """Makes one or several casts, before the observer's eyes if there is one."""
     return make() if observer is None else observer.cast(tensor, make)
+
+
+def hit(kept: list[Tensor]) -> None:
+    """Tells the observer, if there is one, that a call uses casts that were made before."""
+    if observer is not None:
+        observer.hit(kept)

@@ -11,6 +11,7 @@ import sys
 import types
 
 import torch
+from torch import nn
 
 #: Modules that call the user's model: lines above them called ampatch, and no operator.
 _CALLERS = frozenset({"ampatch.diagnostics.preflight", "ampatch.diagnostics.preflight_subject"})
@@ -35,6 +36,7 @@ class Code(enum.Enum):
     END = "end"
 
 
+_COMPILER = "torch._dynamo.eval_frame"
 #: The code that calls the autograd engine.
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 # By id, as the hash of a code object walks through its instructions. The code is kept, so that its id stays its own.
@@ -62,6 +64,25 @@ def users_frame(frame: types.FrameType | None) -> types.FrameType | None:
             return None
         frame = frame.f_back
     return None
+
+
+def is_compiled(frame: types.FrameType | None) -> bool:
+    """Returns True if code that torch.compile was given is calling: it may run compiled, or not."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _COMPILER:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_around_compiled(module: nn.Module) -> bool:
+    """Returns True if a module is what `torch.compile` returns for the user's module."""
+    return type(module).__module__ == _COMPILER
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Returns True if torch.compile was given a module, or its method ``compile`` was called."""
+    return is_around_compiled(module) or module._compiled_call_impl is not None
 
 
 def _owner_of_module(name: str) -> Code:

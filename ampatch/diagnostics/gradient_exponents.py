@@ -19,6 +19,8 @@ _LOWEST, _HIGHEST = -149, 127
 _BINS = _HIGHEST - _LOWEST + 3
 #: Elements that are counted at once: float32 counts further numbers only up to this.
 _CHUNK = 2**24
+#: Gradients with more elements are counted one by one: there, adding to a few counts would take turns on a GPU.
+_SMALL = 2**14
 #: Scales to each side of the present one.
 _NEIGHBOURS = 4
 
@@ -130,7 +132,9 @@ class GradientExponents:
 
     def __init__(self) -> None:
         self.seen = 0
-        self._counts: dict[tuple[str, torch.device], Tensor] = {}
+        # By the names of the parameters and their device, a row for each: steps usually have the same parameters.
+        self._tables: dict[tuple[tuple[str, ...], torch.device], Tensor] = {}
+        self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
     def add(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Counts gradients, without a sync. Those of a step in which one is inf or NaN are left out.
@@ -139,25 +143,58 @@ class GradientExponents:
             gradients: names of parameters, and unscaled float32 gradients of any shape.
         """
         self.seen += 1
-        found = [(name, _counted(gradient)) for name, gradient in gradients if gradient.numel()]
-        finite: dict[torch.device, Tensor] = {}
-        for _, counts in found:
-            here = counts[-1] == 0
-            finite[counts.device] = finite[counts.device] & here if counts.device in finite else here
-        for name, counts in found:
-            key, kept = (name, counts.device), counts * finite[counts.device]
-            self._counts[key] = self._counts[key] + kept if key in self._counts else kept
+        by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
+        for name, gradient in gradients:
+            if gradient.numel():
+                by_device.setdefault(gradient.device, []).append((name, gradient))
+        for device, found in by_device.items():
+            table = self._counted([gradient for _, gradient in found], device)
+            table *= (table[:, -1] == 0).all()
+            key = tuple(name for name, _ in found), device
+            self._tables[key] = self._tables[key] + table if key in self._tables else table
 
     def read(self) -> dict[str, Histogram]:
-        """Returns the histograms by the names of parameters; syncs with each device once."""
+        """Returns the histograms by the names of parameters; syncs once for each set of parameters and device."""
         found: dict[str, Histogram] = {}
-        for device in {device for _, device in self._counts}:
-            names = [name for name, there in self._counts if there == device]
-            table = torch.stack([self._counts[name, device] for name in names]).tolist()
-            for name, row in zip(names, table, strict=True):
+        for (names, _), counts in self._tables.items():
+            for name, row in zip(names, counts.tolist(), strict=True):
                 by_exponent = {_LOWEST + index: int(count) for index, count in enumerate(row[1:-1]) if count}
                 found.setdefault(name, Histogram()).add(Histogram(int(row[0]), by_exponent))
         return found
+
+    def _counted(self, gradients: list[Tensor], device: torch.device) -> Tensor:
+        """Returns the numbers of zeros, of elements by exponent, and of inf and NaN: float64, a row for each gradient.
+
+        Small gradients are counted together, as a kernel launch for each would take longer than the counting.
+        """
+        table = torch.zeros(len(gradients), _BINS, dtype=torch.float64, device=device)
+        together: list[int] = []
+        elements = 0
+        for place, gradient in enumerate(gradients):
+            size = gradient.numel()
+            if size > _SMALL:
+                for values in gradient.flatten().split(_CHUNK):
+                    table[place] += torch.histc(_bins(values).to(torch.float32), bins=_BINS, min=0, max=_BINS)
+                continue
+            if together and elements + size > _CHUNK:
+                self._count_together(table, gradients, together)
+                together, elements = [], 0
+            together.append(place)
+            elements += size
+        if together:
+            self._count_together(table, gradients, together)
+        return table
+
+    def _count_together(self, table: Tensor, gradients: list[Tensor], places: list[int]) -> None:
+        sizes = tuple(gradients[place].numel() for place in places)
+        key = (*places, *sizes), table.device
+        rows = self._rows.get(key)
+        if rows is None:  # once, as it copies from the host
+            sizes_there, starts = (torch.tensor(each) for each in (sizes, places))
+            rows = self._rows[key] = torch.repeat_interleave(starts * _BINS, sizes_there).to(table.device)
+        bins = _bins(torch.cat([gradients[place].flatten() for place in places])) + rows
+        ones = torch.ones((), dtype=table.dtype, device=table.device).expand(len(bins))
+        table.view(-1).scatter_add_(0, bins, ones)
 
 
 def total(histograms: Mapping[str, Histogram]) -> Histogram:
@@ -210,13 +247,9 @@ def _exponent(number: float) -> int:
     return math.frexp(number)[1] - 1
 
 
-def _counted(gradient: Tensor) -> Tensor:
-    """Returns the numbers of zeros, of elements by exponent, and of inf and NaN: float64, on the gradient's device."""
-    counts = torch.zeros(_BINS, dtype=torch.float64, device=gradient.device)
-    for values in gradient.flatten().split(_CHUNK):
-        _, exponents = torch.frexp(values)
-        # frexp's exponents are greater by 1, as its mantissas are below 1. Bin 0 is for zeros.
-        bins = (exponents - _LOWEST).clamp_(1, _BINS - 2)
-        bins = bins.masked_fill_(values == 0, 0).masked_fill_(~values.isfinite(), _BINS - 1)
-        counts += torch.histc(bins.to(torch.float32), bins=_BINS, min=0, max=_BINS)
-    return counts
+def _bins(values: Tensor) -> Tensor:
+    """Returns the place of each value in a row of counts."""
+    _, exponents = torch.frexp(values)
+    # frexp's exponents are greater by 1, as its mantissas are below 1. Bin 0 is for zeros.
+    bins = (exponents - _LOWEST).clamp_(1, _BINS - 2)
+    return bins.masked_fill_(values == 0, 0).masked_fill_(~values.isfinite(), _BINS - 1)

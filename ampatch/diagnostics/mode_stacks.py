@@ -6,7 +6,8 @@ reset themselves on entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,3 +56,15 @@ FUNCTIONS = ModeStack(overrides._get_current_function_mode_stack, overrides._pus
 OPERATORS = ModeStack(
     _python_dispatch._get_current_dispatch_mode_stack, _python_dispatch._push_mode, _python_dispatch._pop_mode
 )
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Takes all modes off this thread's stacks until the block ends."""
+    popped = [(stack, [stack.pop() for _ in stack.modes()]) for stack in (FUNCTIONS, OPERATORS)]
+    try:
+        yield
+    finally:
+        for stack, modes in popped:
+            for mode in reversed(modes):
+                stack.push(mode)

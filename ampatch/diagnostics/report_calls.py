@@ -11,8 +11,10 @@ import os
 import sys
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
@@ -27,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ampatch.casting import cast_observers
 from ampatch.casting.nested import CASTABLE, tensors_in
-from ampatch.diagnostics import callers, mode_stacks, report_rows
+from ampatch.diagnostics import callers, mode_stacks, recording_cost, report_rows
 from ampatch.diagnostics.callers import Code
 from ampatch.diagnostics.function_names import Rulings, name_of, operator_called
 from ampatch.diagnostics.report_modules import WRAPPERS, Modules
@@ -73,7 +75,8 @@ class CallRecorder:
         self._session: weakref.ref[Any] | None = None
         self._rulings: Rulings | None = None
         self._has_masters = False
-        self._has_missed_threads = False
+        self._missed: dict[str, None] = {}  # what was not recorded, each sentence once
+        self._filter: Any = None
 
     def __enter__(self) -> CallRecorder:
         """Begins to record.
@@ -87,6 +90,7 @@ class CallRecorder:
                 "outer block first."
             )
         casting_mode.reported_functions()  # its calls must not be recorded
+        _seconds_per_operator()
         self._ident = threading.get_ident()
         cast_observers.observer = self
         module = torch.nn.modules.module
@@ -96,6 +100,9 @@ class CallRecorder:
         ]
         mode_stacks.FUNCTIONS.insert(self._function_mode)
         mode_stacks.OPERATORS.insert(self._operator_mode)
+        # torch warns of hooks of all modules at each call of a compiled one; these look through the compiled one.
+        warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
+        self._filter = warnings.filters[0]
         self._is_on = True
         _open.add(self)
         return self
@@ -105,6 +112,9 @@ class CallRecorder:
         _open.discard(self)
         for hook in self._hooks:
             hook.remove()
+            torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(hook.id, None)  # torch forgets it
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
         cast_observers.observer = None
         mode_stacks.FUNCTIONS.remove(self._function_mode)
         mode_stacks.OPERATORS.remove(self._operator_mode)
@@ -123,20 +133,18 @@ class CallRecorder:
         rules = {} if self._rulings is None else self._rulings.of(functions)
         rules |= dict.fromkeys(self._decorated & functions, "decorated")
         return {
-            "cost": {"recording_seconds": 0.0, "operators": self._operators},
+            "cost": {
+                "recording_seconds": self._operators * _seconds_per_operator(),
+                "is_estimated": True,
+                "operators": self._operators,
+            },
             "totals": report_rows.totals(rows),
             "functions": report_rows.functions(rows, name_of, rules),
             "lines": report_rows.lines(rows, name_of),
             "misaligned": report_rows.misaligned(self._rows.products.values(), name_of, self._modules.name_of),
             "modules": self._modules.as_dicts(self._has_masters),
-            "notes": self._notes(),
+            "notes": list(self._missed),
         }
-
-    def _notes(self) -> list[str]:
-        notes = []
-        if self._has_missed_threads:
-            notes.append("Modules ran in other threads than the one that began the report; these were not recorded.")
-        return notes
 
     # Functions
 
@@ -146,10 +154,10 @@ class CallRecorder:
         if thread.wrapped is function:  # `call` has noted it
             thread.wrapped = None
             return function(*args, **kwargs)
-        if not self._is_watching() or is_recording() or is_capturing():
+        if not self._is_watching():
             return function(*args, **kwargs)
         info = self._info(function)
-        if info.is_metadata:
+        if info.is_metadata or self._is_hidden():
             return function(*args, **kwargs)
         frame = sys._getframe(2)
         if info.is_operator_of_amp or (callers.owner_of(frame) is Code.AMP and not info.is_backward):
@@ -178,6 +186,8 @@ class CallRecorder:
         """
         thread = self._thread
         row = self._rows.row(function, callers.users_frame(frame))
+        if not row.types and callers.is_compiled(frame):
+            self._missed[_COMPILED] = None
         with _unseen():
             given = _dtypes((args, kwargs)) if kwargs else _dtypes(args)
             autocast = None if info.casts or not _is_any_autocast_enabled() else _Autocast.of(args, kwargs)
@@ -233,6 +243,16 @@ class CallRecorder:
         """Returns True if calls of this thread are recorded here."""
         return self._is_on and not self._thread.is_own and not pauses.paused
 
+    def _is_hidden(self) -> bool:
+        """Returns True if this thread is traced, transformed or captured, so that operators run in other ways."""
+        if is_recording():
+            self._missed[_TRACED] = None
+        elif is_capturing():
+            self._missed[_CAPTURED] = None
+        else:
+            return False
+        return True
+
     def _is_here(self) -> bool:
         """Returns True in the thread that is recorded, and in its backward passes."""
         return threading.get_ident() == self._ident or _current_graph_task_id() != -1
@@ -245,7 +265,7 @@ class CallRecorder:
         if thread.expected is function:
             thread.expected = None
             return True
-        return not (self._is_watching() and self._is_here()) or is_recording() or is_capturing()
+        return not (self._is_watching() and self._is_here()) or self._is_hidden()
 
     def call(self, function: Any, wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a wrapper, and counts the call with the arguments of the caller."""
@@ -276,7 +296,7 @@ class CallRecorder:
 
     def cast(self, tensor: Tensor, make: Callable[[], _Casts]) -> _Casts:
         """Makes one or several casts, and counts them for the call that is running."""
-        if not (self._is_watching() and self._is_here()) or is_recording() or is_capturing():
+        if not (self._is_watching() and self._is_here()) or self._is_hidden():
             return make()
         thread = self._thread
         row = thread.row
@@ -422,11 +442,15 @@ class CallRecorder:
     # Modules
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not self._is_watching() or isinstance(module, WRAPPERS):
+        if torch.compiler.is_compiling() or not self._is_watching():
+            return
+        if callers.is_compiled_module(module):
+            self._missed[_COMPILED] = None
+        if isinstance(module, WRAPPERS) or callers.is_around_compiled(module):
             return
         task = _current_graph_task_id()
         if task == -1 and threading.get_ident() != self._ident:
-            self._has_missed_threads = True
+            self._missed[_THREADS] = None
             return
         self._note_session()
         mode, on_leave = self._function_mode, None
@@ -607,6 +631,33 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_stop_in_child)
 
 
+def _install_alone(recorder: CallRecorder) -> AbstractContextManager[object]:
+    """Has a recorder watch this thread only, and nothing of amp's: for measuring what it costs."""
+    recorder._ident, recorder._is_on = threading.get_ident(), True
+    modes = contextlib.ExitStack()
+    modes.enter_context(recorder._operator_mode)
+    modes.enter_context(recorder._function_mode)
+    return modes
+
+
+@cache
+def _seconds_per_operator() -> float:
+    """Measures what recording costs for an operator on this machine, once in a process."""
+
+    def record() -> tuple[AbstractContextManager[object], Callable[[], int]]:
+        recorder = CallRecorder()
+        return _install_alone(recorder), lambda: recorder._operators
+
+    return recording_cost.seconds_per_operator(record)
+
+
+_THREADS = "Modules ran in other threads than the one that began the report; what these threads ran was not recorded."
+_COMPILED = (
+    "Code that torch.compile compiled ran uncompiled while the report recorded, as torch leaves code under modes."
+)
+_TRACED = "Calls under tracers and transforms (torch.export, torch.jit.trace, torch.func) were not recorded."
+_CAPTURED = "Calls that a CUDA graph captures were not recorded, nor what its replays run."
+
 _NO_ROW = Row("", None, 0)
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 #: Modules that have other kernels without gradients, and look for modes before they use them.
@@ -671,7 +722,9 @@ _PRODUCTS: dict[Any, Callable[[tuple[Any, ...], Tensor], _Sizes]] = {
     _aten.convolution.default: _sizes_of_convolution,
 }
 
-_MODELS_HOOKS = frozenset({"ampatch.patching.adopted_model", "ampatch.patching.cast_labels"})
+_MODELS_HOOKS = frozenset(
+    {"ampatch.patching.adopted_model", "ampatch.patching.cast_labels", "ampatch.interfaces.inference_copy"}
+)
 
 
 def _is_in_hook_of_model(frame: types.FrameType | None) -> bool:

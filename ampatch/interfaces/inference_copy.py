@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+from torch._C import _get_tracing_state
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
@@ -33,7 +33,7 @@ from ampatch.cast_lists import spellings
 from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path, PathError, find, unwrapped
 from ampatch.cast_lists.rules import Rule
-from ampatch.casting import write_back
+from ampatch.casting import cast_observers, write_back
 from ampatch.casting.cast_store import Store
 from ampatch.casting.nested import cast_floating
 from ampatch.distributed import is_sharded
@@ -42,7 +42,7 @@ from ampatch.patching import adopted_model, autocast_checks
 from ampatch.patching.adapters import Function
 from ampatch.patching.casting_mode import CastingMode, CastRules, thread
 from ampatch.runtime import runtime
-from ampatch.tracing import is_capturing
+from ampatch.tracing import is_capturing, is_under_mode
 from ampatch.weights import conversion_plan
 
 # Weights of torch's own layers, by name, and the only functions that read them.
@@ -72,7 +72,7 @@ _LAYERS: dict[type[nn.Module], tuple[tuple[str, ...], tuple[Function, ...]]] = {
 
 def _is_traced() -> bool:
     """Returns True if a tracer or a CUDA graph capture records the calls; weights must not change meanwhile."""
-    return is_compiling() or _get_tracing_state() is not None or bool(_len_torch_dispatch_stack()) or is_capturing()
+    return is_compiling() or _get_tracing_state() is not None or is_under_mode() or is_capturing()
 
 
 _TRACED_TOO_EARLY = (
@@ -206,19 +206,20 @@ class _Weights:
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns a tensor in another type; the cast of a weight is cached until the weight changes."""
-        may_be_weight = type(tensor) is Parameter or _len_torch_dispatch_stack()
+        may_be_weight = type(tensor) is Parameter or is_under_mode()
         if may_be_weight and dtype is not self.half_dtype:  # a whitelisted function that writes to float32 wants this
             tensor = self.full(tensor)
         if type(tensor) is not Parameter or dtype is not self.half_dtype or _is_traced():
-            return tensor.to(dtype)
+            return cast_observers.cast(tensor, lambda: tensor.to(dtype))
         weight = self.find(tensor)
         if weight is not None and weight.state is _State.UNREAD:
             weight.state, self._is_settled = _State.IN_HALF, False
         kept = self._casts.find(tensor, dtype)
         if kept is not None:
+            cast_observers.hit([kept])
             return kept
         with torch.inference_mode(False):
-            cast = tensor.to(dtype)
+            cast = cast_observers.cast(tensor, lambda: tensor.to(dtype))
         may_be_kept = cast.grad_fn is None and tensor.layout is torch.strided and not tensor.is_inference()
         if may_be_kept and torch._C._functorch.peek_interpreter_stack() is None:
             # The cast requires grad if its weight does: torch's linear copies a weight that does not require grad for

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions
 from ampatch.cast_lists import spellings
 from ampatch.cast_lists.paths import PathError, find, unwrapped
 from ampatch.cast_lists.rules import Rule, Treatment
+from ampatch.casting import cast_observers
 from ampatch.casting.nested import TensorCast, cast_tensors
 from ampatch.compilers import traced_within_others
 from ampatch.patching.adapters import Adapt, Adapters, Arguments, Casts, Function
@@ -223,6 +224,9 @@ class CastingMode(TorchFunctionMode):
             return function(*args, **kwargs)
         if entry is _UNLISTED and not kwargs and not self._may_hold_weights(args):
             return function(*args)  # most calls end here
+        observer = cast_observers.observer
+        if observer is not None and entry is not _TYPE and not observer.is_calling(function):
+            return observer.call(function, self._again(function, types), args, kwargs)
         if entry is _TYPE:
             return self.weights.dtype_of(args[0]) if self._may_be_weight(args[0]) else function(*args)
         adapted = None
@@ -240,6 +244,9 @@ class CastingMode(TorchFunctionMode):
             if entry.adapt is not None:
                 explain(error, entry.reason, (args, kwargs), adapted)
             raise
+
+    def _again(self, function: Any, types: Any) -> Function:
+        return lambda *args, **kwargs: self.__torch_function__(function, types, args, kwargs)
 
     def _traced(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handles a call under torch.compile, where a Python function is not always the same object."""

@@ -165,8 +165,7 @@ class WeightCache:
         kept = [cast for cast in found if cast is not None]
         if len(kept) == len(weights) and layout.holds(kept):
             state.hits += len(kept)
-            if cast_observers.observer is not None:
-                cast_observers.observer.hit(kept)
+            cast_observers.hit(kept)
             return kept
         state.casts += len(weights)
         casts = cast_observers.cast(weights[0], lambda: _with_version(lambda: layout.cast(weights, dtype)))

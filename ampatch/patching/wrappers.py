@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> F
             # Dynamo must not guard the observer. It keeps a dispatch mode on the stack, so that calls come here.
             observer = None if is_dynamo_compiling() else cast_observers.observer
             if observer is not None and not observer.is_calling(original):
-                return observer.call(original, wrapper, args, kwargs)
+                return observer.call(original, itself(), args, kwargs)  # type: ignore[arg-type]
         adapted = None
         try:
             if has_torch_function((*args, *kwargs.values()) if kwargs else args):
@@ -65,6 +66,7 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> F
             raise
 
     give_own_code(wrapper, original)
+    itself = weakref.ref(wrapper)  # weak, so that a wrapper dies with its session
     return wrapper
 
 
