@@ -411,6 +411,7 @@ class TestDrawings:
         for step in data["steps"]:
             step["loss_id"] = step["step"] % 2
         assert report_drawings.loss_scale(data["steps"]).count('class="line ') == 2
+        assert "loss 1 loss 0" in Parsed(page(data)).words
 
     @pytest.mark.parametrize("scale", [2.0**-8, 3.0, 2.0**24])
     @pytest.mark.parametrize("half", ["float16", "bfloat16"])

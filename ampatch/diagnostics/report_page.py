@@ -87,6 +87,7 @@ def page(data: Mapping[str, Any]) -> str:
             scale_told=_scale_told(data["steps"]),
             scale_changes=len({(step["loss_id"], step["scale"]) for step in data["steps"]})
             > len({step["loss_id"] for step in data["steps"]}),
+            losses=list(dict.fromkeys(step["loss_id"] for step in data["steps"])),
             best_told=None if data["underflow"] is None else _best_told(data),
             sources={(row["file"], row["line"]): row["source"] for row in [*data["lines"], *data["misaligned"]]},
         )
@@ -126,7 +127,11 @@ def _lead(data: Mapping[str, Any]) -> Iterator[str]:
         yield f"Opt level {settings.get('opt_level')}{f' in {half}' if half else ''}."
     skipped = sum(bool(step["skipped"]) for step in steps)
     took = f"{count(len(steps))} step{'' if len(steps) == 1 else 's'} in {seconds(data['cost']['seconds'])}"
-    yield f"{took}, {count(skipped)} of them skipped." if steps else f"No step in {seconds(data['cost']['seconds'])}."
+    yield (
+        f"{took}, {count(skipped) if skipped else 'none'} of them skipped."
+        if steps
+        else f"No step in {seconds(data['cost']['seconds'])}."
+    )
 
 
 def _tiles(data: Mapping[str, Any], roots: Sequence[Module]) -> Iterator[Tile]:

@@ -176,7 +176,10 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "a_newer_format": (changed(version=4), "the format of another version of ampatch: found 4, expected 3"),
     "without_arguments": (changed(arguments=None), "has been changed since"),
     "an_unknown_argument": (changed(arguments={**ARGUMENTS, "width": 3}), "has been changed since"),
-    "a_report_that_is_no_path": (changed(arguments={**ARGUMENTS, "report": 3}), "has been changed since"),
+    "a_report_that_is_no_path": (
+        changed(arguments={**ARGUMENTS, "opt_levels": ["O0", "O4"], "report": 3}),
+        "has been changed since",
+    ),
     "an_unknown_level": (changed(arguments={**ARGUMENTS, "opt_levels": ["O7"]}), "has been changed since"),
     "results_of_other_runs": (changed(arguments={**ARGUMENTS, "opt_levels": ["O4", "O0"]}), "has been changed since"),
     "a_state_of_no_run": (changed(arguments=ARGUMENTS), "has been changed since"),

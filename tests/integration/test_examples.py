@@ -41,6 +41,7 @@ SCRIPTS = [
     "grad_scaler",
     "mixed_precision",
     "gradient_penalty",
+    "report",
     "single_process",
     "transformers_digits",
     "accelerate_digits",
