@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import linecache
+import os
+import sys
+import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from helpers import HALF_DTYPES, assert_same_bits, dtype_name
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ampatch import amp
 from ampatch.casting import cast_observers
@@ -165,6 +171,30 @@ class TestChangesNothing:
         assert recorder.as_dict()["totals"]["calls"] == 0  # torch's own kernel runs the layer
         assert modules(recorder.as_dict())[""]["operators"] == {"float32": 1}
 
+    def test_selective_checkpoints(self) -> None:
+        def policy(*_: object, **__: object) -> CheckpointPolicy:
+            return CheckpointPolicy.MUST_SAVE
+
+        found = []
+        for block in (contextlib.nullcontext(), CallRecorder()):
+            amp.init(half_dtype="bfloat16")
+            torch.manual_seed(0)
+            layer = nn.Linear(8, 8)
+            x = torch.randn(4, 8, requires_grad=True)
+            with block:
+                out = checkpoint(
+                    lambda x, layer=layer: layer(layer(x)),
+                    x,
+                    use_reentrant=False,
+                    context_fn=lambda: create_selective_checkpoint_contexts(policy),
+                )
+                out.sum().backward()
+            found.append((x.grad, amp.cast_counts()))
+            amp.deinitialize()
+        (expected, counts), (actual, counts_recorded) = found
+        assert_same_bits(actual, expected)
+        assert counts_recorded == counts
+
 
 class TestFunctions:
     def test_names_are_those_of_the_lists(self) -> None:
@@ -216,6 +246,39 @@ class TestFunctions:
         assert rules["torch.Tensor.exp"] == "blacklist"
         assert rules["torch.lerp"] == "promote"
         assert rules["torch.Tensor.relu"] is None
+
+    def test_registered_and_decorated(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        library = types.ModuleType("library")
+        library.scale = lambda x: x * 2  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "library", library)
+
+        @amp.float_function
+        def shift(x: Tensor) -> Tensor:
+            return x.relu()
+
+        amp.register_half_function(library, "scale")
+        amp.init(half_dtype="float16")
+        x = torch.ones(8, 8)
+        report = recorded(lambda: [library.scale(x), shift(x.half())])
+        by_rule = {each["rule"]: each for each in report["functions"]}
+        assert by_rule["registered"]["types"] == [{"in": ["float32"], "out": ["float16"], "calls": 1}]
+        assert by_rule["decorated"]["types"] == [{"in": ["float16"], "out": ["float32"], "calls": 1}]
+        assert by_rule["decorated"]["casts"] == by_rule["registered"]["casts"] == 1
+        assert function(report, "torch.Tensor.relu")["types"] == [{"in": ["float32"], "out": ["float32"], "calls": 1}]
+        assert function(report, "torch.Tensor.__mul__")["types"] == [
+            {"in": ["float16"], "out": ["float16"], "calls": 1}
+        ]
+
+    def test_in_a_converted_model(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1))
+        x = torch.ones(4, 8)
+        expected = amp.convert_model(copy.deepcopy(model), half_dtype="float16")(x)
+        converted = amp.convert_model(model, half_dtype="float16")
+        with CallRecorder() as recorder:
+            assert_same_bits(converted(x), expected)
+        linear = function(recorder.as_dict(), "torch.nn.functional.linear")
+        assert linear["types"] == [{"in": ["float32", "float16", "float16"], "out": ["float16"], "calls": 1}]
+        assert linear["casts"] == 1  # its weights are half
 
     def test_calls_of_amp_itself_do_not_count(self) -> None:
         report = recorded(lambda: train("O2", half_dtype="float16"))
@@ -307,6 +370,34 @@ class TestModules:
         assert first["saved_bytes"] == 2 * 5 * 16 * 2 - 2 * (2 * 5 * 6 + 6 * 16 + 16)
         assert found["last"]["in"] == {"float32": 1, "bfloat16": 3} or found["last"]["in"] == {"bfloat16": 4}
 
+    def test_that_are_recomputed(self) -> None:
+        amp.init(half_dtype="bfloat16")
+        layer, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.ones(4, 8, requires_grad=True)
+        report = recorded(lambda: checkpoint(layer, x, use_reentrant=False).sum().backward())
+        assert modules(report)["0"]["in"] == {"float32": 2}
+        linear = function(report, "torch.nn.functional.linear")
+        assert (linear["calls"], linear["casts"]) == (
+            2,
+            4 + 3,
+        )  # x, weight, bias, x again; and the backward passes of three
+
+    def test_of_a_part_that_also_runs_alone(self) -> None:
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU())), torch.ones(8, 8)
+        report = recorded(lambda: [model[1](x), model(x), nn.MSELoss()(model(x), x), model[0].forward(x)])
+        assert set(modules(report)) == {"", "0", "1", "1.0", "MSELoss"}
+        assert modules(report)["MSELoss"]["parent"] is None
+        assert modules(report)["1"]["in"] == {"float32": 3}
+
+    def test_that_are_gone_by_then(self) -> None:
+        def run() -> None:
+            nn.Sequential(nn.Linear(8, 8))(torch.ones(8, 8))
+
+        assert set(modules(recorded(run))) == {"", "0"}
+
+    def test_arguments_by_keyword(self) -> None:
+        report = recorded(lambda: nn.Linear(8, 8)(input=torch.ones(8, 8)))
+        assert modules(report)[""]["in"] == {"float32": 1}
+
     def test_misaligned(self) -> None:
         amp.init(half_dtype="float16")
         layer = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 16))
@@ -340,3 +431,66 @@ class TestBlock:
         assert not torch.nn.modules.module._global_forward_hooks
         assert not torch.nn.modules.module._global_forward_pre_hooks
         assert recorder.as_dict()["totals"]["calls"] == 1
+
+    def test_modules_in_other_threads_are_told_of(self) -> None:
+        layer, x = nn.Linear(8, 8), torch.ones(8, 8)
+
+        def run() -> None:
+            thread = threading.Thread(target=lambda: layer(x))
+            thread.start()
+            thread.join()
+
+        report = recorded(run)
+        assert report["totals"]["calls"] == 0
+        assert "other threads" in report["notes"][0]
+
+    def test_processes_that_it_forks_do_not_record(self) -> None:
+        layer = nn.Linear(8, 8)
+        with CallRecorder() as recorder:
+            child = os.fork()
+            if not child:
+                layer(torch.ones(8, 8))
+                os._exit(int(recorder.as_dict()["totals"]["calls"] != 0))
+            _, status = os.waitpid(child, 0)
+            layer(torch.ones(8, 8))
+        assert status == 0
+        assert recorder.as_dict()["totals"]["calls"] == 2  # with torch.ones
+
+    def test_compiled_code_is_told_of(self) -> None:
+        model, x = nn.Sequential(nn.Linear(8, 8)), torch.ones(8, 8)
+        compiled = torch.compile(model, backend="eager")
+        report = recorded(lambda: compiled(x))
+        assert "ran uncompiled" in report["notes"][0]
+        assert set(modules(report)) == {"", "0"}
+        function_of_x = torch.compile(lambda x: x.relu(), backend="eager")
+        assert "ran uncompiled" in recorded(lambda: function_of_x(x))["notes"][0]
+        assert not torch.nn.modules.module._has_any_global_hook()
+
+    def test_traced_code_is_told_of(self) -> None:
+        x = torch.ones(8, 8)
+        report = recorded(lambda: torch.func.grad(lambda a: a.exp().sum())(x))
+        assert [each["name"] for each in report["functions"]] == []
+        assert "torch.func" in report["notes"][0]
+
+    def test_tells_its_cost_and_nothing_to_note(self) -> None:
+        report = recorded(lambda: train("O1"))
+        cost = report["cost"]
+        assert report["notes"] == []
+        assert cost["operators"] > 100
+        assert cost["recording_seconds"] > 0
+
+    def test_draws_no_random_numbers(self) -> None:
+        torch.manual_seed(0)
+        expected = torch.rand(())
+        torch.manual_seed(0)
+        with CallRecorder():
+            actual = torch.rand(())
+        assert_same_bits(actual, expected)
+
+    def test_reports_what_it_has_seen_so_far(self) -> None:
+        x = torch.ones(8, 8)
+        with CallRecorder() as recorder:
+            x.relu()
+            assert recorder.as_dict()["totals"]["calls"] == 1
+            x.relu()
+        assert recorder.as_dict()["totals"]["calls"] == 2

@@ -12,6 +12,7 @@ import torch
 from helpers import HALF_DTYPES, dtype_name
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
 from ampatch import amp
@@ -199,6 +200,14 @@ class TestSteps:
         assert [row["step"] for row in steps.rows()] == list(range(1, 8))
 
 
+class CountsOperators(TorchDispatchMode):
+    operators = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators += 1
+        return func(*args, **(kwargs or {}))
+
+
 class TestUnderflow:
     @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("scale", [1.0, 2.0**10, 2.0**30])
@@ -235,6 +244,25 @@ class TestUnderflow:
         exponents = GradientExponents()
         exponents.add([("a", torch.ones(100))])
         assert exponents.read()["a"].by_exponent == {0: 100}
+
+    def test_many_are_counted_as_one_by_one_with_few_operators(self):
+        generator = torch.Generator().manual_seed(0)
+        sizes = [*range(200), 2**14 + 1]
+        gradients = [
+            (f"p{size}", 2.0 ** torch.randint(-140, 120, (size,), generator=generator).float()) for size in sizes
+        ]
+        exponents = GradientExponents()
+        exponents.add(gradients)
+        with CountsOperators() as counted:
+            exponents.add(gradients)
+        assert counted.operators < 2 * len(gradients)
+        for name, gradient in gradients:
+            if gradient.numel():
+                alone = GradientExponents()
+                alone.add([(name, gradient)])
+                alone.add([(name, gradient)])
+                assert exponents.read()[name] == alone.read()[name]
+                assert alone.read()[name].elements == 2 * gradient.numel()
 
     @pytest.mark.parametrize(
         ("by_exponent", "scale", "best"),

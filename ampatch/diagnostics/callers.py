@@ -69,7 +69,8 @@ def users_frame(frame: types.FrameType | None) -> types.FrameType | None:
 def is_compiled(frame: types.FrameType | None) -> bool:
     """Returns True if code that torch.compile was given is calling: it may run compiled, or not."""
     while frame is not None:
-        if frame.f_globals.get("__name__") == _COMPILER:
+        # Optimizers' steps run in a wrapper of the same module, which keeps them from being compiled.
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == _COMPILER:
             return True
         frame = frame.f_back
     return False

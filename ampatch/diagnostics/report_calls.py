@@ -159,7 +159,9 @@ class CallRecorder:
         info = self._info(function)
         if info.is_metadata or self._is_hidden():
             return function(*args, **kwargs)
-        frame = sys._getframe(2)
+        frame: Any = sys._getframe(2)
+        if frame.f_code is _ASKS_MODES:  # a function in Python has called the mode: the caller is behind it
+            frame = frame.f_back.f_back
         if info.is_operator_of_amp or (callers.owner_of(frame) is Code.AMP and not info.is_backward):
             return self._run_for_amp(function, args, kwargs, frame)
         called = operator_called(function, frame) if info.may_be_operator else function
@@ -658,6 +660,7 @@ _COMPILED = (
 _TRACED = "Calls under tracers and transforms (torch.export, torch.jit.trace, torch.func) were not recorded."
 _CAPTURED = "Calls that a CUDA graph captures were not recorded, nor what its replays run."
 
+_ASKS_MODES = torch.overrides.handle_torch_function.__code__
 _NO_ROW = Row("", None, 0)
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 #: Modules that have other kernels without gradients, and look for modes before they use them.
