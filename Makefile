@@ -14,10 +14,20 @@ INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 THOROUGHLY := $(RUN) pytest -n 2 --hypothesis-profile thorough
 
-.PHONY: demo libraries test slow lint types clean
+# A Chromium of at least version 105; on Debian its package is chromium.
+CHROMIUM ?= chromium
+
+.PHONY: demo picture libraries test slow lint types clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/ampatch demo
+
+# The picture in the README: the top of the page of a run of the demo. Root has no sandbox; the page is our own.
+picture: $(INSTALLED)
+	mkdir -p build
+	$(RUN) ampatch demo --opt-levels O1:float16 --report build/report.html
+	$(CHROMIUM) --headless --no-sandbox --disable-gpu --hide-scrollbars --blink-settings=preferredColorScheme=1 \
+		--window-size=1200,1384 --screenshot=docs/images/report.png file://$(CURDIR)/build/report.html
 
 # Without a compiler torch's own kernels are tested, and calls in Python.
 libraries: $(READY)

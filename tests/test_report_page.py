@@ -311,6 +311,19 @@ class TestParts:
         # The table of products has it, too.
         assert words.count(" ".join(sample_reports.SOURCES[1].split())) == 2
 
+    @pytest.mark.parametrize(
+        ("present", "overflow", "told"),
+        [
+            (4096.0, 65536.0, "a scale of 8 192 loses least."),
+            (4096.0, 8192.0, "a scale of 8 192 loses least; but a step overflowed at 8 192."),
+            (8192.0, 65536.0, "No other scale loses less and leaves room for sums of gradients."),
+        ],
+    )
+    def test_the_best_scale_is_told_with_overflows_at_it(self, present: float, overflow: float, told: str) -> None:
+        step = {"step": 1, "loss_id": 0, "scale": overflow, "overflow": True, "skipped": True, "gradient_norm": None}
+        underflow = sample_reports.full()["underflow"] | {"best_scale": 8192.0, "scale": present}
+        assert told in Parsed(page(sample_reports.empty(steps=[step], underflow=underflow))).words
+
     @pytest.mark.parametrize(("section", "name"), [("cost", "operators"), ("about", "began"), ("totals", "casts")])
     def test_a_missing_one_is_an_error(self, section: str, name: str) -> None:
         data = sample_reports.full()
@@ -398,6 +411,7 @@ class TestDrawings:
         for step in data["steps"]:
             step["loss_id"] = step["step"] % 2
         assert report_drawings.loss_scale(data["steps"]).count('class="line ') == 2
+        assert "loss 1 loss 0" in Parsed(page(data)).words
 
     @pytest.mark.parametrize("scale", [2.0**-8, 3.0, 2.0**24])
     @pytest.mark.parametrize("half", ["float16", "bfloat16"])
@@ -421,7 +435,8 @@ class TestDrawings:
         head = next(index for index, row in enumerate(data["modules"]) if row["name"] == "head")
         share = sum(data["modules"][head]["activation_bytes"].values()) / whole
         assert float(cells[str(head)]["width"][:-1]) == pytest.approx(100 * share, abs=0.01)
-        assert float(cells[str(head)]["x"][:-1]) == pytest.approx(100 * (1 - share), abs=0.5)  # it is the last
+        before = sum(sum(each.activation_bytes.values()) for each in roots[0].children if each.row["name"] == "blocks")
+        assert float(cells[str(head)]["x"][:-1]) == pytest.approx(100 * before / whole, abs=0.01)
 
 
 class TestModules:
@@ -430,7 +445,17 @@ class TestModules:
         (root,) = module_tree.tree(rows)
         assert root.saved_bytes == sum(row["saved_bytes"] for row in rows)
         assert root.operators == module_tree.total(row["operators"] for row in rows)
-        assert [module.row for module, _ in module_tree.walk([root])] == rows
+        assert sorted(module.number for module, _ in module_tree.walk([root])) == list(range(len(rows)))
+
+    def test_numbered_ones_are_in_order_and_others_by_size(self) -> None:
+        row = sample_reports.full()["modules"][-1]
+        sizes = {"a.10": 9, "a.9": 1, "a": 0, "c": 3, "b": 30}
+        rows = [
+            row | {"name": name, "parent": "a" if "." in name else None, "activation_bytes": {"float16": size}}
+            for name, size in sizes.items()
+        ]
+        ordered = [module.row["name"] for module, _ in module_tree.walk(module_tree.tree(rows))]
+        assert ordered == ["b", "a", "a.9", "a.10", "c"]
 
     @pytest.mark.parametrize("parents", [("b", "a"), ("a", "a"), (None, "b"), ("gone", None)])
     def test_none_is_lost_whatever_the_parents(self, parents: tuple[str | None, str | None]) -> None:

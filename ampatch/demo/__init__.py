@@ -20,11 +20,13 @@ from pathlib import Path
 
 import torch
 
-from ampatch.demo import checkpoints, digits, interrupts, progress, report, training
+from ampatch.demo import checkpoints, digits, interrupts, progress, report, run_report, training
 from ampatch.demo.checkpoints import Checkpoint
 from ampatch.demo.digits import Digits
 from ampatch.demo.plan import CHOICES, OPT_LEVELS, SETTINGS, Plan, Run
+from ampatch.demo.run_report import RunReport
 from ampatch.demo.training import Result, State
+from ampatch.diagnostics import report_file
 from ampatch.errors import OptionError
 from ampatch.opt_levels import HALF_DTYPES
 
@@ -75,6 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", type=_writable(report.check_writable), metavar="FILE", help="also write the results to FILE, as JSON"
     )
     parser.add_argument(
+        "--report",
+        type=_page,
+        metavar="FILE.html",
+        help="also record the first run in float16, or else in another half type, with amp.report, and write its page",
+    )
+    parser.add_argument(
         "--save",
         type=_writable(checkpoints.check_target),
         metavar="FILE",
@@ -90,13 +98,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains at every requested level, prints the table, and writes the JSON report if `--json` is given.
+    """Trains at every requested level, prints the table, and writes the files of `--json` and `--report` if given.
 
     Args:
         arguments: parsed command line, of a parser with `add_arguments`.
 
     Returns:
-        The exit status: 0, or 1 if the JSON report could not be written.
+        The exit status: 0, or 1 if one of these files could not be written.
 
     Raises:
         CheckpointError: the demo cannot resume from the file given to `--resume`.
@@ -106,8 +114,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with _one_thread(), interrupts.held_back() as interrupt:
             start = _start(arguments)
+            recorded = _recorded(start, is_typed=arguments.report is not None)
             target = arguments.save or arguments.resume or DEFAULT_CHECKPOINT
-            results = _train(start, _Keeper(interrupt, start, target))
+            results = _train(start, _Keeper(interrupt, start, target), recorded)
     except KeyboardInterrupt as interruption:
         _say(str(interruption) or "Interrupted: nothing was saved.")
         raise
@@ -115,24 +124,30 @@ def run(arguments: argparse.Namespace) -> int:
     if (note := _still_learning(start.plan, results)) is not None:
         _say(note)
     _say("The times are those of this CPU. Few CPUs have float16 arithmetic, so float16 is slow here; GPUs have it.")
+    status = 0
+    if recorded is not None:
+        for line in recorded.lines:
+            _say(line)
+        status = int(recorded.failed)
     if start.json is not None:
         try:
             Path(start.json).write_text(report.as_json(results), encoding="utf-8")
         except OSError as error:
             _say(f"The results could not be written: {error}")
             return 1
-    return 0
+    return status
 
 
 def _start(arguments: argparse.Namespace) -> Checkpoint:
     """Returns the state to start from: an empty checkpoint, or the one of `--resume`."""
     given = {name: getattr(arguments, name) for name in _PLAN_ARGUMENTS if getattr(arguments, name) is not None}
     json = None if arguments.json is None else str(arguments.json.absolute())
+    page = None if arguments.report is None else str(arguments.report.absolute())
     if arguments.resume is None:
         if "half_dtypes" in given and "opt_levels" not in given:
             # Run the default levels in the given half types; the default settings name half types of their own.
             given["opt_levels"] = list(dict.fromkeys(name.partition(":")[0] for name in DEFAULTS.opt_levels))
-        return Checkpoint(replace(DEFAULTS, **given), json, finished=[], running=None)
+        return Checkpoint(replace(DEFAULTS, **given), json, finished=[], running=None, report=page)
     saved = checkpoints.load(arguments.resume)
     for name, value in given.items():
         before = getattr(saved.plan, name)
@@ -150,10 +165,42 @@ def _start(arguments: argparse.Namespace) -> Checkpoint:
                 f"{str(arguments.resume)!r} began with --json {saved.json}, which cannot be written "
                 f"({error.strerror or error}). Type --json with another file."
             ) from error
-    return replace(saved, json=json or saved.json)
+    return replace(saved, json=json or saved.json, report=page or saved.report)
 
 
-def _train(start: Checkpoint, keeper: _Keeper) -> list[Result]:
+def _recorded(start: Checkpoint, *, is_typed: bool) -> RunReport | None:
+    """Returns the report that is to be made, if any.
+
+    Args:
+        start: the state to start from.
+        is_typed: True if `--report` is an argument of this command, and not only of the one that was interrupted.
+
+    Raises:
+        OptionError: there is no run to report on, or the page cannot be written.
+    """
+    if start.report is None:
+        return None
+    runs = start.plan.runs()
+    run = run_report.reported(runs)
+    if run is None:
+        raise OptionError(
+            f"--report is of a run in a half type, and --opt-levels {_listed(start.plan.opt_levels)} has none. Type "
+            "for example --opt-levels O0,O1"
+        )
+    if runs.index(run) < len(start.finished):
+        if is_typed:
+            raise OptionError(
+                f"--report is of {run}, which had ended before the demo was interrupted. Leave --report out, or "
+                "--resume to train from the start."
+            )
+        return None  # its page was written when it ended
+    try:
+        return RunReport(run, report_file.checked_path(start.report, run_report.SUFFIXES, ""))
+    except OptionError as error:
+        raise OptionError(f"the demo began with --report: {error} Or type --report with another file.") from error
+
+
+def _train(start: Checkpoint, keeper: _Keeper, recorded: RunReport | None) -> list[Result]:
     train, test = digits.split(digits.load())
     plan, results, state = start.plan, list(start.finished), start.running
     _say(f"Training on {len(train)} digits, testing on {len(test)}, on the CPU, {_epochs(plan.epochs)} a run.")
@@ -167,6 +214,8 @@ def _train(start: Checkpoint, keeper: _Keeper) -> list[Result]:
     )
     with progress.shown(times, steps, finished=len(results), steps_done=steps_done) as shown:
         for planned in runs[len(results) :]:
+            done_before = 0 if state is None else training.steps_done(state)  # the run adds to this state
+            recording = recorded if recorded is not None and planned == recorded.run else None
             result = training.run(
                 train,
                 test,
@@ -176,7 +225,11 @@ def _train(start: Checkpoint, keeper: _Keeper) -> list[Result]:
                 seed=plan.seed,
                 on_step=partial(_after_step, partial(shown.step, planned), keeper, results),
                 resume_from=state,
+                recording=None if recording is None else recording.recording,
             )
+            if recording is not None:
+                # At once, since Ctrl-C may end the demo before its other runs.
+                recording.write(done_before)
             shown.say(f"{planned}: {result.test_accuracy:.2%} of the test digits recognised.")
             results, state = [*results, result], None
             keeper.stop_if_asked(results, None)
@@ -312,6 +365,14 @@ def _integer(minimum: int, maximum: int, example: int) -> Callable[[str], int]:
         return number
 
     return read
+
+
+def _page(text: str) -> Path:
+    """Reads the name of a page that can be written; raises before any training if it cannot."""
+    try:
+        return report_file.checked_path(text, run_report.SUFFIXES, "Type for example report.html")
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _writable(check: Callable[[Path], None]) -> Callable[[str], Path]:

@@ -24,7 +24,7 @@ from ampatch.opt_levels import HALF_DTYPES
 
 _FORMAT = "ampatch demo"
 # Increase with every change of the saved content, the network or the optimizer.
-_VERSION = 2
+_VERSION = 3
 _DAMAGED = "is no whole checkpoint: it was cut short, damaged, or is something else"
 
 
@@ -41,12 +41,14 @@ class Checkpoint:
         json: absolute path of the JSON report; None for no report.
         finished: results of the first runs of the plan.
         running: state of the run after these; None if it has not begun.
+        report: absolute path of the page of `amp.report`; None for no page.
     """
 
     plan: Plan
     json: str | None
     finished: list[Result]
     running: State | None
+    report: str | None = None
 
 
 def check_target(path: Path) -> None:
@@ -77,7 +79,7 @@ def save(checkpoint: Checkpoint, path: Path) -> None:
     content = {
         "format": _FORMAT,
         "version": _VERSION,
-        "arguments": {**asdict(checkpoint.plan), "json": checkpoint.json},
+        "arguments": {**asdict(checkpoint.plan), "json": checkpoint.json, "report": checkpoint.report},
         "finished": [asdict(result) for result in checkpoint.finished],
         # The name is for people who read the file: `load` finds the run by the number of results.
         "running": None if checkpoint.running is None else {"run": str(*run), "state": checkpoint.running},
@@ -140,14 +142,14 @@ def _content(path: Path) -> Any:
 
 def _checkpoint(content: dict[str, Any]) -> Checkpoint:
     arguments = dict(content["arguments"])
-    json = arguments.pop("json")
+    json, report = arguments.pop("json"), arguments.pop("report")
     plan = Plan(**arguments)
     finished = [Result(**result) for result in content["finished"]]
     running = None if content["running"] is None else content["running"]["state"]
     runs = plan.runs()
     done = [(run.opt_level, run.half_dtype) for run in runs[: len(finished)]]
     sound = (
-        (json is None or isinstance(json, str))
+        all(path is None or isinstance(path, str) for path in (json, report))
         and set(plan.opt_levels) <= set(CHOICES)
         and set(plan.half_dtypes) <= HALF_DTYPES.keys()
         and isinstance(plan.epochs, int)
@@ -157,7 +159,7 @@ def _checkpoint(content: dict[str, Any]) -> Checkpoint:
     )
     if not sound:
         raise ValueError("its parts contradict one another")
-    return Checkpoint(plan, json, finished, running)
+    return Checkpoint(plan, json, finished, running, report)
 
 
 def _error(path: Path, what: str) -> CheckpointError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import fmean, median
@@ -110,6 +111,7 @@ def run(
     seed: int,
     on_step: Callable[[float, Callable[[], State]], None] = lambda _loss, _state: None,
     resume_from: State | None = None,
+    recording: AbstractContextManager[object] | None = None,
 ) -> Result:
     """Trains a new network and tests it.
 
@@ -123,58 +125,63 @@ def run(
         on_step: callback after every step. Its arguments are the step's loss and a function that returns the state of
             the run. That state refers to the run's own tensors: save or copy them before the next step changes them.
         resume_from: state of a run with the same arguments, to resume from.
+        recording: what is entered around the training, without the measurement of memory before it and the test.
 
     Raises:
         AmpError: ``amp.initialize`` does not accept the level or the half type.
         StateError: ``resume_from`` does not fit this run's network, optimizer or schedule.
     """
     peak_memory_mib = peak_memory(train, opt_level, half_dtype, seed=seed) / 2**20
-    model, optimizer = _set_up(opt_level, half_dtype, seed)
-    try:
-        # A step has the same learning rate at every level, so that the runs differ in precision only.
-        steps = epochs * steps_per_epoch(train)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps)
-        generator = torch.Generator().manual_seed(seed)
-        parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "amp": amp}
-        so_far, counted = _Progress(), Counter[str]()
-        if resume_from is not None:
-            so_far, counted = _restore(parts, generator, resume_from)
+    with ExitStack() as recorded:
+        if recording is not None:
+            recorded.enter_context(recording)
+        model, optimizer = _set_up(opt_level, half_dtype, seed)
+        try:
+            # A step has the same learning rate at every level, so that the runs differ in precision only.
+            steps = epochs * steps_per_epoch(train)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps)
+            generator = torch.Generator().manual_seed(seed)
+            parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "amp": amp}
+            so_far, counted = _Progress(), Counter[str]()
+            if resume_from is not None:
+                so_far, counted = _restore(parts, generator, resume_from)
 
-        def state() -> State:
-            state_dicts = {name: part.state_dict() for name, part in parts.items()}
-            counts = dict(counted + _counts(optimizer))
-            return {"progress": asdict(so_far), "counts": counts, "generator": order_from, "parts": state_dicts}
+            def state() -> State:
+                state_dicts = {name: part.state_dict() for name, part in parts.items()}
+                counts = dict(counted + _counts(optimizer))
+                return {"progress": asdict(so_far), "counts": counts, "generator": order_from, "parts": state_dicts}
 
-        model.train()
-        while so_far.epoch < epochs:
-            # A run that resumes in the middle of an epoch draws the same order again from this state.
-            order_from = generator.get_state()
-            for batch in torch.randperm(len(train), generator=generator).split(BATCH_SIZE)[so_far.step :]:
-                batch_of_digits = train[batch]
-                started = time.perf_counter()
-                loss = _step(model, optimizer, batch_of_digits)
-                so_far.seconds.append(time.perf_counter() - started)
-                scheduler.step()
-                so_far.losses.append(loss.item())
-                so_far.step += 1
-                on_step(so_far.losses[-1], state)
-            so_far.epoch, so_far.step = so_far.epoch + 1, 0
-        # Must be read before the test, whose casts do not count.
-        counts = counted + _counts(optimizer)
-        return Result(
-            opt_level=opt_level,
-            half_dtype=None if half_dtype is None else str(half_dtype).removeprefix("torch."),
-            test_accuracy=accuracy(model, test),
-            final_loss=fmean(so_far.losses[-steps_per_epoch(train) :]),
-            ms_per_step=1000 * median(so_far.seconds),
-            peak_memory_mib=peak_memory_mib,
-            casts_per_step=counts["casts"] / steps,
-            cache_hits_per_step=counts["cache_hits"] / steps,
-            skipped_steps=counts["skipped_steps"],
-            loss_scale=amp.get_loss_scale(),
-        )
-    finally:
-        amp.deinitialize()
+            model.train()
+            while so_far.epoch < epochs:
+                # A run that resumes in the middle of an epoch draws the same order again from this state.
+                order_from = generator.get_state()
+                for batch in torch.randperm(len(train), generator=generator).split(BATCH_SIZE)[so_far.step :]:
+                    batch_of_digits = train[batch]
+                    started = time.perf_counter()
+                    loss = _step(model, optimizer, batch_of_digits)
+                    so_far.seconds.append(time.perf_counter() - started)
+                    scheduler.step()
+                    so_far.losses.append(loss.item())
+                    so_far.step += 1
+                    on_step(so_far.losses[-1], state)
+                so_far.epoch, so_far.step = so_far.epoch + 1, 0
+            # Must be read before the test, whose casts do not count.
+            counts = counted + _counts(optimizer)
+            recorded.close()
+            return Result(
+                opt_level=opt_level,
+                half_dtype=None if half_dtype is None else str(half_dtype).removeprefix("torch."),
+                test_accuracy=accuracy(model, test),
+                final_loss=fmean(so_far.losses[-steps_per_epoch(train) :]),
+                ms_per_step=1000 * median(so_far.seconds),
+                peak_memory_mib=peak_memory_mib,
+                casts_per_step=counts["casts"] / steps,
+                cache_hits_per_step=counts["cache_hits"] / steps,
+                skipped_steps=counts["skipped_steps"],
+                loss_scale=amp.get_loss_scale(),
+            )
+        finally:
+            amp.deinitialize()
 
 
 def peak_memory(digits: Digits, opt_level: str, half_dtype: torch.dtype | None, *, seed: int) -> int:

@@ -53,7 +53,7 @@ class Share:
 
 
 def tree(rows: Sequence[Mapping[str, Any]]) -> list[Module]:
-    """Returns the outermost modules, in the order of the report."""
+    """Returns the outermost modules, those with most activations first; numbered ones in the order of their numbers."""
     modules = [Module(row, number) for number, row in enumerate(rows)]
     by_name: dict[str, Module] = {}
     for module in modules:
@@ -69,7 +69,14 @@ def tree(rows: Sequence[Mapping[str, Any]]) -> list[Module]:
         for name in _SUMMED:
             setattr(module, name, total([module.row[name], *(getattr(each, name) for each in module.children)]))
         module.saved_bytes = module.row["saved_bytes"] + sum(each.saved_bytes for each in module.children)
-    return roots
+        module.children.sort(key=_rank)
+    return sorted(roots, key=_rank)
+
+
+def _rank(module: Module) -> tuple[int, int, int]:
+    own = module.row["name"].rpartition(".")[2]
+    number = int(own) if own.isdecimal() else -1
+    return number, -sum(module.activation_bytes.values()), module.number
 
 
 def walk(roots: Iterable[Module]) -> Iterator[tuple[Module, int]]:
@@ -91,9 +98,9 @@ def total(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def shares(by_type: Mapping[str, int]) -> list[Share]:
-    """Returns the shares of types in their sum, in the order in which bars show them."""
+    """Returns the shares of types in their sum, in the order in which bars show them; none of types without any."""
     whole = sum(by_type.values())
-    return [Share(name, by_type[name], by_type[name] / (whole or 1)) for name in ordered(by_type)]
+    return [Share(name, by_type[name], by_type[name] / whole) for name in ordered(by_type) if by_type[name]]
 
 
 def ordered(types: Iterable[str]) -> list[str]:

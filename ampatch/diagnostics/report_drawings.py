@@ -25,8 +25,9 @@ _HEIGHT = 180  # of a plot, in pixels
 _ROW = 30  # of the map, in pixels
 _LEVELS = 7  # of the map
 _NARROWEST = 0.001  # module on the map, as a share of its width
-#: Narrower modules have no name on the map.
-_NAMED, _NAMED_ON_PHONES = 0.035, 0.12
+#: Widths of the map in pixels, on a laptop and on a phone: a name is shown where it fits.
+_LAPTOP, _PHONE = 1056, 324
+_LETTER = 7.2  # of a name, in pixels
 #: Narrower ones have no gap to their neighbours.
 _APART = 0.006
 #: Exponents around the counted ones in which an edge of the type's range is still drawn.
@@ -360,9 +361,9 @@ def _cell(module: Module, chain: Sequence[Module], start: float, wide: float, le
     amount = size if weighs == "activation_bytes" else count
     told = ", ".join(f"{part.type} {amount(part.value)}" for part in parts)
     kind = "cell" if wide >= _APART else "cell close"
-    named = ""
-    if wide >= _NAMED:
-        fits = "wide" if wide < _NAMED_ON_PHONES else ""
+    named, needed = "", _LETTER * len(label) + 10
+    if wide * _LAPTOP >= needed:
+        fits = "" if wide * _PHONE >= needed else "wide"
         named = f'<text class="{fits}" x="7" y="17">{escape(label)}</text>'
     return (
         f'<svg class="{kind}" data-module="{module.number}" x="{100 * start:.2f}%" y="{level * _ROW}" '

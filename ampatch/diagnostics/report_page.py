@@ -87,6 +87,8 @@ def page(data: Mapping[str, Any]) -> str:
             scale_told=_scale_told(data["steps"]),
             scale_changes=len({(step["loss_id"], step["scale"]) for step in data["steps"]})
             > len({step["loss_id"] for step in data["steps"]}),
+            losses=list(dict.fromkeys(step["loss_id"] for step in data["steps"])),
+            best_told=None if data["underflow"] is None else _best_told(data),
             sources={(row["file"], row["line"]): row["source"] for row in [*data["lines"], *data["misaligned"]]},
         )
     )
@@ -125,7 +127,11 @@ def _lead(data: Mapping[str, Any]) -> Iterator[str]:
         yield f"Opt level {settings.get('opt_level')}{f' in {half}' if half else ''}."
     skipped = sum(bool(step["skipped"]) for step in steps)
     took = f"{count(len(steps))} step{'' if len(steps) == 1 else 's'} in {seconds(data['cost']['seconds'])}"
-    yield f"{took}, {count(skipped)} of them skipped." if steps else f"No step in {seconds(data['cost']['seconds'])}."
+    yield (
+        f"{took}, {count(skipped) if skipped else 'none'} of them skipped."
+        if steps
+        else f"No step in {seconds(data['cost']['seconds'])}."
+    )
 
 
 def _tiles(data: Mapping[str, Any], roots: Sequence[Module]) -> Iterator[Tile]:
@@ -195,6 +201,18 @@ def _scale_told(steps: Sequence[Mapping[str, Any]]) -> str:
     if min(scales) == max(scales):
         return f"The loss scale was {count(scales[0])} in all {count(len(steps))} steps; {number}."
     return f"The loss scale went from {count(scales[0])} to {count(scales[-1])}; {number}."
+
+
+def _best_told(data: Mapping[str, Any]) -> str:
+    """Returns a sentence on the scale that loses least."""
+    underflow, best = data["underflow"], data["underflow"]["best_scale"]
+    if best == underflow["scale"]:
+        return "No other scale loses less and leaves room for sums of gradients."
+    told = f"With room for sums of gradients, a scale of {count(best)} loses least"
+    overflowed = [scale for scale in (real(step["scale"]) for step in data["steps"] if step["overflow"]) if scale]
+    # Gradients of steps that overflow are not counted.
+    least = min(overflowed, default=math.inf)
+    return f"{told}; but a step overflowed at {count(least)}." if best >= least else f"{told}."
 
 
 def _types(counts: Mapping[str, int]) -> str:

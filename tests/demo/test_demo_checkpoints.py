@@ -20,7 +20,7 @@ from ampatch.demo.training import Result
 PLAN = Plan(["O0", "O4"], ["bfloat16"], epochs=2, seed=3)
 FLOAT32 = Result("O0", None, 0.99, 0.0084, 7.1, 7.06, 0.0, 0.0, 0, 1.0)
 STATE = {"progress": {"epoch": 0, "step": 1, "losses": [2.5], "seconds": [0.01]}, "parts": {"model": torch.ones(3)}}
-CHECKPOINT = Checkpoint(PLAN, "/results.json", [FLOAT32], STATE)
+CHECKPOINT = Checkpoint(PLAN, "/results.json", [FLOAT32], STATE, "/report.html")
 
 
 def contents(path: Path) -> dict[str, Any]:
@@ -33,7 +33,8 @@ class TestSave:
         checkpoints.save(CHECKPOINT, tmp_path / "demo.pt")
         loaded = checkpoints.load(tmp_path / "demo.pt")
 
-        assert (loaded.plan, loaded.json, loaded.finished) == (PLAN, "/results.json", [FLOAT32])
+        assert (loaded.plan, loaded.json, loaded.report) == (PLAN, "/results.json", "/report.html")
+        assert loaded.finished == [FLOAT32]
         assert loaded.running is not None
         assert loaded.running["progress"] == STATE["progress"]
         assert torch.equal(loaded.running["parts"]["model"], torch.ones(3))
@@ -48,13 +49,14 @@ class TestSave:
         checkpoints.save(CHECKPOINT, tmp_path / "demo.pt")
         content = contents(tmp_path / "demo.pt")
 
-        assert (content["format"], content["version"]) == ("ampatch demo", 2)
+        assert (content["format"], content["version"]) == ("ampatch demo", 3)
         assert content["arguments"] == {
             "opt_levels": ["O0", "O4"],
             "half_dtypes": ["bfloat16"],
             "epochs": 2,
             "seed": 3,
             "json": "/results.json",
+            "report": "/report.html",
         }
         assert content["running"]["run"] == "O4 bfloat16"
 
@@ -155,7 +157,7 @@ def changed(**changes: object) -> Callable[[Path], None]:
     return change
 
 
-ARGUMENTS = {"opt_levels": ["O0"], "half_dtypes": ["bfloat16"], "epochs": 2, "seed": 3, "json": None}
+ARGUMENTS = {"opt_levels": ["O0"], "half_dtypes": ["bfloat16"], "epochs": 2, "seed": 3, "json": None, "report": None}
 
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing": (missing, "cannot be read (No such file or directory)"),
@@ -170,10 +172,14 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "a_compiled_script": (a_compiled_script, "is no whole checkpoint"),
     "somebody_elses": (somebody_elses, "was not written by `ampatch demo`"),
     "a_tensor": (a_tensor, "was not written by `ampatch demo`"),
-    "an_older_format": (changed(version=1), "the format of another version of ampatch: found 1, expected 2"),
-    "a_newer_format": (changed(version=3), "the format of another version of ampatch: found 3, expected 2"),
+    "an_older_format": (changed(version=1), "the format of another version of ampatch: found 1, expected 3"),
+    "a_newer_format": (changed(version=4), "the format of another version of ampatch: found 4, expected 3"),
     "without_arguments": (changed(arguments=None), "has been changed since"),
     "an_unknown_argument": (changed(arguments={**ARGUMENTS, "width": 3}), "has been changed since"),
+    "a_report_that_is_no_path": (
+        changed(arguments={**ARGUMENTS, "opt_levels": ["O0", "O4"], "report": 3}),
+        "has been changed since",
+    ),
     "an_unknown_level": (changed(arguments={**ARGUMENTS, "opt_levels": ["O7"]}), "has been changed since"),
     "results_of_other_runs": (changed(arguments={**ARGUMENTS, "opt_levels": ["O4", "O0"]}), "has been changed since"),
     "a_state_of_no_run": (changed(arguments=ARGUMENTS), "has been changed since"),
