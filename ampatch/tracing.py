@@ -25,6 +25,8 @@ _BELOW_OPERATORS = (
 class ObservingMode(TorchDispatchMode):
     """A dispatch mode that only watches: below it, amp casts and keeps casts as without it."""
 
+    supports_higher_order_operators = True  # such as torch.cond
+
 
 def is_recording() -> bool:
     """Returns True if operators are traced, faked or transformed in this thread, so that amp must not write tensors."""

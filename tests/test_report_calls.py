@@ -280,6 +280,15 @@ class TestFunctions:
         assert linear["types"] == [{"in": ["float32", "float16", "float16"], "out": ["float16"], "calls": 1}]
         assert linear["casts"] == 1  # its weights are half
 
+    def test_calls_that_torch_makes_itself_count_if_they_cast(self) -> None:
+        amp.init(half_dtype="bfloat16")
+        x, attention = torch.ones(2, 4, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        report = recorded(lambda: [F.softmax(x, -1), attention(x, x, x)])
+        calls = {each["name"]: each["calls"] for each in report["functions"]}
+        assert "torch.Tensor.softmax" not in calls
+        attention_casts = function(report, "torch.nn.functional.multi_head_attention_forward")["casts"]
+        assert report["totals"]["casts"] == amp.cast_counts().casts >= attention_casts > 0
+
     def test_calls_of_amp_itself_do_not_count(self) -> None:
         report = recorded(lambda: train("O2", half_dtype="float16"))
         expected = recorded(lambda: train(None))
@@ -331,6 +340,23 @@ class TestCasts:
         assert linear["casts"] == 5  # the input, the weight, the bias, and the gradients of both parameters
         assert (linear["cache_hits"], linear["cache_hit_bytes"]) == (2, 2 * 72)
 
+    def test_of_autocast_around_a_backward_pass(self) -> None:
+        layer, x = nn.Linear(8, 8), torch.ones(4, 8)
+
+        def run() -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                layer(x).float().sum().backward()
+
+        report = recorded(run)
+        assert function(report, "torch.nn.functional.linear")["casts"] == 5
+        assert function(report, "torch.Tensor.backward")["cache_hits"] == 0
+
+    def test_of_sparse_tensors(self) -> None:
+        amp.init(half_dtype="float16")
+        x = torch.eye(8).to_sparse()
+        report = recorded(lambda: amp.half_function(torch.Tensor.coalesce)(x))
+        assert (report["totals"]["casts"], report["totals"]["cast_bytes"]) == (1, 8 * 2)
+
     def test_undone(self) -> None:
         amp.init(half_dtype="float16")
         x = torch.ones(8, 8, dtype=torch.float16)
@@ -347,6 +373,17 @@ class TestLines:
         assert line["function"] == "forward"
         assert linecache.getline(line["file"], line["line"]).strip() == line["source"]
         assert line["functions"]["torch.nn.functional.multi_head_attention_forward"] == 2
+
+    @pytest.mark.parametrize(
+        ("module", "is_users"),
+        [("ampatch.demo.training", True), ("torchvision.ops", True), ("contextlib", False), ("torch.nn", False)],
+    )
+    def test_are_those_of_user_code(self, module: str, is_users: bool) -> None:
+        scope: dict[str, Any] = {"__name__": module}
+        exec(compile("def call(x):\n    return x.relu()", f"{module}.py", "exec"), scope)
+        x = torch.ones(1)
+        lines = recorded(lambda: scope["call"](x))["lines"]
+        assert [each["file"] for each in lines] == [f"{module}.py" if is_users else __file__]
 
 
 class TestModules:
@@ -393,6 +430,10 @@ class TestModules:
             nn.Sequential(nn.Linear(8, 8))(torch.ones(8, 8))
 
         assert set(modules(recorded(run))) == {"", "0"}
+
+    def test_lazy_weights(self) -> None:
+        report = recorded(lambda: nn.LazyLinear(8)(torch.ones(8, 8)))
+        assert modules(report)[""]["weight_bytes"] == {"float32": 72 * 4}
 
     def test_arguments_by_keyword(self) -> None:
         report = recorded(lambda: nn.Linear(8, 8)(input=torch.ones(8, 8)))
@@ -465,6 +506,17 @@ class TestBlock:
         function_of_x = torch.compile(lambda x: x.relu(), backend="eager")
         assert "ran uncompiled" in recorded(lambda: function_of_x(x))["notes"][0]
         assert not torch.nn.modules.module._has_any_global_hook()
+
+    def test_operators_of_higher_order(self) -> None:
+        x = torch.ones(8, 8)
+
+        def run() -> None:
+            found.append(torch.ops.higher_order.while_loop(lambda x: x.sum() < 100, lambda x: (x + 1,), (x,), ()))
+
+        found: list[Any] = []
+        run()
+        assert [each["name"] for each in recorded(run)["functions"]] == ["torch.ops.higher_order.while_loop"]
+        assert_same_bits(found[1][0], found[0][0])
 
     def test_traced_code_is_told_of(self) -> None:
         x = torch.ones(8, 8)

@@ -44,6 +44,13 @@ def _collect(value: Any, found: list[Tensor]) -> None:
             _collect(value.as_subclass(Tensor), found)
 
 
+def bytes_of(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor's values; of a sparse one, those that it keeps."""
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        return tensor.nbytes
+    return sum(each.nbytes for each in tensors_in(tensor))
+
+
 def versions_of(arguments: Any) -> tuple[int, ...]:
     """Returns the version counters of the tensors in arguments, which operators in place advance."""
     return tuple(0 if each.is_inference() else each._version for each in tensors_in(arguments))

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._C import _current_autograd_node, _current_graph_task_id, _is_any_autocast_enabled
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
@@ -32,6 +33,7 @@ from ampatch.casting.nested import CASTABLE, tensors_in
 from ampatch.diagnostics import callers, mode_stacks, recording_cost, report_rows
 from ampatch.diagnostics.callers import Code
 from ampatch.diagnostics.function_names import Rulings, name_of, operator_called
+from ampatch.diagnostics.operands import bytes_of
 from ampatch.diagnostics.report_modules import WRAPPERS, Modules
 from ampatch.diagnostics.report_rows import Product, Row, Rows
 from ampatch.diagnostics.watch import is_view, pauses
@@ -192,7 +194,9 @@ class CallRecorder:
             self._missed[_COMPILED] = None
         with _unseen():
             given = _dtypes((args, kwargs)) if kwargs else _dtypes(args)
-            autocast = None if info.casts or not _is_any_autocast_enabled() else _Autocast.of(args, kwargs)
+            # Not for a backward pass, whose results would all stay alive until its end.
+            is_autocast = info.is_of_torch and not info.casts and _is_any_autocast_enabled()
+            autocast = _Autocast.of(args, kwargs) if is_autocast else None
         before = thread.row, thread.ran, thread.casts, thread.autocast, thread.is_in_torch
         thread.row, thread.ran, thread.casts, thread.autocast, thread.is_in_torch = (
             row,
@@ -313,7 +317,7 @@ class CallRecorder:
                 self._note_cast(row, each)
                 if each.grad_fn is not None:
                     self._remember(each.grad_fn._sequence_nr(), row)
-                self._modules.note_casts(each.nbytes)
+                self._modules.note_casts(bytes_of(each))
             if isinstance(made, Tensor):
                 self._note_undone(row, tensor, source, made)
         return made  # type: ignore[no-any-return]
@@ -326,11 +330,11 @@ class CallRecorder:
         self._thread.casts += len(kept)
         with _unseen():
             row.numbers.cache_hits += len(kept)
-            row.numbers.cache_hit_bytes += sum(each.nbytes for each in kept)
+            row.numbers.cache_hit_bytes += sum(map(bytes_of, kept))
 
     def _note_cast(self, row: Row, made: Tensor) -> None:
         row.numbers.casts += 1
-        row.numbers.cast_bytes += made.nbytes
+        row.numbers.cast_bytes += bytes_of(made)
         self._thread.casts += 1
 
     def _remember(self, node: int, row: Row) -> None:
@@ -342,6 +346,8 @@ class CallRecorder:
 
     def _note_undone(self, row: Row, tensor: Tensor, source: torch.dtype, made: Tensor) -> None:
         """Notes a cast from half to a wider type, and counts one of its result back to half."""
+        if tensor.layout is not torch.strided or made.layout is not torch.strided:
+            return
         widened = self._widened
         if source in HALVES and made.dtype not in HALVES:
             if len(widened) > _REMEMBERED:
@@ -436,7 +442,7 @@ class CallRecorder:
                 self._remember(number, row)
             if row is not None and node is None:
                 self._note_undone(row, tensor, source, made)
-                self._modules.note_casts(made.nbytes)
+                self._modules.note_casts(bytes_of(made))
             elif node is None and source in HALVES:  # the user's
                 self._note_undone(_NO_ROW, tensor, source, made)
         return made
@@ -690,6 +696,8 @@ def _version_of(tensor: Tensor) -> int:
 @cache
 def _memory_of(op: Any) -> bool | None:
     """Returns whether an operator's results are new memory; None if they are views of its arguments."""
+    if not isinstance(op, OpOverload):  # such as torch.cond, which runs other operators
+        return None
     if is_view(op):
         return None
     return all(each.alias_info is None for each in op._schema.returns)

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from ampatch.diagnostics.operands import bytes_of
 from ampatch.diagnostics.report_rows import dtype_name
 from ampatch.opt_levels import HALVES
 
@@ -46,7 +48,7 @@ class _Module:
     class_name: str
     root: _Root
     name: str
-    weight_bytes: _Bytes
+    weight_bytes: _Bytes = field(default_factory=dict)
     given: dict[torch.dtype, int] = field(default_factory=dict)
     returned: dict[torch.dtype, int] = field(default_factory=dict)
     operators: dict[torch.dtype, int] = field(default_factory=dict)
@@ -134,9 +136,7 @@ class Modules:
             if known is not None:  # it has died, and this one has its id
                 self._dead.append(known)
             name = _name_in(root, module)
-            known = self._modules[key] = _Module(
-                weakref.ref(module), type(module).__name__, root, name, _own_bytes(module)
-            )
+            known = self._modules[key] = _Module(weakref.ref(module), type(module).__name__, root, name)
         elif len(root.names) > len(known.root.names):  # it ran outside of its model before
             known.root, known.name = root, _name_in(root, module)
         for each in given:
@@ -167,6 +167,8 @@ class Modules:
                 known.half_bytes, known.cast_bytes = ended.half_bytes, ended.cast_bytes
             if ended.key == id(module):
                 break
+        if not known.weight_bytes:  # lazy modules had none before
+            known.weight_bytes = _own_bytes(module)
         for each in given:
             known.given[each.dtype] = known.given.get(each.dtype, 0) + 1
         for each in returned:
@@ -261,8 +263,8 @@ def _parent(name: str, seen: Container[str], outermost: Collection[str]) -> str 
 def _own_bytes(module: nn.Module) -> _Bytes:
     sizes: _Bytes = {}
     for parameter in module._parameters.values():
-        if parameter is not None:
-            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.nbytes
+        if parameter is not None and not is_lazy(parameter):
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + bytes_of(parameter)
     return sizes
 
 
