@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -350,6 +351,21 @@ class TestCasts:
         report = recorded(run)
         assert function(report, "torch.nn.functional.linear")["casts"] == 5
         assert function(report, "torch.Tensor.backward")["cache_hits"] == 0
+
+    def test_of_autocast_keep_no_gradient_alive(self) -> None:
+        x = torch.ones(8, requires_grad=True)
+        gradients: list[weakref.ref[Tensor]] = []
+        alive: list[bool] = []
+
+        def run() -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                hidden = x.exp()
+                hidden.register_hook(lambda gradient: gradients.append(weakref.ref(gradient)))
+                x.register_hook(lambda _: alive.append(gradients[0]() is not None))
+                hidden.exp().sum().backward()
+
+        recorded(run)
+        assert alive == [False]
 
     def test_of_sparse_tensors(self) -> None:
         amp.init(half_dtype="float16")
