@@ -699,7 +699,9 @@ def preflight(
     if not 0 < bound < math.inf:
         raise OptionError(f"tolerance is {tolerance!r}; expected a positive number, such as 0.05.")
     from ampatch.diagnostics import preflight as preflights
+    from ampatch.diagnostics.report import note_own_steps
 
+    note_own_steps("amp.preflight")
     return preflights.preflight(
         checked, inputs, loss_fn, preflights.checked_levels(levels), bound, _flag("measure", measure)
     )
@@ -755,7 +757,9 @@ def compare(
     checked = adopted_model.check_model(model)
     _check_loss_fn(loss_fn)
     from ampatch.diagnostics import comparison
+    from ampatch.diagnostics.report import note_own_steps
 
+    note_own_steps("amp.compare")
     return comparison.compare(checked, inputs, loss_fn, _side("a", a, checked), _side("b", b, checked))
 
 

@@ -39,7 +39,7 @@ def gpt2(layers: int) -> tuple[nn.Module, Batch]:
 
 
 def t5(layers: int) -> tuple[nn.Module, Batch]:
-    config = transformers.T5Config(num_layers=layers)
+    config = transformers.T5Config(num_layers=layers, decoder_start_token_id=0)
     return transformers.T5ForConditionalGeneration(config), _text(config.vocab_size)
 
 

@@ -462,6 +462,20 @@ class TestUnscale:
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_reports_of_architectures_are_saved(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    command = [sys.executable, str(BENCHMARKS / "reports.py"), "--models", "ViT", "--half", "bfloat16", "--rounds", "1"]
+    done = subprocess.run(
+        [*command, "--layers", "1", "--save", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^ViT +(O\d)", done.stdout, re.MULTILINE) == ["O1", "O2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"ViT_{level}.{suffix}" for level in ("O1", "O2") for suffix in ("html", "json")
+    ]
+
+
 class TestProbe:
     """`benchmarks/probe.py`."""
 

@@ -152,9 +152,10 @@ class TestReport:
         with amp.report() as watched:
             amp.deinitialize()
             begun(nn.Linear(8, 8), opt_level="O1", loss_scale=4.0)
-            assert watched.to_dict()["settings"]["loss_scale"] == 4.0
             if ends:
                 amp.deinitialize()
+            else:
+                assert watched.to_dict()["settings"]["loss_scale"] == 4.0
         begun_after = watched.to_dict()["settings"]
         assert (begun_after["opt_level"], begun_after["loss_scales"]) == ("O1", [4.0])
 
@@ -197,6 +198,13 @@ class TestReport:
         watched.add_comparison(result)
         assert watched.to_dict()["comparison"] == result.to_dict()
         assert result.verdict[:60] in str(watched)
+
+    def test_steps_that_amp_runs_itself_are_noted(self) -> None:
+        with amp.report() as watched:
+            amp.compare(nn.Linear(8, 8), torch.randn(4, 8), mean_square, "O0", "O1")
+            amp.preflight(nn.Linear(8, 8), torch.randn(4, 8), mean_square, measure=False)
+        notes = watched.to_dict()["notes"]
+        assert [note.partition(" ran in the block")[0] for note in notes[-2:]] == ["amp.compare", "amp.preflight"]
 
     def test_is_saved_and_compared(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
@@ -545,6 +553,17 @@ class TestAdviceThatIsFollowed:
         assert advised(before, "misaligned").startswith("Pad out_features from 30 to 32 in 0 (Linear) at ")
         after = trained(nn.Sequential(nn.Linear(8, 32)), torch.randn(8, 8), mean_square)
         assert (advised(after, "misaligned"), after["misaligned"]) == ("", [])
+
+    def test_channels_that_are_no_multiples_of_8(self) -> None:
+        inputs = torch.randn(2, 3, 8, 8)
+        before = trained(nn.Sequential(nn.Conv2d(3, 16, 3)), inputs, mean_square)
+        assert advised(before, "misaligned").startswith(
+            "Pad the input's channels per group from 3 to 8 in 0 (Conv2d) at"
+        )
+        after = trained(nn.Sequential(nn.Conv2d(8, 16, 3)), F.pad(inputs, (0, 0, 0, 0, 0, 5)), mean_square)
+        assert advised(after, "misaligned") == ""
+        by_channel = trained(nn.Sequential(nn.Conv2d(16, 16, 3, groups=16)), torch.randn(2, 16, 8, 8), mean_square)
+        assert advised(by_channel, "misaligned") == ""
 
     def test_casts_that_cost_most(self) -> None:
         targets = torch.randint(64, (64,))

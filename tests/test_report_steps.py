@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
 from ampatch import amp
+from ampatch.diagnostics import gradient_exponents, report_steps
 from ampatch.diagnostics.gradient_exponents import GradientExponents, Histogram, Range
 from ampatch.diagnostics.report_steps import Steps
 from ampatch.errors import AmpWarning, LossScaleError
@@ -315,3 +316,27 @@ class TestUnderflow:
             warnings.simplefilter("error")
             for _ in range(12):
                 step(model, optimizer)
+
+
+class TestLargeGradients:
+    @pytest.mark.parametrize("with_subnormals", [False, True])
+    def test_are_counted_on_the_host_as_elsewhere(self, with_subnormals: bool) -> None:
+        signs = torch.tensor([1.0, -1.0])[:, None]
+        powers = torch.logspace(-126, 127, 254, base=2, dtype=torch.float64).to(torch.float32)
+        edges = torch.tensor([0.0, -0.0, torch.inf, torch.nan, torch.finfo(torch.float32).max])
+        values = torch.cat([powers, 1.5 * powers, edges]) * signs
+        if with_subnormals:
+            values = torch.cat([values.flatten(), torch.tensor([2.0**-149, -(2.0**-130), 1.75 * 2.0**-127])])
+        values = values.flatten().repeat(3)
+        expected = gradient_exponents._histogram(values)
+        assert torch.equal(gradient_exponents._counted_on_host(values), expected)
+        assert torch.equal(gradient_exponents._counted_on_host(values[::2]), gradient_exponents._histogram(values[::2]))
+
+    def test_have_the_norm_that_float64_gives(self) -> None:
+        gradient = torch.randn(3 * 2**20 + 5) * 1e-3
+        expected = gradient.to(torch.float64).square().sum()
+        assert report_steps._squares(gradient).item() == pytest.approx(expected.item(), rel=1e-6)
+        # Squares that float32 does not hold.
+        gradient[7] = 1e30
+        assert report_steps._squares(gradient).item() == pytest.approx(1e60)
+        assert report_steps._squares(torch.zeros(0)).item() == 0

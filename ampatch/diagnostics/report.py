@@ -189,6 +189,19 @@ class Report:
             self._settings = dict(session.as_plain_data())
 
 
+def note_own_steps(caller: str) -> None:
+    """Notes in the open report, if there is one, that amp itself runs steps.
+
+    Args:
+        caller: the public function that runs them.
+    """
+    for report in _open:
+        report._notes.append(
+            f"{caller} ran in the block: its steps on copies of the model are counted, and the settings may be its "
+            "own. Call it outside of the block to leave them out."
+        )
+
+
 def _devices() -> list[str]:
     """Returns the names of the GPUs that this process has used; "cpu" if there are none."""
     if not torch.cuda.is_initialized():

@@ -294,10 +294,10 @@ def _misaligned(data: Mapping[str, Any]) -> Iterator[Advice]:
     done = set()
     for row in data["misaligned"]:
         names = _SIZES.get(classes.get(row["module"], ""), ("m", "k", "n"))
-        # k and n alone are distances between rows in memory.
+        # k and n alone are distances between rows in memory. One of 1 is no matrix: a convolution of single channels.
         sizes = list(zip(names, row["size"], row["pads"], strict=True))[1:]
         told = [f"{name} from {size} to {pad}" for name, size, pad in sizes if size != pad]
-        if not told:
+        if not told or any(size == 1 for _, size, _ in sizes):
             continue
         owner = (
             f"{row['module']} ({classes[row['module']]})"
@@ -314,7 +314,11 @@ def _misaligned(data: Mapping[str, Any]) -> Iterator[Advice]:
 
 
 #: What a product's sizes are called in the layers that compute it.
-_SIZES = {"Linear": ("the rows of the input", "in_features", "out_features")}
+_CHANNELS = ("the positions", "the input's channels per group", "the output's channels per group")
+_SIZES = {
+    "Linear": ("the rows of the input", "in_features", "out_features"),
+    **dict.fromkeys(("Conv1d", "Conv2d", "Conv3d"), _CHANNELS),
+}
 
 
 # Places

@@ -46,7 +46,7 @@ def _head(data: Mapping[str, Any]) -> Iterator[Any]:
     yield f"ampatch {about['ampatch']}, torch {about['torch']}, on {', '.join(about['devices'])}; {_set_up(settings)}"
     part = share(cost["recording_seconds"], cost["seconds"])
     yield (
-        f"The recording took {seconds(cost['recording_seconds'])} of that ({part}), and watched "
+        f"The recording took an estimated {seconds(cost['recording_seconds'])} of that ({part}), and watched "
         f"{_counted(cost['operators'], 'operator')}."
     )
     totals = data["totals"]
