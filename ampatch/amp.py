@@ -198,6 +198,7 @@ def initialize(
     profile_casts: bool = ...,
     on_overflow: OnOverflow = ...,
     check_finite: bool = ...,
+    scaler: str | None = ...,
 ) -> _Models: ...
 
 
@@ -232,6 +233,7 @@ def initialize(
     profile_casts: bool = ...,
     on_overflow: OnOverflow = ...,
     check_finite: bool = ...,
+    scaler: str | None = ...,
 ) -> tuple[_Models, _Optimizers]: ...
 
 
@@ -265,6 +267,7 @@ def initialize(
     profile_casts: bool = False,
     on_overflow: OnOverflow = "log",
     check_finite: bool = False,
+    scaler: str | None = None,
 ) -> Any:
     """Sets up mixed precision for models and their optimizers.
 
@@ -320,6 +323,10 @@ def initialize(
             that the optimizer computes from finite gradients, and optimizers that amp has not adopted. It costs one
             read of all gradients. An optimizer with ``fused=True`` skips in its own kernel; others read the verdict,
             which syncs with the device. The gradients of blocks under a dynamic scale are checked anyway.
+        scaler: whose bounds a dynamic scale has where ``min_loss_scale`` is None and ``max_loss_scale`` is 2**24.
+            "apex": that ceiling, and no floor. "torch": neither, as in ``torch.amp.GradScaler``. None: 2**-24 and
+            2**24. The first scale, the factors and the window are those of all three. A scale without a floor still
+            raises `LossScaleError` at 2**-126, where Apex's and torch's go on to 0.
 
     Returns:
         The same objects, as they were passed: a model, or a model and an optimizer; a list for a list.
@@ -372,6 +379,7 @@ def initialize(
             hysteresis=hysteresis,
             min_loss_scale=min_loss_scale,
             max_loss_scale=max_loss_scale,
+            scaler=scaler,
         ),
         num_losses,
         keep_fp32=kept,
