@@ -32,8 +32,8 @@ _L = TypeVar("_L")
 
 _GREATEST = torch.finfo(torch.float32).max
 
-#: A floor for scales that are to have none: 1 / scale is still finite there, so that gradients of 0 do not become NaN. A
-#: scale comes down to it only after more than a hundred overflows in a row.
+#: A floor for scales that are to have none: 1 / scale is still finite there, so that gradients of 0 do not become NaN.
+#: A scale comes down to it only after more than a hundred overflows in a row.
 NO_FLOOR = 2.0**-126
 
 # The keys of a saved state. The first two are required: the scale, and its number of clean steps.
