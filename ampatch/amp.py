@@ -302,8 +302,9 @@ def initialize(
         hysteresis: number of overflows before it backs off.
         exact_hooks: whether a skipped step fires none of the optimizer's step hooks. This syncs with the device before
             every step; without it, optimizers with ``fused=True`` skip in their own kernel.
-        keep_fp32: submodules that stay float32, at levels that make weights half: a name, a pattern (``"*.norm"``) or a
-            class, or a list of these.
+        keep_fp32: submodules that stay float32: a name, a pattern (``"*.norm"``) or a class, or a list of these. Their
+            forward passes get half inputs in float32, and cast nothing inside. At levels that make weights half, theirs
+            stay float32.
         patch_torch_functions_type: the name of ``half_dtype`` in ROCm's Apex.
         profile_casts: whether each cast has a label in ``torch.profiler``, such as "ampatch: cast weight of
             torch.nn.functional.linear to float16". Calls of patched functions then run in Python, not in C++.
@@ -359,10 +360,10 @@ def initialize(
             "out, or type patch_torch_functions=True as well."
         )
     kept = conversion_plan.check_keep_fp32(keep_fp32)
-    if kept and properties.cast_model_type not in opt_levels.HALVES:
+    if kept and not (properties.patch_torch_functions or properties.cast_model_type in opt_levels.HALVES):
         raise OptionError(
-            f"keep_fp32 contradicts opt_level={opt_level!r}, which does not convert the model's weights to half. Leave "
-            "keep_fp32 out, or use opt_level='O2'."
+            f"keep_fp32 contradicts opt_level={opt_level!r}, which computes in float32 everywhere. Leave keep_fp32 "
+            "out, or use opt_level='O1' or 'O2'."
         )
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise OptionError(f"num_losses is {num_losses!r}; expected a whole number of at least 1.")
