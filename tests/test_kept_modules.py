@@ -146,7 +146,12 @@ class TestForward:
         inside, seen = threading.Event(), []
         elsewhere = threading.Thread(target=lambda: (inside.wait(10), seen.append(model.tail(INPUTS).dtype)))
         elsewhere.start()
-        model.head.linear.register_forward_hook(lambda *_: (inside.set(), elsewhere.join()) and None)
+
+        def wait_for_it(*_: object) -> None:
+            inside.set()
+            elsewhere.join()
+
+        model.head.linear.register_forward_hook(wait_for_it)
         model(INPUTS)
         assert (seen, model.head.seen) == ([torch.bfloat16], [torch.float32] * 2)
 
