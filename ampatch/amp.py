@@ -202,6 +202,7 @@ def initialize(
     profile_casts: bool = ...,
     on_overflow: OnOverflow = ...,
     check_finite: bool = ...,
+    scaler: str | None = ...,
 ) -> _Models: ...
 
 
@@ -236,6 +237,7 @@ def initialize(
     profile_casts: bool = ...,
     on_overflow: OnOverflow = ...,
     check_finite: bool = ...,
+    scaler: str | None = ...,
 ) -> tuple[_Models, _Optimizers]: ...
 
 
@@ -269,6 +271,7 @@ def initialize(
     profile_casts: bool = False,
     on_overflow: OnOverflow = "log",
     check_finite: bool = False,
+    scaler: str | None = None,
 ) -> Any:
     """Sets up mixed precision for models and their optimizers.
 
@@ -303,8 +306,9 @@ def initialize(
         hysteresis: number of overflows before it backs off.
         exact_hooks: whether a skipped step fires none of the optimizer's step hooks. This syncs with the device before
             every step; without it, optimizers with ``fused=True`` skip in their own kernel.
-        keep_fp32: submodules that stay float32, at levels that make weights half: a name, a pattern (``"*.norm"``) or a
-            class, or a list of these.
+        keep_fp32: submodules that stay float32: a name, a pattern (``"*.norm"``) or a class, or a list of these. Their
+            forward passes get half inputs in float32, and cast nothing inside. At levels that make weights half, theirs
+            stay float32.
         patch_torch_functions_type: the name of ``half_dtype`` in ROCm's Apex.
         profile_casts: whether each cast has a label in ``torch.profiler``, such as "ampatch: cast weight of
             torch.nn.functional.linear to float16". Calls of patched functions then run in Python, not in C++.
@@ -324,6 +328,10 @@ def initialize(
             that the optimizer computes from finite gradients, and optimizers that amp has not adopted. It costs one
             read of all gradients. An optimizer with ``fused=True`` skips in its own kernel; others read the verdict,
             which syncs with the device. The gradients of blocks under a dynamic scale are checked anyway.
+        scaler: whose bounds a dynamic scale has where ``min_loss_scale`` is None and ``max_loss_scale`` is 2**24.
+            "apex": that ceiling, and no floor. "torch": neither, as in ``torch.amp.GradScaler``. None: 2**-24 and
+            2**24. The first scale, the factors and the window are those of all three. A scale without a floor still
+            raises `LossScaleError` at 2**-126, where Apex's and torch's go on to 0.
 
     Returns:
         The same objects, as they were passed: a model, or a model and an optimizer; a list for a list.
@@ -357,10 +365,10 @@ def initialize(
         )
     verbose = opt_levels.check_verbosity(verbosity)
     kept = conversion_plan.check_keep_fp32(keep_fp32)
-    if kept and properties.cast_model_type not in opt_levels.HALVES:
+    if kept and not (properties.patch_torch_functions or properties.cast_model_type in opt_levels.HALVES):
         raise OptionError(
-            f"keep_fp32 contradicts opt_level={opt_level!r}, which does not convert the model's weights to half. Leave "
-            "keep_fp32 out, or use opt_level='O2'."
+            f"keep_fp32 contradicts opt_level={opt_level!r}, which computes in float32 everywhere. Leave keep_fp32 "
+            "out, or use opt_level='O1' or 'O2'."
         )
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise OptionError(f"num_losses is {num_losses!r}; expected a whole number of at least 1.")
@@ -377,6 +385,7 @@ def initialize(
             hysteresis=hysteresis,
             min_loss_scale=min_loss_scale,
             max_loss_scale=max_loss_scale,
+            scaler=scaler,
         ),
         num_losses,
         keep_fp32=kept,

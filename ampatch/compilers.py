@@ -51,6 +51,7 @@ _TRACED = {
         "autocast_checks",
         "cast_labels",
         "casting_mode",
+        "kept_modules",
         "weight_cache",
         "wrappers",
     ],

@@ -36,6 +36,7 @@ from ampatch.patching import adopted_model, autocast_checks, cuda_graphs, peft_m
 from ampatch.patching.adapters import Adapters
 from ampatch.patching.cast_labels import LabellingCache
 from ampatch.patching.function_patches import FunctionPatches, Registration
+from ampatch.patching.kept_modules import keep_in_float32
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling import clipping, unscaled_losses
 from ampatch.scaling.loss_scaler import LossScaler, read_states
@@ -356,6 +357,8 @@ class Session:
         self._convert_weights(model)  # of a known model: modules that were added to it since
         if self.patches_functions:
             self._functions.rebind_model(model)
+            kept = conversion_plan.kept_modules(model, self.settings.keep_fp32)
+            keep_in_float32(kept, self.ledger, self.switch)
         if is_new:
             self._hook(model)
         peft_methods.adapt(model, self.ledger, self.switch)

@@ -97,6 +97,7 @@ class TestSignatures:
             "profile_casts",
             "on_overflow",
             "check_finite",
+            "scaler",
         }
 
     def test_all_by_position(self, model, optimizer):

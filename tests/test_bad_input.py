@@ -210,7 +210,7 @@ OPTIONS = [
     option("patch_torch_functions is 'no'; expected True, False or None", patch_torch_functions="no"),
     option("cast_model_outputs is 'hlaf'; expected a floating type.*Did you mean 'half'", cast_model_outputs="hlaf"),
     option("cast_model_outputs is torch.int32; expected a floating type", cast_model_outputs=torch.int32),
-    option("keep_fp32 contradicts opt_level='O1'.*use opt_level='O2'", keep_fp32=[nn.BatchNorm1d]),
+    option("keep_fp32 contradicts opt_level='O0'.*use opt_level='O1'", opt_level="O0", keep_fp32=[nn.BatchNorm1d]),
     option("cast_lists contradicts opt_level='O2'.*patch_torch_functions=True", opt_level="O2", cast_lists={}),
     option("keep_fp32 has 'rest', which matches .*Its submodules are '0', '1' and", opt_level="O2", keep_fp32="rest"),
     option("keep_fp32 has 5; expected names of submodules", opt_level="O2", keep_fp32=5),

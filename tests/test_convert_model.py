@@ -764,6 +764,19 @@ class TestTracing:
         encoder = made.encoder
         assert_same_bits(torch.compile(made, backend="eager")(torch.ones(4, 4)), expected)
 
+    def test_compiled_after_a_session_in_which_the_first_was_made(self, monkeypatch):
+        torch._dynamo.reset()
+        monkeypatch.setattr(casting_mode, "_globals_by_module", {})
+        casting_mode._without_override_check.cache_clear()
+        model = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
+        amp.initialize(nn.Linear(4, 4), half_dtype=torch.bfloat16, verbosity=0)
+        amp.convert_model(model, "bfloat16")
+        amp.deinitialize()
+        made = amp.convert_model(model, "bfloat16")
+        compiled = torch.compile(made, backend="eager")
+        assert_same_bits(compiled(torch.ones(1, 4, 4)), made(torch.ones(1, 4, 4)))
+        casting_mode._without_override_check.cache_clear()  # it holds the globals of this test
+
     def test_compiled_first_in_a_thread(self):
         torch._dynamo.reset()
         compiled, found = torch.compile(amp.convert_model(mixed(), "bfloat16"), backend="eager", fullgraph=True), []

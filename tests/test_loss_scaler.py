@@ -141,6 +141,59 @@ class TestTransition:
             assert 0 <= state.unskipped < window
 
 
+def of_apex(overflows: str, window: int) -> tuple[float, int]:
+    """The scale and the clean steps of Apex's dynamic scaler, after passes."""
+    scale, unskipped = 2.0**16, 0
+    for overflow in overflows:
+        if overflow == "x":
+            scale, unskipped = scale / 2, 0
+            continue
+        unskipped += 1
+        if unskipped == window:
+            scale, unskipped = min(scale * 2, 2.0**24), 0
+    return scale, unskipped
+
+
+def of_torch(overflows: str, window: int) -> tuple[float, int]:
+    """The same of torch's own scaler."""
+    scaler = torch.amp.GradScaler("cpu", growth_interval=window)
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight])
+    for overflow in overflows:
+        scaler.scale(weight)
+        weight.grad = torch.tensor(math.inf if overflow == "x" else 0.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.get_scale(), scaler._get_growth_tracker()
+
+
+class TestPresets:
+    @pytest.mark.parametrize("scaler", ["apex", "torch"])
+    @pytest.mark.parametrize(
+        "overflows", ["", "x", "." * 30, "x" * 120, "." * 150, "..x...x..", "x" * 100 + "." * 20], ids=len
+    )
+    @pytest.mark.parametrize("window", [1, 3])
+    def test_follow_their_models(self, scaler: str, overflows: str, window: int) -> None:
+        policy = make_policy("dynamic", scaler=scaler, scale_window=window)
+        used = LossScaler.from_policy(policy)
+        passes(used, overflows)
+        wanted = {"apex": of_apex, "torch": of_torch}[scaler](overflows, window)
+        assert (used.state.loss_scale, used.state.unskipped) == wanted
+        assert used.state == after(overflows, policy)
+
+    def test_have_the_same_first_scale_factors_and_window(self) -> None:
+        bounds = {"min_loss_scale": 1.0, "max_loss_scale": 2.0**30}
+        assert make_policy("dynamic", scaler="apex", **bounds) == make_policy("dynamic", **bounds)
+        assert make_policy("dynamic", scaler="torch", **bounds) == make_policy("dynamic", **bounds)
+
+    @pytest.mark.parametrize(
+        ("value", "told"), [("Apex", "Did you mean 'apex'"), ("deepspeed", "'apex' or 'torch'"), (2, "scaler is 2")]
+    )
+    def test_of_another_name(self, value: object, told: str) -> None:
+        with pytest.raises(OptionError, match=told):
+            make_policy("dynamic", scaler=value)  # type: ignore[arg-type] # it is wrong on purpose
+
+
 class TestScaler:
     @given(
         overflows=st.text("x.", max_size=30),

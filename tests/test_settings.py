@@ -350,6 +350,7 @@ class TestTheDifference:
             ({}, {"hysteresis": 2}, "hysteresis is 1 (this call: 2)"),
             ({}, {"min_loss_scale": 1}, f"min_loss_scale is {2.0**-24} (this call: 1.0)"),
             ({}, {"max_loss_scale": 4}, f"max_loss_scale is {2.0**24} (this call: 4.0)"),
+            ({}, {"scaler": "apex"}, f"min_loss_scale is {2.0**-24} (this call: {2.0**-126})"),
             (
                 {"loss_scale": "dynamic"},
                 {"loss_scale": "dynamic", "init_scale": 4},

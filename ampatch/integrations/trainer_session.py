@@ -600,7 +600,8 @@ def _backward_of_steps(original: Callable[..., None]) -> Callable[..., None]:
 
 def _without_scale(options: Mapping[str, Any]) -> dict[str, Any]:
     of_scale = ("loss_scale", "init_scale", "scale_factor", "growth_factor", "backoff_factor", "scale_window")
-    given = [name for name in (*of_scale, "hysteresis", "min_loss_scale", "max_loss_scale") if name in options]
+    of_bounds = ("hysteresis", "min_loss_scale", "max_loss_scale", "scaler")
+    given = [name for name in (*of_scale, *of_bounds) if name in options]
     if given:
         raise OptionError(
             f"a scaler replaces amp's own scale, which {', '.join(given)} would set. Leave one of the two out."

@@ -31,7 +31,7 @@ from ampatch.native.host_copy import for_fused_step, on_device
 from ampatch.opt_levels import HALVES
 from ampatch.runtime import runtime
 from ampatch.scaling import overflows, scale_use
-from ampatch.scaling.loss_scaler import LossScaler, ScaleState, make_policy, next_state, read_states
+from ampatch.scaling.loss_scaler import NO_FLOOR, LossScaler, ScaleState, make_policy, next_state, read_states
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
 from ampatch.scaling.overflows import OnOverflow, Overflow, OverflowHandler, ScaleChange, check_on_overflow
 from ampatch.switch import WithoutCasts
@@ -39,10 +39,6 @@ from ampatch.weights import optimizer_state
 from ampatch.weights.optimizer_state import Snapshot
 
 logger = logging.getLogger("ampatch")
-
-# The floor by default. 1 / scale is still finite there, so that gradients of 0 do not become NaN. The scale comes down
-# to it only after more than a hundred overflows in a row.
-_DEFAULT_FLOOR = 2.0**-126
 
 # float16's smallest positive number. The scaler warns once if an overflow comes at this scale or below.
 _SMALLEST_USEFUL_SCALE = 2.0**-24
@@ -117,7 +113,7 @@ class GradScaler(torch.amp.GradScaler):
                 init_scale=init_scale,
                 scale_window=growth_interval,
                 hysteresis=hysteresis,
-                min_loss_scale=_DEFAULT_FLOOR if min_loss_scale is None else min_loss_scale,
+                min_loss_scale=NO_FLOOR if min_loss_scale is None else min_loss_scale,
                 max_loss_scale=torch.finfo(torch.float32).max if max_loss_scale is None else max_loss_scale,
                 growth_factor=growth_factor,
                 backoff_factor=backoff_factor,

@@ -476,5 +476,7 @@ _globals_by_module: dict[int, dict[str, Any]] = {}
 def _globals_without_override_check(function: types.FunctionType) -> dict[str, Any]:
     key = id(function.__globals__)
     if key not in _globals_by_module:
-        _globals_by_module[key] = {**function.__globals__, **dict.fromkeys(_ASKING, _asks_nobody)}
+        # A session may be live, and have patched them.
+        originals = {name: unwrapped(value) for name, value in function.__globals__.items()}
+        _globals_by_module[key] = {**originals, **dict.fromkeys(_ASKING, _asks_nobody)}
     return _globals_by_module[key]

@@ -12,14 +12,14 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ampatch.casting.nested import cast_tensors
 from ampatch.distributed import Ranks
-from ampatch.errors import AmpError, OptionError, UsageError, warn
+from ampatch.errors import AmpError, OptionError, UsageError, did_you_mean, warn
 from ampatch.native import kernels
 from ampatch.native.host_copy import on_device
 from ampatch.opt_levels import LossScale, check_loss_scale
@@ -31,6 +31,10 @@ logger = logging.getLogger("ampatch")
 _L = TypeVar("_L")
 
 _GREATEST = torch.finfo(torch.float32).max
+
+#: A floor for scales that are to have none: 1 / scale is still finite there, so that gradients of 0 do not become NaN.
+#: A scale comes down to it only after more than a hundred overflows in a row.
+NO_FLOOR = 2.0**-126
 
 # The keys of a saved state. The first two are required: the scale, and its number of clean steps.
 _KEYS = ("loss_scale", "unskipped", "hysteresis_left", "dynamic")
@@ -70,6 +74,18 @@ class ScalePolicy:
     max_loss_scale: float = 2.0**24
 
 
+class _Bounds(NamedTuple):
+    """The bounds of a scale for which the user gives none."""
+
+    floor: float
+    ceiling: float
+
+
+_OWN = _Bounds(2.0**-24, 2.0**24)
+#: By the value of ``scaler``. All else is the same in Apex's scaler, torch's and ampatch's: 2**16, 2, 0.5 and 2000.
+_BOUNDS = {"apex": _Bounds(NO_FLOOR, 2.0**24), "torch": _Bounds(NO_FLOOR, math.inf)}
+
+
 @dataclass(frozen=True, slots=True)
 class ScaleState:
     """The state of a scale at one moment.
@@ -96,6 +112,7 @@ def make_policy(
     max_loss_scale: float = 2.0**24,
     growth_factor: float | None = None,
     backoff_factor: float | None = None,
+    scaler: str | None = None,
 ) -> ScalePolicy:
     """Returns a checked policy from the arguments of ``amp.initialize``.
 
@@ -104,8 +121,11 @@ def make_policy(
             one of the factors that it sets.
     """
     checked: LossScale = check_loss_scale(loss_scale)
-    floor = 2.0**-24 if min_loss_scale is None else _checked_scale("min_loss_scale", min_loss_scale)
+    bounds = _bounds(scaler)
+    floor = bounds.floor if min_loss_scale is None else _checked_scale("min_loss_scale", min_loss_scale)
     ceiling = _checked_scale("max_loss_scale", max_loss_scale)
+    if ceiling == _OWN.ceiling:  # the default
+        ceiling = bounds.ceiling
     if floor > ceiling:
         raise OptionError(f"min_loss_scale={floor} is above max_loss_scale={ceiling}; expected it to be at most that.")
     growth, backoff = _factors(scale_factor, growth_factor, backoff_factor)
@@ -658,6 +678,17 @@ def _checked_scale(name: str, value: object) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 2.0**-126 <= value <= _GREATEST:
         return _float32(value)
     raise OptionError(f"{name} is {value!r}; expected a number from 2**-126 to {_GREATEST:g}.")
+
+
+def _bounds(scaler: object) -> _Bounds:
+    if scaler is None:
+        return _OWN
+    if isinstance(scaler, str) and scaler in _BOUNDS:
+        return _BOUNDS[scaler]
+    raise OptionError(
+        f"scaler is {scaler!r}; expected 'apex' or 'torch', or None for the bounds of ampatch."
+        f"{did_you_mean(scaler, _BOUNDS)}"
+    )
 
 
 def _factors(scale_factor: object, growth_factor: object, backoff_factor: object) -> tuple[float, float]:

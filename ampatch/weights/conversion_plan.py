@@ -138,9 +138,19 @@ def matches(wanted: str | type[nn.Module], name: str, module: nn.Module) -> bool
     return isinstance(module, wanted)
 
 
+def kept_modules(model: nn.Module, keep_fp32: KeepFloat32) -> dict[nn.Module, str]:
+    """Returns the modules that ``keep_fp32`` matches and that have a forward, with the names under which it does."""
+    return {
+        root: name
+        for name, module in model.named_modules()
+        if name and any(matches(wanted, name, module) for wanted in keep_fp32)
+        for root in _callable_roots(module)
+    }
+
+
 def _callable_roots(module: nn.Module) -> Iterator[nn.Module]:
     """Yields the module itself; for a container without a forward, such as ``ModuleList``, its callable children."""
-    if type(module).forward is nn.Module.forward:
+    if not isinstance(module, torch.jit.ScriptModule) and type(module).forward is nn.Module.forward:
         for child in module.children():
             yield from _callable_roots(child)
     else:

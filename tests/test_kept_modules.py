@@ -1,0 +1,273 @@
+"""``keep_fp32`` at O1: a part of a model computes in float32, forward and backward, wherever and however it runs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import HALF_DTYPES, assert_same_bits, dtype_name
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ampatch import amp
+from ampatch.errors import OptionError
+
+every_half = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+
+
+class Product(torch.autograd.Function):
+    """A user's function whose backward pass calls a whitelisted function."""
+
+    seen: tuple[torch.dtype, ...] = ()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = torch.mm(gradient, weight.t()), torch.mm(x.t(), gradient)
+        Product.seen += (of_x.dtype, of_weight.dtype)
+        return of_x, of_weight
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8))
+        self.seen: list[torch.dtype] = []
+        self.raises = self.is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.raises:
+            raise ValueError("on purpose")
+        hidden = self.linear(x)
+        self.seen += [x.dtype, hidden.dtype]
+        return torch.mm(hidden, self.weight) if self.is_plain else Product.apply(hidden, self.weight)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.tail = nn.Linear(8, 8), Head(), nn.Linear(8, 2)
+        self.checkpoints: bool | None = None  # whether reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        x = self.head(x) if self.checkpoints is None else checkpoint(self.head, x, use_reentrant=self.checkpoints)
+        return self.tail(x)
+
+
+class ByHand(Net):
+    """The same with casts off by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        with amp.disable_casts():
+            x = self.head(x.float())
+        return self.tail(x)
+
+
+INPUTS = torch.linspace(-1, 1, 24).view(3, 8)
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen() -> None:
+    Product.seen = ()
+
+
+def kept(half: torch.dtype = torch.bfloat16, keep: Any = "head", **options: Any) -> Net:
+    return amp.initialize(Net(), half_dtype=half, keep_fp32=keep, verbosity=0, **options)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    model(INPUTS).float().square().sum().backward()
+    return {name: each.grad for name, each in model.named_parameters()}
+
+
+class TestForward:
+    @every_half
+    def test_computes_in_float32_between_halves(self, half: torch.dtype) -> None:
+        model = kept(half)
+        result = model(INPUTS)
+        assert (model.head.seen, result.dtype) == ([torch.float32, torch.float32], half)
+        amp.deinitialize()
+        by_hand = amp.initialize(ByHand(), half_dtype=half, verbosity=0)
+        assert_same_bits(result, by_hand(INPUTS))
+
+    @pytest.mark.parametrize("keep", ["head", "he*", Head, ["head", "tail"], "Head"], ids=str)
+    def test_by_name_pattern_and_class(self, keep: Any) -> None:
+        model = kept(keep=keep)
+        assert model(INPUTS).dtype is (torch.float32 if isinstance(keep, list) else torch.bfloat16)
+        assert model.head.seen == [torch.float32] * 2
+
+    def test_what_a_container_holds(self) -> None:
+        model = nn.Module()
+        model.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        amp.initialize(model, half_dtype=torch.bfloat16, keep_fp32="layers", verbosity=0)
+        assert [layer(INPUTS).dtype for layer in model.layers] == [torch.float32] * 2
+
+    def test_at_o2_with_patches(self) -> None:
+        model = kept(opt_level="O2", patch_torch_functions=True)
+        model(INPUTS)
+        assert model.head.seen == [torch.float32] * 2
+
+    def test_writes_to_arguments_reach_the_caller(self) -> None:
+        class Writes(nn.Module):
+            def forward(self, x: Tensor, found: dict[str, Tensor]) -> Tensor:
+                found["x"] = x
+                return x.add_(1)
+
+        model = nn.Sequential(Writes())
+        amp.initialize(model, half_dtype=torch.bfloat16, keep_fp32="0", verbosity=0)
+        given, found = torch.zeros(2, dtype=torch.bfloat16), {}
+        model[0](given, found)
+        assert given.tolist() == [1, 1]
+        assert list(found) == ["x"]
+
+    def test_an_error_leaves_casts_on(self) -> None:
+        model = kept()
+        model.head.raises = True
+        with pytest.raises(ValueError, match="on purpose"):
+            model(INPUTS)
+        assert model.tail(INPUTS).dtype is torch.bfloat16
+
+    def test_other_threads_cast_meanwhile(self) -> None:
+        model = kept()
+        inside, seen = threading.Event(), []
+        elsewhere = threading.Thread(target=lambda: (inside.wait(10), seen.append(model.tail(INPUTS).dtype)))
+        elsewhere.start()
+
+        def wait_for_it(*_: object) -> None:
+            inside.set()
+            elsewhere.join()
+
+        model.head.linear.register_forward_hook(wait_for_it)
+        model(INPUTS)
+        assert (seen, model.head.seen) == ([torch.bfloat16], [torch.float32] * 2)
+
+    def test_a_forward_of_the_users_own(self) -> None:
+        model, calls = Net(), []
+        own = model.head.forward
+        model.head.forward = replaced = lambda x: (calls.append(x.dtype), own(x))[1]
+        amp.initialize(model, half_dtype=torch.bfloat16, keep_fp32="head", verbosity=0)
+        model(INPUTS)
+        amp.deinitialize()
+        assert calls == [torch.float32]
+        assert model.head.forward is replaced
+
+
+class TestBackward:
+    @every_half
+    @pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpoint", "reentrant checkpoint"])
+    def test_of_a_users_function(self, half: torch.dtype, reentrant: bool | None) -> None:
+        model = kept(half)
+        model.checkpoints = reentrant
+        found = gradients(model)
+        assert Product.seen == (torch.float32, torch.float32)
+        assert set(model.head.seen) == {torch.float32}
+        model.checkpoints = None
+        model.zero_grad()
+        for name, gradient in gradients(model).items():
+            assert_same_bits(gradient, found[name])
+
+    def test_elsewhere_it_casts_as_before(self) -> None:
+        model = kept(keep="tail")
+        gradients(model)
+        assert torch.bfloat16 in Product.seen
+
+    def test_only_of_what_ran_inside(self) -> None:
+        class Outer(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight, self.inner = nn.Parameter(torch.eye(8)), nn.Linear(8, 8)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.inner(Product.apply(x, self.weight))
+
+        model = amp.initialize(Outer(), half_dtype=torch.bfloat16, keep_fp32="inner", verbosity=0)
+        gradients(model)
+        assert Product.seen == (torch.bfloat16, torch.bfloat16)
+
+
+class TestCopies:
+    def test_a_deep_copy_computes_in_float32_by_its_own_weights(self) -> None:
+        model = kept()
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            twin.head.linear.weight.zero_()
+        twin(INPUTS)
+        assert twin.head.seen == [torch.float32] * 2
+        assert model.head.seen == []
+        assert not torch.equal(twin(INPUTS), model(INPUTS))
+
+    def test_a_deep_copy_casts_nothing_after_the_end(self) -> None:
+        twin = copy.deepcopy(kept())
+        amp.deinitialize()
+        assert twin.head(INPUTS.bfloat16().float()).dtype is torch.float32
+        with pytest.raises(RuntimeError, match="dtype"):
+            twin.head(INPUTS.bfloat16())
+
+    def test_a_pickled_one_has_the_plain_forward(self) -> None:
+        model = kept()
+        stored = pickle.dumps(model.tail)  # not kept
+        assert pickle.loads(stored)(INPUTS).dtype is torch.bfloat16
+        other = pickle.loads(pickle.dumps(model.head))
+        amp.deinitialize()
+        assert_same_bits(other(INPUTS), model.head(INPUTS))
+
+    def test_a_converted_copy_casts_by_the_lists(self) -> None:
+        model = kept()
+        converted = amp.convert_model(model, half_dtype=torch.bfloat16)
+        with torch.no_grad():
+            converted(INPUTS)
+        assert converted.head.seen[1] is torch.bfloat16
+
+
+class TestEnd:
+    def test_modules_are_what_they_were(self) -> None:
+        model = kept(keep=["head", "tail"])
+        amp.deinitialize()
+        assert not any("forward" in vars(each) for each in model.modules())
+
+    def test_an_error_in_initialize_leaves_nothing(self) -> None:
+        model = Net()
+        model.tail.half()
+        with pytest.raises(OptionError, match=r"matches 'tail', whose 'weight' is half.*get_submodule\('tail'\)"):
+            amp.initialize(model, half_dtype=torch.float16, keep_fp32=["head", "tail"], verbosity=0)
+        assert not any("forward" in vars(each) for each in model.modules())
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+    def test_torchscript(self) -> None:
+        model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 8))
+        with pytest.raises(OptionError, match="matches '0', which TorchScript has compiled"):
+            amp.initialize(model, half_dtype=torch.bfloat16, keep_fp32="0", verbosity=0)
+
+
+class TestCompiled:
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    def test_is_one_graph_with_the_same_results(self, backend: str) -> None:
+        torch._dynamo.reset()
+        model = kept()
+        model.head.is_plain = True  # writes to a class attribute cannot be compiled
+        wanted = gradients(model)
+        model.zero_grad()
+        model.head.seen.clear()
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        result = compiled(INPUTS)
+        assert result.dtype is torch.bfloat16
+        assert model.head.seen == [torch.float32] * 2
+        result.float().square().sum().backward()
+        for name, each in model.named_parameters():
+            torch.testing.assert_close(each.grad, wanted[name], rtol=0.02, atol=1e-3)
+        assert F.linear(INPUTS, torch.ones(2, 8)).dtype is torch.bfloat16  # casts are on again
+        torch._dynamo.reset()
