@@ -191,8 +191,14 @@ class TestMoving:
         assert treatment(lists, "torch.Tensor.mm") == ["whitelist", "whitelist"]
 
     def test_everything_else_stays(self) -> None:
-        lists = shipped().overlaid({"unlisted": {"torch": ["mm"]}})
-        assert {key: found for key, found in shipped().rules.items() if str(key[0]) != "torch.mm"} == lists.rules
+        lists = shipped().overlaid({"unlisted": {"torch": ["bmm"]}})
+        assert {key: found for key, found in shipped().rules.items() if str(key[0]) != "torch.bmm"} == lists.rules
+
+    def test_older_names_of_a_builtin_move_with_it(self) -> None:
+        # Other objects, with the same function in C inside, and so equal.
+        lists = shipped().overlaid({"blacklist": {"torch": ["mm"]}})
+        for path in ("torch.mm", "torch.dsmm", "torch.spmm"):
+            assert treatment(lists, path) == ["blacklist", "blacklist"]
 
 
 FIRST = {"blacklist": {"torch": ["mm", "bmm"]}}

@@ -138,7 +138,9 @@ class TestPolicyOfNames:
     @pytest.mark.parametrize(("name", "path"), [("relu", "torch.relu"), ("F.relu", "torch.nn.functional.relu")])
     def test_of_a_function_without_a_rule_that_is_said(self, name: str, path: str) -> None:
         (line,) = list_reports.policy(self.RULES, names=[name])
-        why = "Selects or copies values, or changes their signs, so that nothing is rounded."
+        why = (
+            "Selects, copies or negates values, or cuts them to whole numbers; the half type holds each result exactly."
+        )
         assert line == f"{path} is on no list: amp leaves its arguments as they are. {why}"
 
     def test_of_a_function_that_is_on_no_list_only_here_no_reason_is_known(self) -> None:

@@ -91,7 +91,9 @@ def unwrapped(value: object) -> object:
 def identity(path: Path) -> object:
     """Returns the object that all paths of a function share: the function, or the path if it cannot be looked up.
 
-    A function that is not imported, does not exist or is not hashable is identified by its path.
+    Builtins that are equal count as one function: ``torch.mm`` and its older name ``torch.spmm`` are two objects around
+    the same function in C. A function that is not imported, does not exist or is not hashable is identified by its
+    path.
     """
     try:
         function = find(path)
