@@ -16,7 +16,7 @@ FUNCTIONS = (
     ("torch.conv2d", "torch.nn.functional.conv2d"),
     ("torch.lstm", "torch._VF.lstm"),
     ("torch.bilinear", "torch.nn.functional.bilinear"),
-    ("torch.mm", "torch.dsmm", "torch.spmm"),
+    ("torch.mm",),
     ("torch.Tensor.mm",),
     ("torch.exp",),
     ("torch.sum",),

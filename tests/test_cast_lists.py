@@ -191,14 +191,15 @@ class TestMoving:
         assert treatment(lists, "torch.Tensor.mm") == ["whitelist", "whitelist"]
 
     def test_everything_else_stays(self) -> None:
-        lists = shipped().overlaid({"unlisted": {"torch": ["bmm"]}})
-        assert {key: found for key, found in shipped().rules.items() if str(key[0]) != "torch.bmm"} == lists.rules
+        lists = shipped().overlaid({"unlisted": {"torch": ["mm"]}})
+        assert {key: found for key, found in shipped().rules.items() if str(key[0]) != "torch.mm"} == lists.rules
 
-    def test_older_names_of_a_builtin_move_with_it(self) -> None:
-        # Other objects, with the same function in C inside, and so equal.
-        lists = shipped().overlaid({"blacklist": {"torch": ["mm"]}})
-        for path in ("torch.mm", "torch.dsmm", "torch.spmm"):
-            assert treatment(lists, path) == ["blacklist", "blacklist"]
+    @pytest.mark.parametrize(("moved", "other"), [("mm", "spmm"), ("spmm", "mm")])
+    def test_a_builtin_that_is_equal_is_another_function(self, moved: str, other: str) -> None:
+        assert torch.mm == torch.spmm
+        lists = shipped().overlaid({"promote": {"torch": [moved]}})
+        assert treatment(lists, f"torch.{moved}") == ["promote", "promote"]
+        assert treatment(lists, f"torch.{other}") == ["whitelist", "whitelist"]
 
 
 FIRST = {"blacklist": {"torch": ["mm", "bmm"]}}

@@ -325,7 +325,7 @@ class TestCheck:
             f"{file}:4: torch.mm is in the blacklist now, but torch.Tensor.mm and torch.sparse.mm "
         )
         assert verdict == (
-            f"{file} can be read, but 1 of its changes is undone by calls inside the function: it changes how 4 paths "
+            f"{file} can be read, but 1 of its changes is undone by calls inside the function: it changes how 2 paths "
             "are treated."
         )
 

@@ -18,7 +18,7 @@ import yaml
 from torch import overrides
 
 from ampatch.cast_lists.lists import CastLists
-from ampatch.cast_lists.paths import Path, PathError, find, find_owner, unwrapped
+from ampatch.cast_lists.paths import Path, find_owner, function_key, unwrapped
 from ampatch.cast_lists.rules import Treatment
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, spellings
 from ampatch.cast_lists.yaml_tree import compose_own
@@ -88,9 +88,9 @@ def coverage(lists: CastLists) -> Coverage:
     Args:
         lists: rules to look for, usually the shipped ones.
     """
-    treatments: dict[int | None, set[Treatment]] = {}
+    treatments: dict[Path | int, set[Treatment]] = {}
     for (path, _), rule in lists.rules.items():
-        treatments.setdefault(_id(path), set()).add(rule.treatment)
+        treatments.setdefault(function_key(path), set()).add(rule.treatment)
     listed: dict[Treatment, list[Path]] = {treatment: [] for treatment in Treatment}
     reasons: dict[Reason, list[Path]] = {reason: [] for reason in _read()}
     undecided: list[Path] = []
@@ -112,7 +112,7 @@ def coverage(lists: CastLists) -> Coverage:
 def reason_of(path: Path) -> Reason | None:
     """Returns the reason why the function at a path is in no list, by any of its paths; None if there is none."""
     by_path, by_function = _reasons()
-    return by_path.get(path) or by_function.get(_id(path))
+    return by_path.get(path) or by_function.get(function_key(path))
 
 
 def reviewed_names() -> list[tuple[Reason, Path]]:
@@ -179,21 +179,10 @@ def _flat(names: Sequence[Any]) -> Iterator[str]:
 
 
 @functools.cache
-def _reasons() -> tuple[Mapping[Path, Reason], Mapping[int | None, Reason]]:
+def _reasons() -> tuple[Mapping[Path, Reason], Mapping[Path | int, Reason]]:
     """Returns the reason of each path, and of each function, so that it counts under paths that are not named."""
     by_path: dict[Path, Reason] = {}
     for reason, path in reviewed_names():
         for each in spellings(path.name) if path.namespace == EVERY_NAMESPACE else [path]:
             by_path.setdefault(each, reason)
-    by_function = {_id(path): reason for path, reason in by_path.items()}
-    by_function.pop(None, None)
-    return by_path, by_function
-
-
-def _id(path: Path) -> int | None:
-    """Returns the id of the object at a path; None if there is none."""
-    try:
-        found = find(path)
-    except PathError:
-        return None
-    return None if found is None else id(found)
+    return by_path, {function_key(path): reason for path, reason in by_path.items()}

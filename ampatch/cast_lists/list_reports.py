@@ -16,7 +16,7 @@ import torch
 from ampatch.cast_lists import list_edits
 from ampatch.cast_lists.coverage import Coverage, reason_of
 from ampatch.cast_lists.lists import CastLists
-from ampatch.cast_lists.paths import Path, PathError, find, identity
+from ampatch.cast_lists.paths import Path, PathError, find, function_key, identity
 from ampatch.cast_lists.rules import Rule, Treatment, When, typed_conditions
 from ampatch.cast_lists.spellings import NAMESPACES
 from ampatch.errors import AmpError, CastListError, OptionError, did_you_mean
@@ -178,7 +178,7 @@ def difference(theirs: CastLists, ours: CastLists, name: str, half_dtypes: Seque
     sides = [[_by_any_name(lists.for_half(dtype)) for dtype in half_dtypes] for lists in (theirs, ours)]
 
     def decisions(path: Path) -> list[list[_Decision | None]]:
-        return [[_decision(rules.get(path) or rules.get(identity(path))) for rules in side] for side in sides]
+        return [[_decision(rules.get(path) or rules.get(function_key(path))) for rules in side] for side in sides]
 
     listed = {path for path, _ in {**theirs.rules, **ours.rules} if _found(path) is not _ABSENT}
     rows, kinds = _compared({path: decisions(path) for path in sorted(listed)}, half_dtypes)
@@ -299,11 +299,11 @@ def _full_decision(rule: Rule | None) -> _Decision | None:
 
 
 def _by_any_name(rules: dict[Path, Rule]) -> dict[object, Rule]:
-    """Returns the rules by path, and by the `identity` that all paths of a function share."""
+    """Returns the rules by path, and by the `function_key` that all paths of a function share."""
     found: dict[object, Rule] = {}
     for path, rule in rules.items():
         found[path] = rule
-        found.setdefault(identity(path), rule)
+        found.setdefault(function_key(path), rule)
     return found
 
 
