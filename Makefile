@@ -17,7 +17,7 @@ THOROUGHLY := $(RUN) pytest -n 2 --hypothesis-profile thorough
 # A Chromium of at least version 105; on Debian its package is chromium.
 CHROMIUM ?= chromium
 
-.PHONY: demo picture libraries test slow lint types clean
+.PHONY: demo picture libraries test slow versions lint types clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/ampatch demo
@@ -41,6 +41,10 @@ slow: libraries
 	AMPATCH_KERNELS=torch AMPATCH_CALLS=python $(THOROUGHLY) -m "not (slow or once) or either_way or without_libraries"
 	AMPATCH_KERNELS=auto AMPATCH_CALLS=auto $(THOROUGHLY) -m "slow and (either_way or with_libraries)"
 	AMPATCH_KERNELS=torch AMPATCH_CALLS=auto $(THOROUGHLY) -m "slow and not (either_way or with_libraries or without_libraries)"
+
+# Other versions of torch and Python, each in an environment under build/. It downloads a torch for each: not part of CI.
+versions: $(READY)
+	$(VENV)/bin/python tests/versions.py $(TESTS)
 
 lint: $(READY)
 	$(RUN) ruff check .

@@ -328,6 +328,7 @@ _add(
     Sample(lambda m: {"self": m.t(4, 4), "other": m.t(4, 4)}, keywords=False),
 )
 _add(BOTH, "mm", Sample(lambda m: {"input": m.t(3, 5), "mat2": m.t(5, 4)}))
+_add(TORCH, "dsmm spmm", Sample(lambda m: {"input": m.t(3, 5, grad=False).to_sparse(), "mat2": m.t(5, 4)}))
 _add(BOTH, "mv", Sample(lambda m: {"input": m.t(3, 5), "vec": m.t(5)}))
 _add(
     METHOD,
@@ -597,6 +598,13 @@ _PRODUCT = (
 _add(BOTH, "prod", *_PRODUCT)
 _add(BOTH, "cumsum", Sample(lambda m: {"input": m.t(3, 4), "dim": 1}))
 _add(BOTH, "cumprod", Sample(lambda m: {"input": m.t(3, 4, low=0.5, high=1.5), "dim": 1}))
+_add(
+    TORCH,
+    "cumulative_trapezoid trapezoid trapz",
+    Sample(lambda m: {"y": m.t(3, 4), "x": m.t(3, 4)}),
+    Sample(lambda m: {"y": m.t(3, 4), "dx": 0.5}, keyword_only=frozenset({"dx"})),
+)
+_add(METHOD, "sum_to_size", Sample(lambda m: {"input": m.t(3, 4), "size": (1, 4)}))
 _add(METHOD, "cumsum_", Sample(lambda m: {"input": m.t(3, 4), "dim": 1}, grad=False, note="in place"))
 _add(METHOD, "cumprod_", Sample(lambda m: {"input": m.t(3, 4, low=0.5), "dim": 1}, grad=False, note="in place"))
 _ALONG = (Sample(lambda m: {"input": m.t(3, 4), "dim": -1}),)
@@ -614,6 +622,7 @@ _add(
 )
 _add(TORCH, "std_mean var_mean", *_REDUCED)
 _add(BOTH, "cov corrcoef", Sample(lambda m: {"input": m.t(3, 6)}, tolerance=2))
+_add(TORCH, "norm_except_dim", Sample(lambda m: {"v": m.t(3, 4), "pow": 2, "dim": 0}))
 _add(BOTH, "trace", Sample(lambda m: {"input": m.square(4)}))
 _add(BOTH, "dist", _binary(), Sample(lambda m: {"input": m.t(3, 4), "other": m.t(3, 4), "p": 3}))
 _RENORM = {"p": 2, "dim": 0, "maxnorm": 1.0}

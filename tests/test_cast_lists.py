@@ -194,6 +194,13 @@ class TestMoving:
         lists = shipped().overlaid({"unlisted": {"torch": ["mm"]}})
         assert {key: found for key, found in shipped().rules.items() if str(key[0]) != "torch.mm"} == lists.rules
 
+    @pytest.mark.parametrize(("moved", "other"), [("mm", "spmm"), ("spmm", "mm")])
+    def test_a_builtin_that_is_equal_is_another_function(self, moved: str, other: str) -> None:
+        assert torch.mm == torch.spmm
+        lists = shipped().overlaid({"promote": {"torch": [moved]}})
+        assert treatment(lists, f"torch.{moved}") == ["promote", "promote"]
+        assert treatment(lists, f"torch.{other}") == ["whitelist", "whitelist"]
+
 
 FIRST = {"blacklist": {"torch": ["mm", "bmm"]}}
 SECOND = {"promote": {"torch": ["mm"]}, "unlisted": {"torch": ["exp"]}}

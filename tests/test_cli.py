@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ from fresh import COMMAND, Fresh
 
 import ampatch
 from ampatch import amp, demo, doctor
-from ampatch.cast_lists import list_reports
+from ampatch.cast_lists import coverage, list_reports
 from ampatch.cast_lists.lists import PEERS, peer, shipped
 from ampatch.cli import main as cli
 from ampatch.errors import UsageError
@@ -27,7 +28,18 @@ from ampatch.runtime import runtime
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
-LISTS = ("list_edits", "list_reports", "lists", "paths", "reader", "rules", "signatures", "spellings", "yaml_tree")
+LISTS = (
+    "coverage",
+    "list_edits",
+    "list_reports",
+    "lists",
+    "paths",
+    "reader",
+    "rules",
+    "signatures",
+    "spellings",
+    "yaml_tree",
+)
 SOUND = "blacklist:\n  torch.nn.functional: [linear]\n"  # a function of one spelling
 
 
@@ -59,7 +71,7 @@ class TestCommandLine:
 
     @pytest.mark.parametrize(
         ("arguments", "commands"),
-        [([], ["demo", "lists", "explain", "doctor", "build"]), (["lists"], ["show", "check", "diff"])],
+        [([], ["demo", "lists", "explain", "doctor", "build"]), (["lists"], ["show", "check", "diff", "coverage"])],
         ids=["top", "lists"],
     )
     def test_help_has_a_sentence_on_each_command(
@@ -180,6 +192,7 @@ class TestImports:
             ["lists", "show"],
             pytest.param(["lists", "diff", "apex"], marks=pytest.mark.slow),
             pytest.param(["lists", "check", os.devnull], marks=pytest.mark.slow),
+            pytest.param(["lists", "coverage"], marks=pytest.mark.slow),
         ],
         ids=" ".join,
     )
@@ -497,6 +510,29 @@ class TestDiff:
         assert capsys.readouterr().out.startswith("Columns: function; its list in apex;")
         assert cli.main(["lists", "diff", "./apex"]) == 0
         assert capsys.readouterr().out.startswith("Columns: function; its list in the shipped lists;")
+
+
+class TestCoverage:
+    def test_where_all_is_decided_the_status_is_0(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["lists", "coverage"]) == 0
+
+        assert capsys.readouterr().out.splitlines() == list_reports.covered(coverage.coverage(shipped()))
+
+    @pytest.mark.parametrize("options", [[], ["--json"]], ids=str)
+    def test_a_function_that_has_neither_a_list_nor_a_reason_is_shown_and_status_1(
+        self, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(torch.linalg, "brand_new", lambda input: input, raising=False)
+        monkeypatch.setattr(torch.linalg.brand_new, "__module__", "torch")
+
+        assert cli.main(["lists", "coverage", *options]) == 1
+
+        assert "torch.linalg.brand_new" in capsys.readouterr().out
+
+    def test_as_json(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["lists", "coverage", "--json"]) == 0
+
+        assert json.loads(capsys.readouterr().out) == coverage.coverage(shipped()).to_dict()
 
 
 class TestDoctor:

@@ -234,6 +234,12 @@ class TestRules:
         assert found.reason == "Probabilities and their logarithms: a half softmax turns small ones into zero."
         assert found.overrides is None
 
+    def test_a_function_in_no_list_on_purpose_has_the_reason(self) -> None:
+        found = decided(torch.cat, "torch.cat")
+        assert (found.treatment, found.source) == ("unlisted", "reviewed.yaml (promotes)")
+        assert str(found.reason).startswith("Torch promotes mixed operands to the widest type by itself")
+        assert str(found.reason)[:50] in str(amp.explain(torch.cat))
+
     def test_half_types_with_different_rules_have_one_each(self) -> None:
         assert decided(torch.exp, "torch.exp", "float16").treatment == "blacklist"
         assert decided(torch.exp, "torch.exp", "bfloat16") == Ruling(("bfloat16",), "unlisted")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
+from pathlib import Path as FilePath
 
 import pytest
 import torch
 
 from ampatch.cast_lists import list_reports
+from ampatch.cast_lists.coverage import Coverage, Reason
 from ampatch.cast_lists.lists import PEERS, CastLists, peer, shipped
+from ampatch.cast_lists.paths import Path
+from ampatch.cast_lists.rules import Treatment
 from ampatch.errors import AmpError, CastListError, Fault, OptionError
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
@@ -22,7 +26,7 @@ def lists(**names: object) -> CastLists:
 
 
 class TestPolicy:
-    def test_a_line_is_path_list_source_and_conditions_in_columns(self, tmp_path: Path) -> None:
+    def test_a_line_is_path_list_source_and_conditions_in_columns(self, tmp_path: FilePath) -> None:
         file = tmp_path / "own.yaml"
         file.write_text(
             "promote: {torch: [dot]}\n"
@@ -56,7 +60,7 @@ class TestPolicy:
             "torch.exp  promote    cast_lists  bfloat16 only",
         ]
 
-    def test_equal_rules_from_two_lines_are_two(self, tmp_path: Path) -> None:
+    def test_equal_rules_from_two_lines_are_two(self, tmp_path: FilePath) -> None:
         file = tmp_path / "own.yaml"
         file.write_text(
             "promote:\n  torch:\n  - {name: exp, dtypes: [float16]}\n  - {name: exp, dtypes: [bfloat16]}\n  - dot\n"
@@ -133,8 +137,15 @@ class TestPolicyOfNames:
 
     @pytest.mark.parametrize(("name", "path"), [("relu", "torch.relu"), ("F.relu", "torch.nn.functional.relu")])
     def test_of_a_function_without_a_rule_that_is_said(self, name: str, path: str) -> None:
-        assert list_reports.policy(self.RULES, names=[name]) == [
-            f"{path} is on no list: amp leaves its arguments as they are."
+        (line,) = list_reports.policy(self.RULES, names=[name])
+        why = (
+            "Selects, copies or negates values, or cuts them to whole numbers; the half type holds each result exactly."
+        )
+        assert line == f"{path} is on no list: amp leaves its arguments as they are. {why}"
+
+    def test_of_a_function_that_is_on_no_list_only_here_no_reason_is_known(self) -> None:
+        assert list_reports.policy(self.RULES, names=["torch.log"]) == [
+            "torch.log is on no list: amp leaves its arguments as they are."
         ]
 
     @pytest.mark.parametrize(
@@ -155,7 +166,7 @@ class TestPolicyOfNames:
         with pytest.raises(OptionError, match="is on no list"):
             list_reports.policy(self.RULES, names=[name])
 
-    def test_of_a_module_that_is_not_imported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_of_a_module_that_is_not_imported(self, tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "not_imported_yet.py").write_text("raise AssertionError('imported')")
         monkeypatch.syspath_prepend(tmp_path)
         rules = lists(whitelist={"not_imported_yet": ["fused"]})
@@ -181,11 +192,12 @@ class TestVerdict:
             ({}, "0 paths are"),
             ({"whitelist": {"torch": ["mm"]}}, "0 paths are"),  # it stands there already
             ({"unlisted": {"torch": ["log"]}}, "1 path is"),
-            ({"blacklist": {"torch": ["mm", "bmm"]}}, "2 paths are"),
+            ({"blacklist": {"torch": ["inner", "bmm"]}}, "2 paths are"),
             ({"unlisted": {"torch": ["conv2d"]}}, "2 paths are"),  # and torch.nn.functional.conv2d
             ({"blacklist": {"torch": ["sum"]}}, "1 path is"),  # not via_dtype any more
             ({"banned": {"torch.nn.functional": [{"name": "binary_cross_entropy", "instead": "x"}]}}, "1 path is"),
-            ({"blacklist": {"torch": [{"name": "mm", "dtypes": ["float16"]}]}}, "1 path is"),
+            ({"blacklist": {"torch": ["mm"]}}, "1 path is"),  # torch.spmm is equal, and another function
+            ({"blacklist": {"torch": [{"name": "bmm", "dtypes": ["float16"]}]}}, "1 path is"),
         ],
         ids=str,
     )
@@ -194,10 +206,10 @@ class TestVerdict:
 
         assert verdict == f"own.yaml is sound: it changes how {changed} treated."
 
-    def test_it_says_what_it_had_to_take_on_trust(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_says_what_it_had_to_take_on_trust(self, tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "not_imported_yet.py").write_text("raise AssertionError('imported')")
         monkeypatch.syspath_prepend(tmp_path)
-        after = shipped().overlaid({"blacklist": {"torch": ["mm"], "not_imported_yet": ["f", "g"]}})
+        after = shipped().overlaid({"blacklist": {"torch": ["bmm"], "not_imported_yet": ["f", "g"]}})
 
         *_, verdict = list_reports.checked("own.yaml", shipped(), after).lines
 
@@ -347,3 +359,45 @@ class TestChanges:
         assert self.changes({"whitelist": {"torch": ["mm"]}}) == [
             "0 paths treated differently in float16 and bfloat16."
         ]
+
+
+class TestCovered:
+    FOUND = Coverage(
+        "2.99.0",
+        {Treatment.WHITELIST: (Path("torch", "bmm"), Path("torch", "mm")), Treatment.BANNED: ()},
+        {
+            Reason("views", "Returns a view."): (Path("torch", "t"), Path("torch.Tensor", "t")),
+            Reason("exact", "Copies."): (Path("torch", "clone"),),
+        },
+        (Path("torch", "brand_new"),),
+    )
+
+    def test_counts_come_first_then_the_undecided_and_then_all_names(self) -> None:
+        assert list_reports.covered(self.FOUND) == [
+            "torch 2.99.0 has 6 functions and properties of tensors: 2 in a list, 3 in none for a reason, 1 undecided.",
+            "",
+            "Neither a list nor a reason names these. amp leaves their arguments as they are; name them in cast_lists:",
+            "  torch.brand_new",
+            "",
+            "whitelist  2",
+            "banned     0",
+            "",
+            "views  2  Returns a view.",
+            "exact  1  Copies.",
+            "",
+            "whitelist:",
+            "  torch: bmm, mm",
+            "",
+            "banned:",
+            "",
+            "views:",
+            "  torch: t",
+            "  torch.Tensor: t",
+            "",
+            "exact:",
+            "  torch: clone",
+        ]
+
+    def test_where_all_is_decided_no_name_stands_before_the_counts(self) -> None:
+        _, *lines = list_reports.covered(replace(self.FOUND, undecided=()))
+        assert lines[:2] == ["", "whitelist  2"]

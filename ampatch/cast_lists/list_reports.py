@@ -14,8 +14,9 @@ from typing import TypeVar
 import torch
 
 from ampatch.cast_lists import list_edits
+from ampatch.cast_lists.coverage import Coverage, reason_of
 from ampatch.cast_lists.lists import CastLists
-from ampatch.cast_lists.paths import Path, PathError, find, identity
+from ampatch.cast_lists.paths import Path, PathError, find, function_key, identity
 from ampatch.cast_lists.rules import Rule, Treatment, When, typed_conditions
 from ampatch.cast_lists.spellings import NAMESPACES
 from ampatch.errors import AmpError, CastListError, OptionError, did_you_mean
@@ -100,7 +101,9 @@ def _unlisted(name: str, listed: Sequence[Path]) -> str:
     namespace, _, attribute = name.rpartition(".")
     for each in [namespace] if "." in name else NAMESPACES:
         if each and attribute and callable(_found(Path(each, attribute))):
-            return f"{each}.{attribute} is on no list: amp leaves its arguments as they are."
+            reason = reason_of(Path(each, attribute))
+            why = f" {reason.why}" if reason else ""
+            return f"{each}.{attribute} is on no list: amp leaves its arguments as they are.{why}"
     known = {path.name for path in listed} | {path.namespace for path in listed}
     near = did_you_mean(name, map(str, listed)) if namespace else did_you_mean(name, known)
     raise OptionError(
@@ -175,7 +178,7 @@ def difference(theirs: CastLists, ours: CastLists, name: str, half_dtypes: Seque
     sides = [[_by_any_name(lists.for_half(dtype)) for dtype in half_dtypes] for lists in (theirs, ours)]
 
     def decisions(path: Path) -> list[list[_Decision | None]]:
-        return [[_decision(rules.get(path) or rules.get(identity(path))) for rules in side] for side in sides]
+        return [[_decision(rules.get(path) or rules.get(function_key(path))) for rules in side] for side in sides]
 
     listed = {path for path, _ in {**theirs.rules, **ours.rules} if _found(path) is not _ABSENT}
     rows, kinds = _compared({path: decisions(path) for path in sorted(listed)}, half_dtypes)
@@ -216,6 +219,52 @@ def changes(before: CastLists, after: CastLists, file: str, half_dtypes: Sequenc
     return [legend, *_aligned(rows), f"{counted}: {told}."]
 
 
+def covered(found: Coverage) -> list[str]:
+    """Returns what was decided about each callable of torch: counts, then what nobody decided about, then all names.
+
+    Args:
+        found: decisions to show.
+
+    Returns:
+        A line with the numbers of callables that are listed, reviewed and undecided; a line for each list and each
+        reason, with its number; a line for each undecided callable; then for each list and reason its name, and its
+        functions by namespace.
+    """
+    listed = {treatment.value: paths for treatment, paths in found.listed.items()}
+    reviewed = {reason.name: paths for reason, paths in found.reviewed.items()}
+    counts = found.counts()
+    number = f"torch {found.torch_version} has {sum(counts.values())} functions and properties of tensors"
+    parts = f"{counts['listed']} in a list, {counts['reviewed']} in none for a reason, {counts['undecided']} undecided"
+    lines = [
+        f"{number}: {parts}.",
+        *_undecided(found),
+        "",
+        *_aligned([name, str(len(paths)), ""] for name, paths in listed.items()),
+        "",
+        *_aligned([reason.name, str(len(paths)), reason.why] for reason, paths in found.reviewed.items()),
+    ]
+    for name, paths in {**listed, **reviewed}.items():
+        lines += ["", f"{name}:", *_by_namespace(paths)]
+    return lines
+
+
+def _undecided(found: Coverage) -> list[str]:
+    if not found.undecided:
+        return []
+    return [
+        "",
+        "Neither a list nor a reason names these. amp leaves their arguments as they are; name them in cast_lists:",
+        *(f"  {path}" for path in found.undecided),
+    ]
+
+
+def _by_namespace(paths: Iterable[Path]) -> list[str]:
+    names: dict[str, list[str]] = {}
+    for path in paths:
+        names.setdefault(path.namespace, []).append(path.name)
+    return [f"  {namespace}: {', '.join(found)}" for namespace, found in names.items()]
+
+
 def _compared(
     decisions: Mapping[Path, Sequence[Sequence[_Decision | None]]], half_dtypes: Sequence[torch.dtype]
 ) -> tuple[list[list[str]], Counter[str]]:
@@ -250,11 +299,11 @@ def _full_decision(rule: Rule | None) -> _Decision | None:
 
 
 def _by_any_name(rules: dict[Path, Rule]) -> dict[object, Rule]:
-    """Returns the rules by path, and by the `identity` that all paths of a function share."""
+    """Returns the rules by path, and by the `function_key` that all paths of a function share."""
     found: dict[object, Rule] = {}
     for path, rule in rules.items():
         found[path] = rule
-        found.setdefault(identity(path), rule)
+        found.setdefault(function_key(path), rule)
     return found
 
 

@@ -16,7 +16,7 @@ from os import PathLike, fspath
 
 import torch
 
-from ampatch.cast_lists.paths import Path, identity
+from ampatch.cast_lists.paths import Path, function_key
 from ampatch.cast_lists.reader import Reading
 from ampatch.cast_lists.rules import Changes, Rule, Treatment
 from ampatch.cast_lists.yaml_tree import UnreadableError, compose, compose_own, node_of, text_of
@@ -74,7 +74,7 @@ class CastLists:
         rules = dict(self.rules)
         changed = {key for key, _ in changes}
         named = tuple(dict.fromkeys([*self.named, *(path for path, _ in rules), *(path for (path, _), _ in changes)]))
-        functions = {path: identity(path) for path in named}
+        functions = {path: function_key(path) for path in named}
         aliases: dict[object, list[Path]] = {}
         for path, function in functions.items():
             aliases.setdefault(function, []).append(path)

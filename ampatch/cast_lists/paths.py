@@ -91,13 +91,20 @@ def unwrapped(value: object) -> object:
 def identity(path: Path) -> object:
     """Returns the object that all paths of a function share: the function, or the path if it cannot be looked up.
 
-    A function that is not imported, does not exist or is not hashable is identified by its path.
+    A function that is not imported, does not exist or is not hashable is identified by its path. Compare results with
+    ``is``, or use `function_key`: ``torch.spmm == torch.mm`` is True, but a patch of one does not reach the other.
     """
     try:
         function = find(path)
     except PathError:
         return path
     return path if function is None or function.__hash__ is None else function
+
+
+def function_key(path: Path) -> Path | int:
+    """Returns a key for dicts that is the same for all paths of one object, and for no other object."""
+    found = identity(path)
+    return found if isinstance(found, Path) else id(found)
 
 
 def _attribute(owner: object, name: str, namespace: str) -> object:

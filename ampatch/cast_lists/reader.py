@@ -18,7 +18,7 @@ import yaml
 from torch.torch_version import TorchVersion
 
 from ampatch.cast_lists import signatures
-from ampatch.cast_lists.paths import Path, PathError, find, find_owner, identity
+from ampatch.cast_lists.paths import Path, PathError, find, find_owner, function_key
 from ampatch.cast_lists.rules import UNLISTED, Changes, Rule, Treatment, When, unlistable_reason
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, known_names, spellings
 from ampatch.cast_lists.yaml_tree import described, items_of, kind_of, line_of, scalar_of
@@ -184,7 +184,7 @@ class Reading:
     ) -> None:
         rule = None if treatment is None else Rule(path, treatment, self._at(line_of(node)), **options)
         listing = _Listing(path, entry, UNLISTED if treatment is None else treatment.value, line_of(node), rule)
-        function = identity(path) if self._resolve else path
+        function = function_key(path) if self._resolve else path
         for dtype in dtypes:
             first = self._first.setdefault((function, dtype), listing)
             again = self._listed.setdefault((path, dtype), listing)

@@ -33,6 +33,7 @@ _LISTS = "Shows, checks and compares the cast lists."
 _SHOW = "Prints the rules in force, each with the file and line it comes from."
 _CHECK = "Prints the faults of cast list files, one line per fault."
 _DIFF = "Prints where the casts of another system, or of a file of yours, differ from ampatch's own lists."
+_COVERAGE = "Prints every function of torch with its list, or with the reason why it is in none."
 _EXPLAIN = "Explains what amp does to a function: which rule, from which file and line, and why."
 _DOCTOR = "Prints the facts a bug report needs: versions, devices, kernels, and who patched which torch functions."
 _PREFLIGHT = "Tells which opt levels a model stands, and what to type for those that it does not."
@@ -66,6 +67,7 @@ def _add_lists(parser: argparse.ArgumentParser) -> None:
     _add_show(reports.add_parser("show", help=_SHOW, description=_SHOW))
     _add_check(reports.add_parser("check", help=_CHECK, description=_CHECK))
     _add_diff(reports.add_parser("diff", help=_DIFF, description=_DIFF))
+    _add_coverage(reports.add_parser("coverage", help=_COVERAGE, description=_COVERAGE))
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
@@ -169,6 +171,24 @@ def _diff(arguments: argparse.Namespace) -> int:
         changed = shipped().overlaid(other)
     _print(list_reports.changes(shipped(), changed, other, half_dtypes))
     return 0
+
+
+def _add_coverage(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the result as JSON; in either form the exit status is 1 if torch has functions without a decision",
+    )
+    parser.set_defaults(run=_coverage)
+
+
+def _coverage(arguments: argparse.Namespace) -> int:
+    from ampatch.cast_lists import coverage, list_reports
+    from ampatch.cast_lists.lists import shipped
+
+    found = coverage.coverage(shipped())
+    _print([json.dumps(found.to_dict(), indent=2)] if arguments.json else list_reports.covered(found))
+    return _FAULT if found.undecided else 0
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:

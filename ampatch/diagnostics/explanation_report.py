@@ -44,14 +44,15 @@ class Ruling:
     Attributes:
         half_dtypes: names of the half dtypes.
         treatment: "whitelist", "blacklist", "promote", "banned" or "unlisted".
-        source: file and line of the rule; "registered" or "decorated"; None if the function was never listed.
+        source: file and line of the rule; "registered" or "decorated". For a function of torch that is in no list on
+            purpose, the file of reasons, and the name of its reason. None for all other functions without a rule.
         when: conditions on arguments; all must hold.
         via_dtype: True if ``dtype=torch.float32`` is passed instead of a cast.
         casts_to: name of the half dtype to cast to, if it differs from the session's.
         instead: advice in the error of a banned function.
         since: first version of torch that the rule is for.
         until: first version of torch that the rule is no longer for.
-        reason: comment on the entry, or on its group, in the file.
+        reason: comment on the entry, or on its group, in the file; or the reason why the function is in no list.
         overrides: rule that this one replaces; None if it replaces none.
     """
 

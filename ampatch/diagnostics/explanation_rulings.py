@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from ampatch.cast_lists import coverage
 from ampatch.cast_lists.annotations import entry_of, shipped_entries
 from ampatch.cast_lists.lists import CastLists, shipped
 from ampatch.cast_lists.paths import Path, find_owner, is_wrapper, unwrapped
@@ -109,7 +110,10 @@ class Rulings:
     def _without_rule(self, spelled: Located, half_dtype: torch.dtype) -> Ruling:
         before = self.rule(spelled, half_dtype, shipped())
         if before is None:
-            return Ruling((), UNLISTED)
+            reviewed = coverage.reason_of(spelled.path)
+            if reviewed is None:
+                return Ruling((), UNLISTED)
+            return Ruling((), UNLISTED, f"{coverage.FILE} ({reviewed.name})", reason=reviewed.why)
         half = dtype_name(half_dtype)
         for entry in self.settings.user_entries:
             is_removal = entry.list_name == UNLISTED and entry.is_in_force and half in entry.half_dtypes
