@@ -188,8 +188,7 @@ class Session:
                 self.ledger, self._functions.original_of, (hooks.before_forward, hooks.after_forward)
             )
             self._warn_of_undone_edits()
-            rules = self.settings.lists.for_half(self.settings.properties.half_dtype).values()
-            self._functions.install(rules, registered)
+            self._functions.install(self.settings.lists, registered)
             autocast_checks.patch_autocast_checks(self.ledger, self.switch)
             # The backward pass that follows needs the casts of a recomputed region, and holds them itself.
             self.switch.patch_checkpoint(self.ledger, self.cache.end_iteration)

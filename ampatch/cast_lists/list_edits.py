@@ -39,10 +39,9 @@ class Edit:
 def difference(live: CastLists, asked: CastLists) -> list[str]:
     """Returns, for a message, how two lists differ: a few functions, then the number of the others."""
     told: dict[str, None] = {}
-    for path in sorted({path for path, _ in {**live.rules, **asked.rules}}):
-        pairs = {
-            dtype: (live.rules.get((path, dtype)), asked.rules.get((path, dtype))) for dtype in HALF_DTYPES.values()
-        }
+    mine, theirs = live.told(), asked.told()
+    for path in sorted({path for path, _ in {**mine, **theirs}}):
+        pairs = {dtype: (mine.get((path, dtype)), theirs.get((path, dtype))) for dtype in HALF_DTYPES.values()}
         differing = {dtype: _told(*pair) for dtype, pair in pairs.items() if pair[0] != pair[1]}
         everywhere = len(differing) == len(pairs) and len(set(differing.values())) == 1
         for dtype, how in differing.items():

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from ampatch.cast_lists import signatures
-from ampatch.cast_lists.paths import Path
+from ampatch.cast_lists.paths import Path, is_fixed
 from ampatch.errors import did_you_mean
 
 
@@ -75,9 +75,9 @@ def unlistable_reason(path: Path, owner: object, function: Any, when: When = (),
     """Returns a sentence on why the object at a path cannot be listed with these options; None if it can."""
     if not isinstance(owner, (types.ModuleType, type)):
         return f"{path.namespace!r} is {type(owner).__name__!r}; expected a module or a class."
-    if isinstance(owner, type) and owner.__flags__ & _IMMUTABLE:
+    if isinstance(owner, type) and is_fixed(owner):
         return f"{path.namespace!r} is a class in C, and cannot be patched; name a class in Python, as torch.Tensor is."
-    if isinstance(function, type) and function.__flags__ & _IMMUTABLE:
+    if isinstance(function, type) and is_fixed(function):
         return f"{path} is a class, not a function."
     if isinstance(function, type):
         return f"{path} is a class, not a function; name a method of it, such as `{path}: [forward]`."
@@ -93,7 +93,3 @@ def unlistable_reason(path: Path, owner: object, function: Any, when: When = (),
     if via_dtype and "dtype" not in readable:
         return f"{path} has no argument `dtype`; leave `via_dtype` out, and its arguments are cast instead."
     return None
-
-
-# Py_TPFLAGS_IMMUTABLETYPE: setting an attribute of such a class raises TypeError.
-_IMMUTABLE = 1 << 8

@@ -37,7 +37,8 @@ class Settings:
     def __init__(self, lists: CastLists | None, half_dtypes: tuple[torch.dtype, ...]) -> None:
         self.live = runtime.live if lists is None else None
         settings = None if self.live is None else self.live.settings
-        self.lists = lists if lists is not None else shipped() if settings is None else settings.lists
+        in_force = lists if lists is not None else shipped() if settings is None else settings.lists
+        self.lists = in_force.expanded()
         self.half_dtypes = half_dtypes
         self.registered = tuple(runtime.registered) if self.live is None else self.live.registered
         self.listed = dict.fromkeys(path for path, _ in self.lists.rules)

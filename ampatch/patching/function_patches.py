@@ -12,7 +12,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ import wrapt
 from torch import fx, nn
 
 from ampatch.cast_lists.list_edits import Edit
+from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path, PathError, find_owner, unwrapped
 from ampatch.cast_lists.rules import Rule, Treatment, unlistable_reason
 from ampatch.errors import AmpWarning, did_you_mean
@@ -82,9 +83,15 @@ class FunctionPatches:
         self._originals: dict[int, tuple[Function, Function]] = {}
         # Rules of modules that are not imported yet, by namespace.
         self._later: dict[str, list[Rule]] = {}
+        # The lists whose patterns match functions of modules that are imported later.
+        self._lists = CastLists({})
 
-    def install(self, rules: Iterable[Rule], registered: Iterable[Registration]) -> None:
+    def install(self, lists: CastLists, registered: Iterable[Registration]) -> None:
         """Patches every function that has a rule or was registered. Modules not imported yet are patched on import.
+
+        Args:
+            lists: the rules in force, with the patterns that imports may match.
+            registered: the functions that the user registered.
 
         Raises:
             CastListError: a rule has a condition on an argument that its function does not have.
@@ -96,7 +103,7 @@ class FunctionPatches:
             reason = _reason(known.path, f"registered for the {known.treatment.value}")
             self._patch(known.owner, known.name, adapter, reason)
         owner_of = functools.cache(find_owner)
-        for rule in rules:
+        for rule in lists.for_half(self._adapters.half_dtype).values():
             owner = owner_of(rule.path.namespace)
             if owner is None:
                 self._later.setdefault(rule.path.namespace, []).append(rule)
@@ -105,6 +112,12 @@ class FunctionPatches:
         self._rebind_modules()
         for namespace in self._later:
             _watch(namespace, self)
+        self._lists, packages = lists, lists.packages()
+        if packages:
+            _waiting.add(self)
+            finder = _Announcer(packages)
+            sys.meta_path.insert(0, finder)
+            self._ledger.on_undo(functools.partial(_remove, finder))
 
     @property
     def count(self) -> int:
@@ -198,6 +211,7 @@ class FunctionPatches:
         """
         if not self._switch.active:
             return
+        by_pattern = self._patch_matched(module)
         for namespace in list(self._later):
             if _is_being_imported(namespace, but=module):
                 continue
@@ -209,8 +223,21 @@ class FunctionPatches:
                 continue
             if owner is not None:  # None: only a parent package was imported
                 for rule in self._later.pop(namespace):
-                    self._patch_imported_rule(owner, rule)
+                    if rule.path not in by_pattern:
+                        self._patch_imported_rule(owner, rule)
                 self._rebind_modules()
+
+    def _patch_matched(self, module: object) -> Mapping[Path, Rule | None]:
+        """Patches the functions of a module that patterns match; returns what is decided about each, None: no rule."""
+        if not self._lists.waiting or not isinstance(module, types.ModuleType):
+            return {}
+        found = self._lists.late_rules(self._adapters.half_dtype, module)
+        rules = [rule for rule in found.values() if rule is not None]
+        for rule in rules:
+            self._patch_imported_rule(find_owner(rule.path.namespace), rule)
+        if rules:
+            self._rebind_modules()
+        return found
 
     def _rebind_modules(self) -> None:
         self.rebind(swept_modules())
@@ -309,6 +336,27 @@ def _watch(namespace: str, patches: FunctionPatches) -> None:
         if module not in _hooked:
             _hooked.add(module)
             wrapt.register_post_import_hook(_imported, module)
+
+
+class _Announcer:
+    """Stands first in ``sys.meta_path``: has `_imported` called after the import of each module of some packages.
+
+    Finds no module itself. The names of a package's modules are not known before they are imported.
+    """
+
+    def __init__(self, packages: Collection[str]) -> None:
+        self._packages = packages
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:  # noqa: ARG002 - an interface
+        """Registers the hook; returns None, so that the finders behind this one find the module."""
+        if name.partition(".")[0] in self._packages and name not in _hooked:
+            _hooked.add(name)
+            wrapt.register_post_import_hook(_imported, name)
+
+
+def _remove(finder: _Announcer) -> None:
+    if finder in sys.meta_path:
+        sys.meta_path.remove(finder)
 
 
 def _imported(module: types.ModuleType) -> None:
