@@ -14,7 +14,7 @@ import torch
 
 from ampatch.cast_lists.lists import MAPPING, CastLists, shipped
 from ampatch.cast_lists.paths import Path, PathError, find, identity
-from ampatch.cast_lists.rules import UNLISTED, Rule, Treatment, typed_conditions
+from ampatch.cast_lists.rules import UNLISTED, Rule, Treatment, typed_conditions, typed_need
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, called_by, spellings
 from ampatch.opt_levels import HALF_DTYPES
 
@@ -234,5 +234,6 @@ def _place_by(rule: Rule | None) -> str:
     options = [
         *(["when " + typed_conditions(rule.when)] if rule.when else []),
         *(["via_dtype"] if rule.via_dtype else []),
+        *typed_need(rule.needs_float32),
     ]
     return " ".join([_place(rule), *options, f"by {rule.source}"])

@@ -16,7 +16,7 @@ import torch
 from ampatch.cast_lists import list_edits, patterns
 from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path, PathError, find, identity
-from ampatch.cast_lists.rules import Rule, Treatment, When, typed_conditions
+from ampatch.cast_lists.rules import Rule, Treatment, When, typed_conditions, typed_need
 from ampatch.cast_lists.spellings import NAMESPACES
 from ampatch.errors import AmpError, CastListError, OptionError, did_you_mean
 from ampatch.opt_levels import HALF_DTYPES
@@ -295,7 +295,7 @@ def _conditions(when: When, dtypes: Sequence[torch.dtype], asked: Sequence[torch
 
 
 def _flags(rule: Rule) -> list[str]:
-    return ["via_dtype"] if rule.via_dtype else []
+    return [*(["via_dtype"] if rule.via_dtype else []), *typed_need(rule.needs_float32)]
 
 
 def _paths(count: int) -> str:

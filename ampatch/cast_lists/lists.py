@@ -90,6 +90,10 @@ class CastLists:
         shown = {key: rule for key, rule in self.patterns.items() if matched or not patterns.functions(key[0])}
         return {**self.expanded().rules, **shown}
 
+    def needing_float32(self) -> dict[tuple[Path, torch.dtype], Rule]:
+        """Returns the rules of functions for which torch has no half kernel, those of patterns included."""
+        return {key: rule for key, rule in self.told().items() if rule.needs_float32}
+
     def packages(self) -> set[str]:
         """Returns the top-level packages that patterns are about."""
         return {patterns.package_of(path) for path, _ in self.patterns}

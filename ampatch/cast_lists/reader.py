@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 
 from ampatch.cast_lists import patterns, signatures
 from ampatch.cast_lists.paths import Path, PathError, find, find_owner, identity
-from ampatch.cast_lists.rules import UNLISTED, Changes, Rule, Treatment, When, unlistable_reason
+from ampatch.cast_lists.rules import EVERY_DEVICE, UNLISTED, Changes, Rule, Treatment, When, unlistable_reason
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, known_names, spellings
 from ampatch.cast_lists.yaml_tree import described, items_of, kind_of, line_of, scalar_of
 from ampatch.errors import AmpError, CastListError, Fault, did_you_mean
@@ -383,6 +383,21 @@ def _read_flag(node: yaml.Node) -> bool:
     raise AmpError(f"found {described(node)}; expected true or false.")
 
 
+def _read_need(node: yaml.Node) -> tuple[str, ...]:
+    if kind_of(node) == "bool":
+        return EVERY_DEVICE if scalar_of(node) else ()
+    expected = "true, or a list of device types, such as [cpu]"
+    if kind_of(node) != "seq" or not node.value:
+        raise AmpError(f"found {described(node)}; expected {expected}.")
+    for item in node.value:
+        try:
+            torch.device(item.value if kind_of(item) == "str" and item.value.isalpha() else "")
+        except RuntimeError:
+            hint = did_you_mean(item.value, ("cpu", "cuda", "mps", "xpu")) if kind_of(item) == "str" else ""
+            raise AmpError(f"found {described(item)}; expected {expected}.{hint}") from None
+    return tuple(dict.fromkeys(item.value for item in node.value))
+
+
 def _read_dtypes(node: yaml.Node) -> tuple[torch.dtype, ...]:
     names = items_of(node, "a list of half types, such as [float16]")
     for name in names:
@@ -430,5 +445,6 @@ _OPTIONS = {
     "until": _Option(_read_version),
     "optional": _Option(_read_flag),
     "via_dtype": _Option(_read_flag, (Treatment.BLACKLIST,)),
+    "needs_float32": _Option(_read_need, (Treatment.BLACKLIST,)),
     "instead": _Option(_read_text, (Treatment.BANNED,)),
 }

@@ -45,6 +45,8 @@ class Rule:
         source: file and line, for messages. It changes nothing in the effect of a rule, so equality ignores it.
         when: conditions, all of which must hold; empty: the rule always applies.
         via_dtype: True if a blacklisted function computes in float32 by way of ``dtype=torch.float32``.
+        needs_float32: device types on which torch has no half kernel of a blacklisted function, `EVERY_DEVICE` for all;
+            there it is cast at O2, O3 and O5 as well. Empty: it has one.
         instead: advice to the user in the error of a banned function.
         optional: True if a path that does not exist is skipped.
     """
@@ -54,8 +56,19 @@ class Rule:
     source: str = field(compare=False)
     when: When = ()
     via_dtype: bool = False
+    needs_float32: tuple[str, ...] = ()
     instead: str | None = None
     optional: bool = field(default=False, compare=False)
+
+
+EVERY_DEVICE = ("*",)
+
+
+def typed_need(devices: Sequence[str]) -> list[str]:
+    """Returns ``needs_float32`` as text, with the device types if it does not hold for all; empty if it is not set."""
+    if not devices:
+        return []
+    return ["needs_float32" if tuple(devices) == EVERY_DEVICE else f"needs_float32 on {' and '.join(devices)}"]
 
 
 #: The changes in a file: the rule that a path gets for a half dtype, or None if it is to have no rule.

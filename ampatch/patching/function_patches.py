@@ -12,7 +12,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +26,10 @@ from ampatch.cast_lists.rules import Rule, Treatment, unlistable_reason
 from ampatch.errors import AmpWarning, did_you_mean
 from ampatch.ledger import MISSING, PatchLedger, RefusedError, bindings, loaded_modules, rebind
 from ampatch.native.calls import Accelerator
-from ampatch.patching.adapters import Adapter, Adapters, Function
+from ampatch.patching.adapters import Adapter, Adapters, Function, is_in_place
 from ampatch.patching.container_functions import Replacement, replace_in_containers
 from ampatch.patching.function_places import swept_modules
-from ampatch.patching.wrappers import wrap
+from ampatch.patching.wrappers import wrap, wrap_for_half_models
 from ampatch.switch import Switch
 
 
@@ -68,10 +68,19 @@ class FunctionPatches:
         adapters: maker of the adapters.
         accelerator: object that makes wrappers run in C++, if C++ is in use.
         switch: switch of the session.
+        for_half_models: True to apply only the rules of functions that need float32, for models with half weights.
     """
 
-    def __init__(self, ledger: PatchLedger, adapters: Adapters, accelerator: Accelerator, switch: Switch) -> None:
+    def __init__(
+        self,
+        ledger: PatchLedger,
+        adapters: Adapters,
+        accelerator: Accelerator,
+        switch: Switch,
+        for_half_models: bool = False,
+    ) -> None:
         self._ledger = ledger
+        self._for_half_models = for_half_models
         self._adapters = adapters
         self._accelerator = accelerator
         self._switch = switch
@@ -103,7 +112,7 @@ class FunctionPatches:
             reason = _reason(known.path, f"registered for the {known.treatment.value}")
             self._patch(known.owner, known.name, adapter, reason)
         owner_of = functools.cache(find_owner)
-        for rule in lists.for_half(self._adapters.half_dtype).values():
+        for rule in filter(self.applies, lists.for_half(self._adapters.half_dtype).values()):
             owner = owner_of(rule.path.namespace)
             if owner is None:
                 self._later.setdefault(rule.path.namespace, []).append(rule)
@@ -118,6 +127,11 @@ class FunctionPatches:
             finder = _Announcer(packages)
             sys.meta_path.insert(0, finder)
             self._ledger.on_undo(functools.partial(_remove, finder))
+
+    def applies(self, rule: Rule) -> bool:
+        """Returns True if the session patches the function of a rule."""
+        # An in-place function on a half tensor has no room for a float32 result; torch's own error says so.
+        return not self._for_half_models or (bool(rule.needs_float32) and not is_in_place(rule.path.name))
 
     @property
     def count(self) -> int:
@@ -232,7 +246,7 @@ class FunctionPatches:
         if not self._lists.waiting or not isinstance(module, types.ModuleType):
             return {}
         found = self._lists.late_rules(self._adapters.half_dtype, module)
-        rules = [rule for rule in found.values() if rule is not None]
+        rules = [rule for rule in found.values() if rule is not None and self.applies(rule)]
         for rule in rules:
             self._patch_imported_rule(find_owner(rule.path.namespace), rule)
         if rules:
@@ -261,9 +275,16 @@ class FunctionPatches:
         adapter = functools.partial(self._adapters.for_rule, rule)
         kind = "banned" if rule.treatment is Treatment.BANNED else f"in the {rule.treatment.value}"
         reason = _reason(rule.path, f"{kind} ({rule.source})")
-        self._patch(owner, rule.path.name, adapter, reason)
+        self._patch(owner, rule.path.name, adapter, reason, rule.needs_float32)
 
-    def _patch(self, owner: object, name: str, make_adapter: Callable[[Function], Adapter], reason: str) -> None:
+    def _patch(
+        self,
+        owner: object,
+        name: str,
+        make_adapter: Callable[[Function], Adapter],
+        reason: str,
+        needs_float32: Sequence[str] = (),
+    ) -> None:
         held = _own_attribute(owner, name)
         kind = type(held) if isinstance(held, (staticmethod, classmethod)) else None
         found = held.__func__ if isinstance(held, (staticmethod, classmethod)) else getattr(owner, name)
@@ -274,13 +295,17 @@ class FunctionPatches:
         wrapper = None if is_class else self._wrappers.get(id(original))
         if wrapper is None:
             adapter = make_adapter(original)
-            wrapper = wrap(original, adapter, self._switch, reason)
+            if self._for_half_models:
+                wrapper = wrap_for_half_models(original, adapter, self._switch, reason, frozenset(needs_float32))
+            else:
+                wrapper = wrap(original, adapter, self._switch, reason)
             # By this name pickle finds the wrapper while it is installed, and the original otherwise.
             if isinstance(owner, type):
                 wrapper.__module__, wrapper.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
             else:
                 wrapper.__module__, wrapper.__qualname__ = getattr(owner, "__name__", wrapper.__module__), name
-            wrapper = self._accelerator.accelerate(wrapper, original, adapter.plain_cast, reason)
+            plain_cast = None if self._for_half_models else adapter.plain_cast
+            wrapper = self._accelerator.accelerate(wrapper, original, plain_cast, reason)
             self._originals[id(wrapper)] = (wrapper, original)
             _original_of[wrapper] = original
             (self._methods if is_class else self._wrappers)[id(original)] = wrapper
