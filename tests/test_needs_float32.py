@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -165,6 +167,16 @@ class TestListedFunctions:
             assert torch.linalg.inv(matrix(), out=out) is out
         torch.testing.assert_close(out, torch.linalg.inv(matrix().float()))
 
+    def test_obey_a_dtype(self) -> None:
+        with half_model(cast_lists={"blacklist": {"torch": [{"name": "sum", "needs_float32": True}]}}):
+            assert torch.sum(matrix(), dim=0).dtype is torch.bfloat16
+            assert torch.sum(matrix(), dim=0, dtype=torch.float32).dtype is torch.float32
+
+    def test_are_left_alone_in_place(self) -> None:
+        x = matrix()
+        with half_model(cast_lists={"blacklist": {"*": [{"name": "sin", "needs_float32": True}]}}):
+            assert torch.equal(x.sin(), x.sin_())
+
     def test_give_gradients_in_half(self) -> None:
         x = matrix().requires_grad_()
         with half_model():
@@ -178,16 +190,21 @@ class TestListedFunctions:
         with half_model(), amp.disable_casts(), pytest.raises(RuntimeError, match="Low precision"):
             torch.linalg.inv(matrix())
 
-    def test_cast_on_the_devices_that_lack_the_kernel_only(self) -> None:
-        x = torch.rand(3).bfloat16()
-        with half_model(cast_lists={"blacklist": {"torch": [{"name": "sin", "needs_float32": ["cuda"]}]}}):
-            assert "float32" not in str(amp.explain(torch.sin, x).to_dict()["call"]["arguments"])
-            assert torch.equal(torch.sin(x), torch.sin(x.float()).bfloat16())
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    def test_cast_on_the_devices_that_lack_the_kernel_only(self, package: Callable[..., None], device: str) -> None:
+        package(f"needs_{device}", __init__="def own(x):\n    return x, x.dtype\n")
+        own = importlib.import_module(f"needs_{device}").own
+        with half_model(cast_lists={"blacklist": {f"needs_{device}": [{"name": "own", "needs_float32": [device]}]}}):
+            expected = torch.float32 if device == "cpu" else torch.bfloat16
+            (argument,) = amp.explain(sys.modules[f"needs_{device}"].own, matrix()).to_dict()["call"]["arguments"]
+            assert argument["after"] == dtype_name(expected)
+            assert sys.modules[f"needs_{device}"].own(matrix())[1] is expected
+        assert own(matrix())[1] is torch.bfloat16
 
     def test_follow_weights_that_change(self) -> None:
-        """Half weights change without notice; no cast of one is kept."""
+        """Without masters amp is told of no write; no cast of a weight is kept."""
         weight = nn.Parameter(matrix())
-        with half_model():
+        with half_model(level="O3"):
             before = torch.linalg.inv(weight)
             weight.data.mul_(2)
             torch.testing.assert_close(torch.linalg.inv(weight), before / 2)
@@ -291,11 +308,13 @@ class TestOnesOwnLists:
             assert amp.explain(torch.sin, x).to_dict()["call"]["arguments"][0]["after"] == "float32"
 
     def test_with_patterns_are_applied_to_later_imports(self, package: Callable[..., None]) -> None:
-        package("needs_a", ops="def own(x):\n    assert x.dtype.itemsize == 4\n    return x\n")
-        with half_model(cast_lists={"blacklist": {"needs_a.*": [{"name": "own", "needs_float32": True}]}}):
-            from needs_a.ops import own  # type: ignore[import-not-found]
-
-            assert own(matrix()).dtype is torch.bfloat16
+        package("needs_a", ops="def own(x):\n    return x, x.dtype\n\ndef other(x):\n    return x, x.dtype\n")
+        entries = [{"name": "own", "needs_float32": True}, "othe?"]
+        with half_model(cast_lists={"blacklist": {"needs_a.*": entries}}):
+            ops = importlib.import_module("needs_a.ops")
+            assert (ops.own(matrix())[0].dtype, ops.own(matrix())[1]) == (torch.bfloat16, torch.float32)
+            assert ops.other(matrix())[1] is torch.bfloat16
+            assert not hasattr(ops.other, "__wrapped__")
 
     def test_may_take_a_mark_away(self) -> None:
         with half_model(cast_lists={"unlisted": {"torch.linalg": ["inv"]}}), pytest.raises(RuntimeError, match="Low"):

@@ -72,7 +72,7 @@ def wrap_for_half_models(
 
     A result is cast back if all floating arguments were of one half type, as an operator with a half kernel would give
     it: the layers behind it have half weights. Three kinds of results stay as they are: complex ones, as there is no
-    complex type for each half type; those of a call with ``dtype=`` or ``out=``; and scalars (tensors without
+    complex type for each half type; those of a call with ``dtype=``; and scalars (tensors without
     dimensions), such as losses, which promote no half tensor to float32.
 
     Args:
@@ -93,7 +93,7 @@ def wrap_for_half_models(
             return original(*args, **kwargs)
         result = in_float32(*args, **kwargs)
         half = given[0].dtype
-        if any(tensor.dtype is not half for tensor in given) or not kwargs.keys().isdisjoint(("dtype", "out")):
+        if any(tensor.dtype is not half for tensor in given) or kwargs.get("dtype") is not None:
             return result
         return cast_tensors(result, lambda tensor: tensor.to(half) if _is_float32_array(tensor) else tensor)
 
