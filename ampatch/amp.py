@@ -358,11 +358,9 @@ def initialize(
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale
     )
     properties = opt_levels.resolve(opt_level, half, overrides)
+    lists = _lists(cast_lists)
     if cast_lists is not None and not properties.patch_torch_functions:
-        raise OptionError(
-            f"cast_lists contradicts opt_level={opt_level!r}, which does not patch torch's functions. Leave cast_lists "
-            "out, or type patch_torch_functions=True as well."
-        )
+        _check_have_effect(lists, properties)
     verbose = opt_levels.check_verbosity(verbosity)
     kept = conversion_plan.check_keep_fp32(keep_fp32)
     if kept and not (properties.patch_torch_functions or properties.cast_model_type in opt_levels.HALVES):
@@ -374,7 +372,7 @@ def initialize(
         raise OptionError(f"num_losses is {num_losses!r}; expected a whole number of at least 1.")
     settings = Settings(
         properties,
-        _lists(cast_lists),
+        lists,
         make_policy(
             properties.loss_scale,
             init_scale=init_scale,
@@ -1223,6 +1221,25 @@ def _side(letter: str, given: object, model: nn.Module) -> Side:
     half_name = "" if level == "O0" else f" {setup.half_name}"
     lists = "" if overlay is None else f" with {overlay if isinstance(overlay, (str, os.PathLike)) else 'cast_lists'}"
     return Side(letter, f"{level}{half_name}{lists}", setup)
+
+
+def _check_have_effect(lists: CastLists, properties: Properties) -> None:
+    """Raises if a user's lists have no effect at a level that patches no functions by the lists.
+
+    Raises:
+        OptionError: the level converts no weights; or no entry is for functions that need float32.
+    """
+    level = properties.opt_level
+    if properties.cast_model_type not in opt_levels.HALVES:
+        raise OptionError(
+            f"cast_lists contradicts opt_level={level!r}, which does not patch torch's functions. Leave cast_lists "
+            "out, or type patch_torch_functions=True as well."
+        )
+    if lists.needing_float32() == shipped().needing_float32():
+        raise OptionError(
+            f"cast_lists contradicts opt_level={level!r}, which applies only entries with needs_float32, and there are "
+            "no changes of those in these lists. Leave cast_lists out, or type patch_torch_functions=True as well."
+        )
 
 
 def _max_norm(value: Any) -> float:

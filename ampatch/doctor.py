@@ -293,12 +293,12 @@ def _places(live: Session) -> tuple[dict[tuple[int, str], str], Counter[str]]:
     if live.patches_functions:
         for known in runtime.registered:
             places[id(known.owner), known.name] = known.path.namespace
-        for path in live.settings.lists.for_half(live.settings.properties.half_dtype):
-            owner = _owner(path.namespace)
-            if owner is None:
-                waiting[path.namespace] += 1
-            else:
-                places[id(owner), path.name] = path.namespace
+    for path in live.rules():
+        owner = _owner(path.namespace)
+        if owner is None:
+            waiting[path.namespace] += 1
+        else:
+            places[id(owner), path.name] = path.namespace
     return places, waiting
 
 
@@ -306,7 +306,7 @@ def _places(live: Session) -> tuple[dict[tuple[int, str], str], Counter[str]]:
 
 
 def _names(seen: _Seen) -> Iterator[str]:
-    if seen.live is None or not seen.live.patches_functions:
+    if seen.live is None or not seen.live.patches_any:
         yield "not looked for: amp patches no functions now"
         return
     patched = [patch.installed for patch in seen.patches if is_wrapper(patch.installed)]

@@ -220,7 +220,8 @@ def after_forward(model: nn.Module, _: object, outputs: object) -> None:
     if session is not None and not torch.compiler.is_compiling():
         session.cache.exit_forward(model)
         if outputs is None and session.has_half_weights:  # if the forward raised, torch is still handling the error
-            adopted_model.note_types(model, sys.exc_info()[1], session.settings.properties.half_dtype)
+            settings = session.settings
+            adopted_model.note_types(model, sys.exc_info()[1], settings.properties.half_dtype, settings.keep_fp32)
 
 
 @compilers.traced_within_others

@@ -26,6 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ampatch import compilers, distributed
 from ampatch.cast_lists import list_edits
+from ampatch.cast_lists.paths import Path, identity
+from ampatch.cast_lists.rules import Rule
 from ampatch.casting import write_back
 from ampatch.distributed import Ranks
 from ampatch.errors import OptionError, UsageError, warn
@@ -35,6 +37,7 @@ from ampatch.opt_levels import HALVES
 from ampatch.patching import adopted_model, autocast_checks, cuda_graphs, peft_methods
 from ampatch.patching.adapters import Adapters
 from ampatch.patching.cast_labels import LabellingCache
+from ampatch.patching.complex_numbers import is_complex, modules_that_call
 from ampatch.patching.function_patches import FunctionPatches, Registration
 from ampatch.patching.kept_modules import keep_in_float32
 from ampatch.patching.weight_cache import WeightCache
@@ -136,7 +139,8 @@ class Session:
         self.verbose = True
         self.switch = Switch(self.patches_functions)
         cache_type = LabellingCache if settings.profile_casts else WeightCache
-        self.cache = cache_type(settings.enable_caching)
+        # Functions that need float32 get casts of half weights, which optimizers write to without notice.
+        self.cache = cache_type(settings.enable_caching and self.patches_functions)
         self.ledger = PatchLedger()
         self.scalers = tuple(LossScaler.from_policy(settings.scale_policy) for _ in range(settings.num_losses))
         self.device_types = set(device_types)
@@ -161,6 +165,7 @@ class Session:
             self.conversion, self._converted, lambda: self.optimizers, self.parameter_names
         )
         self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules among them that compute in float32
+        self._narrowed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that compute with complex numbers
         self._blocks = Blocks(
             self.ranks, self.cache, self.switch, self._prepare_block, self._optimizers, settings.check_finite
         )
@@ -177,35 +182,41 @@ class Session:
         )
         self.adapters = self._adapters.by_kind()
         self._accelerator = Accelerator(self.cache.state, self.cache.cast, self.switch, self.device_types)
-        self._functions = FunctionPatches(self.ledger, self._adapters, self._accelerator, self.switch)
+        self._functions = FunctionPatches(
+            self.ledger, self._adapters, self._accelerator, self.switch, for_half_models=not self.patches_functions
+        )
 
     @property
     def patches_functions(self) -> bool:
         """True if torch's functions cast by the lists in this session."""
         return self.settings.properties.patch_torch_functions
 
+    @property
+    def patches_any(self) -> bool:
+        """True if some functions are patched: by the lists, or those that need float32 for models with half weights."""
+        return self.patches_functions or self.has_half_weights
+
+    def rules(self) -> dict[Path, Rule]:
+        """Returns the rules that this session applies, by path."""
+        if not self.patches_any:
+            return {}
+        rules = self.settings.lists.for_half(self.settings.properties.half_dtype)
+        return {path: rule for path, rule in rules.items() if self.applies(rule)}
+
+    def applies(self, rule: Rule) -> bool:
+        """Returns True if this session applies a rule: at O2, O3 and O5 only those of functions that need float32."""
+        return self.patches_any and self._functions.applies(rule)
+
     def install(self, registered: Sequence[Registration]) -> None:
         """Patches torch as the settings say, patches registered functions, and turns casts on."""
-        hooks, self.registered = self._hooks, tuple(registered)
+        self.registered = tuple(registered)
         self.ledger.set(DistributedDataParallel, "__init__", self._seeing_wrappers(DistributedDataParallel.__init__))
         self.ledger.set(GradScaler, "_unscale_grads_", self._refusing_to_unscale(GradScaler._unscale_grads_))
         if self.has_masters:
             in_use = self._while_active(lambda session: session._masters_of(None))
             self.ledger.set(nn.Module, "zero_grad", dropping_sums(nn.Module.zero_grad, lambda: in_use() or ()))
-        if self.patches_functions:
-            compilers.build_torch_tables()
-            compilers.prepare_for_patches(
-                self.ledger, self._functions.original_of, (hooks.before_forward, hooks.after_forward)
-            )
-            self._warn_of_undone_edits()
-            rules = self.settings.lists.for_half(self.settings.properties.half_dtype).values()
-            self._functions.install(rules, registered)
-            autocast_checks.patch_autocast_checks(self.ledger, self.switch)
-            # The backward pass that follows needs the casts of a recomputed region, and holds them itself.
-            self.switch.patch_checkpoint(self.ledger, self.cache.end_iteration)
-            self.switch.patch_data_parallel(self.ledger)
-            self.ledger.on_undo(register_optimizer_step_post_hook(self._unadopted.after_step).remove)
-            compilers.forget_compiled()
+        if self.patches_any:
+            self._patch_functions()
         if self.has_masters:
             copies.widen(self.ledger, self._while_active(lambda session, tensor: session.conversion.full_of(tensor)))
         if self.has_half_weights:
@@ -227,6 +238,23 @@ class Session:
         cuda_graphs.announce(self.ledger, self._while_active(Session._prepare_capture))
         cuda_graphs.accept_adopted_models(self.ledger, self._while_active(lambda _: True))
         self.switch.active = True
+
+    def _patch_functions(self) -> None:
+        hooks = self._hooks
+        compilers.build_torch_tables()
+        compilers.prepare_for_patches(
+            self.ledger, self._functions.original_of, (hooks.before_forward, hooks.after_forward)
+        )
+        if self.patches_functions:
+            self._warn_of_undone_edits()
+        self._functions.install(self.settings.lists, self.registered if self.patches_functions else ())
+        if self.patches_functions:
+            autocast_checks.patch_autocast_checks(self.ledger, self.switch)
+            self.ledger.on_undo(register_optimizer_step_post_hook(self._unadopted.after_step).remove)
+        # The backward pass that follows needs the casts of a recomputed region, and holds them itself.
+        self.switch.patch_checkpoint(self.ledger, self.cache.end_iteration)
+        self.switch.patch_data_parallel(self.ledger)
+        compilers.forget_compiled()
 
     def _warn_of_undone_edits(self) -> None:
         edits = [known.as_edit() for known in self.registered]
@@ -280,7 +308,7 @@ class Session:
             whatever_raises.callback(self.cache.clear)
             whatever_raises.callback(write_back.drop_interrupted)
             whatever_raises.callback(self._restore_weights)
-            if self.patches_functions:
+            if self.patches_any:
                 modules = (module for model in self._models for module in model.modules())
                 whatever_raises.callback(self._functions.release, modules)
             whatever_raises.callback(undo)
@@ -312,7 +340,7 @@ class Session:
         mark, first, device_types = self.ledger.mark(), self.conversion.mark(), set(self.device_types)
         known_models, known_optimizers = set(self._models), set(self._optimizers)
         known_counts = len(self.skip_counts)
-        converted, guarded = set(self._converted), set(self._guarded)
+        converted, guarded, narrowed = set(self._converted), set(self._guarded), set(self._narrowed)
         try:
             for model in models:
                 self.adopt_model(model)
@@ -327,6 +355,7 @@ class Session:
             self._models &= known_models
             self._converted &= converted
             self._guarded &= guarded
+            self._narrowed &= narrowed
             for key in set(self._optimizers) - known_optimizers:
                 del self._optimizers[key]
             del self.skip_counts[known_counts:]
@@ -355,8 +384,9 @@ class Session:
             self._check_is_no_part(model)
         self._models.add(model)
         self._convert_weights(model)  # of a known model: modules that were added to it since
-        if self.patches_functions:
+        if self.patches_any:
             self._functions.rebind_model(model)
+        if self.patches_functions:
             kept = conversion_plan.kept_modules(model, self.settings.keep_fp32)
             keep_in_float32(kept, self.ledger, self.switch)
         if is_new:
@@ -393,6 +423,28 @@ class Session:
                 )
         if self.has_half_weights:
             self._hook_state_dict(model)
+            if not self.patches_functions:
+                self._narrow_complex(model, dtype)
+
+    def _narrow_complex(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Makes submodules that compute with complex numbers give half results.
+
+        There is no complex type for each half type, so the real numbers that these modules get out of complex ones are
+        float32; the modules behind them have half weights.
+        """
+        functions = {id(identity(path)) for path in self.rules() if is_complex(path)}
+        float32 = {module for guarded in self._guarded for module in guarded.modules()}
+        for module in modules_that_call(functions, model):
+            if module is not model and module not in float32 and module not in self._narrowed:
+                self._narrowed.add(module)
+                adopted_model.hook_casts(
+                    module,
+                    self.ledger,
+                    inputs=None,
+                    outputs=dtype,
+                    widens_copies=self.has_masters,
+                    labelled=self.settings.profile_casts,
+                )
 
     def _hook_state_dict(self, model: nn.Module) -> None:
         hooks, new = self._hooks, [module for module in model.modules() if module not in self._converted]

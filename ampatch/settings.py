@@ -74,7 +74,7 @@ class Settings:
         both["on_overflow"] = self._named(asked)
         both["keep_fp32"] = _kept(self.keep_fp32), _kept(asked.keep_fp32)
         told += [f"{name} is {live!r} (this call: {other!r})" for name, (live, other) in both.items() if live != other]
-        if self.properties.patch_torch_functions and asked.properties.patch_torch_functions:  # else none are allowed
+        if self.properties.patch_torch_functions == asked.properties.patch_torch_functions:
             entries = list_edits.difference(self.lists, asked.lists)
             told += [f"cast_lists: {', '.join(entries)}"] if entries else []
         return "; ".join(told)

@@ -51,6 +51,7 @@ NEEDED = {
     "integration/test_accelerate.py": "accelerate",
     "integration/test_compared_architectures.py": "transformers",
     "integration/test_converted_architectures.py": "transformers",
+    "integration/test_half_architectures.py": "transformers",
     "integration/test_ignite.py": "ignite",
     "integration/test_lightning.py": "lightning",
     "integration/test_peft.py": "peft",
@@ -188,6 +189,25 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.line(f"Ran with {chosen}.")
     for file, package in LEFT_OUT.items():
         terminalreporter.line(f"Not run: tests/{file}, as {package} is not installed.")
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Writes a package that can be imported, and forgets it afterwards."""
+    monkeypatch.syspath_prepend(tmp_path)
+    written: list[str] = []
+
+    def write(name: str, **sources: str) -> None:
+        """The package ``name``; ``sources`` are those of its modules, ``__init__`` that of itself."""
+        written.append(name)
+        (tmp_path / name).mkdir()
+        for module, source in {"__init__": "", **sources}.items():
+            (tmp_path / name / f"{module}.py").write_text(source, encoding="utf-8")
+
+    yield write
+    for name in list(sys.modules):
+        if name.partition(".")[0] in written:
+            del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)

@@ -49,12 +49,14 @@ class Entry:
     until: str = ""
     optional: bool = False
     via_dtype: bool = False
+    needs_float32: object = False
     instead: str = ""
 
     @property
     def terms(self) -> tuple:
         """All that two paths of one function must have in common."""
-        return self.list_name, self.dtypes, tuple(self.when.items()), self.since, self.until, self.via_dtype
+        options = self.since, self.until, self.via_dtype, str(self.needs_float32)
+        return self.list_name, self.dtypes, tuple(self.when.items()), *options
 
     @property
     def is_in_force(self) -> bool:

@@ -29,15 +29,18 @@ from ampatch.runtime import runtime
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
 LISTS = (
-    "coverage",
-    "list_edits",
-    "list_reports",
-    "lists",
-    "paths",
-    "reader",
-    "rules",
-    "signatures",
-    "spellings",
+    *(
+        "coverage",
+        "list_edits",
+        "list_reports",
+        "lists",
+        "paths",
+        "patterns",
+        "reader",
+        "rules",
+        "signatures",
+        "spellings",
+    ),
     "yaml_tree",
 )
 SOUND = "blacklist:\n  torch.nn.functional: [linear]\n"  # a function of one spelling
@@ -698,6 +701,19 @@ class TestListsOfOnesOwnModules:
         done = fresh.run(program, "lists", *command, "casts.yaml")
 
         assert (done.returncode, done.stderr) == (0, "")
+
+    def test_functions_that_a_pattern_matches_are_shown_once_they_are_imported(
+        self, tmp_path: Path, package: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        package("of_mine", losses="def far_loss(x): return x\n")
+        file = tmp_path / "casts.yaml"
+        file.write_text('blacklist: {of_mine.*: ["*_loss"]}\n')
+        for options, expected in [
+            ([], f"of_mine.*.*_loss  blacklist  {file}:1  matches nothing yet: import of_mine or its modules first\n"),
+            (["--import", "of_mine.losses"], f"of_mine.losses.far_loss  blacklist  {file}:1\n"),
+        ]:
+            assert cli.main(["lists", "show", "of_mine", "--cast-lists", str(file), *options]) == 0
+            assert capsys.readouterr().out == expected
 
 
 class TestBuild:

@@ -373,12 +373,25 @@ class TestState:
         assert reasons(found) == ["casts are off here"] * 2
         assert reasons(amp.explain(torch.mm, torch.ones(2, 2), torch.ones(2, 2))) == [None, None]
 
-    @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
-    def test_a_level_that_patches_nothing(self, level: str) -> None:
+    @pytest.mark.parametrize(
+        ("level", "state", "why"),
+        [
+            ("O0", "O0 patches no functions, so none of this is applied.", "O0 patches no functions"),
+            *[
+                (
+                    level,
+                    f"{level} applies only what is marked needs_float32.",
+                    f"{level} patches no functions but those that need float32",
+                )
+                for level in ("O2", "O3")
+            ],
+        ],
+    )
+    def test_a_level_that_does_not_patch_the_function(self, level: str, state: str, why: str) -> None:
         amp.initialize(nn.Linear(2, 2), opt_level=level, half_dtype="bfloat16", verbosity=0)
         found = amp.explain(torch.mm, torch.ones(2, 2), torch.ones(2, 2))
-        assert f"{level} patches no functions, so none of this is applied." in found.state
-        assert reasons(found) == [f"{level} patches no functions"] * 2
+        assert state in found.state
+        assert reasons(found) == [why] * 2
         assert found.places == ()
 
     def test_allowed_banned_functions(self) -> None:

@@ -48,25 +48,6 @@ def neighbour():
     del sys.modules["neighbour"]
 
 
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    """Writes a package that can be imported, and forgets it afterwards."""
-    monkeypatch.syspath_prepend(tmp_path)
-    written = []
-
-    def write(name: str, **sources: str) -> None:
-        """The package ``name``; ``sources`` are those of its modules, ``__init__`` that of itself."""
-        written.append(name)
-        (tmp_path / name).mkdir()
-        for module, source in {"__init__": "", **sources}.items():
-            (tmp_path / name / f"{module}.py").write_text(source, encoding="utf-8")
-
-    yield write
-    for name in list(sys.modules):
-        if name.partition(".")[0] in written:
-            del sys.modules[name]
-
-
 class TestNamespaces:
     def test_are_the_eight_that_torch_has_functions_in(self):
         assert NAMESPACES == [

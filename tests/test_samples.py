@@ -72,6 +72,18 @@ def with_each_half(chosen: Iterable[Entry]) -> Iterator[tuple[Entry, torch.dtype
                 yield entry, half
 
 
+def runs_in_half(path: str, sample: Sample, half: torch.dtype) -> bool:
+    """Whether torch has kernels for it on the CPU, forward and backward."""
+    try:
+        result = call(path, sample, Maker([half], requires_grad=True))
+        floating = [each for each in tensors(result) if each.requires_grad]
+        if floating:
+            sum(torch.view_as_real(each).sum() if each.is_complex() else each.sum() for each in floating).backward()
+    except RuntimeError as error:
+        return "derivative" in str(error)  # it has none in any type
+    return True
+
+
 def mixes(half: torch.dtype) -> list[list[torch.dtype]]:
     """Every order in which two floating arguments can differ."""
     return [[half, torch.float32], [torch.float32, half]]
@@ -202,6 +214,23 @@ class TestBlacklist:
             for number, sample in enumerate(SAMPLES[entry.path])
         )
         check_rows(subtests, rows, check)
+
+    def test_what_needs_float32_is_marked(self, subtests):
+        inside = {  # what they call inside is marked
+            "torch.nn.functional.local_response_norm",
+            "torch.nn.functional.lp_pool3d",
+        }
+        without = {"torch.istft", "torch.Tensor.istft"}  # its sample is complex
+
+        def check(entry):
+            runs = [runs_in_half(entry.path, sample, half) for sample in SAMPLES[entry.path] for half in entry.dtypes]
+            needs = entry.needs_float32 if isinstance(entry.needs_float32, list) else ["cpu"] * entry.needs_float32
+            if entry.path not in without:
+                assert any(runs) or entry.path in inside or "cpu" in needs
+                assert not all(runs) or "cpu" not in needs
+
+        chosen = (entry for entry in HERE if entry.list_name == "blacklist" and not entry.path.endswith("_"))
+        check_rows(subtests, ((entry.path, entry) for entry in chosen), check)
 
     def test_the_other_half_type_needs_no_entry(self, subtests):
         def check(entry):

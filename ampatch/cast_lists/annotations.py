@@ -16,6 +16,7 @@ import torch
 import yaml
 from torch.torch_version import TorchVersion
 
+from ampatch.cast_lists import patterns
 from ampatch.cast_lists.lists import MAPPING, CastLists, shipped
 from ampatch.cast_lists.paths import Path, identity
 from ampatch.cast_lists.rules import Rule, Treatment
@@ -57,6 +58,8 @@ class Entry:
         """Returns True if the entry decides about the function at a path."""
         if self.path.namespace == EVERY_NAMESPACE:
             return path in spellings(self.path.name)
+        if patterns.is_pattern(self.path):
+            return path in (self.path, *patterns.functions(self.path))
         return self.path == path or identity(self.path) is identity(path)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from ampatch.cast_lists.lists import MAPPING, CastLists, shipped
 from ampatch.cast_lists.paths import Path, PathError, find, identity
-from ampatch.cast_lists.rules import UNLISTED, Rule, Treatment, typed_conditions
+from ampatch.cast_lists.rules import UNLISTED, Rule, Treatment, typed_conditions, typed_need
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, called_by, spellings
 from ampatch.opt_levels import HALF_DTYPES
 
@@ -39,10 +39,9 @@ class Edit:
 def difference(live: CastLists, asked: CastLists) -> list[str]:
     """Returns, for a message, how two lists differ: a few functions, then the number of the others."""
     told: dict[str, None] = {}
-    for path in sorted({path for path, _ in {**live.rules, **asked.rules}}):
-        pairs = {
-            dtype: (live.rules.get((path, dtype)), asked.rules.get((path, dtype))) for dtype in HALF_DTYPES.values()
-        }
+    mine, theirs = live.told(), asked.told()
+    for path in sorted({path for path, _ in {**mine, **theirs}}):
+        pairs = {dtype: (mine.get((path, dtype)), theirs.get((path, dtype))) for dtype in HALF_DTYPES.values()}
         differing = {dtype: _told(*pair) for dtype, pair in pairs.items() if pair[0] != pair[1]}
         everywhere = len(differing) == len(pairs) and len(set(differing.values())) == 1
         for dtype, how in differing.items():
@@ -235,5 +234,6 @@ def _place_by(rule: Rule | None) -> str:
     options = [
         *(["when " + typed_conditions(rule.when)] if rule.when else []),
         *(["via_dtype"] if rule.via_dtype else []),
+        *typed_need(rule.needs_float32),
     ]
     return " ".join([_place(rule), *options, f"by {rule.source}"])

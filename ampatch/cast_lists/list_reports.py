@@ -13,11 +13,11 @@ from typing import TypeVar
 
 import torch
 
-from ampatch.cast_lists import list_edits
+from ampatch.cast_lists import list_edits, patterns
 from ampatch.cast_lists.coverage import Coverage, reason_of
 from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path, PathError, find, function_key, identity
-from ampatch.cast_lists.rules import Rule, Treatment, When, typed_conditions
+from ampatch.cast_lists.rules import Rule, Treatment, When, typed_conditions, typed_need
 from ampatch.cast_lists.spellings import NAMESPACES
 from ampatch.errors import AmpError, CastListError, OptionError, did_you_mean
 from ampatch.opt_levels import HALF_DTYPES
@@ -52,14 +52,17 @@ def policy(lists: CastLists, half_dtypes: Sequence[torch.dtype] = BOTH, names: S
     Raises:
         OptionError: no function has one of the names; the message suggests close names.
     """
-    listed = sorted({path for path, _ in lists.rules})
+    in_force = lists.told(matched=False)
+    listed = sorted({path for path, _ in in_force})
     wanted, notes = _selected(names, listed) if names else (set(listed), [])
     rows = []
     for path in sorted(wanted):
-        rules = [lists.rules.get((path, dtype)) for dtype in half_dtypes]
+        rules = [in_force.get((path, dtype)) for dtype in half_dtypes]
         # Equal rules from two lines of a file stay two, so that the user finds both lines.
         for (rule, source), dtypes in _grouped([(rule, rule.source) if rule else None for rule in rules], half_dtypes):
-            conditions = [*_conditions(rule.when, dtypes, half_dtypes), *(["via_dtype"] if rule.via_dtype else [])]
+            conditions = [*_conditions(rule.when, dtypes, half_dtypes), *_flags(rule)]
+            if patterns.is_pattern(path):
+                conditions.append(f"matches nothing yet: import {patterns.package_of(path)} or its modules first")
             rows.append([str(path), rule.treatment.value, source, "; ".join(conditions)])
     return [*_aligned(rows), *notes]
 
@@ -141,7 +144,8 @@ def checked(file: str, before: CastLists, after: CastLists) -> Checked:
         after: lists with the file.
     """
     undone = list_edits.undone(after)
-    changed = {key[0] for key in {**before.rules, **after.rules} if before.rules.get(key) != after.rules.get(key)}
+    old, new = before.told(matched=False), after.told(matched=False)
+    changed = {key[0] for key in {**old, **new} if old.get(key) != new.get(key)}
     unseen = sum(_found(path) is None for path in changed)
     note = f" ({unseen} not looked up, being in modules that are not imported yet)" if unseen else ""
     how = "is undone by calls inside the function" if len(undone) == 1 else "are undone by calls inside the functions"
@@ -205,10 +209,10 @@ def changes(before: CastLists, after: CastLists, file: str, half_dtypes: Sequenc
         A legend; lines of three aligned columns: path, list before, list after (``-`` for none), with the conditions
         of each in parentheses. Then a line that counts them. Without a change, that line alone.
     """
-    paths = sorted({path for path, _ in {**before.rules, **after.rules}})
+    sides = [before.told(matched=False), after.told(matched=False)]
+    paths = sorted({path for side in sides for path, _ in side})
     found = {
-        path: [[_full_decision(lists.rules.get((path, dtype))) for dtype in half_dtypes] for lists in (before, after)]
-        for path in paths
+        path: [[_full_decision(side.get((path, dtype))) for dtype in half_dtypes] for side in sides] for path in paths
     }
     rows, kinds = _compared(found, half_dtypes)
     counted = _counted(rows, half_dtypes)
@@ -294,7 +298,7 @@ def _full_decision(rule: Rule | None) -> _Decision | None:
     """Returns all parts of a rule that matter to ampatch."""
     if rule is None:
         return None
-    options = [*(["via_dtype"] if rule.via_dtype else []), *([f"instead: {rule.instead}"] if rule.instead else [])]
+    options = [*_flags(rule), *([f"instead: {rule.instead}"] if rule.instead else [])]
     return rule.treatment, rule.when, tuple(options)
 
 
@@ -337,6 +341,10 @@ def _conditions(when: When, dtypes: Sequence[torch.dtype], asked: Sequence[torch
     """Returns the half dtypes, unless they are all that were asked about, and the conditions on arguments."""
     only = [] if len(dtypes) == len(asked) else [f"{_NAMES[dtype]} only" for dtype in dtypes]
     return [*only, *([f"when {typed_conditions(when)}"] if when else [])]
+
+
+def _flags(rule: Rule) -> list[str]:
+    return [*(["via_dtype"] if rule.via_dtype else []), *typed_need(rule.needs_float32)]
 
 
 def _paths(count: int) -> str:

@@ -16,8 +16,9 @@ from os import PathLike, fspath
 
 import torch
 
+from ampatch.cast_lists import patterns
 from ampatch.cast_lists.paths import Path, function_key
-from ampatch.cast_lists.reader import Reading
+from ampatch.cast_lists.reader import Reading, fitting_rule, unfit_reason
 from ampatch.cast_lists.rules import Changes, Rule, Treatment
 from ampatch.cast_lists.yaml_tree import UnreadableError, compose, compose_own, node_of, text_of
 from ampatch.errors import OptionError
@@ -34,14 +35,16 @@ class CastLists:
     """The rules in force for each half dtype. Immutable; a change returns a new value.
 
     Attributes:
-        rules: rules by path and half dtype.
+        rules: rules by path and half dtype, except those of patterns and of files after the first that has a pattern.
         named: every path that was ever listed, so that a function that was unlisted comes back under all its names.
         files: overlays in their order: paths of files, and `MAPPING` for each mapping.
+        waiting: changes of each file from the first on that has a pattern; `expanded` applies them.
     """
 
     rules: Mapping[tuple[Path, torch.dtype], Rule]
     named: tuple[Path, ...] = field(default=(), compare=False)
     files: tuple[str, ...] = field(default=(), compare=False)
+    waiting: tuple[Changes, ...] = ()
 
     def __repr__(self) -> str:
         rules = f"{len(self.rules)} rules"  # a number only: all rules would be unreadable
@@ -49,7 +52,51 @@ class CastLists:
 
     def for_half(self, half_dtype: torch.dtype) -> dict[Path, Rule]:
         """Returns the rules for one half dtype, by path."""
-        return {path: rule for (path, dtype), rule in self.rules.items() if dtype is half_dtype}
+        return {path: rule for (path, dtype), rule in self.expanded().rules.items() if dtype is half_dtype}
+
+    def expanded(self, within: Sequence[types.ModuleType] | None = None) -> CastLists:
+        """Returns these lists with a rule for each loaded function that a pattern matches.
+
+        In a file, an entry that names a function comes before all patterns; otherwise the last pattern decides. The
+        result depends on the modules that are loaded now, so lists are compared unexpanded.
+
+        Args:
+            within: modules whose functions are looked for; None: all loaded ones.
+        """
+        lists = self
+        for changes in self.waiting:
+            lists = lists._with(_expanded(changes, within))
+        return replace(lists, waiting=()) if self.waiting else self
+
+    @property
+    def patterns(self) -> dict[tuple[Path, torch.dtype], Rule]:
+        """The rules of patterns, by the pattern and the half dtype; later files replace earlier ones."""
+        rules = {key: rule for changes in self.waiting for key, rule in changes if patterns.is_pattern(key[0])}
+        return {key: rule for key, rule in rules.items() if rule is not None}
+
+    def late_rules(self, half_dtype: torch.dtype, module: types.ModuleType) -> dict[Path, Rule | None]:
+        """Returns what is decided about the functions in one module that patterns match; None: it is on no list."""
+        found = [path for changes in self.waiting for (path, _), _ in changes if patterns.is_pattern(path)]
+        matched = sorted({path for pattern in found for path in patterns.functions(pattern, [module])})
+        rules = self.expanded([module]).rules if matched else {}
+        return {path: rules.get((path, half_dtype)) for path in matched}
+
+    def told(self, matched: bool = True) -> dict[tuple[Path, torch.dtype], Rule]:
+        """Returns the rules of all loaded functions, and those of patterns under the pattern itself.
+
+        Args:
+            matched: False leaves out the patterns that match a loaded function.
+        """
+        shown = {key: rule for key, rule in self.patterns.items() if matched or not patterns.functions(key[0])}
+        return {**self.expanded().rules, **shown}
+
+    def needing_float32(self) -> dict[tuple[Path, torch.dtype], Rule]:
+        """Returns the rules of functions for which torch has no half kernel, those of patterns included."""
+        return {key: rule for key, rule in self.told().items() if rule.needs_float32}
+
+    def packages(self) -> set[str]:
+        """Returns the top-level packages that patterns are about."""
+        return {patterns.package_of(path) for path, _ in self.patterns}
 
     def overlaid(self, overlay: Overlay) -> CastLists:
         """Returns these lists with a user's changes laid over them.
@@ -66,7 +113,11 @@ class CastLists:
         lists = self
         for part in overlay if several else [overlay]:  # type: ignore[union-attr]
             source, changes = _read_overlay(part)
-            lists = replace(lists._with(changes), files=(*lists.files, source))
+            if lists.waiting or any(patterns.is_pattern(path) for (path, _), _ in changes):
+                lists = replace(lists, waiting=(*lists.waiting, tuple(changes)))
+            else:
+                lists = lists._with(changes)
+            lists = replace(lists, files=(*lists.files, source))
         return lists
 
     def _with(self, changes: Changes) -> CastLists:
@@ -84,7 +135,26 @@ class CastLists:
                     rules.pop((alias, dtype), None)
                     if rule is not None:
                         rules[alias, dtype] = rule if alias == rule.path else replace(rule, path=alias)
-        return CastLists(types.MappingProxyType(rules), named)
+        return replace(self, rules=types.MappingProxyType(rules), named=named)
+
+
+def _expanded(changes: Changes, within: Sequence[types.ModuleType] | None) -> Changes:
+    """Returns the changes of a file with the functions that its patterns match in place of the patterns."""
+    plain = [change for change in changes if not patterns.is_pattern(change[0][0])]
+    named = {(function_key(path), dtype) for (path, dtype), _ in plain}
+    found: dict[tuple[object, torch.dtype], list[tuple[tuple[Path, torch.dtype], Rule | None]]] = {}
+    for (pattern, dtype), rule in changes:
+        if not patterns.is_pattern(pattern):
+            continue
+        matched: dict[object, list[Path]] = {}
+        for path in patterns.functions(pattern, within):
+            if rule is None or unfit_reason(rule, path) is None:
+                matched.setdefault(function_key(path), []).append(path)
+        for function, paths in matched.items():
+            if (function, dtype) not in named:
+                made = [((path, dtype), None if rule is None else fitting_rule(rule, path)) for path in paths]
+                found[function, dtype] = made
+    return [*plain, *(change for made in found.values() for change in made)]
 
 
 @functools.cache

@@ -70,6 +70,11 @@ def find(path: Path) -> object | None:
     return unwrapped(_attribute(owner, path.name, path.namespace))
 
 
+def is_fixed(kind: type) -> bool:
+    """Returns True if a class is one in C, whose attributes cannot be set."""
+    return bool(kind.__flags__ & _IMMUTABLE)
+
+
 def is_wrapper(value: object) -> bool:
     """Returns True if ``value`` is one of amp's wrappers, and not a proxy around one.
 
@@ -114,6 +119,10 @@ def _attribute(owner: object, name: str, namespace: str) -> object:
         public = [known for known in dir(owner) if name.startswith("_") or not known.startswith("_")]
         raise PathError(f"{namespace!r} has no {name!r}.{did_you_mean(name, public)}") from None
     return found
+
+
+# Py_TPFLAGS_IMMUTABLETYPE: setting an attribute of such a class raises TypeError.
+_IMMUTABLE = 1 << 8
 
 
 def _importable(module: str) -> bool:

@@ -17,9 +17,9 @@ import torch
 import yaml
 from torch.torch_version import TorchVersion
 
-from ampatch.cast_lists import signatures
+from ampatch.cast_lists import patterns, signatures
 from ampatch.cast_lists.paths import Path, PathError, find, find_owner, function_key
-from ampatch.cast_lists.rules import UNLISTED, Changes, Rule, Treatment, When, unlistable_reason
+from ampatch.cast_lists.rules import EVERY_DEVICE, UNLISTED, Changes, Rule, Treatment, When, unlistable_reason
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, known_names, spellings
 from ampatch.cast_lists.yaml_tree import described, items_of, kind_of, line_of, scalar_of
 from ampatch.errors import AmpError, CastListError, Fault, did_you_mean
@@ -151,12 +151,40 @@ class Reading:
         dtypes = options.pop("dtypes", tuple(HALF_DTYPES.values()))
         faults = len(self._faults)
         entry = Path(namespace.value, options.pop("name"))
+        if patterns.is_pattern(entry):
+            self._add_pattern(entry, treatment, dtypes, options, node, namespace)
+            return
         for path in self._paths(namespace, entry.name, node, options.get("optional", False)):
             fitting = options if namespace.value != EVERY_NAMESPACE else _fitting(options, path)
             if not self._resolve or self._exists(path, fitting, node, namespace):
                 self._add_path(path, entry, treatment, dtypes, fitting, node)
             if len(self._faults) > faults:
                 return  # one fault for all spellings
+
+    def _add_pattern(
+        self,
+        pattern: Path,
+        treatment: Treatment | None,
+        dtypes: Iterable[torch.dtype],
+        options: Mapping[str, Any],
+        node: yaml.Node,
+        namespace: yaml.ScalarNode,
+    ) -> None:
+        """Adds an entry that stands for all functions that a pattern matches; `CastLists.expanded` looks them up."""
+        unmatched = patterns.unmatched_reason(pattern)
+        if unmatched is not None and options.get("optional") and patterns.package_of(pattern):
+            return
+        if unmatched is not None:
+            is_namespace = not patterns.package_of(pattern)
+            self.fault(namespace if is_namespace else node, f"{unmatched}{'' if is_namespace else _MAY_LACK}")
+            return
+        rule = None if treatment is None else Rule(pattern, treatment, self._at(line_of(node)), **options)
+        for path in patterns.functions(pattern):
+            unfit = None if rule is None else unfit_reason(rule, path)
+            if unfit is not None:
+                self.fault(node, f"{pattern} matches {path}: {unfit}")
+                return
+        self._changes += [((pattern, dtype), rule) for dtype in dtypes]
 
     def _paths(self, namespace: yaml.ScalarNode, name: str, node: yaml.Node, optional: bool) -> list[Path]:
         """Returns the paths that an entry names; records a fault for a pattern, or for a required name without any."""
@@ -248,13 +276,6 @@ class Reading:
         Otherwise records a fault, unless the function is missing and the entry optional.
         """
         optional = options.get("optional", False)
-        if EVERY_NAMESPACE in path.namespace:
-            if namespace not in self._missing:
-                self._missing.add(namespace)
-                self.fault(
-                    namespace, f"found {path.namespace!r}; `{EVERY_NAMESPACE!r}` stands alone, for every spelling."
-                )
-            return False
         try:
             owner = find_owner(path.namespace)
         except PathError as error:
@@ -269,11 +290,13 @@ class Reading:
         except PathError as error:
             if optional:
                 return False
-            unfit = _elsewhere(path) or f"{error} Mark the entry `optional: true` if it may be missing."
+            unfit = _elsewhere(path) or f"{error}{_MAY_LACK}"
         if unfit:
             self.fault(node, unfit)
         return not unfit
 
+
+_MAY_LACK = " Mark the entry `optional: true` if it may be missing."
 
 # The most names that a message gives for a pattern. The user types them out, and the losses fit into one message.
 _MOST_NAMED = 24
@@ -308,6 +331,18 @@ def _shared(listing: _Listing, earlier: _Listing) -> str:
 def _typed(listing: _Listing) -> str:
     namespace = f'"{EVERY_NAMESPACE}"' if listing.entry.namespace == EVERY_NAMESPACE else listing.entry.namespace
     return f"`{listing.name}: {{{namespace}: [{listing.entry.name}]}}`"
+
+
+def unfit_reason(rule: Rule, path: Path) -> str | None:
+    """Returns a sentence on why the rule of a pattern does not fit a function that it matches; None if it does."""
+    function: Any = find(path)
+    fitting = _fitting({"via_dtype": rule.via_dtype}, path)
+    return unlistable_reason(path, find_owner(path.namespace), function, rule.when, fitting["via_dtype"])
+
+
+def fitting_rule(rule: Rule, path: Path) -> Rule:
+    """Returns the rule of a pattern for one function that it matches."""
+    return replace(rule, path=path, **_fitting({"via_dtype": rule.via_dtype}, path))
 
 
 def _fitting(options: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
@@ -346,6 +381,21 @@ def _read_flag(node: yaml.Node) -> bool:
     if kind_of(node) == "bool":
         return bool(scalar_of(node))
     raise AmpError(f"found {described(node)}; expected true or false.")
+
+
+def _read_need(node: yaml.Node) -> tuple[str, ...]:
+    if kind_of(node) == "bool":
+        return EVERY_DEVICE if scalar_of(node) else ()
+    expected = "true, or a list of device types, such as [cpu]"
+    if kind_of(node) != "seq" or not node.value:
+        raise AmpError(f"found {described(node)}; expected {expected}.")
+    for item in node.value:
+        try:
+            torch.device(item.value if kind_of(item) == "str" and item.value.isalpha() else "")
+        except RuntimeError:
+            hint = did_you_mean(item.value, ("cpu", "cuda", "mps", "xpu")) if kind_of(item) == "str" else ""
+            raise AmpError(f"found {described(item)}; expected {expected}.{hint}") from None
+    return tuple(dict.fromkeys(item.value for item in node.value))
 
 
 def _read_dtypes(node: yaml.Node) -> tuple[torch.dtype, ...]:
@@ -395,5 +445,6 @@ _OPTIONS = {
     "until": _Option(_read_version),
     "optional": _Option(_read_flag),
     "via_dtype": _Option(_read_flag, (Treatment.BLACKLIST,)),
+    "needs_float32": _Option(_read_need, (Treatment.BLACKLIST,)),
     "instead": _Option(_read_text, (Treatment.BANNED,)),
 }

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from ampatch.cast_lists import signatures
-from ampatch.cast_lists.paths import Path
+from ampatch.cast_lists.paths import Path, is_fixed
 from ampatch.errors import did_you_mean
 
 
@@ -45,6 +45,8 @@ class Rule:
         source: file and line, for messages. It changes nothing in the effect of a rule, so equality ignores it.
         when: conditions, all of which must hold; empty: the rule always applies.
         via_dtype: True if a blacklisted function computes in float32 by way of ``dtype=torch.float32``.
+        needs_float32: device types on which torch has no half kernel of a blacklisted function, `EVERY_DEVICE` for all;
+            there it is cast at O2, O3 and O5 as well. Empty: it has one.
         instead: advice to the user in the error of a banned function.
         optional: True if a path that does not exist is skipped.
     """
@@ -54,8 +56,19 @@ class Rule:
     source: str = field(compare=False)
     when: When = ()
     via_dtype: bool = False
+    needs_float32: tuple[str, ...] = ()
     instead: str | None = None
     optional: bool = field(default=False, compare=False)
+
+
+EVERY_DEVICE = ("*",)
+
+
+def typed_need(devices: Sequence[str]) -> list[str]:
+    """Returns ``needs_float32`` as text, with the device types if it does not hold for all; empty if it is not set."""
+    if not devices:
+        return []
+    return ["needs_float32" if tuple(devices) == EVERY_DEVICE else f"needs_float32 on {' and '.join(devices)}"]
 
 
 #: The changes in a file: the rule that a path gets for a half dtype, or None if it is to have no rule.
@@ -75,9 +88,9 @@ def unlistable_reason(path: Path, owner: object, function: Any, when: When = (),
     """Returns a sentence on why the object at a path cannot be listed with these options; None if it can."""
     if not isinstance(owner, (types.ModuleType, type)):
         return f"{path.namespace!r} is {type(owner).__name__!r}; expected a module or a class."
-    if isinstance(owner, type) and owner.__flags__ & _IMMUTABLE:
+    if isinstance(owner, type) and is_fixed(owner):
         return f"{path.namespace!r} is a class in C, and cannot be patched; name a class in Python, as torch.Tensor is."
-    if isinstance(function, type) and function.__flags__ & _IMMUTABLE:
+    if isinstance(function, type) and is_fixed(function):
         return f"{path} is a class, not a function."
     if isinstance(function, type):
         return f"{path} is a class, not a function; name a method of it, such as `{path}: [forward]`."
@@ -93,7 +106,3 @@ def unlistable_reason(path: Path, owner: object, function: Any, when: When = (),
     if via_dtype and "dtype" not in readable:
         return f"{path} has no argument `dtype`; leave `via_dtype` out, and its arguments are cast instead."
     return None
-
-
-# Py_TPFLAGS_IMMUTABLETYPE: setting an attribute of such a class raises TypeError.
-_IMMUTABLE = 1 << 8

@@ -80,6 +80,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     )
     _add_half_dtype(parser, "the half type to show the rules of (default: both)")
     _add_cast_lists(parser)
+    _add_import(parser)
     parser.set_defaults(run=_show)
 
 
@@ -87,6 +88,7 @@ def _show(arguments: argparse.Namespace) -> int:
     from ampatch.cast_lists import list_reports
     from ampatch.cast_lists.lists import shipped
 
+    _import(arguments.modules)
     with _searching_here():
         lists = shipped().overlaid(arguments.cast_lists)
     _print(list_reports.policy(lists, arguments.half_dtype or list_reports.BOTH, arguments.names))
@@ -107,6 +109,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="exit with status 1 also if a function's inner calls undo an edit (`amp.initialize` warns of it)",
     )
+    _add_import(parser)
     parser.set_defaults(run=_check)
 
 
@@ -114,6 +117,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from ampatch.cast_lists import list_reports
     from ampatch.cast_lists.lists import shipped
 
+    _import(arguments.modules)
     status = 0
     for file in arguments.files:
         try:
@@ -140,6 +144,7 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
         help=f"the system to compare with ({', '.join(PEERS)}), or a file as `amp.initialize(cast_lists=...)` takes it",
     )
     _add_half_dtype(parser, "the half type to compare in (default: those that the other system has)")
+    _add_import(parser)
     parser.set_defaults(run=_diff)
 
 
@@ -156,12 +161,25 @@ def _peer_or_file(text: str) -> str:
     )
 
 
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a module to import first, so that its functions are looked up, and matched by the file's patterns; may "
+        "be given several times",
+    )
+
+
 def _diff(arguments: argparse.Namespace) -> int:
     from ampatch.cast_lists import list_reports
     from ampatch.cast_lists.lists import PEERS, peer, shipped
     from ampatch.opt_levels import HALF_DTYPES
 
     other = arguments.other
+    _import(arguments.modules)
     of_peer = tuple(HALF_DTYPES[name] for name in _PEER_HALF_DTYPES.get(other, HALF_DTYPES))
     half_dtypes = arguments.half_dtype or of_peer
     if other in PEERS:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ampatch.cast_lists.rules import UNLISTED, When, typed_conditions
+from ampatch.cast_lists.rules import UNLISTED, When, typed_conditions, typed_need
 from ampatch.patching.adapters import is_in_place
 from ampatch.patching.predictions import Prediction
 
@@ -48,6 +48,7 @@ class Ruling:
             purpose, the file of reasons, and the name of its reason. None for all other functions without a rule.
         when: conditions on arguments; all must hold.
         via_dtype: True if ``dtype=torch.float32`` is passed instead of a cast.
+        needs_float32: device types on which torch has no half kernel, "*" for all; empty if it has one on all.
         casts_to: name of the half dtype to cast to, if it differs from the session's.
         instead: advice in the error of a banned function.
         since: first version of torch that the rule is for.
@@ -61,6 +62,7 @@ class Ruling:
     source: str | None = None
     when: When = ()
     via_dtype: bool = False
+    needs_float32: tuple[str, ...] = ()
     casts_to: str | None = None
     instead: str | None = None
     since: str | None = None
@@ -73,6 +75,7 @@ class Ruling:
         return {
             **asdict(self),
             "half_dtypes": list(self.half_dtypes),
+            "needs_float32": list(self.needs_float32),
             "when": {name: list(values) for name, values in self.when},
         }
 
@@ -82,6 +85,7 @@ class Ruling:
         return [
             *([f"when {typed_conditions(self.when)}"] if self.when else []),
             *(["via_dtype"] if self.via_dtype else []),
+            *typed_need(self.needs_float32),
             *([f"to {self.casts_to}"] if self.casts_to else []),
             *([f"from torch {self.since}"] if self.since else []),
             *([f"before torch {self.until}"] if self.until else []),
@@ -324,6 +328,9 @@ def _meaning_lines(several: Sequence[Spelling], allow_banned: bool) -> Iterator[
     yield from _aligned([f"  {name}", meaning] for name, meaning in meanings.items() if name in treatments)
     if any(ruling.via_dtype for _, ruling in found):
         yield from _wrapped("via_dtype: the function gets dtype=float32 and the half tensor; its kernel casts.", "  ")
+    if any(ruling.needs_float32 for _, ruling in found):
+        at_levels = "At O2, O3 and O5 it is cast as well, and half arguments give half results."
+        yield from _wrapped(f"needs_float32: torch has no half kernel. {at_levels}", "  ")
     listed_in_place = [
         ruling for path, ruling in found if is_in_place(path.rpartition(".")[2]) and ruling.treatment != UNLISTED
     ]

@@ -57,8 +57,10 @@ class Rulings:
 
     def is_patched(self, spelled: Located, *half_dtypes: torch.dtype) -> bool:
         """Returns True if amp patches a function for any of some half dtypes, or would."""
-        rules = (self.rule(spelled, half_dtype) for half_dtype in half_dtypes)
-        return self.registration(spelled) is not None or any(rule is not None for rule in rules)
+        live = self.settings.live
+        if self.registration(spelled) is not None and (live is None or live.patches_functions):
+            return True
+        return any(self.settings.applies(self.rule(spelled, half_dtype)) for half_dtype in half_dtypes)
 
     def registration(self, spelled: Located) -> Registration | None:
         """Returns the registration that decides about a function."""
@@ -100,6 +102,7 @@ class Rulings:
             rule.source,
             rule.when,
             rule.via_dtype,
+            needs_float32=rule.needs_float32,
             instead=rule.instead,
             since=None if entry is None else entry.since,
             until=None if entry is None else entry.until,

@@ -14,9 +14,11 @@ import torch
 from ampatch.cast_lists.annotations import Entry, user_entries
 from ampatch.cast_lists.lists import CastLists, shipped
 from ampatch.cast_lists.paths import Path, identity
+from ampatch.cast_lists.rules import Rule
 from ampatch.diagnostics.explanation_report import dtype_name
 from ampatch.patching import adopted_model, casting_mode
 from ampatch.runtime import runtime
+from ampatch.session import Session
 
 
 class Settings:
@@ -37,7 +39,8 @@ class Settings:
     def __init__(self, lists: CastLists | None, half_dtypes: tuple[torch.dtype, ...]) -> None:
         self.live = runtime.live if lists is None else None
         settings = None if self.live is None else self.live.settings
-        self.lists = lists if lists is not None else shipped() if settings is None else settings.lists
+        in_force = lists if lists is not None else shipped() if settings is None else settings.lists
+        self.lists = in_force.expanded()
         self.half_dtypes = half_dtypes
         self.registered = tuple(runtime.registered) if self.live is None else self.live.registered
         self.listed = dict.fromkeys(path for path, _ in self.lists.rules)
@@ -59,7 +62,11 @@ class Settings:
     @property
     def patches(self) -> bool:
         """True if functions are patched, or would be: False at an opt level that leaves them."""
-        return self.live is None or self.live.patches_functions
+        return self.live is None or self.live.patches_any
+
+    def applies(self, rule: Rule | None) -> bool:
+        """Returns True if a rule is applied at the session's opt level, or would be."""
+        return rule is not None and (self.live is None or self.live.applies(rule))
 
     @property
     def allows_banned(self) -> bool:
@@ -90,7 +97,7 @@ class Settings:
             properties = live.settings.properties
             yield f"amp is on at {properties.opt_level} in {dtype_name(properties.half_dtype)}, with {named}."
             if not live.patches_functions:
-                yield f"{properties.opt_level} patches no functions, so none of this is applied."
+                yield _at_other_levels(live)
             elif live.switch.is_off():
                 yield "Casts are off here."
         if casting_mode.thread.mode is not None:
@@ -105,3 +112,11 @@ class Settings:
         """The first listed path of each listed function, by the function's id."""
         # `identity` may return the path itself, which `listed` keeps alive, so that no other object takes its id.
         return {id(identity(path)): path for path in reversed(self.listed)}
+
+
+def _at_other_levels(live: Session) -> str:
+    """Returns a sentence on what is applied at a level that does not patch functions by the lists."""
+    level = live.settings.properties.opt_level
+    if not live.patches_any:
+        return f"{level} patches no functions, so none of this is applied."
+    return f"{level} applies only what is marked needs_float32."

@@ -16,6 +16,7 @@ from torch import Tensor
 from ampatch.cast_lists import list_edits
 from ampatch.cast_lists.annotations import shipped_entries
 from ampatch.cast_lists.lists import CastLists
+from ampatch.cast_lists.rules import EVERY_DEVICE
 from ampatch.cast_lists.spellings import called_by, operators_in
 from ampatch.diagnostics.explanation_places import bound_places
 from ampatch.diagnostics.explanation_report import Called, ExplainedCall, Explanation, dtype_name
@@ -112,7 +113,12 @@ def _why_nothing(subject: Subject, rulings: Rulings) -> str | None:
     """Returns why a call casts nothing, whatever its arguments are; None if the arguments decide."""
     live = rulings.settings.live
     if live is not None and not live.patches_functions:
-        return f"{live.settings.properties.opt_level} patches no functions"
+        rule = rulings.rule(subject.primary, rulings.settings.half_dtype)
+        if not rulings.settings.applies(rule):
+            only = " but those that need float32" if live.patches_any else ""
+            return f"{live.settings.properties.opt_level} patches no functions{only}"
+        if rule is not None and rule.needs_float32 != EVERY_DEVICE and live.device_types.isdisjoint(rule.needs_float32):
+            return f"torch has a half kernel for it on {' and '.join(sorted(live.device_types))}"
     if live is not None and live.switch.is_off():
         return "casts are off here"
     if subject.is_bypass:

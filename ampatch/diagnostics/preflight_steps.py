@@ -190,7 +190,8 @@ class Step:
             mine, theirs = self.gradients.get(name), other.gradients.get(name)
             if mine is not None:
                 squares += _norm(mine) ** 2
-            difference = mine if theirs is None else theirs.float() if mine is None else theirs.float() - mine
+            theirs = None if theirs is None else wide(theirs)
+            difference = mine if theirs is None else theirs if mine is None else theirs - mine
             errors += _norm(difference) ** 2
         if squares == 0:
             return 0.0 if errors == 0 else math.inf
@@ -213,10 +214,15 @@ def flushed_of(gradient: Tensor, scale: float) -> Tensor:
     return (gradient != 0) & (gradient.abs() < FLUSHED_BELOW / scale)
 
 
+def wide(tensor: Tensor) -> Tensor:
+    """Returns a tensor in float32; a complex one as it is."""
+    return tensor if tensor.is_complex() else tensor.float()
+
+
 def _norm(tensor: Tensor | None) -> float:
     if tensor is None or not tensor.numel():
         return 0.0
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.complex128 if tensor.is_complex() else torch.float64))
 
 
 @dataclass(slots=True)
@@ -250,7 +256,7 @@ class OpenedCopy:
         names = [name for name, each in self.model.named_parameters() if each.requires_grad]
         updated = list(self.session.master_params(self.optimizer))
         gradients = {
-            name: dense(each.grad).float() for name, each in zip(names, updated, strict=True) if each.grad is not None
+            name: wide(dense(each.grad)) for name, each in zip(names, updated, strict=True) if each.grad is not None
         }
         return Step(float(loss), gradients)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -193,13 +193,16 @@ def hook_forward(
     ledger.on_undo(model.register_forward_hook(after, always_call=True).remove, model)
 
 
-def note_types(model: nn.Module, error: BaseException | None, half: torch.dtype) -> None:
+def note_types(
+    model: nn.Module, error: BaseException | None, half: torch.dtype, kept: Sequence[str | type] = ()
+) -> None:
     """Adds a note, which says what to type, to an error about types that a half model's forward raised.
 
     Args:
         model: model whose forward has ended.
         error: exception that the forward raised; None if it returned. One that has notes gets no other.
         half: half type of the model's weights.
+        kept: what stays float32 already.
     """
     if (
         not isinstance(error, RuntimeError)
@@ -211,13 +214,24 @@ def note_types(model: nn.Module, error: BaseException | None, half: torch.dtype)
     at, trace = None, error.__traceback__
     while trace is not None:
         at, trace = names.get(id(trace.tb_frame.f_locals.get("self")), at), trace.tb_next
-    where = f"keep_fp32=[{at!r}]" if at else "keep_fp32=[...] with the names of submodules"
+    so_far = [each if isinstance(each, str) else each.__name__ for each in kept]
+    where = f"keep_fp32={[*so_far, _every_layer(at)]}" if at else "keep_fp32=[...] with the names of submodules"
     error.add_note(
         f"ampatch: amp.initialize has made this {type(model).__name__}'s weights {half}. It casts the arguments of the "
         "model's forward (tensors, containers, dataclasses, objects with a method to), but no tensors of other "
         "objects, and none that the forward itself creates"
         f"{f' or that only {at!r} gets' if at else ''}. Type amp.initialize(..., "
-        f"{where}) to keep a part in float32; or patch_torch_functions=True, which casts at each function."
+        f"{where}) to keep a part in float32. If the model mixes types in several places, type "
+        "patch_torch_functions=True, or opt_level='O1': both cast at each function."
+    )
+
+
+def _every_layer(name: str) -> str:
+    """Returns the pattern of a module's name in all layers: "layers.0.norm" becomes "layers.*.norm"."""
+    parts = name.split(".")
+    following = [*parts[1:], "0"]
+    return ".".join(
+        "*" if part.isdigit() and not after.isdigit() else part for part, after in zip(parts, following, strict=True)
     )
 
 
@@ -248,7 +262,7 @@ def hook_casts(
         inputs: type that arguments are cast to; None to leave them.
         outputs: type that the result is cast to.
         widens_copies: True if deep copies of the model are float32. A deep copy then casts its arguments to the type
-            of its own weights; in it, submodules that were kept in float32 leave their result uncast.
+            of its own weights; in it, submodules that give a half result leave it uncast.
         labelled: True to label the casts in ``torch.profiler``.
     """
     if inputs is not None:
@@ -257,7 +271,7 @@ def hook_casts(
             before.__deepcopy__ = functools.partial(_hook_of_copy, _cast_arguments_of_copy)
         ledger.on_undo(model.register_forward_pre_hook(before, with_kwargs=True).remove, model)
     after: Any = functools.partial(cast_labels.cast_result if labelled else _cast_result, outputs)
-    if inputs is torch.float32 and widens_copies:
+    if inputs in (None, torch.float32) and widens_copies:
         after.__deepcopy__ = functools.partial(_hook_of_copy, _leave_result)
     ledger.on_undo(model.register_forward_hook(after, always_call=inputs is not None).remove, model)
 

@@ -12,7 +12,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,15 +20,16 @@ import wrapt
 from torch import fx, nn
 
 from ampatch.cast_lists.list_edits import Edit
+from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path, PathError, find_owner, unwrapped
 from ampatch.cast_lists.rules import Rule, Treatment, unlistable_reason
 from ampatch.errors import AmpWarning, did_you_mean
 from ampatch.ledger import MISSING, PatchLedger, RefusedError, bindings, loaded_modules, rebind
 from ampatch.native.calls import Accelerator
-from ampatch.patching.adapters import Adapter, Adapters, Function
+from ampatch.patching.adapters import Adapter, Adapters, Function, is_in_place
 from ampatch.patching.container_functions import Replacement, replace_in_containers
 from ampatch.patching.function_places import swept_modules
-from ampatch.patching.wrappers import wrap
+from ampatch.patching.wrappers import wrap, wrap_for_half_models
 from ampatch.switch import Switch
 
 
@@ -67,10 +68,19 @@ class FunctionPatches:
         adapters: maker of the adapters.
         accelerator: object that makes wrappers run in C++, if C++ is in use.
         switch: switch of the session.
+        for_half_models: True to apply only the rules of functions that need float32, for models with half weights.
     """
 
-    def __init__(self, ledger: PatchLedger, adapters: Adapters, accelerator: Accelerator, switch: Switch) -> None:
+    def __init__(
+        self,
+        ledger: PatchLedger,
+        adapters: Adapters,
+        accelerator: Accelerator,
+        switch: Switch,
+        for_half_models: bool = False,
+    ) -> None:
         self._ledger = ledger
+        self._for_half_models = for_half_models
         self._adapters = adapters
         self._accelerator = accelerator
         self._switch = switch
@@ -82,9 +92,15 @@ class FunctionPatches:
         self._originals: dict[int, tuple[Function, Function]] = {}
         # Rules of modules that are not imported yet, by namespace.
         self._later: dict[str, list[Rule]] = {}
+        # The lists whose patterns match functions of modules that are imported later.
+        self._lists = CastLists({})
 
-    def install(self, rules: Iterable[Rule], registered: Iterable[Registration]) -> None:
+    def install(self, lists: CastLists, registered: Iterable[Registration]) -> None:
         """Patches every function that has a rule or was registered. Modules not imported yet are patched on import.
+
+        Args:
+            lists: the rules in force, with the patterns that imports may match.
+            registered: the functions that the user registered.
 
         Raises:
             CastListError: a rule has a condition on an argument that its function does not have.
@@ -96,7 +112,7 @@ class FunctionPatches:
             reason = _reason(known.path, f"registered for the {known.treatment.value}")
             self._patch(known.owner, known.name, adapter, reason)
         owner_of = functools.cache(find_owner)
-        for rule in rules:
+        for rule in filter(self.applies, lists.for_half(self._adapters.half_dtype).values()):
             owner = owner_of(rule.path.namespace)
             if owner is None:
                 self._later.setdefault(rule.path.namespace, []).append(rule)
@@ -105,6 +121,17 @@ class FunctionPatches:
         self._rebind_modules()
         for namespace in self._later:
             _watch(namespace, self)
+        self._lists, packages = lists, lists.packages()
+        if packages:
+            _waiting.add(self)
+            finder = _Announcer(packages)
+            sys.meta_path.insert(0, finder)
+            self._ledger.on_undo(functools.partial(_remove, finder))
+
+    def applies(self, rule: Rule) -> bool:
+        """Returns True if the session patches the function of a rule."""
+        # An in-place function on a half tensor has no room for a float32 result; torch's own error says so.
+        return not self._for_half_models or (bool(rule.needs_float32) and not is_in_place(rule.path.name))
 
     @property
     def count(self) -> int:
@@ -198,6 +225,7 @@ class FunctionPatches:
         """
         if not self._switch.active:
             return
+        by_pattern = self._patch_matched(module)
         for namespace in list(self._later):
             if _is_being_imported(namespace, but=module):
                 continue
@@ -209,8 +237,21 @@ class FunctionPatches:
                 continue
             if owner is not None:  # None: only a parent package was imported
                 for rule in self._later.pop(namespace):
-                    self._patch_imported_rule(owner, rule)
+                    if rule.path not in by_pattern:
+                        self._patch_imported_rule(owner, rule)
                 self._rebind_modules()
+
+    def _patch_matched(self, module: object) -> Mapping[Path, Rule | None]:
+        """Patches the functions of a module that patterns match; returns what is decided about each, None: no rule."""
+        if not self._lists.waiting or not isinstance(module, types.ModuleType):
+            return {}
+        found = self._lists.late_rules(self._adapters.half_dtype, module)
+        rules = [rule for rule in found.values() if rule is not None and self.applies(rule)]
+        for rule in rules:
+            self._patch_imported_rule(find_owner(rule.path.namespace), rule)
+        if rules:
+            self._rebind_modules()
+        return found
 
     def _rebind_modules(self) -> None:
         self.rebind(swept_modules())
@@ -234,9 +275,16 @@ class FunctionPatches:
         adapter = functools.partial(self._adapters.for_rule, rule)
         kind = "banned" if rule.treatment is Treatment.BANNED else f"in the {rule.treatment.value}"
         reason = _reason(rule.path, f"{kind} ({rule.source})")
-        self._patch(owner, rule.path.name, adapter, reason)
+        self._patch(owner, rule.path.name, adapter, reason, rule.needs_float32)
 
-    def _patch(self, owner: object, name: str, make_adapter: Callable[[Function], Adapter], reason: str) -> None:
+    def _patch(
+        self,
+        owner: object,
+        name: str,
+        make_adapter: Callable[[Function], Adapter],
+        reason: str,
+        needs_float32: Sequence[str] = (),
+    ) -> None:
         held = _own_attribute(owner, name)
         kind = type(held) if isinstance(held, (staticmethod, classmethod)) else None
         found = held.__func__ if isinstance(held, (staticmethod, classmethod)) else getattr(owner, name)
@@ -247,13 +295,17 @@ class FunctionPatches:
         wrapper = None if is_class else self._wrappers.get(id(original))
         if wrapper is None:
             adapter = make_adapter(original)
-            wrapper = wrap(original, adapter, self._switch, reason)
+            if self._for_half_models:
+                wrapper = wrap_for_half_models(original, adapter, self._switch, reason, frozenset(needs_float32))
+            else:
+                wrapper = wrap(original, adapter, self._switch, reason)
             # By this name pickle finds the wrapper while it is installed, and the original otherwise.
             if isinstance(owner, type):
                 wrapper.__module__, wrapper.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
             else:
                 wrapper.__module__, wrapper.__qualname__ = getattr(owner, "__name__", wrapper.__module__), name
-            wrapper = self._accelerator.accelerate(wrapper, original, adapter.plain_cast, reason)
+            plain_cast = None if self._for_half_models else adapter.plain_cast
+            wrapper = self._accelerator.accelerate(wrapper, original, plain_cast, reason)
             self._originals[id(wrapper)] = (wrapper, original)
             _original_of[wrapper] = original
             (self._methods if is_class else self._wrappers)[id(original)] = wrapper
@@ -309,6 +361,27 @@ def _watch(namespace: str, patches: FunctionPatches) -> None:
         if module not in _hooked:
             _hooked.add(module)
             wrapt.register_post_import_hook(_imported, module)
+
+
+class _Announcer:
+    """Stands first in ``sys.meta_path``: has `_imported` called after the import of each module of some packages.
+
+    Finds no module itself. The names of a package's modules are not known before they are imported.
+    """
+
+    def __init__(self, packages: Collection[str]) -> None:
+        self._packages = packages
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:  # noqa: ARG002 - an interface
+        """Registers the hook; returns None, so that the finders behind this one find the module."""
+        if name.partition(".")[0] in self._packages and name not in _hooked:
+            _hooked.add(name)
+            wrapt.register_post_import_hook(_imported, name)
+
+
+def _remove(finder: _Announcer) -> None:
+    if finder in sys.meta_path:
+        sys.meta_path.remove(finder)
 
 
 def _imported(module: types.ModuleType) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from torch.overrides import get_overridable_functions, handle_torch_function, ha
 
 from ampatch.casting import cast_observers
 from ampatch.casting.cast_errors import may_be_caused_by_casts
-from ampatch.casting.nested import tensors_in
+from ampatch.casting.nested import cast_tensors, tensors_in
 from ampatch.compilers import give_own_code
+from ampatch.opt_levels import HALVES
 from ampatch.patching.adapters import Adapt, Adapter, Arguments, Function
 from ampatch.switch import Switch
 from ampatch.tracing import is_below_operators
@@ -68,6 +70,46 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> F
     give_own_code(wrapper, original)
     itself = weakref.ref(wrapper)  # weak, so that a wrapper dies with its session
     return wrapper
+
+
+def wrap_for_half_models(
+    original: Function, adapter: Adapter, switch: Switch, reason: str, devices: Set[str]
+) -> Function:
+    """Returns a wrapper for models with half weights: it computes in float32, and gives half arguments half results.
+
+    A result is cast back if all floating arguments were of one half type, as an operator with a half kernel would give
+    it: the layers behind it have half weights. Three kinds of results stay as they are: complex ones, as there is no
+    complex type for each half type; those of a call with ``dtype=``; and scalars (tensors without
+    dimensions), such as losses, which promote no half tensor to float32.
+
+    Args:
+        original: function to wrap.
+        adapter: adapter that casts half arguments to float32.
+        switch: switch of the session.
+        reason: note that names the function and the list entry.
+        devices: device types on which the original has no half kernel; `EVERY_DEVICE` for all.
+    """
+    in_float32 = wrap(original, adapter, switch, reason)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not switch.active:
+            return original(*args, **kwargs)
+        given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.dtype.is_floating_point]
+        if not any(tensor.dtype in HALVES and ("*" in devices or tensor.device.type in devices) for tensor in given):
+            return original(*args, **kwargs)
+        result = in_float32(*args, **kwargs)
+        half = given[0].dtype
+        if any(tensor.dtype is not half for tensor in given) or kwargs.get("dtype") is not None:
+            return result
+        return cast_tensors(result, lambda tensor: tensor.to(half) if _is_float32_array(tensor) else tensor)
+
+    give_own_code(wrapper, original)
+    return wrapper
+
+
+def _is_float32_array(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.dim() > 0
 
 
 def _asking_overrides(original: Function) -> Function:
