@@ -29,19 +29,8 @@ from ampatch.runtime import runtime
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
 LISTS = (
-    *(
-        "coverage",
-        "list_edits",
-        "list_reports",
-        "lists",
-        "paths",
-        "patterns",
-        "reader",
-        "rules",
-        "signatures",
-        "spellings",
-    ),
-    "yaml_tree",
+    *("coverage", "list_edits", "list_reports", "lists", "paths", "patterns", "reader", "rules", "signatures"),
+    *("spellings", "yaml_tree"),
 )
 SOUND = "blacklist:\n  torch.nn.functional: [linear]\n"  # a function of one spelling
 
@@ -204,8 +193,9 @@ class TestImports:
     ) -> None:
         found = imported_by(arguments, fresh)
         assert {name for name in found if name.startswith("ampatch.")} == {
-            *(f"ampatch.{name}" for name in ("cast_lists", "cli", "errors", "lists", "opt_levels")),
-            *(f"ampatch.cli.{name}" for name in ("commands", "main", "run", "users_errors")),
+            *(f"ampatch.{name}" for name in ("cast_lists", "cli", "diagnostics", "errors", "lists", "opt_levels")),
+            *(f"ampatch.cli.{name}" for name in ("commands", "main", "run", "script_report", "users_errors")),
+            *("ampatch.diagnostics.report_file", "ampatch.version"),
             *(f"ampatch.cast_lists.{name}" for name in LISTS),
         }
         assert not any(name.startswith("torch") for name in found)  # neither torch._dynamo nor torch.distributed
