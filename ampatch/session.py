@@ -995,7 +995,7 @@ def _eps_lost_in(dtype: torch.dtype, optimizer: OptimizerLike) -> float | None:
     """Returns an optimizer's eps that is zero in a half type, as Adam's 1e-8 is in float16; None if there is none."""
     for group in optimizer.param_groups:
         eps = group.get("eps")
-        if isinstance(eps, float) and eps and not torch.tensor(eps, dtype=dtype):
+        if isinstance(eps, float) and eps and not torch.tensor(eps, dtype=dtype, device="cpu"):
             return eps
     return None
 

@@ -405,13 +405,23 @@ class TestFoldedGradientsThatChange:
         assert norm_of(gradients(optimizer)) == pytest.approx(MAX_NORM / 2, rel=1e-4)
         optimizer.step()
 
-    @pytest.mark.parametrize("how", ["backward", "multiply"])
-    def test_a_write_to_them_is_warned_of(self, how):
+    def test_a_later_backward_without_a_scale_adds_to_them_divided(self):
+        model, optimizer = prepared(FUSED)
+        backward(loss_of(model, 0), optimizer)
+        amp.clip_grad_norm_(optimizer, MAX_NORM)
+        loss_of(model, 1).backward()
+        optimizer.step()
+        wanted = weights(optimizer)
+        amp.deinitialize()
         model, optimizer = self.folded()
-        if how == "backward":
-            loss_of(model, 1).backward()
-        else:
-            model[0].weight.grad.mul_(2)
+        loss_of(model, 1).backward()
+        optimizer.step()
+        for actual, expected in zip(weights(optimizer), wanted, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
+
+    def test_a_write_to_them_is_warned_of(self):
+        model, optimizer = self.folded()
+        model[0].weight.grad.mul_(2)
         with pytest.warns(AmpWarning, match="changed after amp.clip_grad_norm_, which had left them scaled"):
             optimizer.step()
 

@@ -22,8 +22,10 @@ pytestmark = [*(pytest.mark.filterwarnings(warning) for warning in TORCH_WARNING
 UNKNOWN = {
     "torch.Tensor.__matmul__",
     "torch.cartesian_prod",
+    "torch.dsmm",
     "torch.einsum",
     "torch.lu",
+    "torch.spmm",
     *(f"{owner}.{name}" for owner in ("torch", "torch._VF") for name in ("gru", "lstm", "rnn_relu", "rnn_tanh")),
 }
 

@@ -192,7 +192,7 @@ class GradientExponents:
         key = (*places, *sizes), table.device
         rows = self._rows.get(key)
         if rows is None:  # once, as it copies from the host
-            sizes_there, starts = (torch.tensor(each) for each in (sizes, places))
+            sizes_there, starts = (torch.tensor(each, device="cpu") for each in (sizes, places))
             rows = self._rows[key] = torch.repeat_interleave(starts * _BINS, sizes_there).to(table.device)
         bins = _bins(torch.cat([gradients[place].flatten() for place in places])) + rows
         ones = torch.ones((), dtype=table.dtype, device=table.device).expand(len(bins))
@@ -259,7 +259,7 @@ def _counted_on_host(values: Tensor) -> Tensor:
     upper = values.contiguous().view(torch.int16)[1 if sys.byteorder == "little" else 0 :: 2]
     bits = (upper >> 7).to(torch.uint8)  # drops the sign
     by_bits = torch.bincount(bits, minlength=256)
-    counts = torch.zeros(_BINS, dtype=torch.float64)
+    counts = torch.zeros(_BINS, dtype=torch.float64, device="cpu")
     counts[_SMALLEST_NORMAL - _LOWEST + 1 : -1] = by_bits[1:255].to(torch.float64)
     counts[-1] = by_bits[255]
     counts[0] = len(values) - int(torch.count_nonzero(values))
