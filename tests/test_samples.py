@@ -73,9 +73,11 @@ def with_each_half(chosen: Iterable[Entry]) -> Iterator[tuple[Entry, torch.dtype
 
 
 def runs_in_half(path: str, sample: Sample, half: torch.dtype) -> bool:
-    """Whether torch has kernels for it on the CPU, forward and backward."""
+    """Whether torch has kernels for it on the CPU, forward and backward, whose results are numbers."""
     try:
         result = call(path, sample, Maker([half], requires_grad=True))
+        if any(each.isnan().any() for each in tensors(result)):
+            return any(each.isnan().any() for each in tensors(call(path, sample, Maker([torch.float32]))))
         floating = [each for each in tensors(result) if each.requires_grad]
         if floating:
             sum(torch.view_as_real(each).sum() if each.is_complex() else each.sum() for each in floating).backward()
