@@ -278,6 +278,15 @@ class TestUnderflow:
     def test_best_scale_loses_least(self, by_exponent, scale, best):
         assert Histogram(0, by_exponent).best_scale(scale, Range.of(torch.float16)) == best
 
+    def test_best_scale_is_below_those_at_which_steps_overflowed(self):
+        model, optimizer = begun(init_scale=2.0**12)
+        with Steps() as steps:
+            step(model, optimizer, math.inf)  # the scale is 2**11 from here on
+            step(model, optimizer, 2.0**-22)
+        found = steps.underflow()
+        assert (found["scale"], found["best_scale"]) == (2.0**11, 2.0**11)
+        assert found["lost"] > 0
+
     @every_level
     def test_of_training_names_parameters_and_a_better_scale(self, opt_level):
         model, optimizer = begun(opt_level=opt_level, init_scale=1.0)

@@ -207,7 +207,9 @@ def total(histograms: Mapping[str, Histogram]) -> Histogram:
     return everything
 
 
-def as_dict(histograms: Mapping[str, Histogram], scale: float, half: torch.dtype, seen: int) -> dict[str, Any]:
+def as_dict(
+    histograms: Mapping[str, Histogram], scale: float, half: torch.dtype, seen: int, overflowed_at: float = math.inf
+) -> dict[str, Any]:
     """Returns what a half type loses of gradients as plain data: see the report's page in the guide.
 
     Args:
@@ -215,9 +217,12 @@ def as_dict(histograms: Mapping[str, Histogram], scale: float, half: torch.dtype
         scale: the present loss scale.
         half: the half type.
         seen: number of times that gradients were counted.
+        overflowed_at: the least scale at which a step overflowed. Its gradients are not among those that were counted.
     """
     limits, everything = Range.of(half), total(histograms)
     best = everything.best_scale(scale, limits)
+    if best >= overflowed_at:
+        best = max(scale, overflowed_at / 2)
     now = math.log2(scale)
     scales = sorted({2.0 ** (now + step) for step in range(-_NEIGHBOURS, _NEIGHBOURS + 1)} | {best})
     lost = everything.lost(scale, limits)

@@ -208,11 +208,7 @@ def _best_told(data: Mapping[str, Any]) -> str:
     underflow, best = data["underflow"], data["underflow"]["best_scale"]
     if best == underflow["scale"]:
         return "No other scale loses less and leaves room for sums of gradients."
-    told = f"With room for sums of gradients, a scale of {count(best)} loses least"
-    overflowed = [scale for scale in (real(step["scale"]) for step in data["steps"] if step["overflow"]) if scale]
-    # Gradients of steps that overflow are not counted.
-    least = min(overflowed, default=math.inf)
-    return f"{told}; but a step overflowed at {count(least)}." if best >= least else f"{told}."
+    return f"With room for sums of gradients, a scale of {count(best)} loses least."
 
 
 def _types(counts: Mapping[str, int]) -> str:

@@ -8,6 +8,7 @@ write to a gradient.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,8 +140,13 @@ class Steps:
         if not self._exponents.seen:
             return None
         with paused(), WithoutCasts():
-            histograms, scale = self._exponents.read(), float(self._scale)
-        return gradient_exponents.as_dict(histograms, scale, self._half or torch.float16, self._exponents.seen)
+            return self._lost()
+
+    def _lost(self) -> dict[str, Any]:
+        self._read()
+        overflowed_at = min((row["scale"] for row in self._rows if row["overflow"]), default=math.inf)
+        histograms, half = self._exponents.read(), self._half or torch.float16
+        return gradient_exponents.as_dict(histograms, float(self._scale), half, self._exponents.seen, overflowed_at)
 
     # What is observed
 
@@ -219,7 +225,7 @@ class Steps:
         """Warns once if the scale of the last block loses more than `WARNS_ABOVE`; looks after some blocks only."""
         if self._has_warned or self._half is None or self._exponents.seen not in _LOOKS_AFTER:
             return
-        found = gradient_exponents.as_dict(self._exponents.read(), float(self._scale), self._half, self._exponents.seen)
+        found = self._lost()
         if found["lost"] <= WARNS_ABOVE:
             return
         self._has_warned = True
