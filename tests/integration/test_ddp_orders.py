@@ -348,8 +348,8 @@ class TestRandomOrders:
 
     @pytest.mark.slow
     def test_many(self, two: Workers, level):
-        for begin in range(60, 660, 50):
-            check_random_orders(two, level, range(begin, begin + 50))
+        for begin in range(60, 360, 20):
+            check_random_orders(two, level, range(begin, begin + 20))
 
 
 def refused(level: str, as_view: bool, how: str) -> list[str]:
