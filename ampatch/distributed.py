@@ -100,11 +100,12 @@ class Ranks:
         """Drops the record of a wrapper that no training goes on in."""
         self._ddp.pop(wrapper, None)
 
-    def _look(self) -> Iterator[_Replica]:
-        """Yields the records of all DDP wrappers, having noted what the wrappers have reduced since the last look."""
-        for wrapper, replica in list(self._ddp.items()):
+    def _look(self) -> list[_Replica]:
+        """Notes what the DDP wrappers have reduced since the last look; returns the records of all."""
+        found = list(self._ddp.items())
+        for wrapper, replica in found:
             replica.look(wrapper)
-            yield replica
+        return [replica for _, replica in found]
 
     def begin_block(self, parameters: Iterable[Tensor]) -> ReplicasInBlock:
         """Returns what DDP does in a block that begins now, with gradients of these parameters."""
@@ -134,8 +135,7 @@ class Ranks:
     def after_backward(self, before: list[tuple[_Replica, int, _Moments]]) -> None:
         """Notes which wrappers have gradients now that a backward pass has added and DDP has not reduced."""
         if before:
-            for _ in self._look():
-                pass
+            self._look()
         for replica, count, moments in before:
             if replica.count == count and not _are_same(moments, _moments_of(replica.parameters)):
                 replica.has_unreduced = True
@@ -330,8 +330,7 @@ class ReplicasInBlock:
 
     def end(self) -> None:
         """Notes which wrappers have reduced all gradients, and which have gradients that the block has added."""
-        for _ in self._ranks._look():
-            pass
+        self._ranks._look()
         for index, (replica, count) in enumerate(self._replicas):
             if replica.count == count:
                 parameters = self._own(replica)

@@ -105,6 +105,8 @@ _traced: list[_Forward] = []
 def begin(module: nn.Module, original: Arguments, passed: Arguments) -> None:
     """Records the arguments of a forward pass. Must be called by the hook itself, as `_call` counts stack frames.
 
+    `call_in_float32` may call it, too: its caller is on the stack until the forward pass ends.
+
     Args:
         module: module whose forward pass begins.
         original: arguments as the caller passed them.
@@ -147,6 +149,30 @@ def end(module: nn.Module, dtype: torch.dtype | None, result: object) -> object:
         for container in forward.containers:
             _write_container(container, lambda item: item if dtype is None else cast_floating(item, dtype, known))
     return result if dtype is None else cast_floating(result, dtype, known)
+
+
+def call_in_float32(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Calls a module's forward with floating arguments in float32; its writes to them reach the caller's objects.
+
+    Args:
+        module: module that the forward belongs to.
+        forward: function that calls the module's own forward, with casts off.
+        args: positional arguments as the caller passed them.
+        kwargs: keyword arguments.
+
+    Returns:
+        The forward's result, as it is.
+    """
+    given: Any = cast_floating((args, kwargs), torch.float32)
+    begin(module, (args, kwargs), given)
+    result = None
+    try:
+        result = forward(*given[0], **given[1])
+    finally:
+        result = end(module, None, result)
+    return result
 
 
 def drop_interrupted() -> None:

@@ -80,7 +80,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     )
     _add_half_dtype(parser, "the half type to show the rules of (default: both)")
     _add_cast_lists(parser)
-    _add_import(parser)
+    _add_import(parser, "so that its functions are looked up, and matched by the file's patterns")
     parser.set_defaults(run=_show)
 
 
@@ -109,7 +109,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="exit with status 1 also if a function's inner calls undo an edit (`amp.initialize` warns of it)",
     )
-    _add_import(parser)
+    _add_import(parser, "so that its functions are looked up, and matched by the file's patterns")
     parser.set_defaults(run=_check)
 
 
@@ -144,7 +144,7 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
         help=f"the system to compare with ({', '.join(PEERS)}), or a file as `amp.initialize(cast_lists=...)` takes it",
     )
     _add_half_dtype(parser, "the half type to compare in (default: those that the other system has)")
-    _add_import(parser)
+    _add_import(parser, "so that its functions are looked up, and matched by the file's patterns")
     parser.set_defaults(run=_diff)
 
 
@@ -158,18 +158,6 @@ def _peer_or_file(text: str) -> str:
     raise argparse.ArgumentTypeError(
         f"{text!r} is neither one of {', '.join(PEERS)}, nor a file that exists."
         f"{did_you_mean(text, PEERS)}{unexpanded(text)}"
-    )
-
-
-def _add_import(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--import",
-        dest="modules",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="a module to import first, so that its functions are looked up, and matched by the file's patterns; may "
-        "be given several times",
     )
 
 
@@ -217,15 +205,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     )
     _add_half_dtype(parser, "the half type to explain (default: both)")
     _add_cast_lists(parser)
-    parser.add_argument(
-        "--import",
-        dest="modules",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="a module to import first, to explain a function of it, or to see which names in it are patched; may be "
-        "given several times",
-    )
+    _add_import(parser, "to explain a function of it, or to see which names in it are patched")
     parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
     parser.set_defaults(run=_explain)
 
@@ -489,6 +469,17 @@ def _add_cast_lists(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FILE",
         help="a file to lay over ampatch's own lists; may be given several times",
+    )
+
+
+def _add_import(parser: argparse.ArgumentParser, purpose: str) -> None:
+    parser.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help=f"a module to import first, {purpose}; may be given several times",
     )
 
 

@@ -35,7 +35,6 @@ from ampatch.cast_lists.paths import Path, PathError, find, unwrapped
 from ampatch.cast_lists.rules import Rule
 from ampatch.casting import cast_observers, write_back
 from ampatch.casting.cast_store import Store
-from ampatch.casting.nested import cast_floating
 from ampatch.distributed import is_sharded
 from ampatch.errors import OptionError, UsageError, did_you_mean, warn
 from ampatch.patching import adopted_model, autocast_checks
@@ -357,21 +356,18 @@ class _CopyRunner:
         mode = thread.mode
         if mode is not None and mode.owner is self and mode.off:
             return forward(*args, **kwargs)
-        given: Any = cast_floating((args, kwargs), torch.float32)
-        write_back.begin(module, (args, kwargs), given)
-        result = None
-        try:
+
+        def without_casts(*args: Any, **kwargs: Any) -> Any:
             if mode is None or mode.owner is not self:
                 with self._session_off():
-                    result = forward(*given[0], **given[1])
-            else:
-                mode.off += 1
-                try:
-                    result = forward(*given[0], **given[1])
-                finally:
-                    mode.off -= 1
-        finally:
-            result = write_back.end(module, None, result)
+                    return forward(*args, **kwargs)
+            mode.off += 1
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                mode.off -= 1
+
+        result = write_back.call_in_float32(module, without_casts, args, kwargs)
         _check_complete(result)
         return result
 

@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_dynamo_compiling
 
 from ampatch.casting import write_back
-from ampatch.casting.nested import cast_floating, tensors_in
+from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES
@@ -94,18 +94,15 @@ class _ForwardInFloat32:
         switch = self._switch
         if switch is None or not switch.active:
             return self.own(*args, **kwargs)
-        given: Any = cast_floating((args, kwargs), torch.float32)
-        write_back.begin(self._module, (args, kwargs), given)
-        result = None
         first = None if is_dynamo_compiling() else _next_number()
-        try:
-            with switch.disabled():
-                result = self.own(*given[0], **given[1])
-        finally:
-            result = write_back.end(self._module, None, result)
+        result = write_back.call_in_float32(self._module, self._without_casts, args, kwargs)
         if first is not None and _next_number() != first:
             _keep_backward(result, first)
         return result
+
+    def _without_casts(self, *args: Any, **kwargs: Any) -> Any:
+        with self._switch.disabled():  # type: ignore[union-attr]
+            return self.own(*args, **kwargs)
 
 
 def _next_number() -> int:

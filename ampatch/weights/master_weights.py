@@ -113,11 +113,7 @@ class MasterWeights:
     """
 
     def __init__(
-        self,
-        optimizer: Any,
-        conversion: Conversion,
-        wanted: bool,
-        name_of: Callable[[Tensor], str] = str,
+        self, optimizer: Any, conversion: Conversion, wanted: bool, name_of: Callable[[Tensor], str] = str
     ) -> None:
         self.wanted = wanted
         self.name_of = name_of

@@ -5,12 +5,15 @@ Other processes of a test import it, too.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
+from ampatch import demo
 from ampatch.demo import digits
 
 
@@ -21,6 +24,20 @@ def few() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digits, "load", lambda: left)
         yield
+
+
+def press_ctrl_c(monkeypatch: pytest.MonkeyPatch, steps: int, times: int) -> None:
+    """Presses Ctrl-C once or several times, that many steps from now."""
+    after_step, left = demo._after_step, [steps]
+
+    def press(*arguments: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+        after_step(*arguments)
+
+    monkeypatch.setattr(demo, "_after_step", press)
 
 
 @pytest.fixture

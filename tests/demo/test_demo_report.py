@@ -50,20 +50,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 @pytest.fixture
 def ctrl_c_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Presses Ctrl-C in the so-and-so-many-th step from now."""
-    after_step = demo._after_step
-
-    def arrange(steps: int) -> None:
-        left = [steps]
-
-        def press(*arguments: Any) -> None:
-            left[0] -= 1
-            if left[0] == 0:
-                signal.raise_signal(signal.SIGINT)
-            after_step(*arguments)
-
-        monkeypatch.setattr(demo, "_after_step", press)
-
-    return arrange
+    return lambda steps: demo_digits.press_ctrl_c(monkeypatch, steps, times=1)
 
 
 def results() -> list[dict[str, Any]]:

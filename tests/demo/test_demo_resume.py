@@ -62,21 +62,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
 @pytest.fixture
 def ctrl_c_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Has somebody press Ctrl-C twice in the so-and-so-many-th step from now."""
-    after_step = demo._after_step
-
-    def arrange(steps: int) -> None:
-        left = [steps]
-
-        def press(*arguments: Any) -> None:
-            left[0] -= 1
-            if left[0] == 0:
-                signal.raise_signal(signal.SIGINT)
-                signal.raise_signal(signal.SIGINT)
-            after_step(*arguments)
-
-        monkeypatch.setattr(demo, "_after_step", press)
-
-    return arrange
+    return lambda steps: demo_digits.press_ctrl_c(monkeypatch, steps, times=2)
 
 
 def without_times(path: Path) -> list[dict[str, Any]]:
