@@ -1,4 +1,4 @@
-"""Which functions of torch are in a list, which are in none and why, and which nobody has decided about.
+"""Sorts the functions of torch: those in a list, those in none with the reason, and those that have neither.
 
 Owns the reader of ``lists/reviewed.yaml`` and the question which names of torch need a decision. Must not call a
 function of torch, nor change a list.

@@ -224,7 +224,7 @@ def changes(before: CastLists, after: CastLists, file: str, half_dtypes: Sequenc
 
 
 def covered(found: Coverage) -> list[str]:
-    """Returns what was decided about each callable of torch: counts, then what nobody decided about, then all names.
+    """Returns the decisions about torch's callables as lines: counts, then undecided callables, then all names.
 
     Args:
         found: decisions to show.

@@ -38,8 +38,8 @@ def functions(pattern: Path, within: Iterable[types.ModuleType] | None = None) -
 
     ``*`` and ``?`` match dots too, so that ``torchvision.ops.*`` is torchvision.ops and all modules and classes below
     it, at any depth. Three kinds of functions are left out: those that a matched module has only imported, from outside
-    of the part before the first sign; private ones, unless the pattern has an underscore there; methods that a class
-    inherits from one in Python.
+    of the part before the first wildcard; private ones, unless the pattern has an underscore there; methods that a
+    class inherits from one in Python.
 
     Args:
         pattern: namespace and name, either of which may be a pattern.
@@ -182,7 +182,7 @@ def _inherits(owner: type, name: str) -> bool:
 def _unloaded(namespace: str) -> Iterator[tuple[str, str | None]]:
     """Yields modules that are not imported, with their source (None if it cannot be read), if they may match.
 
-    A private module may: another one can import its functions. So may one of which the last part names a class.
+    A private module may match, because another one can import its functions. So may one whose last part names a class.
     """
     owner = namespace.rpartition(".")[0]
     stem, package = _stem(namespace), _stem(namespace).partition(".")[0]

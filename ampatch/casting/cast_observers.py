@@ -1,8 +1,8 @@
 """What watches casts, and the calls that they are made for: `amp.report` does, while it is open.
 
-Owns the observer of the process, as a report may begin before a session and outlive it. Calls that C++ runs ask nobody:
-an observer keeps a dispatch mode on the stack (`tracing.ObservingMode`), which sends all calls through Python. An
-observer must never change a cast.
+Owns the observer of the process, as a report may begin before a session and outlive it. Calls in C++ look
+for no observer: an observer keeps a dispatch mode on the stack (`tracing.ObservingMode`), which sends all calls through
+Python. An observer must never change a cast.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class OtherLeaves:
             return
         updated = self.updated(new)
         others = {key: leaf for key, leaf in new.items() if key not in updated}
-        # DDP reduces what is there together with what is added, so that has to be scaled as well.
+        # DDP reduces existing gradients together with new ones, so the existing ones have to be scaled as well.
         reduced = set(map(id, self.reduced(others.values())))
         with torch.no_grad(), amp.disable_casts():
             for key, leaf in others.items():
