@@ -610,6 +610,7 @@ class TestUpdateScale:
 def unchosen(select: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """As in a process that has not chosen yet, with AMPATCH_KERNELS not set."""
     monkeypatch.setattr(kernels._selection, "chosen", None)
+    kernels._runs_on.cache_clear()  # an earlier test may have asked
     monkeypatch.delenv("AMPATCH_KERNELS")
     return select
 
