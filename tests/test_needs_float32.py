@@ -269,6 +269,15 @@ class TestModels:
             step(torch.randn(4, 8).bfloat16()).backward()
         assert model[1].weight.grad is not None
 
+    def test_may_have_decorated_methods(self) -> None:
+        class Decorated(Spectral):
+            @amp.float_function
+            def normed(self, x: Tensor) -> Tensor:
+                return torch.fft.fft(x).abs()
+
+        with half_model(network(Decorated())) as model:
+            assert model(torch.randn(4, 8)).isfinite().all()
+
     def test_that_mix_types_are_told_the_whole_cure(self) -> None:
         class Mixing(nn.Module):
             def __init__(self) -> None:

@@ -82,8 +82,11 @@ def is_wrapper(value: object) -> bool:
     that another library puts around amp's.
     """
     # Not isinstance(), which accepts proxies too. The class of a wrapper that is called in C++ derives from functions.
-    is_function = issubclass(type(value), types.FunctionType)
-    return is_function and value.__globals__.get("__name__") == "ampatch.patching.wrappers"  # type: ignore[attr-defined]
+    if not issubclass(type(value), types.FunctionType):
+        return False
+    # The module's other functions, which a reader of a wrapper's closure meets, wrap nothing.
+    is_ours = value.__globals__.get("__name__") == "ampatch.patching.wrappers"  # type: ignore[attr-defined]
+    return is_ours and "__wrapped__" in vars(value)
 
 
 def unwrapped(value: object) -> object:

@@ -201,7 +201,7 @@ def _read(function: object) -> Iterator[tuple[types.FunctionType, list[object]]]
     followed: set[int] = {id(function)}
     waiting = [function]
     while waiting:
-        home = waiting.pop()
+        home = unwrapped(waiting.pop())
         if not isinstance(home, types.FunctionType):
             continue
         named = list(_named_in(home))
