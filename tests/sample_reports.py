@@ -1,4 +1,4 @@
-"""Reports as plain data, made up: an empty one, and ones of transformers of any size.
+"""Reports as plain data, made up: an empty one, one of each entry, and ones of transformers of any size.
 
 Their numbers fit one another as those of a real report do: functions and lines sum up to the totals.
 """
@@ -53,6 +53,49 @@ def empty(**changes: Any) -> dict[str, Any]:
         "advice": [],
         **changes,
     }
+
+
+#: The numbers of the one function and line in `small`.
+NUMBERS = {"calls": 4, "casts": 8, "cast_bytes": 4096, "cast_seconds": 0.1, "cache_hits": 2, "cache_hit_bytes": 64}
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    """Returns a report with one function, line and module, and three steps."""
+    linear = {
+        "name": "torch.nn.functional.linear",
+        "rule": "whitelist",
+        "types": [{"in": ["float32", "float32"], "out": ["float16"], "calls": 4}],
+        **NUMBERS,
+        "undone": 0,
+    }
+    line = {"file": "m.py", "line": 3, "source": "x = fc(x)", "function": "forward", "functions": {}, **NUMBERS}
+    module = {
+        "name": "fc",
+        "class": "Linear",
+        "parent": None,
+        "in": {"float32": 1},
+        "out": {"float16": 1},
+        "operators": {"float16": 1},
+        "activation_bytes": {"float16": 512},
+        "weight_bytes": {"float32": 256},
+        "saved_bytes": 512,
+    }
+    found = {
+        "settings": {"opt_level": "O1"},
+        "cost": {"seconds": 1.0, "recording_seconds": 0.1, "operators": 9},
+        "totals": dict(NUMBERS),
+        "functions": [linear],
+        "lines": [line],
+        "modules": [module],
+        "steps": [step(number) for number in (1, 2, 3)],
+    }
+    return empty(**found | changes)
+
+
+def step(number: int, **changes: Any) -> dict[str, Any]:
+    """Returns a step that was not skipped."""
+    usual = {"loss_id": 0, "scale": 65536.0, "overflow": False, "skipped": False, "gradient_norm": 1.5}
+    return {"step": number, **usual, **changes}
 
 
 def numbers(calls: int, casts: int = 0, size: int = 0, hits: int = 0) -> dict[str, Any]:

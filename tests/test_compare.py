@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Disturbable, undisturbed
-from saved_reports import report, step
+from sample_reports import small, step
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -418,17 +418,17 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 class TestReports:
     def test_that_agree(self, saved: Any) -> None:
-        other = report(cost={"seconds": 9.0, "recording_seconds": 1.0, "operators": 9})
-        result = amp.compare(saved("a.json", report()), saved("b.json", other))
+        other = small(cost={"seconds": 9.0, "recording_seconds": 1.0, "operators": 9})
+        result = amp.compare(saved("a.json", small()), saved("b.json", other))
         assert result.title == "Two reports: a.json (a) and b.json (b)"
         assert result.verdict.startswith("The reports agree in all ")
         assert (result.first, result.worst, result.notes) == (None, None, ())
 
     def test_the_greatest_difference_and_the_first_step(self, saved: Any) -> None:
         steps = [step(1), step(2, overflow=True, skipped=True, gradient_norm="inf"), step(3, scale=32768.0)]
-        function = {**report()["functions"][0], "casts": 2, "cast_bytes": 1024}
-        other = report(steps=steps, functions=[function], settings={"opt_level": "O2"})
-        result = amp.compare(saved("a.json", report()), saved("b.json", other))
+        function = {**small()["functions"][0], "casts": 2, "cast_bytes": 1024}
+        other = small(steps=steps, functions=[function], settings={"opt_level": "O2"})
+        result = amp.compare(saved("a.json", small()), saved("b.json", other))
         assert result.worst.quantity == "gradient norm"
         assert (result.worst.value_a, result.worst.value_b, result.worst.error) == (1.5, math.inf, math.inf)
         assert result.first.step == 2
@@ -440,15 +440,15 @@ class TestReports:
         assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["worst"]["error"] == "inf"
 
     def test_a_difference_is_weighed_by_the_greatest_number_of_its_kind(self, saved: Any) -> None:
-        linear = report()["functions"][0]
-        small = {**linear, "name": "torch.bmm", "cast_bytes": 4}
-        functions = [linear, small], [{**linear, "cast_bytes": 2048}, {**small, "cast_bytes": 8}]
-        a, b = (report(functions=each) for each in functions)
+        linear = small()["functions"][0]
+        bmm = {**linear, "name": "torch.bmm", "cast_bytes": 4}
+        functions = [linear, bmm], [{**linear, "cast_bytes": 2048}, {**bmm, "cast_bytes": 8}]
+        a, b = (small(functions=each) for each in functions)
         assert amp.compare(saved("a.json", a), saved("b.json", b)).worst.function == linear["name"]
 
     def test_what_one_has_only(self, saved: Any) -> None:
         underflow = {"lost": 0.25, "best_scale": 1024.0, "parameters": [{"name": "w", "zero": 0.5, "subnormal": 0.1}]}
-        result = amp.compare(saved("a.json", report()), saved("b.json", report(underflow=underflow, functions=[])))
+        result = amp.compare(saved("a.json", small()), saved("b.json", small(underflow=underflow, functions=[])))
         unmatched = {(row.quantity, row.value_a, row.value_b) for row in result.rows if row.unmatched}
         assert {("underflow: lost", None, 0.25), ("gradient: zero share", None, 0.5), ("casts", 8, None)} <= unmatched
 
@@ -458,18 +458,18 @@ class TestReports:
             ("{", "it is not JSON"),
             ([], "no report"),
             ({"format": "other"}, "no report"),
-            (report(version=2), "a report of version 2"),
+            (small(version=2), "a report of version 2"),
         ],
         ids=["json", "list", "format", "version"],
     )
     def test_another_file(self, saved: Any, content: Any, told: str) -> None:
         with pytest.raises(OptionError) as caught:
-            amp.compare(saved("a.json", report()), saved("b.json", content))
+            amp.compare(saved("a.json", small()), saved("b.json", content))
         assert str(caught.value).startswith("b.json is ")
         assert told in str(caught.value)
 
     def test_other_arguments(self, saved: Any) -> None:
-        a = saved("a.json", report())
+        a = saved("a.json", small())
         with pytest.raises(OptionError, match=r"'none\.json' cannot be read: No such file"):
             amp.compare(a, "none.json")
         with pytest.raises(OptionError, match="b is 'Tensor'; expected the file of another report"):
@@ -478,7 +478,7 @@ class TestReports:
             amp.compare(a, a, mean_square)
 
     def test_from_a_shell(self, saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
-        files = [saved("a.json", report()), saved("b.json", report(steps=[step(1, scale=1.0)]))]
+        files = [saved("a.json", small()), saved("b.json", small(steps=[step(1, scale=1.0)]))]
         assert cli.main(["compare", *files]) == 0
         assert "What differs most" in capsys.readouterr().out
         assert cli.main(["compare", *files, "--json"]) == 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from saved_reports import NUMBERS, report, step
+from sample_reports import NUMBERS, small, step
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -30,7 +30,7 @@ LONG = "encoder.layer.3.attention.self.query.weight"
 
 def full_report() -> dict[str, Any]:
     """A report with something in each section."""
-    whole = report()
+    whole = small()
     product = {"function": "torch.nn.functional.linear", "module": "head", "dtype": "float16", "calls": 3}
     place = {"file": "m.py", "line": 3, "source": "x = self.fc(x)" * 9}
     scales = [{"scale": 2.0**each, "zero": 0.1, "subnormal": 0.05, "overflow": 0.0} for each in range(8, 17)]
@@ -319,7 +319,7 @@ class TestText:
         ):
             assert f"\n{title}" in printed
         # Numbers are whole, at every width.
-        assert "8 casts wrote 4 KiB in 100 ms; the cache saved 2 casts of 64" in printed
+        assert "8 casts wrote 4.00 KiB in 100 ms; the cache saved 2 casts of 64" in printed
         assert "512, 768, 30528" in printed
         assert "1,234,567" in printed
 
@@ -335,16 +335,16 @@ class TestText:
 
     def test_says_what_the_scale_did(self) -> None:
         steps = [step(1, scale=4.0, skipped=True, overflow=True, gradient_norm=None), step(2, scale=2.0)]
-        printed = text(report(settings=None, steps=steps))
+        printed = text(small(settings=None, steps=steps))
         assert "2 steps, 1 of them skipped. The loss scale went from 4 to 2, between 2 and 4." in printed
         assert "not finite" in printed
-        assert "No step of an optimizer." in text(report(settings=None, steps=[]))
+        assert "No step of an optimizer." in text(small(settings=None, steps=[]))
 
     def test_of_an_empty_report(self) -> None:
         nothing = dict.fromkeys(NUMBERS, 0)
         empty = {name: [] for name in ("functions", "lines", "misaligned", "modules", "steps", "advice")}
-        printed = text(report(settings=None, totals=nothing, cost=dict.fromkeys(report()["cost"], 0), **empty))
-        assert "0 casts wrote 0 B in 0" in printed
+        printed = text(small(settings=None, totals=nothing, cost=dict.fromkeys(small()["cost"], 0), **empty))
+        assert "0 casts wrote 0 in 0 s" in printed
         assert "(-)" in printed  # no share of no time
 
 
@@ -468,14 +468,14 @@ class TestAdviceThatIsFollowed:
 
     def test_no_sentence_about_one_skip(self) -> None:
         steps = [step(number, skipped=number == 30, overflow=number == 30) for number in range(1, 60)]
-        assert advice(report(settings=SETTINGS, steps=steps)) == []
+        assert advice(small(settings=SETTINGS, steps=steps)) == []
         steps = [step(number, skipped=number in (9, 10, 11)) for number in range(1, 20)]
         assert "steps 9 to 11 were skipped in a row" in advised(
-            {"advice": advice(report(settings=SETTINGS, steps=steps))}, "skips"
+            {"advice": advice(small(settings=SETTINGS, steps=steps))}, "skips"
         )
         steps = [step(number, skipped=number % 9 == 0) for number in range(1, 60)]
         assert "6 of 59 steps were skipped" in advised(
-            {"advice": advice(report(settings=SETTINGS, steps=steps))}, "skips"
+            {"advice": advice(small(settings=SETTINGS, steps=steps))}, "skips"
         )
 
     def test_gradients_that_are_not_finite(self) -> None:

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ampatch.diagnostics.overflow_trace import plain_data
-from ampatch.diagnostics.preflight_report import shown_path
+from ampatch.diagnostics.shown_names import shown_function, shown_module, shown_path
 from ampatch.diagnostics.tables import ROWS, Column, printed, table
 
 #: The share of a call's elements that may be flushed to zero before its result counts as another one.
 FLUSHED_SHARE = 0.1
-
-_NO_PREFIX = ("torch.nn.functional.", "torch.Tensor.", "torch.ops.", "torch.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +249,11 @@ def _tables_of_calls(result: Comparison) -> Iterator[Any]:
             str(row.number),
             row.phase,
             _called(row),
-            "\n".join(filter(None, (_module(row), "" if row.file is None else f"{Path(row.file).name}:{row.line}"))),
+            "\n".join(
+                filter(
+                    None, (shown_module(row.module), "" if row.file is None else f"{Path(row.file).name}:{row.line}")
+                )
+            ),
             row.type_b,
             _error(row.error),
             _error(row.own_error),
@@ -262,7 +264,7 @@ def _tables_of_calls(result: Comparison) -> Iterator[Any]:
     yield from table("Calls above the noise", columns, cells, len(told))
     groups = [group for group in result.functions if group.error > 0]
     by_function = [
-        (short(group.name), str(group.calls), str(group.above), _error(group.error), _error(group.own_error))
+        (shown_function(group.name), str(group.calls), str(group.above), _error(group.error), _error(group.own_error))
         for group in groups[:ROWS]
     ]
     columns = _columns("function", "calls", "above noise", "error", "own")
@@ -290,18 +292,8 @@ def _columns(*heads: str) -> list[Column]:
 
 
 def _called(row: ComparedRow) -> str:
-    name = short(row.function)
+    name = shown_function(row.function)
     return name if row.operator in ("", *row.function.split(".")) else f"{name} ({row.operator})"
-
-
-def short(path: str) -> str:
-    """Returns the path of a torch function without the namespaces that everybody knows."""
-    prefix = next((prefix for prefix in _NO_PREFIX if path.startswith(prefix)), "")
-    return path.removeprefix(prefix)
-
-
-def _module(row: ComparedRow) -> str:
-    return "(the model)" if row.module == "" else row.module or ""
 
 
 def _error(number: float | None) -> str:
@@ -311,7 +303,7 @@ def _error(number: float | None) -> str:
 def owner_of(row: ComparedRow) -> str:
     """Returns what a number of a report belongs to: a function, a module, a parameter, a line or a step."""
     step = "" if row.step is None else f"step {row.step}"
-    return short(row.function) or _module(row) or row.parameter or row.place or step
+    return shown_function(row.function) or shown_module(row.module) or row.parameter or row.place or step
 
 
 def _number(number: float | None) -> str:
@@ -320,6 +312,6 @@ def _number(number: float | None) -> str:
 
 def where(row: ComparedRow) -> str:
     """Returns a row's call in words: pass, function, module and line."""
-    module = f", module {_module(row)}" if row.module is not None else ""
+    module = f", module {shown_module(row.module)}" if row.module is not None else ""
     place = f", at {row.place}" if row.file is not None else ""
     return f"the {row.phase} of {_called(row)}{module}{place}"

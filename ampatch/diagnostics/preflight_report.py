@@ -5,16 +5,15 @@ Owns the wording of the report. Must never run a model, nor judge a number.
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from ampatch.diagnostics.overflow_trace import OverflowTrace, plain_data
+from ampatch.diagnostics.shown_names import shown_path
 from ampatch.errors import OptionError
 from ampatch.opt_levels import check_half_dtype, check_opt_level
 
@@ -480,15 +479,6 @@ def _place(location: Location) -> str:
 
 def _times(calls: int) -> str:
     return "" if calls == 1 else f", {calls} calls"
-
-
-def shown_path(file: str) -> str:
-    """Returns a path as short as it can be: relative to the current folder, or to one that Python imports from."""
-    path, cwd = Path(file), Path.cwd()
-    if path.is_relative_to(cwd):
-        return str(path.relative_to(cwd))
-    folders = (folder for folder in map(Path, sys.path) if folder.is_absolute() and path.is_relative_to(folder))
-    return min((str(path.relative_to(folder)) for folder in folders), key=len, default=file)
 
 
 def _cut(line: str) -> str:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ampatch.diagnostics.preflight_report import shown_path
+from ampatch.diagnostics.report_numbers import in_terminal, size
 from ampatch.diagnostics.report_steps import WARNS_ABOVE, options_for
-from ampatch.diagnostics.tables import number_of_bytes
+from ampatch.diagnostics.shown_names import shown_path
 
 #: Steps skipped in a row that are worth a sentence: a scale that starts too high skips one or two.
 _SKIPS_IN_A_ROW = 3
@@ -175,11 +175,11 @@ def _weights_cast_again(data: Mapping[str, Any]) -> Iterator[Advice]:
     layers = [row for row in data["modules"] if row["class"] in _LAYERS and row["weight_bytes"].get("float32")]
     again = [row for row in layers if _calls(row) > 1 and _is_half(row["out"])]
     if again:
-        count, size = max(map(_calls, again)), sum(row["weight_bytes"]["float32"] // 2 for row in again)
+        count, held = max(map(_calls, again)), sum(row["weight_bytes"]["float32"] // 2 for row in again)
         text = (
             f"Put the loop into `with amp.frozen_weights(model):`, which casts each weight once: {count} forward "
             f"passes without gradients cast the weights of {len(again)} layers again each time, "
-            f"{number_of_bytes(size)} of them."
+            f"{in_terminal(size(held))} of them."
         )
         yield Advice("weights cast again", text)
 
@@ -274,7 +274,7 @@ def _costly(data: Mapping[str, Any]) -> Iterator[Advice]:
         other = {**side, "cast_lists": {"unlisted": _entry(row["name"])}}
         text = (
             f"Try amp.compare(model, inputs, loss_fn, {side}, {other}), which says whether {row['name']} needs float32 "
-            f"in your model: its casts{_at(line)} write {number_of_bytes(row['cast_bytes'])}, "
+            f"in your model: its casts{_at(line)} write {in_terminal(size(row['cast_bytes']))}, "
             f"{row['cast_bytes'] / total:.0%} of all."
         )
         yield _on_line("costly casts", text, line, row["name"])

@@ -15,8 +15,9 @@ _MINUS = "\u2212"
 #: A space at which no browser breaks the line.
 _SPACE = "\u202f"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_IN_TERMINAL = str.maketrans({_SPACE: " ", _MINUS: "-", TIMES: "x", DASH: "-", "µ": "u"})
 _BYTES = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
-_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+_SECONDS = ((60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 #: From here on the digits of a count no longer fit a column.
 _LONG = 10_000_000
 
@@ -73,12 +74,17 @@ def size(value: Any) -> str:
 
 
 def seconds(value: Any) -> str:
-    """Returns a time in s, ms, µs or ns."""
+    """Returns a time in min, s, ms, µs or ns."""
     number = real(value)
     if number is None or not math.isfinite(number):
         return digits(value)
     unit, name = next((pair for pair in _SECONDS if abs(number) >= 0.9995 * pair[0]), _SECONDS[-1])
     return f"{digits(number / unit)}{_SPACE}{name if number else 's'}"
+
+
+def in_terminal(text: str) -> str:
+    """Returns the text of a number in characters that every terminal shows, and with spaces that may break."""
+    return text.translate(_IN_TERMINAL)
 
 
 def percent(value: Any) -> str:

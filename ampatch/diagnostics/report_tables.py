@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from ampatch.diagnostics import report_drawings
-from ampatch.diagnostics.comparison_report import ComparedRow, owner_of, short, telling_rows
+from ampatch.diagnostics.comparison_report import ComparedRow, owner_of, telling_rows
 from ampatch.diagnostics.gradient_exponents import Histogram, Range
 from ampatch.diagnostics.report_numbers import DASH, TIMES, count, digits, exact, percent, real, seconds, size
+from ampatch.diagnostics.shown_names import shown_function, shown_module
 
 #: Rows that are shown at first; the others unfold.
 FIRST = 10
@@ -100,7 +101,7 @@ def functions(data: Mapping[str, Any]) -> Table:
     rows, greatest = data["functions"], _greatest(data["functions"])
     cells = tuple(
         (
-            Cell(short(row["name"]), row["name"], below=tuple(_types(row["types"]))),
+            Cell(shown_function(row["name"]), row["name"], below=tuple(_types(row["types"]))),
             Cell(row["rule"] or DASH),
             *_numbers(row, greatest),
             _count(row["undone"]),
@@ -115,7 +116,11 @@ def misaligned(data: Mapping[str, Any]) -> Table:
     cells = tuple(
         (
             _source(row, ""),
-            Cell(short(row["function"] or DASH), row["function"] or "", below=(Line(_module(row["module"])),)),
+            Cell(
+                shown_function(row["function"] or DASH),
+                row["function"] or "",
+                below=(Line(shown_module(row["module"], DASH)),),
+            ),
             Cell(row["dtype"]),
             Cell(_sizes(row["size"]), ", ".join(map(str, row["size"])), kind="number"),
             Cell(_sizes(row["pads"]), ", ".join(map(str, row["pads"])), kind="number"),
@@ -220,7 +225,9 @@ def comparison(found: Mapping[str, Any]) -> Iterator[Table]:
     for name, caption in (("functions", "By function"), ("modules", "By module")):
         groups = tuple(
             (
-                Cell(short(row["name"]) if name == "functions" else _module(row["name"]), row["name"]),
+                Cell(
+                    shown_function(row["name"]) if name == "functions" else shown_module(row["name"], DASH), row["name"]
+                ),
                 *(_count(row[key]) for key in ("calls", "unmatched", "above")),
                 *(_digits(row[key]) for key in ("error", "own_error")),
             )
@@ -260,8 +267,8 @@ def _of_call(row: ComparedRow, mark: str) -> tuple[Cell, ...]:
     return (
         _count(row.number),
         _source(dataclasses.asdict(row), ""),
-        Cell(short(row.function), row.function, below=(Line(f"{row.phase} {operator}".strip()), *flushed)),
-        Cell(_module(row.module)),
+        Cell(shown_function(row.function), row.function, below=(Line(f"{row.phase} {operator}".strip()), *flushed)),
+        Cell(shown_module(row.module, DASH)),
         Cell(types, f"a: {row.type_a}, b: {row.type_b}"),
         Cell(digits(row.error), told, "number"),
         *(_digits(each) for each in (row.own_error, row.noise)),
@@ -310,7 +317,7 @@ def _greatest(rows: Iterable[Mapping[str, Any]]) -> float:
 
 def _called(calls: Mapping[str, int]) -> Cell:
     most = sorted(calls.items(), key=lambda pair: -pair[1])
-    text = ", ".join(short(name) for name, _ in most[:_WORDS])
+    text = ", ".join(shown_function(name) for name, _ in most[:_WORDS])
     more = f" and {len(most) - _WORDS} more" if len(most) > _WORDS else ""
     return Cell(f"{text}{more}" or DASH, "; ".join(f"{name}: {number} calls" for name, number in most))
 
@@ -351,10 +358,6 @@ def _outcome(row: Mapping[str, Any]) -> str:
     if row["overflow"]:
         return "overflow, skipped" if row["skipped"] else "overflow, not skipped"
     return "skipped" if row["skipped"] else "stepped"
-
-
-def _module(name: str | None) -> str:
-    return {None: DASH, "": "(the model)"}.get(name, name or "")
 
 
 def _sizes(numbers: Sequence[int]) -> str:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ampatch.diagnostics.preflight_report import shown_path
-from ampatch.diagnostics.tables import ROWS, Column, item, number_of_bytes, printed, seconds, share, table
+from ampatch.diagnostics.report_numbers import in_terminal, seconds, size
+from ampatch.diagnostics.shown_names import shown_function, shown_module, shown_path
+from ampatch.diagnostics.tables import ROWS, Column, item, printed, table
 
 _LAST_STEPS = 5
 _NAMES = 4  # of functions on a line
-_NO_PREFIX = ("torch.nn.functional.", "torch.")
 
 
 def text(data: Mapping[str, Any]) -> str:
@@ -42,18 +42,18 @@ def _parts(data: Mapping[str, Any]) -> Iterator[Any]:
 
 def _head(data: Mapping[str, Any]) -> Iterator[Any]:
     about, cost, settings = data["about"], data["cost"], data["settings"]
-    yield f"Report of {seconds(cost['seconds'])}, begun {about['began']}: {about['command']}"
+    yield f"Report of {_seconds(cost['seconds'])}, begun {about['began']}: {about['command']}"
     yield f"ampatch {about['ampatch']}, torch {about['torch']}, on {', '.join(about['devices'])}; {_set_up(settings)}"
-    part = share(cost["recording_seconds"], cost["seconds"])
+    part = _share(cost["recording_seconds"], cost["seconds"])
     yield (
-        f"The recording took an estimated {seconds(cost['recording_seconds'])} of that ({part}), and watched "
+        f"The recording took an estimated {_seconds(cost['recording_seconds'])} of that ({part}), and watched "
         f"{_counted(cost['operators'], 'operator')}."
     )
     totals = data["totals"]
     yield (
-        f"{_counted(totals['casts'], 'cast')} wrote {number_of_bytes(totals['cast_bytes'])} in "
-        f"{seconds(totals['cast_seconds'])}; the cache saved {_counted(totals['cache_hits'], 'cast')} of "
-        f"{number_of_bytes(totals['cache_hit_bytes'])}."
+        f"{_counted(totals['casts'], 'cast')} wrote {_bytes(totals['cast_bytes'])} in "
+        f"{_seconds(totals['cast_seconds'])}; the cache saved {_counted(totals['cache_hits'], 'cast')} of "
+        f"{_bytes(totals['cache_hit_bytes'])}."
     )
 
 
@@ -82,7 +82,7 @@ def _functions(functions: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     ]
     cells = [
         (
-            short(row["name"]),
+            shown_function(row["name"]),
             row["rule"] or "-",
             _types(row["types"]),
             f"{row['calls']:,}",
@@ -120,7 +120,7 @@ def _lines(lines: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     cells = [
         (
             _place(row, row["source"]),
-            _few([short(name) for name in row["functions"]]),
+            _few([shown_function(name) for name in row["functions"]]),
             f"{row['calls']:,}",
             *_numbers(row),
         )
@@ -146,8 +146,8 @@ def _numbers(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
     """Returns the cells of `_NUMBERS`."""
     return (
         f"{row['casts']:,}",
-        number_of_bytes(row["cast_bytes"]),
-        seconds(row["cast_seconds"]),
+        _bytes(row["cast_bytes"]),
+        _seconds(row["cast_seconds"]),
         f"{row['cache_hits']:,}",
     )
 
@@ -163,8 +163,8 @@ def _misaligned(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     ]
     cells = [
         (
-            short(row["function"] or "-"),
-            "\n".join(filter(None, (module_name(row["module"]), _place(row)))),
+            shown_function(row["function"] or "-"),
+            "\n".join(filter(None, (shown_module(row["module"]), _place(row)))),
             row["dtype"],
             ", ".join(map(str, row["size"])),
             ", ".join(map(str, row["pads"])),
@@ -187,13 +187,13 @@ def _modules(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     ]
     cells = [
         (
-            module_name(row["name"]),
+            shown_module(row["name"]),
             row["class"],
             _list(list(row["in"])),
             _list(list(row["out"])),
             _by_type(row["activation_bytes"]),
             _by_type(row["weight_bytes"]),
-            number_of_bytes(row["saved_bytes"]),
+            _bytes(row["saved_bytes"]),
         )
         for row in rows[:ROWS]
     ]
@@ -201,7 +201,7 @@ def _modules(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
 
 
 def _by_type(memory: Mapping[str, int]) -> str:
-    return "\n".join(f"{kind} {number_of_bytes(size)}" for kind, size in memory.items()) or "-"
+    return "\n".join(f"{kind} {_bytes(held)}" for kind, held in memory.items()) or "-"
 
 
 def _steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
@@ -286,7 +286,8 @@ def _comparison(found: Mapping[str, Any]) -> Iterator[Any]:
     ]
     differing = [row for row in found["functions"] if row["error"]]
     cells = [
-        (short(row["name"]), f"{row['calls']:,}", f"{row['above']:,}", _error(row["error"])) for row in differing[:ROWS]
+        (shown_function(row["name"]), f"{row['calls']:,}", f"{row['above']:,}", _error(row["error"]))
+        for row in differing[:ROWS]
     ]
     yield from table("Errors by function", columns, cells, len(differing))
 
@@ -302,15 +303,16 @@ def _place(row: Mapping[str, Any], source: str = "") -> str:
     return f"{place}\n{source}" if source else place
 
 
-def short(path: str) -> str:
-    """Returns the name of a function without torch's module."""
-    prefix = next((prefix for prefix in _NO_PREFIX if path.startswith(prefix)), "")
-    return path.removeprefix(prefix)
+def _seconds(number: float) -> str:
+    return in_terminal(seconds(number))
 
 
-def module_name(name: str | None) -> str:
-    """Returns the name of a module in words; empty outside of one."""
-    return "(the model)" if name == "" else name or ""
+def _bytes(number: float) -> str:
+    return in_terminal(size(number))
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
 
 
 def _counted(number: int, one: str, plural: str = "s") -> str:

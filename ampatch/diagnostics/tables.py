@@ -1,4 +1,4 @@
-"""Tables in a terminal, and numbers in the units that people read.
+"""Tables in a terminal.
 
 Owns the width of text and the look of tables. Drops columns where a terminal is too narrow for all of them, and says
 so. Must know nothing of what the tables are about.
@@ -117,27 +117,3 @@ def _needed(columns: Sequence[Column], cells: Sequence[Sequence[str]], kept: Seq
         longest = max(map(len, lines))
         widths.append(longest if columns[index].is_number else min(longest, _FOLDED))
     return sum(widths) + 2 * len(kept)
-
-
-def number_of_bytes(number: float) -> str:
-    """Returns a number of bytes in words, such as "1.5 MiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(number) < 1024 or unit == "GiB":
-            break
-        number /= 1024
-    return f"{number:.0f} {unit}" if unit == "B" or abs(number) >= 100 else f"{number:.3g} {unit}"
-
-
-def seconds(number: float) -> str:
-    """Returns a time in words, such as "1.5 ms"."""
-    if number >= 60:
-        return f"{number / 60:.3g} min"
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if number * factor >= 1:
-            return f"{number * factor:.3g} {unit}"
-    return "0" if number == 0 else f"{number * 1e6:.2g} us"
-
-
-def share(part: float, whole: float) -> str:
-    """Returns a share of a whole in percent; "-" of nothing."""
-    return f"{part / whole:.0%}" if whole else "-"

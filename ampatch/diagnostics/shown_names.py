@@ -1,0 +1,36 @@
+"""The names of functions, modules and files as tables and sentences show them: short.
+
+Owns these spellings. Must never be used for a name that a program reads back.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+_LEFT_OUT = ("torch.nn.functional.", "torch.Tensor.", "torch.ops.", "torch.")
+
+
+def shown_function(path: str) -> str:
+    """Returns the path of a torch function without the namespaces that everybody knows."""
+    prefix = next((prefix for prefix in _LEFT_OUT if path.startswith(prefix)), "")
+    return path.removeprefix(prefix)
+
+
+def shown_module(name: str | None, otherwise: str = "") -> str:
+    """Returns the name of a module, in words for the outermost one.
+
+    Args:
+        name: its name in the model; "" for the model itself, None outside of one.
+        otherwise: the text for None.
+    """
+    return otherwise if name is None else name or "(the model)"
+
+
+def shown_path(file: str) -> str:
+    """Returns a path as short as it can be: relative to the current folder, or to one that Python imports from."""
+    path, cwd = Path(file), Path.cwd()
+    if path.is_relative_to(cwd):
+        return str(path.relative_to(cwd))
+    folders = (folder for folder in map(Path, sys.path) if folder.is_absolute() and path.is_relative_to(folder))
+    return min((str(path.relative_to(folder)) for folder in folders), key=len, default=file)
