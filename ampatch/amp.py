@@ -761,10 +761,16 @@ def compare(
         from ampatch.diagnostics import comparison_files
 
         return comparison_files.compare(model, inputs)
+    from ampatch.diagnostics.report import Report, note_own_steps
+
+    if isinstance(model, (Report, Mapping)):
+        raise OptionError(
+            f"found {type(model).__name__} as the first argument; expected a model, or the file of a saved report. "
+            "Type report.save('a.json') for each report, then amp.compare('a.json', 'b.json')."
+        )
     checked = adopted_model.check_model(model)
     _check_loss_fn(loss_fn)
     from ampatch.diagnostics import comparison
-    from ampatch.diagnostics.report import note_own_steps
 
     note_own_steps("amp.compare")
     return comparison.compare(checked, inputs, loss_fn, _side("a", a, checked), _side("b", b, checked))
@@ -1191,7 +1197,9 @@ def _joined_and_replaced(settings: Settings) -> tuple[Session | None, Session | 
 def _check_loss_fn(loss_fn: object) -> None:
     if not callable(loss_fn):
         raise OptionError(
-            f"loss_fn is {type(loss_fn).__name__!r}; expected a function that returns the loss for the model's output."
+            f"loss_fn is {type(loss_fn).__name__!r}; expected a function that returns the loss for the model's output. "
+            "Type for example loss_fn=lambda output: F.cross_entropy(output, labels); or, for a model that returns its "
+            "loss, lambda output: output.loss."
         )
 
 

@@ -194,7 +194,7 @@ def full(blocks: int = 2, steps: int = 120, seed: int = 0) -> dict[str, Any]:
         advice=[
             {
                 "kind": "underflow",
-                "text": "float16 holds 8.7 % of the gradients' elements with fewer bits than it has. Start at a "
+                "text": "8.7 % of the gradients' elements underflow in float16. Start at a "
                 "greater scale: amp.initialize(..., init_scale=1048576).",
                 "file": None,
                 "line": None,

@@ -33,7 +33,7 @@ class TestCheckModel:
 
     @pytest.mark.parametrize(
         ("thing", "found"),
-        [(None, "NoneType"), (torch.ones(1), "Tensor"), (nn.Linear, "type"), (iter(()), "tuple_iterator")],
+        [(None, "NoneType"), (torch.ones(1), "Tensor"), (nn.Linear, "the class Linear"), (iter(()), "tuple_iterator")],
         ids=["None", "tensor", "class", "iterator"],
     )
     def test_what_is_no_module_is_refused(self, thing, found):

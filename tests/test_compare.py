@@ -290,7 +290,7 @@ class TestMatching:
         assert (only_a.unmatched, only_a.type_a, only_a.type_b, only_a.error) == (1, "float32", "", None)
         assert (only_b.unmatched, only_b.type_a, only_b.type_b) == (1, "", "bfloat16")
         others = [row for row in result.rows if row.unmatched and row.operator != "cast"]
-        assert f"{len(others)} other calls" in str(result)
+        assert f"{len(others)} others" in str(result)
 
     def test_a_loop_that_runs_less_often(self) -> None:
         class Loop(nn.Module):
@@ -338,6 +338,22 @@ class TestResult:
         assert max(map(len, text.splitlines())) <= columns
         assert "exp" in text
         assert "Calls above the noise" in text
+
+
+class TestNewcomers:
+    def test_a_loss_function_of_two_arguments_is_told_how_it_is_called(self) -> None:
+        with pytest.raises(TypeError, match="missing 1 required positional argument") as caught:
+            compared(nn.Linear(4, 4), torch.randn(2, 4), "O0", "O1", lambda output, target: output)  # type: ignore[misc]
+        assert "loss_fn is called with the model's output alone, here a Tensor." in caught.value.__notes__[0]
+
+    @pytest.mark.parametrize(
+        "read", [lambda watched: watched, lambda watched: watched.to_dict()], ids=["report", "dict"]
+    )
+    def test_reports_that_are_not_saved(self, read: Any) -> None:
+        with amp.report() as watched:
+            pass
+        with pytest.raises(OptionError, match=r"Type report\.save\('a\.json'\) for each report, then amp\.compare"):
+            amp.compare(read(watched), read(watched))
 
 
 class TestNothingChanges:

@@ -34,7 +34,8 @@ def full_report() -> dict[str, Any]:
     product = {"function": "torch.nn.functional.linear", "module": "head", "dtype": "float16", "calls": 3}
     place = {"file": "m.py", "line": 3, "source": "x = self.fc(x)" * 9}
     scales = [{"scale": 2.0**each, "zero": 0.1, "subnormal": 0.05, "overflow": 0.0} for each in range(8, 17)]
-    parameter = {"name": LONG, "elements": 1_234_567, "zeros": 9, "zero": 0.1, "subnormal": 0.2, "exponents": []}
+    parameter = {"name": LONG, "elements": 1_234_567, "zeros": 9, "zero": 0.1, "exponents": []}
+    parameter |= {"rounded_to_zero": 0.25, "subnormal": 0.2}
     return {
         **whole,
         "settings": SETTINGS,
@@ -268,9 +269,10 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("method", "path", "fault"),
         [
-            ("save", "report.html", "Type report.to_html(...) for a page"),
+            ("save", "report.html", "report.to_html('report.html') for a page"),
             ("save", "report", "does not end with .json"),
-            ("to_html", "report.json", "Type report.save(...) for a JSON file"),
+            ("save", "", "the path is empty; expected the name of a file, such as 'report.json'"),
+            ("to_html", "report.json", "report.save('report.json') for a JSON file"),
             ("save", "nowhere/report.json", "there is no folder 'nowhere'"),
             ("save", "folder.json", "it is a folder"),
             ("save", 5, "the path is 5; expected the name of a file"),
@@ -304,6 +306,12 @@ class TestBadInput:
 
 
 class TestText:
+    def test_a_gradient_that_is_rounded_to_zero_only_is_among_those_that_lose_most(self) -> None:
+        whole = full_report()
+        row = {**whole["underflow"]["parameters"][0], "name": "tiny", "rounded_to_zero": 1.0, "subnormal": 0.0}
+        lines = text(whole | {"underflow": {**whole["underflow"], "parameters": [row]}}).splitlines()
+        assert [line.split()[-2:] for line in lines if "tiny" in line] == [["100.0%", "0.0%"]]
+
     @pytest.mark.parametrize("width", [60, 80, 120, 200])
     def test_fits(self, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", str(width))
@@ -319,7 +327,7 @@ class TestText:
         ):
             assert f"\n{title}" in printed
         # Numbers are whole, at every width.
-        assert "8 casts wrote 4.00 KiB in 100 ms; the cache saved 2 casts of 64" in printed
+        assert "8 casts wrote 4.00 KiB in 100 ms; the cache saved 2 casts" in printed
         assert "512, 768, 30528" in printed
         assert "1,234,567" in printed
 
@@ -344,7 +352,7 @@ class TestText:
         nothing = dict.fromkeys(NUMBERS, 0)
         empty = {name: [] for name in ("functions", "lines", "misaligned", "modules", "steps", "advice")}
         printed = text(small(settings=None, totals=nothing, cost=dict.fromkeys(small()["cost"], 0), **empty))
-        assert "0 casts wrote 0 in 0 s" in printed
+        assert "Nothing was cast." in printed
         assert "(-)" in printed  # no share of no time
 
 
@@ -550,16 +558,14 @@ class TestAdviceThatIsFollowed:
 
     def test_sizes_that_are_no_multiples_of_8(self) -> None:
         before = trained(nn.Sequential(nn.Linear(8, 30)), torch.randn(8, 8), mean_square)
-        assert advised(before, "misaligned").startswith("Pad out_features from 30 to 32 in 0 (Linear) at ")
+        assert advised(before, "misaligned").startswith("Pad out_features from 30 to 32 in module 0 (Linear) at ")
         after = trained(nn.Sequential(nn.Linear(8, 32)), torch.randn(8, 8), mean_square)
         assert (advised(after, "misaligned"), after["misaligned"]) == ("", [])
 
     def test_channels_that_are_no_multiples_of_8(self) -> None:
         inputs = torch.randn(2, 3, 8, 8)
         before = trained(nn.Sequential(nn.Conv2d(3, 16, 3)), inputs, mean_square)
-        assert advised(before, "misaligned").startswith(
-            "Pad the input's channels per group from 3 to 8 in 0 (Conv2d) at"
-        )
+        assert advised(before, "misaligned").startswith("Pad in_channels / groups from 3 to 8 in module 0 (Conv2d) at")
         after = trained(nn.Sequential(nn.Conv2d(8, 16, 3)), F.pad(inputs, (0, 0, 0, 0, 0, 5)), mean_square)
         assert advised(after, "misaligned") == ""
         by_channel = trained(nn.Sequential(nn.Conv2d(16, 16, 3, groups=16)), torch.randn(2, 16, 8, 8), mean_square)

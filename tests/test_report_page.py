@@ -179,7 +179,7 @@ class TestNumbers:
             "Written": f"{row['cast_bytes']} bytes",
             "Time": f"{row['cast_seconds']} seconds",
             "Cache hits": f"{row['cache_hits']}",
-            "Saved": f"{row['cache_hit_bytes']} bytes",
+            "Cache saved": f"{row['cache_hit_bytes']} bytes",
             "Calls": f"{row['calls']}",
             "Undone": f"{row['undone']}",
         }
@@ -296,7 +296,12 @@ class TestParts:
     def test_gradients_may_be_zero_only(self) -> None:
         underflow = {
             **sample_reports.full()["underflow"], "exponents": [], "lost": 0.0, "zeros": 5, "elements": 5,
-            "parameters": [{"name": "w", "elements": 5, "zeros": 5, "zero": 1.0, "subnormal": 0.0, "exponents": []}],
+            "parameters": [
+                {
+                    "name": "w", "elements": 5, "zeros": 5, "zero": 1.0, "rounded_to_zero": 0.0, "subnormal": 0.0,
+                    "exponents": [],
+                },
+            ],
         }  # fmt: skip
         Parsed(page(sample_reports.empty(underflow=underflow)))
 
@@ -315,7 +320,7 @@ class TestParts:
     @pytest.mark.parametrize(
         ("present", "told"),
         [
-            (4096.0, "a scale of 8 192 loses least."),
+            (4096.0, "a scale of 8192 loses least."),
             (8192.0, "No other scale loses less and leaves room for sums of gradients."),
         ],
     )
@@ -410,7 +415,7 @@ class TestDrawings:
         for step in data["steps"]:
             step["loss_id"] = step["step"] % 2
         assert report_drawings.loss_scale(data["steps"]).count('class="line ') == 2
-        assert "loss 1 loss 0" in Parsed(page(data)).words
+        assert "loss_id 1 loss_id 0" in Parsed(page(data)).words
 
     @pytest.mark.parametrize("scale", [2.0**-8, 3.0, 2.0**24])
     @pytest.mark.parametrize("half", ["float16", "bfloat16"])

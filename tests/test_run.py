@@ -606,7 +606,7 @@ class TestReport:
     @pytest.mark.parametrize(
         ("file", "fault"),
         [
-            ("report.txt", "does not end with .html or .htm or .json"),
+            ("report.txt", "does not end with .html, .htm or .json"),
             ("nowhere/report.html", "there is no folder 'nowhere'"),
             ("folder.json", "it is a folder"),
         ],

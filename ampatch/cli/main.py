@@ -104,7 +104,10 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-_RUN = "Runs a script that was written for Apex, with ampatch in Apex's place."
+_RUN = (
+    "Runs a script that was written for Apex, with ampatch in Apex's place. Options come before SCRIPT; the script "
+    "gets all that follows."
+)
 _RUN_USAGE = "ampatch run [-h] [--cpu] [--force] [--trace-overflow] [--report FILE] (SCRIPT | -m MODULE) ..."
 
 

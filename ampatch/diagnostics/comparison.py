@@ -203,7 +203,9 @@ def _verdict(
     if error == 0 and not any(row.error for row in rows):
         return f"{a.name} and {b.name} give the same numbers in every call that both have."
     kind = " and ".join(dict.fromkeys(each.half_name for each in (a, b) if each.half_name)) or "float32"
-    compared = f"its gradients differ from those of {a.name} by {error:.2g}, and rounding explains {noise:.2g}."
+    compared = (
+        f"its gradients differ from those of {a.name} by {error:.2g} of their norm, and rounding explains {noise:.2g}."
+    )
     if error > noise:
         return f"{b.name} is beyond the noise of {kind}: {compared}{begins}"
     starting = sum(row.starts for row in rows) or 1

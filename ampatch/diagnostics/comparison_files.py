@@ -93,7 +93,7 @@ def _of_function(function: Mapping[str, Any]) -> _Quantities:
     for name in ("calls", "casts", "cast_bytes", "cache_hits", "cache_hit_bytes", "undone"):
         yield name.replace("_", " "), function[name]
     for types in function["types"]:
-        yield f"calls {', '.join(types['in'])} -> {', '.join(types['out'])}", types["calls"]
+        yield f"calls with {', '.join(types['in'])} -> {', '.join(types['out'])}", types["calls"]
 
 
 def _of_line(line: Mapping[str, Any]) -> _Quantities:

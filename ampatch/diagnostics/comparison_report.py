@@ -274,7 +274,10 @@ def _tables_of_calls(result: Comparison) -> Iterator[Any]:
     yield from table("By gradient", _columns("parameter", "error"), by_gradient, len(gradients))
     casts = [row for row in result.rows if row.unmatched and row.operator == "cast"]
     others = sum(row.unmatched for row in result.rows) - len(casts)
-    yield f"In one step only: {len(casts)} casts, {others} other calls, of {len(result.rows)} rows (to_dict has all)."
+    yield (
+        f"Of {len(result.rows)} calls, {len(casts)} casts and {others} others are in one step only. result.to_dict() "
+        "has all."
+    )
 
 
 def telling_rows(
@@ -303,11 +306,12 @@ def _error(number: float | None) -> str:
 def owner_of(row: ComparedRow) -> str:
     """Returns what a number of a report belongs to: a function, a module, a parameter, a line or a step."""
     step = "" if row.step is None else f"step {row.step}"
-    return shown_function(row.function) or shown_module(row.module) or row.parameter or row.place or step
+    module = f"module {row.module}" if row.module else shown_module(row.module)
+    return shown_function(row.function) or module or row.parameter or row.place or step
 
 
 def _number(number: float | None) -> str:
-    return "-" if number is None else f"{number:g}" if not math.isfinite(number) or number % 1 else f"{number:.0f}"
+    return "-" if number is None else f"{number:g}" if not math.isfinite(number) or number % 1 else f"{number:,.0f}"
 
 
 def where(row: ComparedRow) -> str:

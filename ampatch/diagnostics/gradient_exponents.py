@@ -236,17 +236,19 @@ def as_dict(
         "exponents": everything.rows(),
         "zeros": everything.zeros,
         "elements": everything.elements,
-        "parameters": [
-            {
-                "name": name,
-                "elements": histogram.elements,
-                "zeros": histogram.zeros,
-                "zero": histogram.zeros / (histogram.elements or 1),
-                "subnormal": histogram.lost(scale, limits)["subnormal"],
-                "exponents": histogram.rows(),
-            }
-            for name, histogram in histograms.items()
-        ],
+        "parameters": [_parameter(name, each, each.lost(scale, limits)) for name, each in histograms.items()],
+    }
+
+
+def _parameter(name: str, histogram: Histogram, lost: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "elements": histogram.elements,
+        "zeros": histogram.zeros,
+        "zero": histogram.zeros / (histogram.elements or 1),
+        "rounded_to_zero": lost["zero"],
+        "subnormal": lost["subnormal"],
+        "exponents": histogram.rows(),
     }
 
 

@@ -97,7 +97,13 @@ class Subject:
         Raises:
             OptionError: ``loss_fn`` returns no scalar that depends on a parameter.
         """
-        loss = self.loss_fn(output)
+        note = (
+            f"ampatch: loss_fn is called with the model's output alone, here a {type(output).__name__}. Type for "
+            "example loss_fn=lambda output: F.cross_entropy(output, labels), or output['logits'] for a "
+            "model that returns a dict."
+        )
+        with noting(note, (TypeError,)):
+            loss = self.loss_fn(output)
         if not isinstance(loss, Tensor):
             raise OptionError(
                 f"loss_fn returned {type(loss).__name__!r}; expected a scalar tensor. For a model that returns its "

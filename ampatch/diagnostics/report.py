@@ -136,7 +136,9 @@ class Report:
             OptionError: the path has another ending, or cannot be written.
             UsageError: the report's block has not begun.
         """
-        file = report_file.checked_path(path, (".json",), "Type report.to_html(...) for a page.")
+        file = report_file.checked_path(
+            path, (".json",), "Type report.save('report.json'); or report.to_html('report.html') for a page."
+        )
         report_file.write(self.to_dict(), file)
 
     def to_html(self, path: str | PathLike[str]) -> None:
@@ -149,7 +151,11 @@ class Report:
             OptionError: the path has another ending, or cannot be written.
             UsageError: the report's block has not begun.
         """
-        file = report_file.checked_path(path, (".html", ".htm"), "Type report.save(...) for a JSON file.")
+        file = report_file.checked_path(
+            path,
+            (".html", ".htm"),
+            "Type report.to_html('report.html'); or report.save('report.json') for a JSON file.",
+        )
         data = self.to_dict()
         from ampatch.diagnostics.report_page import page
 

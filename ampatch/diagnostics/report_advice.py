@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ampatch.diagnostics.report_numbers import in_terminal, size
-from ampatch.diagnostics.report_steps import WARNS_ABOVE, options_for
-from ampatch.diagnostics.shown_names import shown_path
+from ampatch.diagnostics.report_steps import WARNS_ABOVE, options_for, spelled, underflow_told
+from ampatch.diagnostics.shown_names import shown_module, shown_path
 
 #: Steps skipped in a row that are worth a sentence: a scale that starts too high skips one or two.
 _SKIPS_IN_A_ROW = 3
@@ -93,13 +93,13 @@ def _skips(data: Mapping[str, Any]) -> Iterator[Advice]:
             continue
         after = [row for row in steps if row["step"] > rows[-1]["step"] and row["loss_id"] == rows[0]["loss_id"]]
         if not after:
-            scales = f"while the loss scale fell from {rows[0]['scale']:g} to {rows[-1]['scale']:g}"
+            scales = f"while the loss scale fell from {spelled(rows[0]['scale'])} to {spelled(rows[-1]['scale'])}"
             yield Advice("skips", f"{trace}: {_steps(rows)} were skipped, up to the last one, {scales}.")
         elif rows[0]["step"] == steps[0]["step"] and rows[0]["scale"] == settings.get("init_scale"):
             scale = after[0]["scale"]
             text = (
                 f"Type amp.initialize(..., {options_for(scale, True)}): {_steps(rows)} were skipped until the loss "
-                f"scale had fallen from {rows[0]['scale']:g} to {scale:g}."
+                f"scale had fallen from {spelled(rows[0]['scale'])} to {spelled(scale)}."
             )
             yield Advice("first skips", text)
         else:
@@ -136,13 +136,13 @@ def _underflow(data: Mapping[str, Any]) -> Iterator[Advice]:
     scale, best, half = found["scale"], found["best_scale"], found["half"]
     row = next(row for row in found["scales"] if row["scale"] == best)
     at_best = row["zero"] + row["subnormal"]
-    told = (
-        f"at a loss scale of {scale:g}, {half} holds {found['lost']:.1%} of the gradients' elements with fewer bits "
-        "than it has, or as zero"
-    )
+    told = underflow_told(found)
     if best > scale and at_best < found["lost"] / 2:
         options = options_for(best, settings["loss_scale"] == "dynamic")
-        yield Advice("underflow", f"Type amp.initialize(..., {options}): {told}; there it would be {at_best:.1%}.")
+        yield Advice(
+            "underflow",
+            f"Type amp.initialize(..., {options}): {told}. At a scale of {spelled(best)} it would be {at_best:.1%}.",
+        )
     elif half == "float16":
         yield Advice(
             "underflow",
@@ -300,7 +300,7 @@ def _misaligned(data: Mapping[str, Any]) -> Iterator[Advice]:
         if not told or any(size == 1 for _, size, _ in sizes):
             continue
         owner = (
-            f"{row['module']} ({classes[row['module']]})"
+            f"{_module(row['module'])} ({classes[row['module']]})"
             if row["module"] in classes
             else row["function"] or "a product"
         )
@@ -314,7 +314,7 @@ def _misaligned(data: Mapping[str, Any]) -> Iterator[Advice]:
 
 
 #: What a product's sizes are called in the layers that compute it.
-_CHANNELS = ("the positions", "the input's channels per group", "the output's channels per group")
+_CHANNELS = ("the positions", "in_channels / groups", "out_channels / groups")
 _SIZES = {
     "Linear": ("the rows of the input", "in_features", "out_features"),
     **dict.fromkeys(("Conv1d", "Conv2d", "Conv3d"), _CHANNELS),
@@ -322,6 +322,10 @@ _SIZES = {
 
 
 # Places
+
+
+def _module(name: str) -> str:
+    return f"module {name}" if name else shown_module(name)
 
 
 def _patches(data: Mapping[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from ampatch.errors import OptionError
 
 FORMAT = "ampatch report"
 VERSION = 1
+_WRITE_ONE = "Write one with report.save('report.json'), or with `ampatch run --report report.json SCRIPT`."
 
 
 def checked_path(path: object, suffixes: Sequence[str], otherwise: str) -> Path:
@@ -32,9 +33,12 @@ def checked_path(path: object, suffixes: Sequence[str], otherwise: str) -> Path:
     """
     if not isinstance(path, (str, PathLike)):
         raise OptionError(f"the path is {path!r}; expected the name of a file, such as 'report{suffixes[0]}'.")
+    if not os.fsdecode(path):
+        raise OptionError(f"the path is empty; expected the name of a file, such as 'report{suffixes[0]}'.")
     file = Path(os.fsdecode(path))
     if file.suffix.lower() not in suffixes:
-        raise OptionError(f"{str(file)!r} does not end with {' or '.join(suffixes)}. {otherwise}")
+        endings = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
+        raise OptionError(f"{str(file)!r} does not end with {endings}. {otherwise}")
     folder = file.parent
     if not folder.is_dir():
         raise OptionError(f"{str(file)!r} cannot be written: there is no folder {str(folder)!r}. Make it first.")
@@ -84,11 +88,9 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:  # no JSON, or no text
-        raise OptionError(f"{name} is no report: it is not JSON ({error}). Write one with report.save(...).") from error
+        raise OptionError(f"{name} is no report: it is not JSON ({error}). {_WRITE_ONE}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise OptionError(
-            f"{name} is JSON, and no report: its format is not {FORMAT!r}. Write one with report.save(...)."
-        )
+        raise OptionError(f"{name} is JSON, and no report: its format is not {FORMAT!r}. {_WRITE_ONE}")
     if data.get("version") != VERSION:
         raise OptionError(
             f"{name} is a report of version {data.get('version')!r}; this ampatch reads version {VERSION}. Read it "

@@ -20,6 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ampatch.diagnostics import module_tree, report_drawings, report_numbers, report_tables
 from ampatch.diagnostics.module_tree import Module
 from ampatch.diagnostics.report_numbers import count, exact, percent, real, seconds, size
+from ampatch.diagnostics.report_steps import spelled
 
 #: Rows of the tree of modules that are open at first.
 _OPEN_ROWS = 24
@@ -208,7 +209,7 @@ def _best_told(data: Mapping[str, Any]) -> str:
     underflow, best = data["underflow"], data["underflow"]["best_scale"]
     if best == underflow["scale"]:
         return "No other scale loses less and leaves room for sums of gradients."
-    return f"With room for sums of gradients, a scale of {count(best)} loses least."
+    return f"With room for sums of gradients, a scale of {spelled(best)} loses least."
 
 
 def _types(counts: Mapping[str, int]) -> str:

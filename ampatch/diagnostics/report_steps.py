@@ -229,19 +229,40 @@ class Steps:
         if found["lost"] <= WARNS_ABOVE:
             return
         self._has_warned = True
-        worst = max(found["parameters"], key=lambda row: row["subnormal"])
+        worst = max(found["parameters"], key=share_lost)
         scale, best = found["scale"], found["best_scale"]
         at_best = next(row for row in found["scales"] if row["scale"] == best)
         cure = "Every greater scale would overflow"
         if best > scale:
             lost, live = at_best["zero"] + at_best["subnormal"], runtime.live
             options = options_for(best, live is None or live.settings.scale_policy.dynamic)
-            cure = f"At a scale of {best:g} it would be {lost:.1%}: type amp.initialize(..., {options})"
+            cure = f"At a scale of {spelled(best)} it would be {lost:.1%}: type amp.initialize(..., {options})"
         warn(
-            f"at a loss scale of {scale:g}, {found['half']} holds {found['lost']:.1%} of the gradients' elements with "
-            f"fewer bits than it has, or as zero; most in {worst['name']} ({worst['subnormal']:.1%}). {cure}. Or type "
+            f"{underflow_told(found)}; most in {worst['name']} ({share_lost(worst):.1%}). {cure}. Or type "
             "half_dtype=torch.bfloat16, which has float32's range."
         )
+
+
+def underflow_told(found: Mapping[str, Any]) -> str:
+    """Returns what the half type loses of all gradients, without the full stop.
+
+    Args:
+        found: what `gradient_exponents.as_dict` returns.
+    """
+    return (
+        f"at a loss scale of {spelled(found['scale'])}, {found['lost']:.1%} of the gradients' elements underflow in "
+        f"{found['half']}: they become zero, or keep fewer bits"
+    )
+
+
+def share_lost(parameter: Mapping[str, float]) -> float:
+    """Returns the share of a parameter's gradient that becomes zero, or keeps fewer bits."""
+    return parameter["rounded_to_zero"] + parameter["subnormal"]
+
+
+def spelled(scale: float) -> str:
+    """Returns a loss scale with all its digits, as one would type it."""
+    return f"{scale:.0f}" if scale >= 1 and scale % 1 == 0 else f"{scale:g}"
 
 
 def options_for(scale: float, dynamic: bool) -> str:

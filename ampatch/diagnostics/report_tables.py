@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-import torch
-
 from ampatch.diagnostics import report_drawings
 from ampatch.diagnostics.comparison_report import ComparedRow, owner_of, telling_rows
-from ampatch.diagnostics.gradient_exponents import Histogram, Range
 from ampatch.diagnostics.report_numbers import DASH, TIMES, count, digits, exact, percent, real, seconds, size
 from ampatch.diagnostics.shown_names import shown_function, shown_module
 
@@ -86,7 +83,7 @@ class Table:
         return tuple(all(row[index].kind == "number" for row in self.rows) for index in range(len(self.heads)))
 
 
-_NUMBERS = ("Casts", "Written", "Time", "Cache hits", "Saved", "Calls")
+_NUMBERS = ("Casts", "Written", "Time", "Cache hits", "Cache saved", "Calls")
 
 
 def lines(data: Mapping[str, Any]) -> Table:
@@ -158,7 +155,7 @@ def steps(data: Mapping[str, Any]) -> Table:
         )
         for row in shown
     )
-    return Table("steps", "Steps", ("Step", "Loss", "Scale", "Gradient norm", "Outcome"), cells, note)
+    return Table("steps", "Steps", ("Step", "loss_id", "Scale", "Gradient norm", "Outcome"), cells, note)
 
 
 def scales(data: Mapping[str, Any]) -> Table:
@@ -182,22 +179,17 @@ def scales(data: Mapping[str, Any]) -> Table:
 def parameters(data: Mapping[str, Any]) -> Table:
     """Returns the parameters whose gradients the half type loses most of."""
     underflow = data["underflow"]
-    half, scale = Range.of(getattr(torch, underflow["half"])), underflow["scale"]
-    found = []
-    for row in underflow["parameters"]:
-        by_exponent = {each["exponent"]: each["elements"] for each in row["exponents"]}
-        found.append((Histogram(row["zeros"], by_exponent).lost(scale, half)["zero"], row))
-    found.sort(key=lambda pair: -(pair[0] + pair[1]["subnormal"]))
+    found = sorted(underflow["parameters"], key=lambda row: -(row["rounded_to_zero"] + row["subnormal"]))
     cells = tuple(
         (
             Cell(row["name"]),
             _exponents(row["exponents"], underflow if index < _STRIPS else None),
-            _percent(zero, is_barred=True),
+            _percent(row["rounded_to_zero"], is_barred=True),
             _percent(row["subnormal"], is_barred=True),
             _count(row["elements"]),
             Cell(count(row["zeros"]), f"{row['zeros']} elements, a share of {row['zero']}", kind="number"),
         )
-        for index, (zero, row) in enumerate(found[:_MOST_PARAMETERS])
+        for index, row in enumerate(found[:_MOST_PARAMETERS])
     )
     heads = ("Parameter", "Exponents", "Rounded to zero", "Subnormal", "Elements", "Zeros")
     note = "" if len(found) <= len(cells) else f"The worst {count(len(cells))} of {count(len(found))} parameters."

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ampatch.diagnostics.report_numbers import in_terminal, seconds, size
+from ampatch.diagnostics.report_steps import share_lost, underflow_told
 from ampatch.diagnostics.shown_names import shown_function, shown_module, shown_path
 from ampatch.diagnostics.tables import ROWS, Column, item, printed, table
 
@@ -50,6 +51,9 @@ def _head(data: Mapping[str, Any]) -> Iterator[Any]:
         f"{_counted(cost['operators'], 'operator')}."
     )
     totals = data["totals"]
+    if not totals["casts"] and not totals["cache_hits"]:
+        yield "Nothing was cast."
+        return
     yield (
         f"{_counted(totals['casts'], 'cast')} wrote {_bytes(totals['cast_bytes'])} in "
         f"{_seconds(totals['cast_seconds'])}; the cache saved {_counted(totals['cache_hits'], 'cast')} of "
@@ -201,7 +205,7 @@ def _modules(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
 
 
 def _by_type(memory: Mapping[str, int]) -> str:
-    return "\n".join(f"{kind} {_bytes(held)}" for kind, held in memory.items()) or "-"
+    return "\n".join(f"{kind} {_bytes(held)}" for kind, held in memory.items() if held) or "-"
 
 
 def _steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
@@ -222,7 +226,7 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
 def _table_of_steps(title: str, rows: Sequence[Mapping[str, Any]], count: int) -> Iterator[Any]:
     columns = [
         Column("step", is_number=True),
-        Column("loss", is_number=True, rank=1),
+        Column("loss_id", is_number=True, rank=1),
         Column("scale", is_number=True),
         Column("skipped"),
         Column("gradient norm", is_number=True),
@@ -242,24 +246,36 @@ def _table_of_steps(title: str, rows: Sequence[Mapping[str, Any]], count: int) -
 
 def _underflow(found: Mapping[str, Any]) -> Iterator[Any]:
     yield (
-        f"Gradients of {_counted(found['seen'], 'backward pass', 'es')}: at a loss scale of {_scale(found['scale'])}, "
-        f"{found['half']} holds {_percent(found['lost'])} of the elements other than zero with fewer bits than it has, "
-        "or as zero."
+        f"Gradients of {_counted(found['seen'], 'backward pass', 'es')}: {underflow_told(found)}. Elements that are "
+        "zero already do not count."
     )
-    columns = [Column("scale", is_number=True), *(Column(name, is_number=True) for name in _SHARES), Column("")]
+    columns = [
+        Column("scale", True),
+        *(Column(name, True) for name in ("rounded to zero", "subnormal", "overflow")),
+        Column(""),
+    ]
     cells = [
         (_scale(row["scale"]), *(_percent(row[name]) for name in _SHARES), ", ".join(_marks(row["scale"], found)))
         for row in found["scales"]
     ]
     yield from table(f"What {found['half']} loses, by loss scale", columns, cells, len(cells))
-    losing = sorted(found["parameters"], key=lambda row: -row["subnormal"])
-    losing = [row for row in losing if row["subnormal"] > 0]
-    columns = [Column("parameter"), *(Column(name, is_number=True) for name in ("elements", "zero", "subnormal"))]
+    losing = sorted((row for row in found["parameters"] if share_lost(row)), key=lambda row: -share_lost(row))
+    columns = [
+        Column("parameter"),
+        Column("elements", is_number=True),
+        Column("zero already", is_number=True, rank=1),
+        Column("rounded to zero", is_number=True),
+        Column("subnormal", is_number=True),
+    ]
     shown = [
-        (row["name"], f"{row['elements']:,}", _percent(row["zero"]), _percent(row["subnormal"]))
+        (
+            row["name"],
+            f"{row['elements']:,}",
+            *(_percent(row[name]) for name in ("zero", "rounded_to_zero", "subnormal")),
+        )
         for row in losing[:ROWS]
     ]
-    yield from table("Gradients that lose most", columns, shown, len(losing))
+    yield from table("Gradients that lose most, over all these passes", columns, shown, len(losing))
 
 
 def _percent(share: float) -> str:

@@ -32,6 +32,9 @@ def check_module(model: object) -> nn.Module:
     Raises:
         OptionError: it is not a module.
     """
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        name = model.__name__
+        raise OptionError(f"found the class {name} as a model; expected a torch.nn.Module. Type {name}(...).")
     if not isinstance(model, nn.Module):
         raise OptionError(f"found {type(model).__name__} as a model; expected a torch.nn.Module.")
     return model
