@@ -100,8 +100,10 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterato
         # A setting that one side lacks has no effect there, because of another setting that differs.
         if name in now and value != now[name]:
             yield Difference(f"{name}: {value!r} -> {now[name]!r}")
-    if then.get("patch_torch_functions") != now.get("patch_torch_functions"):
-        return  # one side casts by no list, so that each rule would differ
+    # No half type: the side patches no function at all.
+    reach = [(side.get("patch_torch_functions"), side.get("half_dtype") is None) for side in (then, now)]
+    if reach[0] != reach[1]:
+        return  # each rule would differ, as a level applies all of the lists, a few rules, or none
     for section in policy.IN_ORDER:
         yield from _in_order(saved[section], present[section], section)
     yield from _rules(saved, present)

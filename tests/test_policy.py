@@ -26,6 +26,8 @@ from ampatch import amp, policy
 from ampatch.errors import AmpWarning, OptionError, UsageError
 from ampatch.runtime import runtime
 
+PAGE = Path(__file__).parents[1] / "docs" / "guide" / "README.md"
+
 #: What every test begins with, if it names nothing else.
 USUAL: dict[str, Any] = {"opt_level": "O1", "half_dtype": torch.float16}
 
@@ -158,6 +160,15 @@ amp.initialize(model, half_dtype="float16", verbosity=0, keep_fp32=kept, cast_li
 told = amp.state_dict(include_policy=True)["policy"]
 print(json.dumps(told))
 """
+
+
+class TestGuide:
+    def test_the_example_warns_of_what_the_page_says(self) -> None:
+        section = PAGE.read_text(encoding="utf-8").partition("### The policy of a checkpoint\n")[2]
+        code, expected = re.findall(r"^```(?:python)?\n(.*?)\n```$", section, re.MULTILINE | re.DOTALL)[:2]
+        with pytest.warns(AmpWarning) as caught:
+            exec(compile(code, str(PAGE), "exec"), {"__name__": "example"})
+        assert [str(each.message) for each in caught] == [expected]
 
 
 class TestHash:
@@ -295,6 +306,13 @@ class TestDifference:
         state = saved()
         assert hash_of(**options) != state["policy"]["sha256"]
         assert told(state, **options)[1:-1] == [f"  {line}" for line in lines]
+
+    @pytest.mark.parametrize("levels", [("O0", "O1"), ("O0", "O2"), ("O1", "O2")], ids="-".join)
+    def test_of_levels_that_reach_other_rules_names_no_rule(self, levels: tuple[str, str]) -> None:
+        for before, after in (levels, levels[::-1]):
+            lines = told(saved(opt_level=before), opt_level=after)
+            assert lines[1] == f"  opt_level: {before!r} -> {after!r}"
+            assert not [line for line in lines if "(shipped)" in line]
 
     def test_of_the_half_type(self) -> None:
         lines = told(saved(), half_dtype=torch.bfloat16)
