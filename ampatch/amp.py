@@ -550,7 +550,8 @@ def scale_loss(
         lists, tuples and dicts. With amp disabled it gives the loss unchanged.
 
     Raises:
-        UsageError: amp is not set up; gradients of two scales would be summed; or the block is entered a second time.
+        UsageError: amp is not set up; gradients of two scales would be summed; the loss was scaled before; or the block
+            is entered a second time.
         OptionError: ``loss_id`` is out of range, or an argument is of the wrong kind.
     """
     if runtime.disabled:
