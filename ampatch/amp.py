@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ampatch import opt_levels
+from ampatch import opt_levels, policy, policy_difference
 from ampatch.cast_lists import rules
 from ampatch.cast_lists.lists import CastLists, Overlay, shipped
 from ampatch.cast_lists.paths import Path
@@ -550,7 +550,8 @@ def scale_loss(
         lists, tuples and dicts. With amp disabled it gives the loss unchanged.
 
     Raises:
-        UsageError: amp is not set up; gradients of two scales would be summed; or the block is entered a second time.
+        UsageError: amp is not set up; gradients of two scales would be summed; the loss was scaled before; or the block
+            is entered a second time.
         OptionError: ``loss_id`` is out of range, or an argument is of the wrong kind.
     """
     if runtime.disabled:
@@ -889,12 +890,25 @@ def grads_are_unscaled(optimizer: Any) -> bool:
     return runtime.disabled or _session_of(checked, "amp.grads_are_unscaled").adopted(checked).gradients.are_unscaled()
 
 
-def state_dict() -> dict[str, dict[str, float | int]]:
-    """Returns the loss scalers' states as plain numbers, under "loss_scaler0" and so on. Syncs with the device."""
+def state_dict(*, include_policy: bool = False) -> dict[str, dict[str, Any]]:
+    """Returns the loss scalers' states as plain numbers, under "loss_scaler0" and so on. Syncs with the device.
+
+    Args:
+        include_policy: True adds the effective policy under "policy": settings, the rule of each function, the text of
+            the user's lists, versions, and a SHA-256 of settings and rules. It is plain data, for ``torch.load`` with
+            ``weights_only=True`` and for JSON. Apex itself loads no dict with this key.
+
+    Returns:
+        The states; empty with ``enabled=False``.
+    """
+    with_policy = _flag("include_policy", include_policy)
     if runtime.disabled:
         return {}
-    scalers = _require_session("amp.state_dict").scalers
-    return {f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(scalers)}
+    live = _require_session("amp.state_dict")
+    states: dict[str, dict[str, Any]] = {
+        f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(live.scalers)
+    }
+    return {**states, policy_difference.KEY: policy.effective(live)} if with_policy else states
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
@@ -902,23 +916,31 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
     The settings stay those of `initialize`: factors and interval of a ``GradScaler`` are not loaded. A static scale
     keeps its value, since a saved dynamic one could overflow, and a static scale looks for no overflow. A dynamic scale
-    keeps its value if the saved one was static; else it is clamped to ``min_loss_scale`` and ``max_loss_scale``.
+    keeps its value if the saved one was static; else it is clamped to ``min_loss_scale`` and ``max_loss_scale``. A
+    saved policy is compared with the live one, and not loaded.
 
     Args:
-        state_dict: states of scalers under "loss_scaler0" and so on; or the state of a ``GradScaler``, which is loaded
-            into "loss_scaler0".
+        state_dict: states of scalers under "loss_scaler0" and so on, with or without a policy; or the state of a
+            ``GradScaler``, which is loaded into "loss_scaler0".
 
     Raises:
-        OptionError: it has unexpected keys, or values that no scaler can have; nothing was changed.
+        OptionError: it has unexpected keys, values that no scaler can have, or a damaged policy; nothing was changed.
 
     Warns:
-        AmpWarning: the names of the scalers differ, and only those in both are loaded; or a ``GradScaler`` had other
-            settings.
+        AmpWarning: the names of the scalers differ, and only those in both are loaded; a ``GradScaler`` had other
+            settings; or the saved policy differs from the live one.
     """
     if runtime.disabled:
         return
     live = _require_session("amp.load_state_dict")
-    load_states(live.scalers, state_dict, logs=live.verbose)
+    warnings = []
+    if isinstance(state_dict, Mapping) and policy_difference.KEY in state_dict:
+        saved = state_dict[policy_difference.KEY]
+        policy_difference.check(saved)
+        told = policy_difference.warning(saved, policy.effective(live))
+        warnings = [] if told is None else [told]
+        state_dict = {key: value for key, value in state_dict.items() if key != policy_difference.KEY}
+    load_states(live.scalers, state_dict, logs=live.verbose, warnings=warnings)
 
 
 def get_loss_scale(loss_id: int = 0) -> float:

@@ -193,6 +193,14 @@ def decoration_of(function: object) -> str | None:
     return _kinds.get(function) if type(function) is types.FunctionType else None
 
 
+def decorated() -> dict[str, list[str]]:
+    """Returns the kinds of all decorated functions that are alive, by the module and name of the function."""
+    found: dict[str, set[str]] = {}
+    for function, kind in list(_kinds.items()):
+        found.setdefault(f"{function.__module__}.{function.__qualname__}", set()).add(kind)
+    return {name: sorted(kinds) for name, kinds in found.items()}
+
+
 # Hooks of adopted models: without state, so that a model deep-copies and pickles with them.
 
 

@@ -298,3 +298,49 @@ class TestErrors:
             pass
         training.clear()
         assert began == [True, False]
+
+
+class TestScaledTwice:
+    """Of a loss that another block has scaled, whose gradients would be divided by one of the two scales."""
+
+    @pytest.fixture
+    def training(self) -> Training:
+        return Training("O1", several=True, num_losses=2)
+
+    @pytest.mark.parametrize("loss_id", [0, 1])
+    @pytest.mark.parametrize("added", [0.0, 1.0], ids=["itself", "in a sum"])
+    def test_in_a_nested_block_raises_and_leaves_no_gradients(
+        self, training: Training, loss_id: int, added: float
+    ) -> None:
+        first, second = training.optimizers
+
+        def nested() -> None:
+            with amp.scale_loss(training.loss(), first) as scaled:
+                loss = scaled + training.loss() if added else scaled
+                with amp.scale_loss(loss, second, loss_id=loss_id) as again:
+                    again.backward()
+
+        with pytest.raises(UsageError, match=r"scaled before, .* amp.scale_loss\(loss, \[optimizer, other\]\)"):
+            nested()
+        assert all(parameter.grad is None for parameter in training.model.parameters())
+        training.block()
+        training.step()
+
+    def test_after_its_block_raises(self, training: Training) -> None:
+        with amp.scale_loss(training.loss(), training.optimizers) as scaled:
+            scaled.backward(retain_graph=True)
+        with pytest.raises(UsageError, match="scaled before"), amp.scale_loss([scaled], training.optimizers):
+            pass
+
+    def test_of_two_losses_each_may_be_scaled_in_nested_blocks(self, training: Training) -> None:
+        batch = torch.ones(3, 4)
+        losses = [layer(batch).square().sum() for layer in training.model]
+        expected = [
+            torch.autograd.grad(loss, layer.weight, retain_graph=True)[0]
+            for loss, layer in zip(losses, training.model, strict=True)
+        ]
+        first, second = training.optimizers
+        with amp.scale_loss(losses[0], first) as one, amp.scale_loss(losses[1], second, loss_id=1) as other:
+            (one + other).backward()
+        for layer, gradient in zip(training.model, expected, strict=True):
+            torch.testing.assert_close(layer.weight.grad, gradient)

@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 from ampatch.cast_lists import patterns
 from ampatch.cast_lists.lists import MAPPING, CastLists, shipped
 from ampatch.cast_lists.paths import Path, identity
-from ampatch.cast_lists.rules import Rule, Treatment
+from ampatch.cast_lists.rules import UNLISTED, Rule, Treatment
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, spellings
 from ampatch.cast_lists.yaml_tree import UnreadableError, compose, kind_of, line_of, text_of
 from ampatch.errors import CastListError
@@ -76,6 +76,15 @@ def entry_of(rule: Rule, entries: Iterable[Entry]) -> Entry | None:
     """Returns the entry that a rule comes from; None if its file has changed since, or was a mapping."""
     made = (rule.source, rule.treatment.value)
     return next((each for each in entries if (each.source, each.list_name) == made and each.covers(rule.path)), None)
+
+
+def unlisting(path: Path, half_dtype: str, entries: Iterable[Entry]) -> Entry | None:
+    """Returns the entry that took a function off all lists, for the half dtype of a name; None if none did."""
+    for entry in entries:
+        is_removal = entry.list_name == UNLISTED and entry.is_in_force and half_dtype in entry.half_dtypes
+        if is_removal and entry.covers(path):
+            return entry
+    return None
 
 
 @functools.cache

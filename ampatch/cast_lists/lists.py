@@ -15,6 +15,7 @@ from importlib.resources import files
 from os import PathLike, fspath
 
 import torch
+import yaml
 
 from ampatch.cast_lists import patterns
 from ampatch.cast_lists.paths import Path, function_key
@@ -38,12 +39,14 @@ class CastLists:
         rules: rules by path and half dtype, except those of patterns and of files after the first that has a pattern.
         named: every path that was ever listed, so that a function that was unlisted comes back under all its names.
         files: overlays in their order: paths of files, and `MAPPING` for each mapping.
+        texts: the YAML of each overlay, as it was read; that of a mapping has the same meaning.
         waiting: changes of each file from the first on that has a pattern; `expanded` applies them.
     """
 
     rules: Mapping[tuple[Path, torch.dtype], Rule]
     named: tuple[Path, ...] = field(default=(), compare=False)
     files: tuple[str, ...] = field(default=(), compare=False)
+    texts: tuple[str, ...] = field(default=(), compare=False)
     waiting: tuple[Changes, ...] = ()
 
     def __repr__(self) -> str:
@@ -112,12 +115,12 @@ class CastLists:
         several = isinstance(overlay, Sequence) and not isinstance(overlay, (str, bytes, PathLike))
         lists = self
         for part in overlay if several else [overlay]:  # type: ignore[union-attr]
-            source, changes = _read_overlay(part)
+            source, text, changes = _read_overlay(part)
             if lists.waiting or any(patterns.is_pattern(path) for (path, _), _ in changes):
                 lists = replace(lists, waiting=(*lists.waiting, tuple(changes)))
             else:
                 lists = lists._with(changes)
-            lists = replace(lists, files=(*lists.files, source))
+            lists = replace(lists, files=(*lists.files, source), texts=(*lists.texts, text))
         return lists
 
     def _with(self, changes: Changes) -> CastLists:
@@ -178,18 +181,25 @@ def peer(name: str) -> CastLists:
     return CastLists(types.MappingProxyType({key: rule for key, rule in parsed.changes() if rule is not None}))
 
 
-def _read_overlay(overlay: object) -> tuple[str, Changes]:
-    """Returns the name of an overlay for messages, and its changes."""
+def _read_overlay(overlay: object) -> tuple[str, str, Changes]:
+    """Returns the name of an overlay for messages, its text, and its changes."""
     if isinstance(overlay, Mapping):
         parsed = Reading("cast_lists")
     elif isinstance(overlay, (str, PathLike)) and fspath(overlay):
         parsed = Reading(os.path.expanduser(os.fsdecode(overlay)))  # noqa: PTH111 - Path's raises for an unknown user
     else:
         raise OptionError(f"cast_lists holds {overlay!r}; expected the path of a YAML file, or a mapping.")
+    text = ""
     try:
-        parsed.add_overlay(node_of(overlay) if isinstance(overlay, Mapping) else compose(text_of(parsed.source)))
+        if isinstance(overlay, Mapping):
+            node: yaml.Node | None = node_of(overlay)
+            text = yaml.serialize(node, allow_unicode=True)
+        else:
+            text = text_of(parsed.source)
+            node = compose(text)
+        parsed.add_overlay(node)
     except UnreadableError as error:
         parsed.fault(error.line, str(error))
     except RecursionError:
         parsed.fault(0, "it is nested too deeply, or contains itself.")
-    return MAPPING if isinstance(overlay, Mapping) else parsed.source, parsed.changes()
+    return MAPPING if isinstance(overlay, Mapping) else parsed.source, text, parsed.changes()

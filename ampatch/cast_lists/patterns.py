@@ -57,6 +57,27 @@ def functions(pattern: Path, within: Iterable[types.ModuleType] | None = None) -
     return sorted(found)
 
 
+def covers_by_name(pattern: Path, path: Path) -> bool:
+    """Returns True if a pattern matches a path by its text alone.
+
+    Looks up nothing, so the answer is the same whichever modules are loaded. `functions` says what a pattern matches.
+    """
+    if not _matches(path.namespace, pattern.namespace):
+        return False
+    return pattern.name == path.name or bool(_names([path.name], pattern.name))
+
+
+def may_share(one: Path, other: Path) -> bool:
+    """Returns False if two patterns cannot match the same function: other packages, or names that begin or end apart.
+
+    Namespaces of one package do not count: torch.conv2d is torch.nn.functional.conv2d.
+    """
+    names = one.name, other.name
+    starts = sorted((_SIGNS.split(name, maxsplit=1)[0] for name in names), key=len)
+    ends = sorted((re.split(r"[*?\]]", name)[-1] for name in names), key=len)
+    return package_of(one) == package_of(other) and starts[1].startswith(starts[0]) and ends[1].endswith(ends[0])
+
+
 def unmatched_reason(pattern: Path) -> str | None:
     """Returns a sentence on why a pattern can match no function, not even one of a module that is not imported yet.
 

@@ -80,6 +80,11 @@ def typed_conditions(when: When) -> str:
     return ", ".join(f"{name}={'|'.join(map(_as_typed, values))}" for name, values in when)
 
 
+def sorted_conditions(when: When) -> list[str]:
+    """Returns one text for each condition; the same ones in whatever order the values were written."""
+    return sorted(f"{name}={'|'.join(sorted(set(map(_as_typed, values))))}" for name, values in when)
+
+
 def _as_typed(value: object) -> str:
     return yaml.safe_dump([value], default_flow_style=True, width=float("inf")).strip()[1:-1]
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from ampatch.cast_lists import coverage
-from ampatch.cast_lists.annotations import entry_of, shipped_entries
+from ampatch.cast_lists.annotations import entry_of, shipped_entries, unlisting
 from ampatch.cast_lists.lists import CastLists, shipped
 from ampatch.cast_lists.paths import Path, find_owner, is_wrapper, unwrapped
 from ampatch.cast_lists.rules import UNLISTED, Rule, Treatment
@@ -117,11 +117,9 @@ class Rulings:
             if reviewed is None:
                 return Ruling((), UNLISTED)
             return Ruling((), UNLISTED, f"{coverage.FILE} ({reviewed.name})", reason=reviewed.why)
-        half = dtype_name(half_dtype)
-        for entry in self.settings.user_entries:
-            is_removal = entry.list_name == UNLISTED and entry.is_in_force and half in entry.half_dtypes
-            if is_removal and entry.covers(spelled.path):
-                return Ruling((), UNLISTED, entry.source, reason=entry.reason, overrides=_overridden(before))
+        entry = unlisting(spelled.path, dtype_name(half_dtype), self.settings.user_entries)
+        if entry is not None:
+            return Ruling((), UNLISTED, entry.source, reason=entry.reason, overrides=_overridden(before))
         return Ruling((), UNLISTED, "cast_lists", overrides=_overridden(before))
 
 

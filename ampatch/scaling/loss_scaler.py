@@ -576,13 +576,16 @@ def settings_unlike(policy: ScalePolicy, *state_dicts: Mapping[Any, object]) -> 
     return ", ".join(unlike)
 
 
-def load_states(scalers: Sequence[LossScaler], state_dict: Mapping[str, Any], *, logs: bool) -> None:
+def load_states(
+    scalers: Sequence[LossScaler], state_dict: Mapping[str, Any], *, logs: bool, warnings: Iterable[str] = ()
+) -> None:
     """Loads the states of several scalers, after a check of all of them.
 
     Args:
         scalers: all of one policy.
         state_dict: states under "loss_scaler0" and on; or the state of a ``GradScaler``, for the first scaler.
         logs: whether to log states that are not loaded because one of both scales is static.
+        warnings: warnings of the caller, given after the checks and before anything is changed.
 
     Raises:
         OptionError: unexpected keys, or values that no scaler can have; nothing was changed.
@@ -619,6 +622,8 @@ def load_states(scalers: Sequence[LossScaler], state_dict: Mapping[str, Any], *,
             f"the GradScaler had {other}, which is not loaded. To have it here, give growth_factor, backoff_factor and "
             "scale_window to amp.initialize."
         )
+    for told in warnings:
+        warn(told)
     for name, state in states.items():
         _load(name, known[name], state, was_static=state_dict[name].get("dynamic") is False, logs=logs)
 

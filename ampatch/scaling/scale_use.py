@@ -36,6 +36,30 @@ def has_scaled(node: Node) -> bool:
     return type(node).__name__ == "MulBackward0" and _SCALED in node.metadata  # type: ignore[operator]
 
 
+def is_scaled(loss: Any, searches: bool) -> bool:
+    """Returns True if a loss was scaled before by a block of ``amp.scale_loss``.
+
+    Args:
+        loss: a tensor, or nested lists, tuples and dicts of them.
+        searches: True looks for a scaled loss in the whole graph, as for ``scaled_loss + other``; False looks at the
+            last node only.
+    """
+    losses = [each for each in tensors_in(loss) if not is_functorch_wrapped_tensor(each)]
+    waiting = [each.grad_fn for each in losses if each.grad_fn is not None]
+    if not searches:
+        return any(map(has_scaled, waiting))
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if has_scaled(node):
+            return True
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                waiting.append(below)
+    return False
+
+
 class ScaleUse:
     """One use of a loss scale.
 

@@ -21,7 +21,7 @@ from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.optimizer_step import AdoptedOptimizer, OptimizerLike
-from ampatch.scaling.scale_use import ScaleUse
+from ampatch.scaling.scale_use import ScaleUse, is_scaled
 from ampatch.scaling.unscaling import Unscaling, without_masters
 from ampatch.switch import Switch
 from ampatch.weights.master_gradients import MasterGradients
@@ -136,7 +136,8 @@ class ScaledBlock(Generic[_L]):
 
         Raises:
             UsageError: the block was entered before, stands inside another one for the same optimizer, or would add up
-                gradients of two scales; or an optimizer was never passed to ``amp.initialize``.
+                gradients of two scales; the loss was scaled before; or an optimizer was never passed to
+                ``amp.initialize``.
             OptionError: the number of the scale is out of range, or the loss is no floating tensor.
         """
         if self._arguments is None:
@@ -150,6 +151,12 @@ class ScaledBlock(Generic[_L]):
             self._scaler, optimizers = blocks.prepare(*self._arguments, self._loss_id)
             self._optimizers = list(dict.fromkeys(optimizers))
             self._gradients = [optimizer.gradients for optimizer in self._optimizers]
+            if is_scaled(loss, searches=blocks.is_any_open):  # a search takes time, and only nested blocks need it
+                raise UsageError(
+                    "this loss was scaled before, by another amp.scale_loss: its gradients would be multiplied by both "
+                    "scales. Give the loss itself, and all optimizers that it trains: amp.scale_loss(loss, "
+                    "[optimizer, other])."
+                )
             self.scale_use = scale_use = ScaleUse(self._scaler, self._loss_id, blocks.checks_finite)
             self._unscaling = Unscaling(scale_use, self._gradients, blocks.ranks)
             if blocks.ranks.has_wrappers:
