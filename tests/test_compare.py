@@ -459,8 +459,13 @@ class TestReports:
             ([], "no report"),
             ({"format": "other"}, "no report"),
             (report(version=2), "a report of version 2"),
+            (report(version=2, about=None), "a report of version 2"),
+            ({"format": "ampatch report", "version": 1}, "a damaged report"),
+            (report(steps=[{}]), "a damaged report"),
+            (report(steps=[step(1, scale="x")]), "a damaged report"),
+            (report(settings=3), "a damaged report"),
         ],
-        ids=["json", "list", "format", "version"],
+        ids=["json", "list", "format", "version", "about", "section", "field", "number", "settings"],
     )
     def test_another_file(self, saved: Any, content: Any, told: str) -> None:
         with pytest.raises(OptionError) as caught:
