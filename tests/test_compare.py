@@ -475,8 +475,13 @@ class TestReports:
             ([], "no report"),
             ({"format": "other"}, "no report"),
             (small(version=2), "a report of version 2"),
+            (small(version=2, about=None), "a report of version 2"),
+            ({"format": "ampatch report", "version": 1}, "a damaged report"),
+            (small(steps=[{}]), "a damaged report"),
+            (small(steps=[step(1, scale="x")]), "a damaged report"),
+            (small(settings=3), "a damaged report"),
         ],
-        ids=["json", "list", "format", "version"],
+        ids=["json", "list", "format", "version", "about", "section", "field", "number", "settings"],
     )
     def test_another_file(self, saved: Any, content: Any, told: str) -> None:
         with pytest.raises(OptionError) as caught:

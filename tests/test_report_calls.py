@@ -172,6 +172,18 @@ class TestChangesNothing:
         assert recorder.as_dict()["totals"]["calls"] == 0  # torch's own kernel runs the layer
         assert modules(recorder.as_dict())[""]["operators"] == {"float32": 1}
 
+    @pytest.mark.parametrize("half_dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_kernels_of_layers_in_eval_mode_under_autocast(self, half_dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+        x = torch.randn(2, 5, 16)
+        with torch.no_grad(), torch.autocast("cpu", half_dtype):
+            expected = model(x)
+            with CallRecorder() as recorder:
+                actual = model(x)
+        assert_same_bits(actual, expected)
+        assert "inside the fused kernels" in " ".join(recorder.as_dict()["notes"])
+
     def test_selective_checkpoints(self) -> None:
         def policy(*_: object, **__: object) -> CheckpointPolicy:
             return CheckpointPolicy.MUST_SAVE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -182,13 +183,65 @@ class TestSteps:
         (row,) = steps.rows()
         assert row["gradient_norm"] == pytest.approx(float(sum(each.double().square().sum() for each in grads) ** 0.5))
 
+    @pytest.mark.parametrize("adopted", [False, True], ids=["without amp", "amp"])
+    def test_with_a_closure_have_the_gradients_that_it_made(self, adopted):
+        model, optimizer = begun() if adopted else (network(), None)
+        optimizer = optimizer or sgd(model.parameters())
+        norms = []
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            with amp.scale_loss(loss, optimizer) if adopted else contextlib.nullcontext(loss) as scaled_loss:
+                scaled_loss.backward()
+            norms.append(float(sum(each.grad.double().square().sum() for each in model.parameters()) ** 0.5))
+            return loss
+
+        with Steps() as steps:
+            for _ in range(3):
+                optimizer.step(closure)
+        assert [row["gradient_norm"] for row in steps.rows()] == pytest.approx(norms)
+        assert steps.underflow()["seen"] == 3
+
+    @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, ampatch.GradScaler], ids=["torch", "ampatch"])
+    @pytest.mark.parametrize("make", [sgd, fused_adamw], ids=["unscaled before", "unscaled by the kernel"])
+    def test_of_a_grad_scaler_have_its_scale_and_skips(self, make, scaler_class):
+        model = network()
+        optimizer, scaler = make(model.parameters()), scaler_class("cpu", init_scale=SCALE)
+        with Steps() as steps:
+            for factor in (1.0, math.inf, 1.0):
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, factor)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        found = [(row["scale"], row["overflow"], row["skipped"]) for row in steps.rows()]
+        assert found == [(SCALE, False, False), (SCALE, True, True), (SCALE / 2, False, False)]
+        assert steps.underflow()["scale"] == SCALE / 2
+
+    def test_of_two_optimizers_without_amp_count_their_gradients_apart(self):
+        model = network()
+        optimizers = [sgd(model[0].parameters()), sgd(model[2].parameters())]
+        with Steps() as steps:
+            loss_of(model).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        elements = {row["name"]: row["elements"] for row in steps.underflow()["parameters"]}
+        assert elements == {
+            "parameter 0": 32,
+            "parameter 1": 8,
+            "parameter 0 of optimizer 2": 16,
+            "parameter 1 of optimizer 2": 2,
+        }
+
     def test_leave_nothing_behind(self):
+        method = torch.amp.GradScaler._maybe_opt_step
         hooks = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
         steps = Steps()
         with steps:
             assert step_observers.observers == [steps]
         assert not step_observers.observers
         assert hooks == (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks))
+        assert torch.amp.GradScaler._maybe_opt_step is method
 
     def test_are_read_in_between_so_that_numbers_on_the_device_cannot_pile_up(self, monkeypatch):
         monkeypatch.setattr("ampatch.diagnostics.report_steps._WAITING", 3)

@@ -35,7 +35,7 @@ def compare(a: object, b: object) -> Comparison:
         OptionError: one is no report, or not of this version.
     """
     reports = {name: _read(name, path) for name, path in (("a", a), ("b", b))}
-    numbers = [{each[:2]: each.value for each in _numbers(report)} for report in reports.values()]
+    numbers = [_numbers_of(report, path) for report, path in zip(reports.values(), (a, b), strict=True)]
     wholes: dict[str, float] = {}  # numbers of the same kind are weighed by the greatest of them
     for (quantity, _), value in itertools.chain(*(each.items() for each in numbers)):
         if math.isfinite(value):
@@ -69,6 +69,23 @@ def _read(letter: str, path: object) -> dict[str, Any]:
         return report_file.read(path)
     except OSError as error:
         raise OptionError(f"{str(path)!r} cannot be read: {error.strerror}.") from error
+
+
+def _numbers_of(report: Mapping[str, Any], path: object) -> dict[tuple[str, tuple[tuple[str, Any], ...]], float]:
+    """Returns the numbers of a report by what they count, and of what.
+
+    Raises:
+        OptionError: a field is missing, or holds something else than `Report.to_dict` writes.
+    """
+    try:
+        numbers = {each[:2]: float(each.value) for each in _numbers(report)}
+        _ = [report[section] and dict(report[section]) for section in ("about", "settings")]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise OptionError(
+            f"{path} is a damaged report: its fields are not those that report.save(...) writes "
+            f"({type(error).__name__}: {error}). Write it again."
+        ) from error
+    return numbers
 
 
 def _numbers(report: Mapping[str, Any]) -> Iterator[_Number]:

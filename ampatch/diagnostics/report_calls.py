@@ -384,12 +384,23 @@ class CallRecorder:
             if thread.autocast is not None and thread.row is not None:
                 with _unseen():
                     thread.autocast.note_hits(thread.row, args)
-            result = op(*args, **kwargs)
+            result = self._run_fused(op, args, kwargs) if op in _FUSED else op(*args, **kwargs)
         running = self._modules.running
         if thread.autocast is not None or (running and running[-1].task == _current_graph_task_id()):
             with _unseen():
                 self._note_results(op, args, result, thread)
         return result
+
+    def _run_fused(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a fused kernel, which has autocast cast for the operators that it calls itself.
+
+        torch has turned autocast off for the mode, as autocast has usually cast before.
+        """
+        with contextlib.ExitStack() as guards:
+            for key in self._thread.fused_casts:
+                self._missed[_FUSED_CASTS] = None
+                guards.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+            return op(*args, **kwargs)
 
     def _note_results(self, op: Any, args: tuple[Any, ...], result: Any, thread: _Thread) -> None:
         results = _tensors_of(result)
@@ -470,6 +481,9 @@ class CallRecorder:
             elif is_on and not module.training and isinstance(module, _FAST_PATHS) and _has_fast_path():
                 mode_stacks.FUNCTIONS.remove(mode)  # torch would take other kernels
                 on_leave = partial(mode_stacks.FUNCTIONS.insert, mode)
+                self._thread.fused_casts = [
+                    key for device, key in _AUTOCAST_KEYS.items() if torch.is_autocast_enabled(device)
+                ]
             self._modules.enter(module, list(tensors_in(args)), task, on_leave)
 
     def _leave_module(self, module: nn.Module, _: Any, *rest: Any) -> None:
@@ -492,6 +506,7 @@ class _Thread(threading.local):
         is_own: True in amp's own arithmetic.
         expected: function whose wrapper is called next, and is not to report the call again.
         wrapped: function that a wrapper is calling, and torch is not to report again.
+        fused_casts: keys of the autocast that was on when the last module with fused kernels began.
     """
 
     def __init__(self) -> None:
@@ -503,6 +518,7 @@ class _Thread(threading.local):
         self.is_own = False
         self.expected: Any = None
         self.wrapped: Any = None
+        self.fused_casts: list[Any] = []
 
     @contextlib.contextmanager
     def own(self) -> Iterator[None]:
@@ -664,6 +680,9 @@ _COMPILED = (
     "Code that torch.compile compiled ran uncompiled while the report recorded, as torch leaves code under modes."
 )
 _TRACED = "Calls under tracers and transforms (torch.export, torch.jit.trace, torch.func) were not recorded."
+_FUSED_CASTS = (
+    "torch.autocast cast inside the fused kernels of transformer layers in eval mode; these casts were not counted."
+)
 _CAPTURED = "Calls that a CUDA graph captures were not recorded, nor what its replays run."
 
 _ASKS_MODES = torch.overrides.handle_torch_function.__code__
@@ -671,6 +690,9 @@ _NO_ROW = Row("", None, 0)
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 #: Modules that have other kernels without gradients, and look for modes before they use them.
 _FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+#: The kernels of these modules. They call operators that autocast casts for.
+_FUSED = frozenset({_aten._transformer_encoder_layer_fwd.default, _aten._native_multi_head_attention.default})
+_AUTOCAST_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 #: What torch's functions see of this block: no function mode. Reading an attribute of a tensor is a function.
 _unseen = torch._C.DisableTorchFunction
 _has_fast_path = torch.backends.mha.get_fastpath_enabled

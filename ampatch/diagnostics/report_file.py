@@ -87,14 +87,16 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
     name = fspath(path)
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or no text
+    except (ValueError, RecursionError) as error:  # no JSON, or no text
         raise OptionError(f"{name} is no report: it is not JSON ({error}). {_WRITE_ONE}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise OptionError(f"{name} is JSON, and no report: its format is not {FORMAT!r}. {_WRITE_ONE}")
     if data.get("version") != VERSION:
+        about = data.get("about")
+        writer = about.get("ampatch", "unknown") if isinstance(about, dict) else "unknown"
         raise OptionError(
             f"{name} is a report of version {data.get('version')!r}; this ampatch reads version {VERSION}. Read it "
-            f"with the ampatch that wrote it ({data.get('about', {}).get('ampatch', 'unknown')}), or write it again."
+            f"with the ampatch that wrote it ({writer}), or write it again."
         )
     return data
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec
@@ -111,6 +112,9 @@ class Steps:
         self._half: torch.dtype | None = None
         self._has_warned = False
         self._hooks: list[RemovableHandle] = []
+        self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # those without amp
+        self._of_scaler: int | None = None  # id of the optimizer that a GradScaler steps now
+        self._step_of_scaler: Any = None  # what torch's GradScaler had before
 
     def __enter__(self) -> Steps:
         self._hooks = [
@@ -118,12 +122,20 @@ class Steps:
             register_optimizer_step_post_hook(self._after_step),
         ]
         step_observers.observers.append(self)
+        step = self._step_of_scaler = torch.amp.GradScaler._maybe_opt_step
+
+        def observed(scaler: Any, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            with step_observers.scaler_step(scaler._scale, optimizer, list(state["found_inf_per_device"].values())):
+                return step(scaler, optimizer, state, *args, **kwargs)
+
+        torch.amp.GradScaler._maybe_opt_step = observed  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
         step_observers.observers.remove(self)
         for hook in self._hooks:
             hook.remove()
+        torch.amp.GradScaler._maybe_opt_step = self._step_of_scaler  # type: ignore[method-assign]
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns the steps as plain data; syncs with the device."""
@@ -179,33 +191,77 @@ class Steps:
         self._end(step)
 
     @_timed
-    def _before_step(self, optimizer: Any, *_: object) -> None:
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> None:
         """Counts gradients that came from no block."""
+        if is_capturing() or id(optimizer) in self._open or self._is_within_scaler_step(optimizer):
+            return
+        # Gradients that are there before a closure runs are those of the step before. args[0] is the optimizer.
+        if (kwargs or {}).get("closure", args[1] if len(args) > 1 else None) is not None:
+            return
+        divisor = getattr(optimizer, "grad_scale", None)  # of a GradScaler that leaves it to the kernel
+        verdict = getattr(optimizer, "found_inf", None)
+        factor = None if divisor is None else 1 / divisor
+        step = self._counted(optimizer, 1.0 if divisor is None else divisor, factor)
+        if verdict is not None:
+            step.verdicts, step.skipped = [verdict.clone()], None
+
+    @_timed
+    def _after_step(self, optimizer: Any, *_: object) -> None:
+        """Ends a step of an optimizer that amp has not adopted."""
+        if is_capturing() or (runtime.live is not None and runtime.live.has_adopted(optimizer)):
+            return
+        if self._is_within_scaler_step(optimizer):
+            return
+        if id(optimizer) not in self._open:  # a closure's gradients are those that its last call has left
+            self._counted(optimizer, 1.0, None)
+        self._end(self._open.pop(id(optimizer)))
+
+    @_timed
+    def scaler_stepping(self, scale: Tensor, optimizer: Any, verdicts: Sequence[Tensor], divisor: Any) -> None:
+        """Begins a step of a GradScaler, which may skip it without calling the optimizer."""
         if is_capturing() or id(optimizer) in self._open:
             return
+        with paused(), WithoutCasts():  # update() changes the scale in place
+            scale, verdicts = scale.clone(), [each.clone() for each in verdicts]
+            factor = None if divisor is None else 1 / divisor
+        step = self._counted(optimizer, scale, factor)
+        step.verdicts, step.skipped = verdicts, None
+        self._of_scaler = id(optimizer)
+
+    @_timed
+    def scaler_stepped(self, optimizer: Any) -> None:
+        """Ends the step of a GradScaler, if the optimizer's own hook has not ended it."""
+        step = self._open.pop(id(optimizer), None)
+        self._of_scaler = None
+        if step is not None:
+            self._end(step)
+
+    def _is_within_scaler_step(self, optimizer: Any) -> bool:
+        """Returns True if an optimizer steps within another one that a GradScaler steps, such as a MixedPrecision."""
+        return self._of_scaler not in (None, id(optimizer))
+
+    def _counted(self, optimizer: Any, scale: Tensor | float, factor: Tensor | None) -> _Step:
+        """Begins a step, and counts its gradients as they are now.
+
+        Args:
+            optimizer: what steps.
+            scale: the loss scale.
+            factor: the number that unscales the gradients; None if they are unscaled.
+        """
         with paused(), WithoutCasts(), torch.no_grad():
             self._note_half()
-            divisor = getattr(optimizer, "grad_scale", None)  # of a GradScaler that leaves it to the kernel
-            verdict = getattr(optimizer, "found_inf", None)
-            self._scale = 1.0 if divisor is None else divisor
+            self._scale = scale
             names = {} if runtime.live is None else runtime.live.parameter_names()
+            number = self._optimizers.setdefault(optimizer, len(self._optimizers) + 1)
+            of_optimizer = "" if number == 1 else f" of optimizer {number}"
             found = [
-                (names.get(id(each), f"parameter {index}"), _full(each.grad, None if divisor is None else 1 / divisor))
+                (names.get(id(each), f"parameter {index}{of_optimizer}"), _full(each.grad, factor))
                 for index, each in enumerate(parameters_of(optimizer))
                 if each.grad is not None
             ]
             self._exponents.add(found)
-            step = _Step(None, self._scale, _sum_of_squares(found))
-            if verdict is not None:
-                step.verdicts, step.skipped = [verdict.clone()], None
-            self._open[id(optimizer)] = step
-
-    def _after_step(self, optimizer: Any, *_: object) -> None:
-        """Ends a step of an optimizer that amp has not adopted."""
-        if runtime.live is None or not runtime.live.has_adopted(optimizer):
-            step = self._open.pop(id(optimizer), None)
-            if step is not None:
-                self._end(step)
+            step = self._open[id(optimizer)] = _Step(None, scale, _sum_of_squares(found))
+            return step
 
     def _end(self, step: _Step) -> None:
         self._ended.append(step)

@@ -30,7 +30,7 @@ from ampatch.native import kernels
 from ampatch.native.host_copy import for_fused_step, on_device
 from ampatch.opt_levels import HALVES
 from ampatch.runtime import runtime
-from ampatch.scaling import overflows, scale_use
+from ampatch.scaling import overflows, scale_use, step_observers
 from ampatch.scaling.loss_scaler import NO_FLOOR, LossScaler, ScaleState, make_policy, next_state, read_states
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
 from ampatch.scaling.overflows import OnOverflow, Overflow, OverflowHandler, ScaleChange, check_on_overflow
@@ -397,10 +397,12 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: OptimizerLike, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if not _overflowed(optimizer_state):
-            return optimizer.step(*args, **kwargs)
-        self._skip(optimizer)
-        return None
+        scale, verdicts = self._scale, list(optimizer_state["found_inf_per_device"].values())
+        with contextlib.nullcontext() if scale is None else step_observers.scaler_step(scale, optimizer, verdicts):
+            if not _overflowed(optimizer_state):
+                return optimizer.step(*args, **kwargs)
+            self._skip(optimizer)
+            return None
 
     def _step_or_skip(
         self, optimizer: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -425,11 +427,12 @@ class GradScaler(torch.amp.GradScaler):
         optimizer.grad_scale = for_fused_step(divisor, optimizer_state.parameters_of(optimizer))
         optimizer.found_inf = found_inf = for_fused_step(found_inf, optimizer_state.parameters_of(optimizer))
         try:
-            if self._host_must_read(optimizer, found_inf) and bool(found_inf):
-                self._skip(optimizer)
-                if _is_torchs(optimizer):
-                    return None
-            return optimizer.step(*args, **kwargs)
+            with step_observers.scaler_step(scaler.snapshot(), optimizer, [found_inf], divisor):
+                if self._host_must_read(optimizer, found_inf) and bool(found_inf):
+                    self._skip(optimizer)
+                    if _is_torchs(optimizer):
+                        return None
+                return optimizer.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
 

@@ -6,8 +6,11 @@ step anything while the list is empty. Observers must never write to what they a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.scale_use import ScaleUse
@@ -33,6 +36,19 @@ class StepObserver(Protocol):
             skipped: whether it was skipped; None if the optimizer's own kernel decides, by these verdicts.
         """
 
+    def scaler_stepping(self, scale: Tensor, optimizer: Any, verdicts: Sequence[Tensor], divisor: Any) -> None:
+        """Sees the gradients of a GradScaler's step before it runs or is skipped.
+
+        Args:
+            scale: the loss scale.
+            optimizer: the optimizer.
+            verdicts: each not 0 after an overflow.
+            divisor: what the gradients are still to be divided by; None if they are unscaled.
+        """
+
+    def scaler_stepped(self, optimizer: Any) -> None:
+        """Hears that this step has ended, whether it ran, raised or was skipped."""
+
 
 #: Those that watch now.
 observers: list[StepObserver] = []
@@ -48,3 +64,16 @@ def tell_stepped(gradients: OptimizerGradients, judged: Sequence[ScaleUse], skip
     """Tells all observers that a step has ended."""
     for observer in observers:
         observer.stepped(gradients, judged, skipped)
+
+
+@contextmanager
+def scaler_step(scale: Tensor, optimizer: Any, verdicts: Sequence[Tensor], divisor: Any = None) -> Iterator[None]:
+    """Tells all observers that a GradScaler's step begins and ends; see `StepObserver.scaler_stepping`."""
+    told = list(observers)
+    for observer in told:
+        observer.scaler_stepping(scale, optimizer, verdicts, divisor)
+    try:
+        yield
+    finally:
+        for observer in told:
+            observer.scaler_stepped(optimizer)
