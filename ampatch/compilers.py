@@ -104,19 +104,47 @@ def trace_instead(function: Any) -> None:
         function: instance of a class derived from functions; torch.compile cannot guard its code and closure. Except in
             calls it stays itself: as a member of a set, a key of a dict, a result.
     """
-    from torch._dynamo.guards import GuardBuilder
-    from torch._dynamo.source import AttrSource
+    dispatch: dict[int, Any] = _variable_builder()._id_dispatch()
+    # Not weakref.finalize, which takes a tenth of the time of `amp.initialize`: hundreds of functions come here.
+    reference = _Traced(function, _forget_traced)
+    reference.number, reference.dispatch, reference.alive = id(function), dispatch, _traced_now
+    _traced_now[id(function)] = reference
+    dispatch[id(function)] = _build
+
+
+class _Traced(weakref.ref[Any]):
+    """A weak reference to a function in torch.compile's table; carries all that removes the entry."""
+
+    __slots__ = ("alive", "dispatch", "number")
+
+    number: int
+    dispatch: dict[int, Any]
+    alive: dict[int, _Traced]
+
+
+_traced_now: dict[int, _Traced] = {}  # a weak reference calls back only while it is alive itself
+
+
+def _forget_traced(reference: _Traced) -> None:
+    reference.dispatch.pop(reference.number, None)
+    reference.alive.pop(reference.number, None)
+
+
+@functools.cache  # an import statement in a function takes a microsecond each time
+def _variable_builder() -> Any:
     from torch._dynamo.variables.builder import VariableBuilder
 
-    def build(builder: Any, found: Any) -> Any:
-        builder.install_guards(GuardBuilder.ID_MATCH)
-        python = AttrSource(builder.source, "__ampatch_python__")
-        traced = VariableBuilder(builder.tx, python)(found.__ampatch_python__)
-        return _called_as()(found, traced, source=builder.source)
+    return VariableBuilder
 
-    dispatch: dict[int, Any] = VariableBuilder._id_dispatch()
-    dispatch[id(function)] = build
-    weakref.finalize(function, dispatch.pop, id(function), None).atexit = False
+
+def _build(builder: Any, found: Any) -> Any:
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import AttrSource
+
+    builder.install_guards(GuardBuilder.ID_MATCH)
+    python = AttrSource(builder.source, "__ampatch_python__")
+    traced = _variable_builder()(builder.tx, python)(found.__ampatch_python__)
+    return _called_as()(found, traced, source=builder.source)
 
 
 @functools.cache

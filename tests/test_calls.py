@@ -33,6 +33,7 @@ from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.rules import Treatment
 from ampatch.casting.nested import tensors_in
 from ampatch.errors import KernelError, OptionError
+from ampatch.ledger import bindings, loaded_modules
 from ampatch.native import calls, extension
 from ampatch.native.calls import Accelerator
 from ampatch.patching import weight_cache
@@ -735,6 +736,64 @@ class TestFunctions:
         gc.collect()
         assert reference() is None
         assert len(VariableBuilder._id_dispatch()) == before
+
+
+class LazyModule(types.ModuleType):
+    """Imports something as soon as Python asks it for an attribute."""
+
+    def __getattribute__(self, name):
+        raise AssertionError(f"asked for {name}")
+
+
+class Alike:
+    """Is equal to everything, and cannot be hashed."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        return True
+
+
+WANTED = {id(function): function for function in (len, print, repr, *filter(callable, vars(F).values()))}
+
+
+class TestHolders:
+    """Which modules have one of some functions."""
+
+    @pytest.fixture
+    def owners(self):
+        by_name = {name: types.ModuleType(name) for name in ("empty", "other", "first", "many", "second")}
+        by_name["lazy"] = LazyModule("lazy")
+        vars(by_name["other"]).update(value=Alike(), copy=functools.partial(len))
+        by_name["first"].anything = len
+        vars(by_name["many"]).update({str(number): object() for number in range(100_000)})
+        by_name["second"].__doc__ = print
+        object.__getattribute__(by_name["lazy"], "__dict__")["repr"] = repr
+        return by_name
+
+    def test_are_in_cpp_those_in_which_python_finds_one(self, compiled_calls, select_calls, owners):
+        select_calls("compiled")
+        found = calls.holders(owners.values(), WANTED)
+        assert [object.__getattribute__(owner, "__name__") for owner in found] == ["first", "second", "lazy"]
+        assert bindings(found, WANTED) == bindings(owners.values(), WANTED)
+        assert calls.holders(owners.values(), {}) == []
+
+    def test_may_in_python_be_all(self, select_calls, owners):
+        select_calls("python")
+        assert calls.holders(iter(owners.values()), WANTED) == list(owners.values())
+
+    def test_are_all_that_python_finds_among_the_loaded_modules(self, compiled_calls, select_calls):
+        select_calls("compiled")
+        modules = loaded_modules()
+        found = calls.holders(modules, WANTED)
+        assert bindings(found, WANTED) == bindings(modules, WANTED)
+        assert 0 < len(found) < len(modules)
+
+    def test_may_be_what_has_no_dict_of_its_own(self, compiled_calls, select_calls):
+        select_calls("compiled")
+        assert calls.holders([F, Alike], WANTED) == [F, Alike]
+        with pytest.raises(AttributeError):
+            calls.holders([object()], WANTED)
 
 
 @pytest.fixture

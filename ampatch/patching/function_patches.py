@@ -25,7 +25,7 @@ from ampatch.cast_lists.paths import Path, PathError, find_owner, unwrapped
 from ampatch.cast_lists.rules import Rule, Treatment, unlistable_reason
 from ampatch.errors import AmpWarning, did_you_mean
 from ampatch.ledger import MISSING, PatchLedger, RefusedError, bindings, loaded_modules, rebind
-from ampatch.native.calls import Accelerator
+from ampatch.native.calls import Accelerator, holders
 from ampatch.patching.adapters import Adapter, Adapters, Function, is_in_place
 from ampatch.patching.container_functions import Replacement, replace_in_containers
 from ampatch.patching.function_places import swept_modules
@@ -147,7 +147,8 @@ class FunctionPatches:
             id(wrapper): wrapper for wrapper in list(_original_of) if id(wrapper) not in self._originals
         }
         wanted = {key: self._originals[id(wrapper)][1] for key, wrapper in (self._methods | self._wrappers).items()}
-        for owner, name, found in bindings(owners, {**wanted, **kept}):
+        searched = {**wanted, **kept}
+        for owner, name, found in bindings(holders(owners, searched), searched):
             original = found
             if id(found) in kept:
                 original = _original_of[kept[id(found)]]
@@ -207,7 +208,7 @@ class FunctionPatches:
         if self._originals:
             wrappers: dict[int, object] = {key: wrapper for key, (wrapper, _) in self._originals.items()}
             originals: dict[int, object] = {key: original for key, (_, original) in self._originals.items()}
-            rebind([*loaded_modules("ampatch"), *owners], wrappers, originals)
+            rebind(holders([*loaded_modules("ampatch"), *owners], wrappers), wrappers, originals)
 
     def original_of(self, function: object) -> object:
         """Returns the original of a wrapper, and any other object unchanged."""

@@ -8,6 +8,7 @@
 
 #include "parameters.h"
 #include "pieces.h"
+#include "places.h"
 #include "store.h"
 #include "tensors.h"
 
@@ -681,7 +682,7 @@ PyMODINIT_FUNC PyInit__calls() {
   Ref made = Ref::taken(PyModule_Create(&module_definition));
   if (!made || name_dtype == nullptr || name_out == nullptr || PyType_Ready(&call_type) < 0 ||
       PyModule_AddType(made.get(), &caster_type) < 0 || !add_store_types(made.get()) ||
-      !add_parameter_functions(made.get()) || !add_pieces_functions(made.get())) {
+      !add_parameter_functions(made.get()) || !add_pieces_functions(made.get()) || !add_places_functions(made.get())) {
     return nullptr;
   }
   return made.release();
