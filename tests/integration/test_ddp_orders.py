@@ -354,7 +354,7 @@ class TestRandomOrders:
 
     @pytest.mark.slow
     def test_many(self, two: Workers, level):
-        for begin in range(60, 360, 20):
+        for begin in range(60, 200, 20):
             check_random_orders(two, level, range(begin, begin + 20))
 
 
