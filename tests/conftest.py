@@ -146,10 +146,13 @@ def changed(before: dict[tuple[str, str], object], after: dict[tuple[str, str], 
     return [key for key in before.keys() | after.keys() if before.get(key, missing) is not after.get(key, missing)]
 
 
+_OVERRIDABLE = tuple(zip(*OVERRIDABLE, strict=True))  # owners, and names
+
+
 def identities() -> list[int]:
     """Returns the addresses of what `torch_now` gives, and of modules, in a tenth of its time."""
     own = itertools.chain.from_iterable(held_by(held).values() for held in OWN_ATTRIBUTES.values())
-    return [*map(id, own), *(id(getattr(owner, name, None)) for owner, name in OVERRIDABLE)]
+    return [*map(id, own), *map(id, map(getattr, *_OVERRIDABLE, itertools.repeat(None)))]
 
 
 BEFORE = torch_now()  # keeps all of it alive, so that no other object takes an address

@@ -100,12 +100,12 @@ MEANS: dict[str, Callable[[Parameters], object]] = {
     ).backward(),
 }
 
-LEVELS = [("O1", torch.float16), ("O1", torch.bfloat16), *(("O2", dtype) for dtype in HALF_DTYPES)]
-
-every_level = pytest.mark.parametrize(
-    ("opt_level", "half_dtype"), LEVELS, ids=[f"{level}-{dtype_name(dtype)}" for level, dtype in LEVELS]
-)
 every_half = pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
+
+
+def every_level(test: Any) -> Any:
+    """Level and half type are two settings, so that `covering` need not have each means meet all of their pairs."""
+    return every_half(pytest.mark.parametrize("opt_level", ["O1", "O2"])(test))
 
 
 @contextlib.contextmanager
@@ -177,6 +177,7 @@ def one_each(optimizer: Callable[..., Any]) -> Callable[..., Any]:
 
 @every_level
 @pytest.mark.parametrize("change", MEANS.values(), ids=MEANS)
+@pytest.mark.covering(2)
 class TestByEveryMeans:
     def test_before_the_step(self, change, opt_level, half_dtype):
         def script(run: Run) -> None:
@@ -280,6 +281,7 @@ class TestOfMasters:
 
 
 @every_level
+@pytest.mark.covering(2)
 class TestMoreMeans:
     @pytest.mark.parametrize("overlapping", [False, True])
     @pytest.mark.parametrize("when", ["before the step", "before a block", "in a block"])
@@ -457,6 +459,7 @@ def test_a_scaler_by_hand_that_is_updated_before_backward() -> None:
 @every_level
 @pytest.mark.parametrize("loss_scale", [8.0, 1.0])
 @pytest.mark.parametrize("clear", ["optimizer", "model", "none", "data.zero_"])
+@pytest.mark.covering(2)
 def test_clearing_between_blocks_under_a_static_scale(clear, loss_scale, opt_level, half_dtype):
     def script(run: Run) -> None:
         for _ in range(2):

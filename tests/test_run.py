@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fresh import COMMAND, Fresh
 from helpers import check_rows
 
 import ampatch
@@ -612,11 +613,11 @@ class TestReport:
         ],
     )
     def test_a_file_that_cannot_be_written_is_told_before_the_script_runs(
-        self, file: str, fault: str, tmp_path: Path
+        self, fresh: Fresh, file: str, fault: str, tmp_path: Path
     ) -> None:
         (tmp_path / "folder.json").mkdir()
         (tmp_path / "train.py").write_text("print('runs')")
-        said = ampatch_run(["--report", file, "train.py"], tmp_path)
+        said = fresh.run(COMMAND, "run", "--report", file, "train.py", cwd=tmp_path)
         assert (said.returncode, said.stdout) == (1, "")
         assert said.stderr.startswith(f"ampatch: error: {file!r} ")
         assert fault in said.stderr

@@ -6,6 +6,7 @@ They are started once and serve many tests, since starting them takes longer tha
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -56,7 +57,8 @@ class Workers:
             args: whatever pickles. A device is "cpu" or "cuda".
 
         Raises:
-            AssertionError: it raised in one of them.
+            AssertionError: it raised in one of them, or one of them died or did not answer in time. The message has the
+                call, and of each rank what it wrote to stderr last; of one that hangs, where it does.
         """
         if not self._processes:
             self._start()
@@ -66,15 +68,17 @@ class Workers:
         for rank, (process, pipe) in enumerate(zip(self._processes, self._pipes, strict=True)):
             try:
                 ready = pipe.poll(_PATIENCE)
-                *outcome, taken = pipe.recv() if ready else (None, f"rank {rank} did not answer", 0.0)
+                *outcome, taken = pipe.recv() if ready else (None, f"rank {rank} gave no answer in {_PATIENCE} s", 0.0)
                 outcomes.append(tuple(outcome))
                 _times[process.pid] = max(taken, _times.get(process.pid, 0.0))
-            except EOFError:
+            except (EOFError, OSError):
                 outcomes.append((None, f"rank {rank} died"))
         faults = [fault for _, fault in outcomes if fault is not None]
         if faults:
+            given = ", ".join(map(repr, args))
+            written = [f"stderr of rank {rank}:\n{text}" for rank, text in enumerate(self._errors()) if text]
             self.stop()  # the others may wait for it for ever
-            raise AssertionError("\n".join(faults))
+            raise AssertionError("\n".join([f"{function.__qualname__}({given})", *faults, *written]))
         return [result for result, _ in outcomes]
 
     def stop(self) -> None:
@@ -85,6 +89,12 @@ class Workers:
         self._processes, self._pipes = [], []
         if self._directory is not None:
             self._directory.cleanup()
+
+    def _errors(self) -> list[str]:
+        """Returns the last lines that each rank has written to stderr."""
+        assert self._directory is not None
+        paths = (_stderr_of(Path(self._directory.name) / "store", rank) for rank in range(self.count))
+        return [path.read_text(errors="replace")[-8000:] if path.exists() else "" for path in paths]
 
     def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory()
@@ -98,7 +108,14 @@ class Workers:
             self._pipes.append(here)
 
 
+def _stderr_of(store: Path, rank: int) -> Path:
+    return store.with_name(f"stderr.{rank}")
+
+
 def _serve(pipe: Connection, rank: int, count: int, store: str) -> None:
+    errors = os.open(_stderr_of(Path(store), rank), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(errors, 2)
+    faulthandler.enable(errors)
     torch.set_num_threads(1)
     gpus = torch.cuda.device_count()
     if gpus:
@@ -115,7 +132,11 @@ def _serve(pipe: Connection, rank: int, count: int, store: str) -> None:
             function, args = pipe.recv()
         except EOFError:
             return
-        pipe.send_bytes(_outcome(function, args))
+        # Where a rank hangs is written before the test gives it up.
+        faulthandler.dump_traceback_later(0.9 * _PATIENCE, file=errors)
+        outcome = _outcome(function, args)
+        faulthandler.cancel_dump_traceback_later()
+        pipe.send_bytes(outcome)
 
 
 def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

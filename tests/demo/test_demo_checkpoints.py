@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 from collections.abc import Callable
@@ -157,7 +158,8 @@ def changed(**changes: object) -> Callable[[Path], None]:
     return change
 
 
-ARGUMENTS = {"opt_levels": ["O0"], "half_dtypes": ["bfloat16"], "epochs": 2, "seed": 3, "json": None, "report": None}
+# Those of `CHECKPOINT`, so that a case is wrong in nothing but what it changes.
+ARGUMENTS = {**dataclasses.asdict(PLAN), "json": CHECKPOINT.json, "report": CHECKPOINT.report}
 
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing": (missing, "cannot be read (No such file or directory)"),
@@ -177,12 +179,12 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "without_arguments": (changed(arguments=None), "has been changed since"),
     "an_unknown_argument": (changed(arguments={**ARGUMENTS, "width": 3}), "has been changed since"),
     "a_report_that_is_no_path": (
-        changed(arguments={**ARGUMENTS, "opt_levels": ["O0", "O4"], "report": 3}),
+        changed(arguments={**ARGUMENTS, "report": 3}),
         "has been changed since",
     ),
-    "an_unknown_level": (changed(arguments={**ARGUMENTS, "opt_levels": ["O7"]}), "has been changed since"),
+    "an_unknown_level": (changed(arguments={**ARGUMENTS, "opt_levels": ["O0", "O7"]}), "has been changed since"),
     "results_of_other_runs": (changed(arguments={**ARGUMENTS, "opt_levels": ["O4", "O0"]}), "has been changed since"),
-    "a_state_of_no_run": (changed(arguments=ARGUMENTS), "has been changed since"),
+    "a_state_of_no_run": (changed(arguments={**ARGUMENTS, "opt_levels": ["O0"]}), "has been changed since"),
     "no_state": (changed(running={"state": {}}), "has been changed since"),
     "half_a_result": (changed(finished=[{"opt_level": "O0"}]), "has been changed since"),
 }

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import random
+import sys
 import warnings
 from typing import Any
 
@@ -327,7 +328,12 @@ class Draw:
 
 
 def all_both(seeds: range, level: str) -> list[Any]:
-    return [both(draw.events, draw.setting, level) for draw in map(Draw, seeds)]
+    found = []
+    for seed in seeds:
+        sys.stderr.write(f"seed {seed}\n")  # read only where a rank raises, dies or hangs
+        draw = Draw(seed)
+        found.append(both(draw.events, draw.setting, level))
+    return found
 
 
 def check_random_orders(workers: Workers, level: str, seeds: range) -> None:
@@ -336,19 +342,19 @@ def check_random_orders(workers: Workers, level: str, seeds: range) -> None:
         (wanted, _), (other, _) = by_rank
         is_refused = bool(wanted) and isinstance(wanted[-1], str)  # by torch, from here on
         steps = len(wanted) - is_refused
-        assert wanted[:steps] == other[:steps], f"seed {seed}"
+        assert wanted[:steps] == other[:steps], f"{level}, seed {seed}, plain torch: {vars(Draw(seed))}"
         for _, found in by_rank:
-            assert found[: steps if is_refused else None] == wanted[:steps], f"seed {seed}: {vars(Draw(seed))}"
+            assert found[: steps if is_refused else None] == wanted[:steps], f"{level}, seed {seed}: {vars(Draw(seed))}"
 
 
 @LEVELS
 class TestRandomOrders:
     def test_a_few(self, two: Workers, level):
-        check_random_orders(two, level, range(60 if is_thorough() else 20))
+        check_random_orders(two, level, range(60 if is_thorough() else 8))
 
     @pytest.mark.slow
     def test_many(self, two: Workers, level):
-        for begin in range(60, 360, 20):
+        for begin in range(60, 200, 20):
             check_random_orders(two, level, range(begin, begin + 20))
 
 

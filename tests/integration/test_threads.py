@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import DEVICES, HALF_DTYPES, assert_same_bits, dtype_name, together
+from helpers import DEVICES, HALF_DTYPES, assert_same_bits, dtype_name, is_thorough, together
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -118,7 +118,7 @@ class TestThreads:
     @on_every_device
     @pytest.mark.covering(1)
     def test_that_train_side_by_side_do_as_each_does_alone(self, device, half, level):
-        train_side_by_side(device, 1.0, half_dtype=half, opt_level=level)
+        train_side_by_side(device, 3.0 if is_thorough() else 0.4, half_dtype=half, opt_level=level)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("device", DEVICES)

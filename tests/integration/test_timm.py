@@ -143,7 +143,7 @@ class TestTraining:
     @pytest.mark.covering(2)
     def test_learns_digits(self, level, half, network):
         model, optimizer = make(level, half, network)
-        losses = train(model, optimizer, range(90 if network is transformer else 40), clip_grad=1.0)
+        losses = train(model, optimizer, range(60 if network is transformer else 40), clip_grad=1.0)
         model.eval()
         with torch.no_grad():
             right = model(HELD_OUT.images).argmax(1) == HELD_OUT.labels
