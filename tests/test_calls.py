@@ -20,7 +20,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from helpers import HALF_DTYPES, dtype_name, together
+from helpers import HALF_DTYPES, dtype_name, is_thorough, together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -178,7 +178,7 @@ class TestArguments:
         python, compiled = implementations(kind, half, original)
         cast = set()
 
-        @settings(max_examples=800)  # many have nothing to cast
+        @settings(max_examples=800 if is_thorough() else 300)  # many have nothing to cast
         @given(arguments)
         def holds(call):
             args, kwargs = call

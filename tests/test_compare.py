@@ -381,6 +381,11 @@ class TestNothingChanges:
 
 
 class TestBadInput:
+    def test_a_model_that_amp_converted(self) -> None:
+        model = amp.initialize(nn.Linear(8, 8), opt_level="O2", half_dtype=torch.bfloat16, verbosity=0)
+        with pytest.raises(OptionError, match=r"is bfloat16; expected float32.* Type amp\.deinitialize\(\) first"):
+            compared(model)
+
     @pytest.mark.parametrize(
         ("model", "inputs", "options", "told"),
         [

@@ -99,6 +99,16 @@ class TestSteps:
         assert row["gradient_norm"] == pytest.approx(float(norm), rel=1e-5)
 
     @every_level
+    def test_whose_block_ended_before_have_its_scale(self, opt_level):
+        model, optimizer = begun(opt_level=opt_level)
+        with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        with Steps() as steps:
+            optimizer.step()
+        (row,) = steps.rows()
+        assert (row["scale"], row["loss_id"], row["skipped"]) == (SCALE, 0, False)
+
+    @every_level
     def test_norm_is_of_the_sum_of_accumulated_blocks(self, opt_level):
         model, optimizer = begun(opt_level=opt_level)
         with Steps() as steps:

@@ -144,9 +144,10 @@ def _checked(model: nn.Module) -> nn.Module:
         if is_lazy(parameter):
             raise OptionError(f"the model's {name!r} has no shape yet. Run one batch through the model first.")
         if parameter.is_floating_point() and parameter.dtype is not torch.float32:
+            cure = "amp.deinitialize()" if runtime.live is not None else "model.float()"
             raise OptionError(
                 f"the model's {name!r} is {str(parameter.dtype).removeprefix('torch.')}; expected float32, with which "
-                "every level is compared. Type model.float() first."
+                f"every level is compared. Type {cure} first."
             )
         if parameter.device.type not in ("cpu", "cuda"):
             raise OptionError(

@@ -186,6 +186,8 @@ class Steps:
         step = self._open.pop(id(gradients.optimizer), None)
         if step is None or is_capturing():
             return
+        if step.loss_id is None and judged:  # its block ended before the report began
+            step.loss_id, step.scale = judged[-1].scaler_id, judged[-1].scale
         step.verdicts = [each.found_inf for each in judged if each.found_inf is not None]
         step.skipped = skipped
         self._end(step)
