@@ -214,21 +214,26 @@ def note_types(
     while trace is not None:
         at, trace = names.get(id(trace.tb_frame.f_locals.get("self")), at), trace.tb_next
     so_far = [each if isinstance(each, str) else each.__name__ for each in kept]
-    where = f"keep_fp32={[*so_far, _every_layer(at)]}" if at else "keep_fp32=[...] with the names of submodules"
+    # A submodule that is kept returns half again, so none helps the code of the model itself.
+    kept_part = f"keep_fp32={[*so_far, _every_layer(at)]}) to keep a part in float32" if at else ""
     made = f"ampatch: amp.initialize has made this {type(model).__name__}'s weights {half}"
     if lacks_kernel:
+        kept_part = f"Type amp.initialize(..., {kept_part}. Or type" if at else "Type amp.initialize(...) with"
         error.add_note(
-            f"{made}, and torch has no kernel for these arguments in that type. Type amp.initialize(..., {where}) to "
-            "keep a part in float32. Or type patch_torch_functions=True if the function is in the blacklist (ampatch "
-            "explain NAME), or mark it needs_float32 in a file for cast_lists=."
+            f"{made}, and torch has no kernel for these arguments in that type. {kept_part} patch_torch_functions=True "
+            "if the function is in the blacklist (ampatch explain NAME), or mark it needs_float32 in a file for "
+            "cast_lists=."
         )
         return
+    if at:
+        cure = f"{kept_part}. If the model mixes types in several places, type patch_torch_functions=True, or "
+    else:
+        cure = "patch_torch_functions=True), or "
     error.add_note(
         f"{made}. It casts the arguments of the model's forward (tensors, containers, dataclasses, objects with a "
         "method to), but no tensors of other objects, and none that the forward itself creates"
-        f"{f' or that only {at!r} gets' if at else ''}. Type amp.initialize(..., "
-        f"{where}) to keep a part in float32. If the model mixes types in several places, type "
-        "patch_torch_functions=True, or opt_level='O1': both cast at each function."
+        f"{f' or that only {at!r} gets' if at else ''}. Type amp.initialize(..., {cure}opt_level='O1': both cast at "
+        "each function."
     )
 
 
