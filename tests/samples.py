@@ -950,9 +950,10 @@ _add(
     Sample(lambda m: {"input": m.square(3), "n": 3}),
     Sample(lambda m: {"input": m.square(3), "n": -1}, note="an inverse"),
 )
-_add(LINALG, "cholesky cholesky_ex", _SPD)
+_add(LINALG, "cholesky cholesky_ex matrix_sqrth", _SPD)
 _add(LINALG, "det slogdet inv inv_ex lu lu_factor lu_factor_ex qr svd svdvals", _A)
 _add(LINALG, "cond eigvals pinv matrix_exp", _MATRIX)
+_add(LINALG, "polar", Sample(lambda m: {"A": m.square(3)}))
 _add(LINALG, "eig", Sample(lambda m: {"input": m.square(3)}, grad=False, note="eigenvectors have no fixed phase"))
 _add(LINALG, "matrix_rank", Sample(lambda m: {"input": m.square(3)}, grad=False))
 _add(LINALG, "eigh eigvalsh", Sample(lambda m: {"input": m.spd(3)}, tolerance=8, note="steep backward"))

@@ -14,11 +14,12 @@ import sys
 import tarfile
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 HALVES = ["float16", "bfloat16"]
@@ -307,6 +308,38 @@ def test_crossings_counts_the_modules_that_a_step_runs_through(monkeypatch, caps
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [row[:2] for row in rows] == [["O1", "model(x)"], ["O1", "block"], ["O2", "model(x)"], ["O2", "block"]]
     assert all("calls:" in row and int(row[row.index("calls:") - 1]) > 3 for row in rows)
+
+
+class Repeating(nn.Module):
+    """Four layers read one float32 result, the last a view of it; two functions of the blacklist read a half result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        x = self.norm(x)
+        first, second, *_ = [layer(x) for layer in self.layers[:3]]
+        last = self.layers[3](x[:1])
+        x += 1
+        after = self.layers[0](x)
+        loss = first.logsumexp(-1).sum() + first.std() + second.sum() + last.sum() + after.sum()
+        return SimpleNamespace(loss=loss)
+
+
+@pytest.mark.once
+def test_casts_that_repeat_others_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    module = imported("recasts", monkeypatch)
+    found = module.counted("Repeating", Repeating(), {"x": torch.randn(2, 4)}, torch.bfloat16)
+    # To half: the norm's result five times, in one after a write to it. To float32: the first layer's result twice.
+    assert (found.weights.casts, found.activations.casts, found.widened.casts) == (8, 7, 2)
+    assert (found.same_object.casts, found.same_memory.casts, found.widened_again.casts) == (3, 4, 1)
+    assert found.activations.nbytes == 6 * (6 * 8 + 4)
+    assert found.same_memory.nbytes == 6 * (3 * 8 + 4)
+    assert found.functions == {"torch.nn.functional.linear": 3, "torch.Tensor.std": 1}
+    assert module.table([found]).splitlines()[-1].startswith("| Repeating | 8, 0.0 MB | 7, 0.0 MB | 3 (43%; 46%)")
 
 
 class TestOnGpu:

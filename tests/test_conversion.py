@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import HALF_DTYPES, Slotted, assert_same_bits, assert_same_state, dtype_name
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, spectral_norm, weight_norm
@@ -467,9 +468,9 @@ class MakesItsOwn(nn.Module):
 
 
 class TestErrorsOfTypes:
-    def raised(self, model: MakesItsOwn, half_dtype: torch.dtype) -> list[str]:
+    def raised(self, model: MakesItsOwn, half_dtype: torch.dtype, text: str = ".") -> list[str]:
         amp.initialize(model, opt_level="O2", half_dtype=half_dtype, verbosity=0)
-        with pytest.raises((RuntimeError, ValueError, IndexError)) as found:
+        with pytest.raises((RuntimeError, ValueError, IndexError), match=text) as found:
             model(torch.ones(2, 4))
         return getattr(found.value, "__notes__", [])
 
@@ -484,10 +485,44 @@ class TestErrorsOfTypes:
         model = MakesItsOwn()
         model.fault = lambda x: torch.mm(x, torch.ones(4, 4))
         (note,) = self.raised(model, torch.float16)
-        assert "keep_fp32=[...] with the names of submodules" in note
+        assert "Type amp.initialize(..., patch_torch_functions=True), or opt_level='O1': both cast" in note
+        assert "keep_fp32" not in note
+
+    @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
+    @pytest.mark.parametrize(
+        ("fault", "text"),
+        [
+            (lambda x: F.layer_norm(x.float(), (4,), x[0]), "mixed dtype .CPU.: expect parameter .* of Float\n"),
+            (lambda x: x.scatter_add(0, torch.zeros(2, 4).long(), x.float()), "self.dtype to be equal to src.dtype\n"),
+        ],
+        ids=["float32 only", "no type"],
+    )
+    def test_that_name_not_both_types_have_the_note_too(self, half_dtype, fault, text):
+        model = MakesItsOwn()
+        model.fault = fault
+        (note,) = self.raised(model, half_dtype, text)
+        assert "none that the forward itself creates. Type amp.initialize(..., patch_torch_functions=True)" in note
+
+    @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
+    @pytest.mark.parametrize(
+        ("fault", "text"),
+        [
+            (lambda x: torch.histogram(x, 3), "not implemented for '(Half|BFloat16)'"),
+            (lambda x: torch.linalg.norm(x, "nuc"), "Low precision dtypes not supported"),
+        ],
+        ids=["not implemented", "not supported"],
+    )
+    def test_say_that_torch_has_no_kernel(self, half_dtype, fault, text):
+        model = MakesItsOwn()
+        model.fault = fault
+        (note,) = self.raised(model, half_dtype, text)
+        assert f"weights {half_dtype}, and torch has no kernel for these arguments in that type. Type" in note
+        assert "patch_torch_functions=True if the function is in the blacklist" in note
+        assert "needs_float32 in a file for cast_lists=" in note
 
     @pytest.mark.parametrize(
-        "fault", [lambda x: x.view(3, 3), lambda x: torch.ones(2)[x.long() + 7], lambda x: int("x")]
+        "fault",
+        [lambda x: x.view(3, 3), lambda x: torch.ones(2)[x.long() + 7], lambda x: int("x"), lambda x: x.long().mean()],
     )
     def test_of_other_kinds_say_nothing(self, fault):
         model = MakesItsOwn()

@@ -104,7 +104,8 @@ def mixed_calls(path: str, half: torch.dtype) -> list[tuple[Sample, list[torch.d
 
 class TestListsAndTorch:
     def test_every_listed_function_has_a_sample_and_every_sample_is_listed(self):
-        assert set(SAMPLES) == {entry.path for entry in ENTRIES}
+        # Also what another version of torch has, in which its entry is in force.
+        assert set(SAMPLES) == {entry.path for name in LIST_NAMES for entry in entries(name)}
 
     def test_listed_function_exists(self):
         assert [entry.path for entry in ENTRIES if not entry.optional and lacks(entry.path)] == []

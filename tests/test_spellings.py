@@ -451,6 +451,14 @@ class TestWhatIsCalled:
 
         assert id(torch.norm) in called_by(function)
 
+    def test_is_read_past_attributes_that_cannot_be_computed(self) -> None:
+        def function(x: Tensor) -> Tensor:
+            return torch.classes.library_of_nobody.Missing(torch.exp(x))
+
+        with pytest.raises(RuntimeError, match=r"library_of_nobody\.Missing"):
+            function(torch.ones(1))
+        assert id(torch.exp) in called_by(function)
+
     def test_of_a_builtin_is_nothing(self) -> None:
         assert called_by(torch.softmax) == {}
 

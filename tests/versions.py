@@ -4,14 +4,16 @@ Each pair gets an environment of its own in ``build/versions``, which stays for 
 installed is reported, and is no failure: not every torch has a wheel for every Python, and not every Python is on this
 machine. Must never change the environment that the tests run in.
 
-    python tests/versions.py                     # the tests of the lists
-    python tests/versions.py -m "not slow"       # what make test runs, where its packages can be installed
+    python tests/versions.py                                  # the tests of the lists
+    python tests/versions.py -m "not slow"                    # what make test runs, where its packages can be installed
+    python tests/versions.py --python 3.11 --torch newest     # one pair; each option may be given several times
 
 Exit status: 0 if each pair that could be installed passes; 1 if one fails, or none could be installed.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -28,7 +30,7 @@ FOLDER = ROOT / "build" / "versions"
 
 PYTHONS = ("3.11", "3.12", "3.13")
 # The oldest that setup.cfg allows, the one that constraints.txt pins, and the newest.
-TORCHES = ("torch==2.10.*", "torch==2.13.*", "torch")
+TORCHES = {"2.10": "torch==2.10.*", "2.13": "torch==2.13.*", "newest": "torch"}
 
 # What the tests of the lists need, which are those that depend most on torch's version.
 PACKAGES = ("pytest>=9", "hypothesis", "numpy", "setuptools", "wheel")
@@ -61,7 +63,16 @@ class Outcome:
 
 def main(arguments: Sequence[str]) -> int:
     """Tries every pair, and prints a line for each."""
-    outcomes = [tried(python, torch, arguments or TESTS) for python in PYTHONS for torch in TORCHES]
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="All other arguments go to pytest.",
+    )
+    parser.add_argument("--python", action="append", choices=PYTHONS, help="a Python; all of them without this option")
+    parser.add_argument("--torch", action="append", choices=TORCHES, help="a torch; all of them without this option")
+    options, of_pytest = parser.parse_known_args(arguments)
+    torches = [TORCHES[name] for name in options.torch or TORCHES]
+    outcomes = [tried(python, torch, of_pytest or TESTS) for python in options.python or PYTHONS for torch in torches]
     width = max(len(outcome.pair) for outcome in outcomes)
     print(*(f"{outcome.pair.ljust(width)}  {outcome.text}" for outcome in outcomes), sep="\n")
     found = [outcome.status for outcome in outcomes if outcome.status is not None]
@@ -97,7 +108,8 @@ def environment(python: str, torch: str) -> str:
     folder = FOLDER / f"{python}-{re.sub(r'[^0-9.]', '', torch).strip('.') or 'newest'}"
     interpreter = str(folder / "bin" / "python")
     if not Path(interpreter).exists():
-        run([base, "-m", "venv", str(folder)])
+        # For pyenv, whose python3.12 on the PATH runs only if its 3.12 was chosen.
+        run([base, "-m", "venv", str(folder)], PYENV_VERSION=python)
     constraints = folder / "constraints.txt"
     pins = CONSTRAINTS.read_text(encoding="utf-8").splitlines(keepends=True)
     constraints.write_text("".join(pin for pin in pins if not OF_TORCH.match(pin)), encoding="utf-8")
@@ -114,9 +126,9 @@ def is_here(python: str, torch: str) -> bool:
     return python == runs and wanted != "torch" and metadata.version("torch").startswith(wanted)
 
 
-def run(command: Sequence[str]) -> None:
+def run(command: Sequence[str], **variables: str) -> None:
     """Runs a command; raises LookupError with the first error that it prints if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **variables})
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"status {done.returncode}"]
         raise LookupError(next((line for line in lines if line.startswith("ERROR")), lines[0]))

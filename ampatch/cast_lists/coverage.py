@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import yaml
 from torch import overrides
+from torch.torch_version import TorchVersion
 
 from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path, find_owner, function_key, unwrapped
@@ -172,7 +173,10 @@ def _read() -> Mapping[Reason, tuple[Path, ...]]:
 
 def _flat(names: Sequence[Any]) -> Iterator[str]:
     for each in names:
-        if isinstance(each, str):
+        if isinstance(each, dict):  # a list has the function up to that version of torch
+            if torch.__version__ >= TorchVersion(each["since"]):
+                yield each["name"]
+        elif isinstance(each, str):
             yield each
         else:
             yield from _flat(each)

@@ -225,7 +225,7 @@ def _named_in(function: types.FunctionType) -> Iterator[object]:
                 value = _content(closure.get(name))
             elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
                 owner = value if isinstance(value, (types.ModuleType, type)) else torch.Tensor
-                value = getattr(owner, name, None)
+                value = _attribute(owner, name)
             else:
                 value = None
                 continue
@@ -240,6 +240,17 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from codes(constant)
+
+
+def _attribute(owner: object, name: str) -> object:
+    """Returns an attribute that code names; None if there is none.
+
+    ``torch.classes`` raises RuntimeError for a class that no library has registered.
+    """
+    try:
+        return getattr(owner, name, None)
+    except Exception:  # noqa: BLE001 - a module that computes its attributes may raise anything
+        return None
 
 
 def _content(cell: types.CellType | None) -> object:

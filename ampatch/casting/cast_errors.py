@@ -29,6 +29,7 @@ _TYPES = {
 _CPP_FLOATS = {torch.float32: re.compile(r"(?<!\w)float(?!\w)"), torch.float64: re.compile(r"(?<!\w)double(?!\w)")}
 
 _OF_TYPES = re.compile(r"(?<!\w)(?:dtypes?|(?:data|scalar) types?)(?!\w)")
+_OF_KERNELS = re.compile(r"not implemented for|not supported|unsupported dtype", re.IGNORECASE)
 _OF_VALUES = re.compile(
     r"(?<!\w)(?:inf|nan|(?:non-?)?finite|infinity|overflow|underflow|converge|singular|positive-definite)(?!\w)",
     re.IGNORECASE,
@@ -82,11 +83,27 @@ def may_be_caused_by_casts(
     return _narrows(before, after) and _OF_VALUES.search(text) is not None
 
 
-def names_half_and_float(error: BaseException, half: torch.dtype) -> bool:
-    """Returns True if an error's text names the half dtype beside float32 or float64."""
-    named = {dtype for dtype, pattern in _TYPES.items() if pattern.search(str(error))}
-    named |= {dtype for dtype, pattern in _CPP_FLOATS.items() if pattern.search(str(error))}
-    return half in named and not named.isdisjoint(set(_CPP_FLOATS))
+def may_be_of_mixed_types(error: BaseException, half: torch.dtype) -> bool:
+    """Returns True if half weights beside float32 tensors may be the cause of an error, judged by its text.
+
+    Some of torch's errors name both types, others one of them or none ("mixed dtype (CPU): expect parameter to have
+    scalar type of Float", "scatter(): Expected self.dtype to be equal to src.dtype").
+
+    Args:
+        error: error that the forward of a model with half weights raised.
+        half: type of the weights.
+    """
+    text = str(error)
+    named = {dtype for dtype, pattern in _TYPES.items() if pattern.search(text)}
+    named |= {dtype for dtype, pattern in _CPP_FLOATS.items() if pattern.search(text)}
+    if half in named and not named.isdisjoint(_CPP_FLOATS):
+        return True
+    return named <= {half, *_CPP_FLOATS} and _OF_TYPES.search(text) is not None
+
+
+def names_missing_kernel(error: BaseException, half: torch.dtype) -> bool:
+    """Returns True if an error says that torch has no kernel of a half type for a function."""
+    return _OF_KERNELS.search(str(error)) is not None and _TYPES[half].search(str(error)) is not None
 
 
 def _narrows(before: Iterable[torch.dtype], after: Collection[torch.dtype]) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from ampatch.casting import write_back
-from ampatch.casting.cast_errors import names_half_and_float
+from ampatch.casting.cast_errors import may_be_of_mixed_types, names_missing_kernel
 from ampatch.casting.nested import cast_floating
 from ampatch.compilers import traced_within_others
 from ampatch.errors import OptionError, UsageError, warn
@@ -207,25 +207,36 @@ def note_types(
         half: half type of the model's weights.
         kept: what stays float32 already.
     """
-    if (
-        not isinstance(error, RuntimeError)
-        or getattr(error, "__notes__", None)
-        or not names_half_and_float(error, half)
-    ):
+    if not isinstance(error, RuntimeError) or getattr(error, "__notes__", None):
+        return
+    lacks_kernel = names_missing_kernel(error, half)
+    if not lacks_kernel and not may_be_of_mixed_types(error, half):
         return
     names = {id(module): name for name, module in model.named_modules() if name}
     at, trace = None, error.__traceback__
     while trace is not None:
         at, trace = names.get(id(trace.tb_frame.f_locals.get("self")), at), trace.tb_next
     so_far = [each if isinstance(each, str) else each.__name__ for each in kept]
-    where = f"keep_fp32={[*so_far, _every_layer(at)]}" if at else "keep_fp32=[...] with the names of submodules"
+    # A submodule that is kept returns half again, so none helps the code of the model itself.
+    kept_part = f"keep_fp32={[*so_far, _every_layer(at)]}) to keep a part in float32" if at else ""
+    made = f"ampatch: amp.initialize has made this {type(model).__name__}'s weights {half}"
+    if lacks_kernel:
+        kept_part = f"Type amp.initialize(..., {kept_part}. Or type" if at else "Type amp.initialize(...) with"
+        error.add_note(
+            f"{made}, and torch has no kernel for these arguments in that type. {kept_part} patch_torch_functions=True "
+            "if the function is in the blacklist (ampatch explain NAME), or mark it needs_float32 in a file for "
+            "cast_lists=."
+        )
+        return
+    if at:
+        cure = f"{kept_part}. If the model mixes types in several places, type patch_torch_functions=True, or "
+    else:
+        cure = "patch_torch_functions=True), or "
     error.add_note(
-        f"ampatch: amp.initialize has made this {type(model).__name__}'s weights {half}. It casts the arguments of the "
-        "model's forward (tensors, containers, dataclasses, objects with a method to), but no tensors of other "
-        "objects, and none that the forward itself creates"
-        f"{f' or that only {at!r} gets' if at else ''}. Type amp.initialize(..., "
-        f"{where}) to keep a part in float32. If the model mixes types in several places, type "
-        "patch_torch_functions=True, or opt_level='O1': both cast at each function."
+        f"{made}. It casts the arguments of the model's forward (tensors, containers, dataclasses, objects with a "
+        "method to), but no tensors of other objects, and none that the forward itself creates"
+        f"{f' or that only {at!r} gets' if at else ''}. Type amp.initialize(..., {cure}opt_level='O1': both cast at "
+        "each function."
     )
 
 
