@@ -7,6 +7,7 @@ import json
 import math
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -20,9 +21,12 @@ import torch.nn.functional as F
 import yaml
 from hypothesis import given
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _device
 from torch.utils.flop_counter import FlopCounterMode
 
 from ampatch import amp
+from ampatch.casting import cast_observers
 from ampatch.cli import main as cli
 from ampatch.diagnostics import tuning_search
 from ampatch.diagnostics.tuning_functions import TrainingRecorder
@@ -278,6 +282,12 @@ def test_a_trial_that_fails_beyond_doubt_stops_after_one_seed() -> None:
     assert len(tuning.first.metrics) == 3
 
 
+def test_noise_that_float32_would_have_too_is_told_as_such() -> None:
+    tuning = noisy(1.0, half_is_worse_by=50.0).tuned(0.01, seeds=3)
+    assert (tuning.first.verdict, tuning.verdict, tuning.complete) == ("fails", "cannot tell", True)
+    assert f"With {__name__}.spread and torch.nn.functional.linear in float32 it is metric" in tuning.conclusion()
+
+
 def test_more_seeds_are_proposed_that_would_tell() -> None:
     tuning = noisy(1.0).tuned(0.9, seeds=3)
     assert tuning.verdict == "cannot tell"
@@ -334,6 +344,7 @@ def test_nothing_of_the_users_state_changes(ends: str) -> None:
         torch.set_grad_enabled(False)
         torch.set_num_threads(2)
         torch.backends.cudnn.benchmark = True
+        torch.set_default_device("meta")
         random.random()
         if ends == "raises":
             raise ValueError("mine")
@@ -351,6 +362,7 @@ def test_nothing_of_the_users_state_changes(ends: str) -> None:
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), torch.get_num_threads(), torch.backends.cudnn.benchmark) == before[1:]
     assert torch.get_default_dtype() is torch.float32
+    assert _device.CURRENT_DEVICE is None
     assert torch.is_grad_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
     assert runtime.live is None
@@ -372,10 +384,15 @@ def test_a_run_begins_in_the_state_that_the_first_began_in() -> None:
 # The budget
 
 
-@pytest.mark.parametrize("runs", range(1, 9))
-def test_no_more_runs_than_the_budget_has(runs: int) -> None:
+@pytest.fixture(scope="module")
+def whole() -> Any:
+    """A search that ran until its end."""
+    return Probe(all_three).tuned()
+
+
+@pytest.mark.parametrize("runs", [1, 2, 3, 5, 8])
+def test_no_more_runs_than_the_budget_has(runs: int, whole: Any) -> None:
     probe = Probe(all_three)
-    whole = Probe(all_three).tuned()
     assert whole.runs > 8
     tuning = probe.tuned(budget=f"{runs} runs")
     assert len(probe.calls) == tuning.runs == runs
@@ -402,9 +419,8 @@ def test_a_run_that_would_end_after_the_time_is_not_begun() -> None:
 # The journal
 
 
-def test_a_search_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
-    whole = Probe(all_three).tuned()
-    for stop_at in (1, 2, 4, whole.runs - 1):
+def test_a_search_that_was_stopped_goes_on_where_it_was(tmp_path: Path, whole: Any) -> None:
+    for stop_at in (2, whole.runs - 1):
         journal = tmp_path / f"{stop_at}.json"
 
         left = itertools.repeat(None, stop_at)
@@ -551,6 +567,17 @@ def test_not_with_a_session_or_a_report_open() -> None:
             Probe(only_spread).tuned()
         assert runtime.live is live
         del handle
+
+
+def test_not_on_several_ranks() -> None:
+    probe = Probe(only_spread)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(UsageError, match="in a group of several ranks"):
+            probe.tuned()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert probe.calls == []
 
 
 def started(options: dict[str, Any]) -> Trained:
@@ -716,6 +743,36 @@ def test_attention_on_the_cpu_is_counted() -> None:
     assert seen.half_flops == forward + forward // 2 * 5
 
 
+def test_a_metric_that_watching_would_change_is_of_a_run_without_it() -> None:
+    def off(model: Trained, x: Tensor) -> float:
+        # Other threads' modules are not recorded.
+        thread = threading.Thread(target=lambda: model.layer(x.view(16, 4)))
+        thread.start()
+        thread.join()
+        return float(_is_watched()) if runtime.live and runtime.live.patches_functions else 0.0
+
+    probe = Probe(off)
+    tuning = probe.tuned()
+    assert (tuning.verdict, tuning.first.metrics, len(probe.calls)) == ("passes", ((0, 0.0),), 3)
+    assert "other threads" in " ".join(tuning.notes)
+
+
+def test_watching_the_result_leaves_its_metric(tmp_path: Path) -> None:
+    def off(_: Trained, x: Tensor) -> float:
+        return only_spread(_, x) + 0.001 * float(_is_watched())
+
+    tuning = Probe(off).tuned(journal=tmp_path / "tune.json")
+    assert tuning.share_is_measured
+    runs = json.loads((tmp_path / "tune.json").read_text())["runs"]
+    (chosen,) = [each for each in runs if each["float32"] == [f"{__name__}.spread"]]
+    assert chosen["observed"] is not None
+    assert chosen["metric"] == tuning.chosen.mean
+
+
+def _is_watched() -> bool:
+    return cast_observers.observer is not None
+
+
 # What it prints and writes
 
 
@@ -842,6 +899,14 @@ class TestCommand:
         assert "So far no list keeps the metric" in capsys.readouterr().out
         assert not Path("casts.yaml").exists()
         assert Path("casts.tune.json").exists()
+
+    def test_control_c_says_how_to_go_on(self, capsys: pytest.CaptureFixture[str]) -> None:
+        module = Path("tune_package", "module.py")
+        stop = "calls = []\ndef evaluate(model):\n    calls.append(1)\n    if len(calls) == 3:\n"
+        module.write_text(USERS_MODULE + stop + "        raise KeyboardInterrupt\n    return model.off\n")
+        assert cli.main(["tune", "tune_package.module:options"]) == 130
+        assert "Stopped. The same command goes on after the last run in casts.tune.json." in capsys.readouterr().err
+        assert len(json.loads(Path("casts.tune.json").read_text())["runs"]) == 2
 
     def test_a_file_of_the_users_is_not_replaced(self, capsys: pytest.CaptureFixture[str]) -> None:
         Path("casts.yaml").write_text("blacklist: {}\n")

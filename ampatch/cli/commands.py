@@ -415,14 +415,9 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
 
 def _tune(arguments: argparse.Namespace) -> int:
     from ampatch import amp
-    from ampatch.diagnostics.tuning_report import MARK, checked_file
     from ampatch.diagnostics.tuning_trials import is_users
 
-    out, target = checked_file(arguments.out), arguments.target
-    if out.exists() and not out.read_text(encoding="utf-8", errors="replace").startswith(MARK):
-        raise OptionError(f"{out} exists, and `ampatch tune` has not written it. Type --out with another name.")
-    if any(Path(each).resolve() == out.resolve() for each in arguments.cast_lists):
-        raise OptionError(f"{out} is among --cast-lists, and would be replaced. Type --out with another name.")
+    out, target = _file_of_tuning(arguments), arguments.target
     with _searching_here():  # while it runs too: the training may import what it needs late
         given = _of_tuning(target)
         half = arguments.half_dtype
@@ -436,7 +431,7 @@ def _tune(arguments: argparse.Namespace) -> int:
             "cast_lists": arguments.cast_lists or None,
             "journal": arguments.journal or (None if "journal" in given else str(out.with_suffix(".tune.json"))),
         }
-        options = {**given, **{name: value for name, value in typed.items() if value is not None}}
+        options = {"journal": None, **given, **{name: value for name, value in typed.items() if value is not None}}
         missing = [name for name in ("tolerance", "higher_is_better") if name not in options]
         if missing:
             flags = {"tolerance": "--tolerance 0.005", "higher_is_better": "--higher-is-better or --lower-is-better"}
@@ -444,6 +439,10 @@ def _tune(arguments: argparse.Namespace) -> int:
             raise OptionError(f"{target}: {' and '.join(missing)} not given. Type {to_type}.")
         try:
             result = amp.tune(**options)
+        except KeyboardInterrupt:
+            if options["journal"] is not None:
+                sys.stderr.write(f"Stopped. The same command goes on after the last run in {options['journal']}.\n")
+            raise
         except OptionError as error:
             raise OptionError(f"{target}: {error}") from error
         except (Exception, SystemExit) as error:
@@ -459,6 +458,18 @@ def _tune(arguments: argparse.Namespace) -> int:
         lists = repr(str(out)) if not result.cast_lists else f"[..., {str(out)!r}], after the lists that it began with"
         _print(["", f"Written to {out}. Type amp.initialize(..., cast_lists={lists})."])
     return 0
+
+
+def _file_of_tuning(arguments: argparse.Namespace) -> Path:
+    """Returns the file to write; raises if that would replace a list of the user's."""
+    from ampatch.diagnostics.tuning_report import MARK, checked_file
+
+    out = checked_file(arguments.out)
+    if out.exists() and not out.read_text(encoding="utf-8", errors="replace").startswith(MARK):
+        raise OptionError(f"{out} exists, and `ampatch tune` has not written it. Type --out with another name.")
+    if any(Path(each).resolve() == out.resolve() for each in arguments.cast_lists):
+        raise OptionError(f"{out} is among --cast-lists, and would be replaced. Type --out with another name.")
+    return out
 
 
 def _of_tuning(target: str) -> dict[str, Any]:

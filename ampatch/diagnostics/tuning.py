@@ -259,7 +259,9 @@ class _Search:
     def _result(self, kept: Kept | None, complete: bool) -> Tuning:
         trials, share, is_measured = self._trials, None, False
         first = trials.judged.get(_NOTHING)
-        verdict = PASSES if kept is not None else first.verdict if first is not None else CANNOT_TELL
+        verdict = PASSES if kept is not None else CANNOT_TELL if first is None else first.verdict
+        if kept is None and complete and list(trials.judged.values())[-1].verdict == CANNOT_TELL:
+            verdict = CANNOT_TELL  # of all whitelisted functions in float32
         needed: list[tuple[str, TunedTrial]] = []
         if kept is not None:
             share, is_measured = self._observed.share_without(kept), not kept

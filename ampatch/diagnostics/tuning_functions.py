@@ -85,12 +85,15 @@ class Observed:
         half_flops: FLOPs in half.
         all_flops: all FLOPs that were counted.
         notes: what could not be observed or moved, as sentences.
+        is_disturbed: True if the training ran otherwise than unwatched, as compiled code does. Its metric counts for
+            nothing then.
     """
 
     functions: tuple[SeenFunction, ...]
     half_flops: int
     all_flops: int
     notes: tuple[str, ...] = ()
+    is_disturbed: bool = False
 
     @property
     def share(self) -> float | None:
@@ -112,7 +115,7 @@ class Observed:
     def from_dict(cls, data: Mapping[str, Any]) -> Observed:
         """Returns what `to_dict` has made plain data of."""
         functions = tuple(SeenFunction(**each) for each in data["functions"])
-        return cls(functions, data["half_flops"], data["all_flops"], tuple(data["notes"]))
+        return cls(functions, data["half_flops"], data["all_flops"], tuple(data["notes"]), data["is_disturbed"])
 
 
 class TrainingRecorder(CallRecorder):
@@ -177,7 +180,7 @@ class TrainingRecorder(CallRecorder):
             notes.append(f"The FLOPs of {', '.join(uncounted)} are not counted: torch has no formula for them.")
         functions.sort(key=lambda each: (each.half_flops, each.path))
         half = sum(flops for (_, is_half), flops in self._flops.items() if is_half)
-        return Observed(tuple(functions), half, sum(self._flops.values()), tuple(notes))
+        return Observed(tuple(functions), half, sum(self._flops.values()), tuple(notes), bool(self._missed))
 
     def _unmovable(self, name: str, function: Any) -> str | None:
         """Returns why a cast list cannot move a function to float32; "" if there is no reason to; None if it can."""

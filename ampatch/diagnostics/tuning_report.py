@@ -165,9 +165,7 @@ class Tuning:
         if first is None:
             return f"{ended}No half training was judged yet. Give a larger budget; a journal keeps the runs."
         if self.verdict == CANNOT_TELL:
-            return (
-                f"{ended}amp.tune cannot tell whether the metric stays within the tolerance. {self._more_seeds(first)}"
-            )
+            return f"{ended}amp.tune cannot tell whether the metric stays within the tolerance. {self._more_seeds()}"
         if self.verdict == FAILS and not self.complete:
             return f"{ended}So far no list keeps the metric within the tolerance."
         if self.verdict == FAILS:
@@ -180,12 +178,14 @@ class Tuning:
         smaller = "" if self.complete else " It may be larger than it needs to be."
         return f"{ended}With {_several(self.float32)} in float32 the metric stays within the tolerance.{smaller}"
 
-    def _more_seeds(self, first: TunedTrial) -> str:
-        room = self.tolerance - first.worse
-        known = f"It is {first.in_words()}; the tolerance is {self.tolerance:.3g}."
-        if room <= 0 or not first.noise:
+    def _more_seeds(self) -> str:
+        trial = self.trials[-1]
+        room = self.tolerance - trial.worse
+        what = f"With {_several(trial.float32)} in float32 it" if trial.float32 else "It"
+        known = f"{what} is {trial.in_words()}; the tolerance is {self.tolerance:.3g}."
+        if room <= 0 or not trial.noise:
             return f"{known} Give more seeds, a larger tolerance, or a metric with less noise."
-        seeds = max(len(self.seeds) + 1, round(len(self.seeds) * (first.noise / room) ** 2 + 0.5))
+        seeds = max(len(self.seeds) + 1, round(len(self.seeds) * (trial.noise / room) ** 2 + 0.5))
         return (
             f"{known} Give a larger tolerance, a metric with less noise, or more seeds: about seeds={seeds}, if the "
             "mean stays where it is. A journal keeps the runs of these seeds."

@@ -16,11 +16,12 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _device
 
 from ampatch.cast_lists.lists import CastLists, Overlay
 from ampatch.diagnostics.preflight_steps import noting_warnings
@@ -30,6 +31,7 @@ from ampatch.diagnostics.tuning_functions import Observed, TrainingRecorder, bla
 from ampatch.diagnostics.tuning_journal import Journal, Run
 from ampatch.diagnostics.tuning_report import CANNOT_TELL, FAILS, PASSES, TunedTrial
 from ampatch.diagnostics.tuning_search import Kept
+from ampatch.distributed import has_other_ranks
 from ampatch.errors import (
     AmpError,
     BannedFunctionError,
@@ -57,7 +59,7 @@ class ProcessState:
     def __init__(self) -> None:
         self._random = RandomState()
         self._dtype = torch.get_default_dtype()
-        self._device = torch.get_default_device()
+        self._device = _device.CURRENT_DEVICE
         self._deterministic = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -74,7 +76,7 @@ class ProcessState:
     def restore(self) -> None:
         """Restores all of it."""
         torch.set_default_dtype(self._dtype)
-        if torch.get_default_device() != self._device:
+        if self._device != _device.CURRENT_DEVICE:
             torch.set_default_device(self._device)
         enabled, warn_only = self._deterministic
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
@@ -242,18 +244,33 @@ class Trials:
         if known is not None:
             self._times.setdefault(known.observed is not None, known.seconds)
             return known
+        run = self._counted(kept, seed, what, watched)
+        plain = self.journal.find(kept, seed, False)
+        if plain is None and run.observed is not None and run.observed.is_disturbed and not run.failed:
+            plain = self._counted(kept, seed, what, False)
+        if plain is not None:
+            run = replace(plain, observed=run.observed)
+        self.journal.add(run)
+        return run
+
+    def _counted(self, kept: Kept | None, seed: int, what: str, watched: bool) -> Run:
+        """Runs once if the budget allows, and reports it."""
         self.budget.check(self._times.get(watched, self._times.get(False, 0.0)))
         run = self._ran(kept, seed, watched)
         self.budget.done += 1
         self.seconds += run.seconds
         self._times[watched] = max(run.seconds, self._times.get(watched, 0.0))
-        self.journal.add(run)
         outcome = run.error.partition("\n")[0] or f"{run.metric:.6g}"
         self._progress.finished(f"{what}, seed {seed}", outcome, run.seconds)
         return run
 
     def _ran(self, kept: Kept | None, seed: int, watched: bool) -> Run:
         """Trains and evaluates once."""
+        if has_other_ranks():
+            raise UsageError(
+                "amp.tune runs in a group of several ranks. Each would choose by metrics and times of its own, and "
+                "wait for the others for ever. Call it in one process."
+            )
         expected = None if kept is None else self.training.lists_for(kept)
         recorder = TrainingRecorder(expected) if watched and expected is not None else None
         sessions: list[Session] = []
@@ -276,7 +293,8 @@ class Trials:
         finally:
             runtime.before_close.remove(sessions.append)
             self._state.restore()
-            gc.collect()
+            if torch.cuda.is_initialized():
+                gc.collect()  # a model in a reference cycle would keep its memory into the next run
         half = "" if kept is None or not sessions else _half_name(sessions[0])
         observed = None if recorder is None else recorder.observed()
         return Run(kept, seed, metric, time.monotonic() - began, error, half, observed)
