@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -9,12 +10,14 @@ import random
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,6 +33,7 @@ from ampatch.casting import cast_observers
 from ampatch.cli import main as cli
 from ampatch.diagnostics import tuning_search
 from ampatch.diagnostics.tuning_functions import TrainingRecorder
+from ampatch.diagnostics.tuning_journal import fingerprint
 from ampatch.errors import CastListError, OptionError, UsageError
 from ampatch.runtime import runtime
 
@@ -249,11 +253,12 @@ def test_groups_come_by_their_effect() -> None:
 # Noise
 
 
-def noisy(amount: float, half_is_worse_by: float = 0.0) -> Probe:
+def noisy(amount: float, half_is_worse_by: float = 0.0, calls: Callable[[Tensor], Any] = id) -> Probe:
     """A metric with noise that differs from run to run, though the seed is the same."""
     noise = itertools.count()
 
     def off(_: Trained, x: Tensor) -> float:
+        calls(x)
         is_half = spread(x).item() < 0.01 or spread(x).item() > 1
         return amount * math.sin(97 * next(noise)) + (half_is_worse_by if is_half else 0)
 
@@ -276,9 +281,10 @@ def test_a_loss_beyond_the_noise_is_found_in_spite_of_it() -> None:
 
 
 def test_a_trial_that_fails_beyond_doubt_stops_after_one_seed() -> None:
-    tuning = noisy(0.01, half_is_worse_by=5.0).tuned(1.0, seeds=3)
+    tuning = noisy(0.01, half_is_worse_by=5.0, calls=lambda x: (shifted(x), harmless(x))).tuned(1.0, seeds=3)
+    assert tuning.float32 == (f"{__name__}.spread",)
     others = [each for each in tuning.trials[1:] if each.verdict == "fails"]
-    assert {len(each.metrics) for each in others} <= {1}
+    assert {len(each.metrics) for each in others} == {1}
     assert len(tuning.first.metrics) == 3
 
 
@@ -315,7 +321,9 @@ def test_a_tolerance_in_percent_is_of_the_metric_in_float32() -> None:
     def off(_: Trained, x: Tensor) -> float:
         return 100 + only_spread(_, x)  # in half 100 + 1 at least
 
-    assert Probe(off).tuned("0.5%").float32 == (f"{__name__}.spread",)
+    tuning = Probe(off).tuned("0.5%")
+    assert tuning.float32 == (f"{__name__}.spread",)
+    assert tuning.tolerance == pytest.approx(0.5, rel=1e-3)
     assert Probe(off).tuned("90000%").float32 == ()
     with pytest.raises(OptionError, match="which is 0"):
         Probe(lambda _, x: 0.0 * x.sum().item()).tuned("1%")
@@ -328,12 +336,12 @@ def test_seeds_reach_all_generators() -> None:
     drawn = []
 
     def off(_: Trained, x: Tensor) -> float:
-        drawn.append((torch.rand(()).item(), random.random(), x.sum().item() * 0))
+        drawn.append((torch.rand(()).item(), random.random(), np.random.random()))
         return 0.0
 
     Probe(off).tuned(seeds=(3, 5))
     assert drawn[:2] == drawn[2:]
-    assert drawn[0] != drawn[1]
+    assert not any(first == second for first, second in zip(drawn[0], drawn[1], strict=True))
 
 
 @pytest.mark.parametrize("ends", ["returns", "raises"])
@@ -407,11 +415,11 @@ def test_no_more_runs_than_the_budget_has(runs: int, whole: Any) -> None:
 
 def test_a_run_that_would_end_after_the_time_is_not_begun() -> None:
     def off(_: Trained, x: Tensor) -> float:
-        time.sleep(0.4)
+        time.sleep(0.5)
         return only_spread(_, x)
 
     probe = Probe(off)
-    tuning = probe.tuned(budget=timedelta(seconds=1.0))
+    tuning = probe.tuned(budget=timedelta(seconds=1.3))
     assert not tuning.complete
     assert len(probe.calls) <= 2
 
@@ -491,6 +499,19 @@ def test_a_journal_of_another_metric_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="differs in evaluate"):
         amp.tune(probe.train, other_metric, tolerance=1, higher_is_better=False, half_dtype="bfloat16",
                  cast_lists=WHITELISTED, journal=journal)  # fmt: skip
+
+
+def test_a_fingerprint_changes_with_the_name_and_the_source() -> None:
+    def same(model: Trained) -> float:
+        return model.metric + 1
+
+    same.__qualname__ = metric_of.__qualname__
+    renamed = types.FunctionType(metric_of.__code__, {})
+    renamed.__qualname__, renamed.__module__ = "other", metric_of.__module__
+    prints = [fingerprint(each) for each in (metric_of, same, renamed)]
+    assert len(set(prints)) == 3
+    assert fingerprint(functools.partial(metric_of)) == prints[0]
+    assert fingerprint(Probe(only_spread).train) == fingerprint(Probe(all_three).train)
 
 
 @pytest.mark.parametrize(

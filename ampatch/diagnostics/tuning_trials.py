@@ -292,7 +292,6 @@ class Trials:
                     _close()
         finally:
             runtime.before_close.remove(sessions.append)
-            self._state.restore()
             if torch.cuda.is_initialized():
                 gc.collect()  # a model in a reference cycle would keep its memory into the next run
         half = "" if kept is None or not sessions else _half_name(sessions[0])
