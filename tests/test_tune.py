@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import json
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -34,7 +36,7 @@ from ampatch.cli import main as cli
 from ampatch.diagnostics import tuning_search
 from ampatch.diagnostics.tuning_functions import TrainingRecorder
 from ampatch.diagnostics.tuning_journal import fingerprint
-from ampatch.errors import CastListError, OptionError, UsageError
+from ampatch.errors import AmpWarning, CastListError, OptionError, UsageError
 from ampatch.runtime import runtime
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
@@ -158,6 +160,42 @@ def test_a_function_that_no_list_knows_moves_alone() -> None:
     tuning = probe.tuned(1e-5, cast_lists=None)
     # exp of bfloat16 rounds once; in float32 it does not. The layer, and so all FLOPs, stay in half.
     assert (tuning.float32, tuning.share) == (("torch.Tensor.exp",), 1)
+
+
+def test_functions_inside_of_a_whitelisted_one_move_with_it() -> None:
+    def off(_: Trained, x: Tensor) -> float:
+        torch.manual_seed(0)
+        attention = nn.MultiheadAttention(8, 2)
+        x = x.view(8, 8) - 30
+        with amp.disable_casts():
+            right = copy.deepcopy(attention).double()(x.double(), x.double(), x.double(), need_weights=False)[0]
+        return error(attention(x, x, x, need_weights=False)[0], right)
+
+    tuning = Probe(off).tuned(1e-5, cast_lists=None)
+    assert (tuning.verdict, tuning.first.verdict) == ("passes", "fails")
+    assert "torch.nn.functional.scaled_dot_product_attention" in tuning.float32
+    # Of the set without it, amp warned that it undoes the edit of the outer function: that is past.
+    assert not any("scaled_dot_product_attention (in the whitelist)" in note for note in tuning.notes)
+
+
+def test_warnings_of_amp_about_the_result_are_told() -> None:
+    def off(_: Trained, x: Tensor) -> float:
+        warnings.warn("mind this", AmpWarning, stacklevel=1)
+        return only_spread(_, x)
+
+    tuning = Probe(off).tuned()
+    assert "mind this" in tuning.notes
+
+
+def test_a_function_that_only_the_evaluation_calls_moves_too() -> None:
+    def evaluate(model: Trained) -> float:
+        x = 30 + torch.rand(64, generator=torch.Generator().manual_seed(1))
+        model.layer(x.view(16, 4))
+        return only_spread(model, x)
+
+    tuning = amp.tune(Probe(lambda _, x: 0.0).train, evaluate, tolerance=0.01, higher_is_better=False, seeds=1,
+                      half_dtype="bfloat16", cast_lists=WHITELISTED, progress=False)  # fmt: skip
+    assert tuning.float32 == (f"{__name__}.spread",)
 
 
 def test_the_share_of_flops_in_half_is_measured() -> None:

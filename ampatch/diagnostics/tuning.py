@@ -28,7 +28,8 @@ from ampatch.runtime import runtime
 from ampatch.version import __version__
 
 _NOTHING: Kept = frozenset()
-#: Trainings that raise show their functions until then only. So often the search looks further, with these in float32.
+#: How often the search looks for more functions, with those that it knows in float32. Whitelisted functions inside of
+#: another one show only once that is in float32, and trainings that raise show their functions until then.
 _LOOKS = 5
 
 
@@ -157,7 +158,7 @@ class _Search:
         self._look(_NOTHING)
         if first.verdict != FAILS:
             return _NOTHING if first.passes else None
-        everything = self._everything(first)
+        everything = self._everything()
         if everything is None:
             return None
         groups = self._groups()
@@ -175,9 +176,8 @@ class _Search:
                 return kept
             kept = best
 
-    def _everything(self, first: TunedTrial) -> Kept | None:
+    def _everything(self) -> Kept | None:
         """Returns all whitelisted functions if the training passes with them in float32; None if it does not."""
-        raised = bool(first.error)
         for _ in range(_LOOKS):
             kept = frozenset(path for path, each in self._functions.items() if each.rule == "whitelist")
             if not kept:
@@ -186,7 +186,7 @@ class _Search:
             if trial.passes:
                 return kept
             known = set(self._functions)
-            if not raised or not self._look(kept) or known >= set(self._functions):
+            if not self._look(kept) or known >= set(self._functions):
                 return None
         return None
 
@@ -207,6 +207,7 @@ class _Search:
         found = {each.path: each for each in observed.functions}
         merged = {**found, **self._functions}
         self._functions = dict(sorted(merged.items(), key=lambda item: (item[1].half_flops, item[0])))
+        self._observed = replace(self._observed, functions=tuple(self._functions.values()))
         return True
 
     def _groups(self) -> dict[str, Kept]:
@@ -276,6 +277,8 @@ class _Search:
                     "__main__ in the list is the script that called amp.tune: elsewhere type its module's name instead."
                 )
             needed = [(path, trials.judged[kept - {path}]) for path in sorted(kept) if kept - {path} in trials.judged]
+        # Not of the sets between, which the user never sees.
+        warned = [text for each in (None, _NOTHING, kept) for text in trials.warned.get(each, ())]
         return Tuning(
             verdict,
             complete,
@@ -294,7 +297,7 @@ class _Search:
             trials.budget.done,
             trials.journal.resumed,
             trials.seconds,
-            tuple(dict.fromkeys([*self._notes, *trials.notes])),
+            tuple(dict.fromkeys([*self._notes, *warned])),
             {
                 "date": datetime.datetime.now().astimezone().date().isoformat(),
                 "ampatch": __version__,

@@ -119,22 +119,26 @@ class Observed:
 
 
 class TrainingRecorder(CallRecorder):
-    """Records what a training calls, with FLOPs by function and type.
+    """Records what a training and its evaluation call, with FLOPs by function and type.
 
     Args:
         lists: the cast lists of the training.
+
+    Attributes:
+        counts_flops: False once the training has ended: the FLOPs of the evaluation do not count.
     """
 
     def __init__(self, lists: CastLists) -> None:
         super().__init__()
         self._lists = lists
+        self.counts_flops = True
         self._flops: Counter[tuple[Any, bool]] = Counter()
         self._by_sequence: dict[int, Any] = {}  # functions of the forward pass, by the numbers of their autograd nodes
 
     def operator(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator, and counts its FLOPs."""
         result = super().operator(op, args, kwargs)
-        count = _formulas().get(getattr(op, "_overloadpacket", None))
+        count = _formulas().get(getattr(op, "_overloadpacket", None)) if self.counts_flops else None
         if count is not None:
             with torch._C.DisableTorchFunction():
                 self._count(int(count(*args, **kwargs, out_val=result)), tensors_in(args))

@@ -143,7 +143,7 @@ class Trials:
         state: the state of the process in which each run begins.
 
     Attributes:
-        notes: what amp warned of in the runs, each text once.
+        warned: what amp warned of in the runs, by the functions in float32; None for O0.
         seconds: the time of all runs of this call.
         tolerance: how much worse the metric may be; set once float32's mean is known.
     """
@@ -158,7 +158,7 @@ class Trials:
         state: ProcessState,
     ) -> None:
         self.training, self.seeds, self.journal, self.budget = training, tuple(seeds), journal, budget
-        self.notes: list[str] = []
+        self.warned: dict[Kept | None, list[str]] = {}
         self.seconds = 0.0
         self.tolerance = math.nan
         self.half_dtype = ""
@@ -280,7 +280,7 @@ class Trials:
         began = time.monotonic()
         runtime.before_close.append(sessions.append)
         try:
-            with noting_warnings(self.notes):
+            with noting_warnings(self.warned.setdefault(kept, [])):
                 try:
                     metric = self._metric(kept, seed, sessions, recorder, expected)
                 except Exception as raised:
@@ -308,8 +308,14 @@ class Trials:
     ) -> float:
         with recorder or contextlib.nullcontext():
             model = self.training.train(self.training.options(kept))
-        opened = [*sessions, *([] if runtime.live is None else [runtime.live])]
-        self._check_options_used(opened, expected)
+            self._check_options_used([*sessions, *([] if runtime.live is None else [runtime.live])], expected)
+            self._check_trained(model, seed)
+            if recorder is not None:
+                recorder.counts_flops = False
+            return _number(self.training.evaluate(model))
+
+    def _check_trained(self, model: Any, seed: int) -> None:
+        """Raises if train has set the seed, or returns no new model."""
         if torch.initial_seed() != seed and len(self.seeds) > 1:
             raise OptionError(
                 f"train set torch's seed itself, to {torch.initial_seed()}; amp.tune had set it to {seed}, and "
@@ -325,7 +331,6 @@ class Trials:
                     "one ended. Make a new model, and a new optimizer, inside train."
                 )
             self._last = weakref.ref(model)
-        return _number(self.training.evaluate(model))
 
     def _check_options_used(self, opened: Sequence[Session], expected: CastLists | None) -> None:
         """Raises if train did not give its options to ``amp.initialize``."""
