@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from ampatch.diagnostics.explanation_report import Explanation
     from ampatch.diagnostics.preflight_report import LevelVerdict, Preflight
     from ampatch.diagnostics.report import Report
+    from ampatch.diagnostics.tuning_report import Tuning
 
 __all__ = [
     "AmpError",
@@ -105,6 +106,7 @@ __all__ = [
     "ScaleChange",
     "ScalerOptionError",
     "ScalerUsageError",
+    "Tuning",
     "UsageError",
     "bfloat16_function",
     "cast_counts",
@@ -138,6 +140,7 @@ __all__ = [
     "state_dict",
     "stats",
     "step_was_skipped",
+    "tune",
     "unscale_",
 ]
 
@@ -161,6 +164,7 @@ _IMPORTED_ON_USE = {
     "LevelVerdict": "preflight_report",
     "Preflight": "preflight_report",
     "Report": "report",
+    "Tuning": "tuning_report",
 }
 
 
@@ -775,6 +779,107 @@ def compare(
 
     note_own_steps("amp.compare")
     return comparison.compare(checked, inputs, loss_fn, _side("a", a, checked), _side("b", b, checked))
+
+
+def tune(
+    train: Callable[[dict[str, Any]], Any],
+    evaluate: Callable[[Any], Any],
+    *,
+    tolerance: float | str,
+    higher_is_better: bool,
+    budget: Any = None,
+    seeds: int | Sequence[int] = 3,
+    opt_level: str = "O1",
+    half_dtype: torch.dtype | str | None = None,
+    cast_lists: Overlay | None = None,
+    journal: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> Tuning:
+    """Finds the smallest cast list with which a training keeps its metric, and the most FLOPs stay in half.
+
+    ::
+
+        def train(amp_options):
+            model = Net()
+            optimizer = torch.optim.AdamW(model.parameters())
+            model, optimizer = amp.initialize(model, optimizer, **amp_options)
+            ...
+            return model
+
+        tuning = amp.tune(train, accuracy, tolerance=0.005, higher_is_better=True, budget="2h", journal="tune.json")
+        print(tuning)
+        tuning.save("casts.yaml")
+
+    It trains in float32 first, then with the lists as they are. If the metric stays within the tolerance, that is the
+    result. Otherwise it moves functions that got half tensors to float32: groups in the order of their measured effect,
+    then halves of groups, then single functions. At the end it tries to move each one back. Every trial trains with all
+    seeds, and its metrics are compared with float32's of the same seeds. A list passes if it is worse by no more than
+    the tolerance, with two standard errors of noise added. amp.tune says so if the noise does not let it tell.
+
+    Before each run it sets torch's, Python's and numpy's seeds. Afterwards random numbers and torch's settings are as
+    they were, and amp is off. ``train`` raises an error if it makes no use of its argument.
+
+    Args:
+        train: trains a new model, and returns it. Its argument is a dict for ``amp.initialize``: ``opt_level`` ("O0"
+            for float32) and, in other runs, perhaps ``half_dtype`` and ``cast_lists``. A generator of its own is to be
+            seeded with ``torch.initial_seed()``.
+        evaluate: returns the metric of such a model, one number. Amp is still on, unless ``train`` has turned it off.
+        tolerance: how much worse the metric may be: a number in its unit, or a share of float32's metric ("1%").
+        higher_is_better: True for an accuracy, False for a loss.
+        budget: a time ("2h", "90 min", "45 s", or a ``timedelta``) or a number of runs ("20 runs"), for this call. A
+            run that would not fit is not begun; the result is then the best list so far. None: until the search ends.
+        seeds: a number of seeds, or the seeds.
+        opt_level: "O1" or "O4".
+        half_dtype: as for `initialize`.
+        cast_lists: lists to begin with, as for `initialize`; the result is to be laid over them.
+        journal: a JSON file that keeps every finished run. If it exists, its runs are not run again.
+        progress: whether to print a line for each run to standard error, with a bar on a terminal.
+
+    Returns:
+        The list with its evidence: ``overlay`` is its YAML, ``save`` writes it. It prints as a report.
+
+    Raises:
+        UsageError: amp is set up, or the call is in a block of `report`.
+        OptionError: an argument has a value that is not allowed; the metric is not finite in float32; the journal is of
+            another search; or ``train`` does not use its argument, sets the seed, or returns the same model twice.
+        CastListError: the cast lists have faults.
+        Exception: what ``train`` or ``evaluate`` raises in float32, with a note that says so.
+    """
+    from ampatch.diagnostics import tuning
+    from ampatch.diagnostics.tuning_budget import Budget
+    from ampatch.diagnostics.tuning_trials import Training
+
+    tuning.checked_function("train", train, "trains a new model with a dict of options, and returns it")
+    tuning.checked_function("evaluate", evaluate, "returns the metric of a model")
+    if not isinstance(higher_is_better, bool):
+        raise OptionError(
+            f"higher_is_better is {higher_is_better!r}; expected True, as for an accuracy, or False, as for a loss."
+        )
+    level = opt_levels.LEVELS[opt_levels.check_opt_level(opt_level)]
+    half = None if half_dtype is None else _half_dtype(half_dtype, None, "", opt_level, [])
+    properties = opt_levels.resolve(opt_level, half or level.half_dtype or torch.float16, opt_levels.Overrides())
+    if not properties.patch_torch_functions:
+        raise OptionError(f"opt_level is {opt_level!r}, which casts no functions by lists; expected 'O1' or 'O4'.")
+    several = isinstance(cast_lists, Sequence) and not isinstance(cast_lists, (str, bytes, os.PathLike))
+    overlays: tuple[Any, ...] = () if cast_lists is None else (cast_lists,)
+    if several:
+        overlays = tuple(cast_lists)  # type: ignore[arg-type]
+    return tuning.tune(
+        Training(
+            train,
+            evaluate,
+            opt_level,
+            None if half is None else str(half).removeprefix("torch."),
+            overlays,
+            shipped().overlaid(overlays),
+            higher_is_better,
+        ),
+        tolerance=tuning.Tolerance.of(tolerance),
+        budget=Budget.of(budget),
+        seeds=tuning.checked_seeds(seeds),
+        journal=journal,
+        progress=_flag("progress", progress),
+    )
 
 
 def report() -> Report:

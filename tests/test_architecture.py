@@ -102,4 +102,5 @@ def test_of_the_diagnostics_only_what_they_return_is_imported_before_they_are_us
         "report_file",
         "shown_names",
         "tables",
+        "tuning_report",
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import os
 import pkgutil
@@ -23,6 +24,7 @@ from ampatch.errors import CastListError, KernelError, OptionError, did_you_mean
 if TYPE_CHECKING:
     import torch
 
+_STEP = "the model, its inputs and a loss function"
 _FAULT = 1  # exit status for a fault in the input, or for a warning with --strict
 
 # Half types of peers that have only one.
@@ -37,6 +39,7 @@ _COVERAGE = "Prints every function of torch with its list, or with the reason wh
 _EXPLAIN = "Explains what amp does to a function: which rule, from which file and line, and why."
 _DOCTOR = "Prints the facts a bug report needs: versions, devices, kernels, and who patched which torch functions."
 _PREFLIGHT = "Tells which opt levels a model stands, and what to type for those that it does not."
+_TUNE = "Finds the smallest cast list with which a training keeps its metric, by trainings."
 _COMPARE = "Tells in which numbers two saved reports differ most: casts, bytes, steps, gradients that underflow."
 _BUILD = "Compiles the extension (kernels, and faster calls of patched functions); amp uses it from then on."
 
@@ -310,7 +313,10 @@ def _preflight(arguments: argparse.Namespace) -> int:
     levels = arguments.level or ("O1", "O2", "O3")
     checked_levels(levels)  # before the user's model is built
     with _searching_here():  # while it runs too: the model may import what it needs late
-        model, inputs, loss_fn = _subject(arguments.target)
+        result = _returned(arguments.target, "one_step", _STEP)
+        if not isinstance(result, (tuple, list)) or len(result) != 3:
+            raise OptionError(f"{arguments.target} returned {_shape(result)}; expected three: {_STEP}.")
+        model, inputs, loss_fn = result
         try:
             result = amp.preflight(model, inputs, loss_fn, levels=levels, measure=not arguments.no_measure)
         except OptionError as error:
@@ -324,15 +330,21 @@ def _preflight(arguments: argparse.Namespace) -> int:
     return 0 if any(each.verdict == "stands" for each in result.levels) else _FAULT
 
 
-def _subject(target: str) -> tuple[Any, Any, Any]:
-    """Returns what the user's function returns."""
+def _returned(target: str, example: str, expected: str) -> Any:
+    """Returns what the user's function returns.
+
+    Args:
+        target: the module and the function, as "module:function".
+        example: a function's name for messages.
+        expected: what it is to return, for messages.
+    """
     module_name, separator, name = target.partition(":")
     is_path = module_name.endswith(".py") or "/" in module_name
     if not (separator and name and module_name) or is_path:
         module_name = ".".join(Path(module_name).with_suffix("").parts) if is_path else module_name or "train"
         raise OptionError(
-            f"found {target!r}; expected MODULE:FUNCTION, such as {module_name}:{name or 'one_step'}. The module is "
-            "named as in `import`, and the function returns the model, its inputs and a loss function."
+            f"found {target!r}; expected MODULE:FUNCTION, such as {module_name}:{name or example}. The module is "
+            f"named as in `import`, and the function returns {expected}."
         )
     _import([module_name])
     module = sys.modules[module_name]
@@ -344,15 +356,15 @@ def _subject(target: str) -> tuple[Any, Any, Any]:
             f"the module {module_name!r} has {found} {name!r}; expected a function.{did_you_mean(name, names)}"
         )
     try:
-        result = function()
+        return function()
     except (Exception, SystemExit) as error:  # a user's function may raise anything
         told = f"{target} raised {type(error).__name__}: {error}"
-        hint = "It is called without arguments, and is to return the model, its inputs and a loss function."
+        hint = f"It is called without arguments, and is to return {expected}."
         raise in_one_error(told, error, f"import {module_name}; {module_name}.{name}()", otherwise=hint) from error
-    if not isinstance(result, (tuple, list)) or len(result) != 3:
-        found = f"{len(result)} values" if isinstance(result, (tuple, list)) else type(result).__name__
-        raise OptionError(f"{target} returned {found}; expected three: the model, its inputs and a loss function.")
-    return result[0], result[1], result[2]
+
+
+def _shape(result: object) -> str:
+    return f"{len(result)} values" if isinstance(result, (tuple, list)) else type(result).__name__
 
 
 def _step_of(target: str, inputs: object) -> str:
@@ -360,6 +372,143 @@ def _step_of(target: str, inputs: object) -> str:
     module, _, function = target.partition(":")
     stars = "*" if isinstance(inputs, (tuple, list)) else "**" if isinstance(inputs, Mapping) else ""
     return f"import {module}; model, inputs, loss_fn = {module}.{function}(); loss_fn(model({stars}inputs)).backward()"
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target",
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that returns the functions train and evaluate, or a dict of the arguments "
+        "of `amp.tune`; the module is searched for in the current folder too",
+    )
+    parser.add_argument("--tolerance", metavar="NUMBER | N%", help="how much worse the metric may be")
+    better = parser.add_mutually_exclusive_group()
+    for flag, value, what in (("higher", True, "an accuracy"), ("lower", False, "a loss")):
+        better.add_argument(
+            f"--{flag}-is-better",
+            dest="higher_is_better",
+            action="store_const",
+            const=value,
+            help=f"the metric is such as {what}",
+        )
+    parser.add_argument("--budget", metavar="TIME | RUNS", help="'2h', '90 min' or '20 runs' (default: no limit)")
+    parser.add_argument("--seeds", type=_seeds, metavar="N | LIST", help="a number of seeds, or seeds such as 0,1,2")
+    parser.add_argument("--opt-level", metavar="LEVEL", help="O1 (default) or O4")
+    _add_half_dtype(parser, "the half type (default: float16 for parameters on a GPU, else bfloat16)")
+    _add_cast_lists(parser)
+    parser.add_argument(
+        "--out",
+        type=_file,
+        metavar="FILE",
+        default="casts.yaml",
+        help="where to write the list (default: casts.yaml); a file that `ampatch tune` wrote before is replaced",
+    )
+    parser.add_argument(
+        "--journal",
+        type=_file,
+        metavar="FILE",
+        help="where finished runs are kept; a later call goes on from there (default: as --out, ending in .tune.json)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(run=_tune)
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from ampatch import amp
+    from ampatch.diagnostics.tuning_trials import is_users
+
+    out, target = _file_of_tuning(arguments), arguments.target
+    with _searching_here():  # while it runs too: the training may import what it needs late
+        given = _of_tuning(target)
+        half = arguments.half_dtype
+        typed = {
+            "tolerance": arguments.tolerance,
+            "higher_is_better": arguments.higher_is_better,
+            "budget": arguments.budget,
+            "seeds": arguments.seeds,
+            "opt_level": arguments.opt_level,
+            "half_dtype": None if half is None else half[0],
+            "cast_lists": arguments.cast_lists or None,
+            "journal": arguments.journal or (None if "journal" in given else str(out.with_suffix(".tune.json"))),
+        }
+        options = {"journal": None, **given, **{name: value for name, value in typed.items() if value is not None}}
+        missing = [name for name in ("tolerance", "higher_is_better") if name not in options]
+        if missing:
+            flags = {"tolerance": "--tolerance 0.005", "higher_is_better": "--higher-is-better or --lower-is-better"}
+            to_type = " and ".join(flags[name] for name in missing)
+            raise OptionError(f"{target}: {' and '.join(missing)} not given. Type {to_type}.")
+        try:
+            result = amp.tune(**options)
+        except KeyboardInterrupt:
+            if options["journal"] is not None:
+                sys.stderr.write(f"Stopped. The same command goes on after the last run in {options['journal']}.\n")
+            raise
+        except OptionError as error:
+            raise OptionError(f"{target}: {error}") from error
+        except (Exception, SystemExit) as error:
+            if not is_users(error):
+                raise  # with the traceback, since it is a fault of ampatch
+            told = f"{target}: {type(error).__name__}: {error}"
+            raise in_one_error(told, error, _training_of(target, given)) from error
+    _print([json.dumps(result.to_dict(), indent=2)] if arguments.json else str(result).splitlines())
+    if result.verdict != "passes":
+        return _FAULT
+    result.save(out)
+    if not arguments.json:
+        lists = repr(str(out)) if not result.cast_lists else f"[..., {str(out)!r}], after the lists that it began with"
+        _print(["", f"Written to {out}. Type amp.initialize(..., cast_lists={lists})."])
+    return 0
+
+
+def _file_of_tuning(arguments: argparse.Namespace) -> Path:
+    """Returns the file to write; raises if that would replace a list of the user's."""
+    from ampatch.diagnostics.tuning_report import MARK, checked_file
+
+    out = checked_file(arguments.out)
+    if out.exists() and not out.read_text(encoding="utf-8", errors="replace").startswith(MARK):
+        raise OptionError(f"{out} exists, and `ampatch tune` has not written it. Type --out with another name.")
+    if any(Path(each).resolve() == out.resolve() for each in arguments.cast_lists):
+        raise OptionError(f"{out} is among --cast-lists, and would be replaced. Type --out with another name.")
+    return out
+
+
+def _of_tuning(target: str) -> dict[str, Any]:
+    """Returns the arguments of `amp.tune` that the user's function returns."""
+    from ampatch import amp
+
+    expected = "train and evaluate, or a dict of the arguments of amp.tune"
+    result = _returned(target, "training", expected)
+    if isinstance(result, (tuple, list)) and len(result) == 2:
+        result = {"train": result[0], "evaluate": result[1]}
+    if not isinstance(result, Mapping):
+        raise OptionError(f"{target} returned {_shape(result)}; expected {expected}.")
+    known = list(inspect.signature(amp.tune).parameters)
+    for name in result:
+        if name not in known:
+            hint = did_you_mean(str(name), known)
+            raise OptionError(f"{target} returned the key {name!r}; expected {', '.join(known)}.{hint}")
+    missing = [name for name in ("train", "evaluate") if name not in result]
+    if missing:
+        raise OptionError(f"{target} returned a dict without {' and '.join(map(repr, missing))}.")
+    return dict(result)
+
+
+def _training_of(target: str, given: Mapping[str, Any]) -> str:
+    """Returns Python that runs the user's training in float32 without ampatch's search."""
+    module, _, function = target.partition(":")
+    names = "train, evaluate = " if set(given) == {"train", "evaluate"} else "given = "
+    call = "evaluate(train({'opt_level': 'O0'}))"
+    if names == "given = ":
+        call = "given['evaluate'](given['train']({'opt_level': 'O0'}))"
+    return f"import {module}; {names}{module}.{function}(); {call}"
+
+
+def _seeds(text: str) -> int | tuple[int, ...]:
+    try:
+        numbers = tuple(int(each) for each in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a number of seeds (3), or seeds (0,1,2)") from None
+    return numbers[0] if "," not in text else numbers
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
@@ -514,6 +663,7 @@ _COMMANDS = {
     "explain": (_EXPLAIN, _add_explain),
     "doctor": (_DOCTOR, _add_doctor),
     "preflight": (_PREFLIGHT, _add_preflight),
+    "tune": (_TUNE, _add_tune),
     "compare": (_COMPARE, _add_compare),
     "build": (_BUILD, _add_build),
 }

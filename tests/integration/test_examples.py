@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from apart import WITH_TIMM
 from helpers import assert_same_state, completed
 
@@ -190,7 +191,29 @@ def test_a_program_that_is_exported_runs_without_ampatch(half: str, tmp_path: Pa
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+class TestTune:
+    def test_the_planted_culprit_is_found_and_the_others_need_no_list(self, tmp_path: Path) -> None:
+        printed = run("tune", where=tmp_path)
+        digits, language, planted = printed.split("== ")[1:]
+        for each in (digits, language):
+            assert "no overlay is needed" in each
+        assert "blacklist:\n  __main__:\n" in planted
+        assert planted.count("    - ") == 1
+        assert "    - standardised" in planted
+
+    def test_the_command_of_the_page_writes_the_list_of_the_page(self, tmp_path: Path) -> None:
+        page = (EXAMPLES.parent / "docs" / "guide" / "tune.md").read_text(encoding="utf-8")
+        assert "cd examples && ampatch tune\ntune:planted" in page
+        shutil.copy(EXAMPLES / "tune.py", tmp_path)
+        typed("ampatch tune tune:planted", tmp_path)
+        (of_page,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+        written = yaml.safe_load((tmp_path / "casts.yaml").read_text(encoding="utf-8"))
+        assert written == yaml.safe_load(of_page) == {"blacklist": {"tune": ["standardised"]}}
+
+
 def test_all_of_them_are_run() -> None:
     run_here = {getattr(script, "values", [script])[0] for script in SCRIPTS} | {name for name, *_ in UNDER_TORCHRUN}
+    run_here.add("tune")
     run_here |= set(re.findall(r"examples/(\w+)\.py", " ".join(command for command, _ in commands_of_debugging())))
     assert {path.stem for path in EXAMPLES.iterdir() if path.suffix == ".py"} == run_here

@@ -1,0 +1,154 @@
+"""The budget of a search, and its progress with the time left on standard error.
+
+Must not run a training.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+from ampatch.diagnostics.tables import seconds as in_words
+from ampatch.errors import OptionError
+
+_UNITS = {
+    **dict.fromkeys(("s", "sec", "second", "seconds"), 1.0),
+    **dict.fromkeys(("m", "min", "minute", "minutes"), 60.0),
+    **dict.fromkeys(("h", "hour", "hours"), 3600.0),
+    **dict.fromkeys(("d", "day", "days"), 86400.0),
+}
+_FORMAT = "tuning |{bar}| {elapsed} passed, about {postfix} left"
+_EXPECTED = "expected a time with its unit ('2h', '90 min', '45 s') or a number of runs ('20 runs')"
+
+
+class BudgetEndedError(Exception):
+    """Raised inside a search if the next run would not fit the budget. Never leaves `amp.tune`."""
+
+
+class Budget:
+    """How long a search may take. It counts what this call runs; runs from a journal cost nothing.
+
+    Args:
+        runs: the most runs; None: no limit.
+        seconds: the most seconds; None: no limit.
+    """
+
+    def __init__(self, runs: int | None = None, seconds: float | None = None) -> None:
+        self._runs, self._seconds = runs, seconds
+        self._began = time.monotonic()
+        self.done = 0
+
+    @classmethod
+    def of(cls, given: object) -> Budget:
+        """Returns the budget that a user's argument stands for.
+
+        Raises:
+            OptionError: it is none, such as a number without a unit.
+        """
+        if given is None:
+            return cls()
+        if isinstance(given, timedelta):
+            return cls(seconds=_positive(given.total_seconds(), given))
+        if not isinstance(given, str):
+            hint = f" Type budget='{given} runs' or budget='{given} min'." if isinstance(given, (int, float)) else ""
+            raise OptionError(f"budget is {given!r}; {_EXPECTED}.{hint}")
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", given.lower())
+        number, unit = (float(found[1]), found[2]) if found else (0.0, "")
+        if unit in ("run", "runs") and number == int(number):
+            return cls(runs=int(_positive(number, given)))
+        if unit not in _UNITS:
+            raise OptionError(f"budget is {given!r}; {_EXPECTED}.")
+        return cls(seconds=_positive(number * _UNITS[unit], given))
+
+    def check(self, expected: float) -> None:
+        """Raises if another run does not fit.
+
+        Args:
+            expected: seconds that the run is expected to take.
+
+        Raises:
+            BudgetEndedError: all runs are spent, or the run would end after the time.
+        """
+        if self._runs is not None and self.done >= self._runs:
+            raise BudgetEndedError
+        left = self.seconds_left
+        if left is not None and (left <= 0 or expected > left):
+            raise BudgetEndedError
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the budget ends; None if it has no time."""
+        return None if self._seconds is None else self._began + self._seconds - time.monotonic()
+
+    @property
+    def runs_left(self) -> int | None:
+        """Runs until the budget ends; None if it has no number of them."""
+        return None if self._runs is None else self._runs - self.done
+
+
+def _positive(number: float, given: object) -> float:
+    if number <= 0:
+        raise OptionError(f"budget is {given!r}; {_EXPECTED}, above 0.")
+    return number
+
+
+class Progress:
+    """Prints a line for each run, and on a terminal draws a bar with the time left.
+
+    Args:
+        budget: bounds the time left.
+        is_shown: False prints nothing.
+    """
+
+    def __init__(self, budget: Budget, is_shown: bool) -> None:
+        self._budget, self._is_shown = budget, is_shown and sys.stderr is not None
+        self._expected = 0
+        self._seconds: list[float] = []
+        self._bar: Any = None
+
+    def expect(self, runs: int) -> None:
+        """Sets how many more runs the search is likely to need."""
+        self._expected = runs
+
+    def finished(self, what: str, outcome: str, seconds: float) -> None:
+        """Counts a run."""
+        self._seconds.append(seconds)
+        self._expected = max(0, self._expected - 1)
+        if not self._is_shown:
+            return
+        left = self.left
+        told = f"; about {in_words(left)} left" if left else ""
+        line = f"run {len(self._seconds)}: {what}: {outcome} in {in_words(seconds)}{told}"
+        from tqdm import tqdm
+
+        if self._bar is None:
+            self._bar = tqdm(bar_format=_FORMAT, disable=not _is_terminal(), file=sys.stderr)
+        with tqdm.external_write_mode(file=sys.stderr):
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
+        self._bar.total = len(self._seconds) + self._expected
+        self._bar.set_postfix_str(in_words(left), refresh=False)
+        self._bar.update(1)
+
+    @property
+    def left(self) -> float:
+        """Seconds that the search still takes; an estimate."""
+        runs, budget = self._expected, self._budget
+        if budget.runs_left is not None:
+            runs = min(runs, budget.runs_left)
+        # The median: a run that is watched takes longer than others.
+        times = sorted(self._seconds)
+        left = runs * times[len(times) // 2] if times else 0.0
+        return left if budget.seconds_left is None else max(0.0, min(left, budget.seconds_left))
+
+    def close(self) -> None:
+        """Removes the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _is_terminal() -> bool:
+    return sys.stderr.isatty()

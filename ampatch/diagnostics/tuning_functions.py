@@ -1,0 +1,247 @@
+"""What a training calls in half: functions with their lists, and the FLOPs of each by type.
+
+Owns the choice which functions a search may move to float32. Must never change a result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _current_autograd_node
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from ampatch.cast_lists.coverage import reason_of
+from ampatch.cast_lists.lists import CastLists
+from ampatch.cast_lists.paths import Path, PathError, find, unwrapped
+from ampatch.casting.nested import tensors_in
+from ampatch.diagnostics.function_names import name_of
+from ampatch.diagnostics.report_calls import CallRecorder
+from ampatch.diagnostics.report_rows import Row
+from ampatch.errors import CastListError
+from ampatch.opt_levels import HALVES
+
+#: Reasons of ``lists/reviewed.yaml`` for which a function does the same in half as in float32, or is no arithmetic.
+_HARMLESS = frozenset(
+    {
+        *("compares", "exact", "views", "makes", "converts", "fixed_type", "integers", "reads", "bookkeeping"),
+        *("removed", "symbols", "settings", "quantized", "draws"),
+    }
+)
+#: Rules that a cast list cannot change.
+_FIXED = {
+    "decorated": "an amp decorator fixes its type",
+    "registered": "it was registered, and a registration takes precedence over cast lists",
+}
+#: Numbers of autograd nodes whose backward passes may be still to come.
+_REMEMBERED = 100_000
+_RECURRENT = ("lstm", "gru", "rnn")
+
+
+@dataclass(frozen=True, slots=True)
+class SeenFunction:
+    """A function that a training called with half tensors.
+
+    Attributes:
+        path: its path, as in cast lists.
+        rule: the list that it is in; None if it is in none.
+        calls: number of calls.
+        half_flops: its FLOPs in half, forward and backward.
+    """
+
+    path: str
+    rule: str | None
+    calls: int
+    half_flops: int
+
+    @property
+    def group(self) -> str:
+        """The functions that a search moves together, in words."""
+        namespace, _, name = self.path.rpartition(".")
+        if namespace.partition(".")[0] != "torch":
+            return f"functions of {namespace}"
+        if self.rule != "whitelist":
+            return "functions that promote" if self.rule == "promote" else "functions on no list"
+        if "conv" in name:
+            return "convolutions"
+        if "attention" in name:
+            return "attention"
+        if name.removesuffix("_cell").partition("_")[0] in _RECURRENT:
+            return "recurrent layers"
+        return "matrix products" if self.half_flops else "other whitelisted functions"
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a training called.
+
+    Attributes:
+        functions: functions that it called with half tensors, and that a cast list can move to float32.
+        half_flops: FLOPs in half.
+        all_flops: all FLOPs that were counted.
+        notes: what could not be observed or moved, as sentences.
+        is_disturbed: True if the training ran otherwise than unwatched, as compiled code does. Its metric counts for
+            nothing then.
+    """
+
+    functions: tuple[SeenFunction, ...]
+    half_flops: int
+    all_flops: int
+    notes: tuple[str, ...] = ()
+    is_disturbed: bool = False
+
+    @property
+    def share(self) -> float | None:
+        """The share of the FLOPs in half; None if no FLOPs were counted."""
+        return self.half_flops / self.all_flops if self.all_flops else None
+
+    def share_without(self, kept: frozenset[str]) -> float | None:
+        """Returns the share in half that is left once some functions run in float32."""
+        if not self.all_flops:
+            return None
+        lost = sum(each.half_flops for each in self.functions if each.path in kept)
+        return (self.half_flops - lost) / self.all_flops
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain data."""
+        return {**asdict(self), "functions": [asdict(each) for each in self.functions]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Observed:
+        """Returns what `to_dict` has made plain data of."""
+        functions = tuple(SeenFunction(**each) for each in data["functions"])
+        return cls(functions, data["half_flops"], data["all_flops"], tuple(data["notes"]), data["is_disturbed"])
+
+
+class TrainingRecorder(CallRecorder):
+    """Records what a training and its evaluation call, with FLOPs by function and type.
+
+    Args:
+        lists: the cast lists of the training.
+
+    Attributes:
+        counts_flops: False once the training has ended: the FLOPs of the evaluation do not count.
+    """
+
+    def __init__(self, lists: CastLists) -> None:
+        super().__init__()
+        self._lists = lists
+        self.counts_flops = True
+        self._flops: Counter[tuple[Any, bool]] = Counter()
+        self._by_sequence: dict[int, Any] = {}  # functions of the forward pass, by the numbers of their autograd nodes
+
+    def operator(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an operator, and counts its FLOPs."""
+        result = super().operator(op, args, kwargs)
+        count = _formulas().get(getattr(op, "_overloadpacket", None)) if self.counts_flops else None
+        if count is not None:
+            with torch._C.DisableTorchFunction():
+                self._count(int(count(*args, **kwargs, out_val=result)), tensors_in(args))
+        return result
+
+    def _count(self, flops: int, tensors: Any) -> None:
+        floating = [each for each in tensors if each.is_floating_point()]
+        node: Any = _current_autograd_node()
+        row = self._thread.row
+        if node is None:
+            function = None if row is None else row.function
+            if torch.is_grad_enabled() and any(each.requires_grad for each in floating):
+                # autograd has just made the node whose backward pass belongs to this operator
+                self._by_sequence[torch._C._autograd._get_sequence_nr() - 1] = function
+                if len(self._by_sequence) > _REMEMBERED:
+                    del self._by_sequence[next(iter(self._by_sequence))]
+        else:
+            function = self._by_sequence.get(node._sequence_nr())
+        self._flops[function, any(each.dtype in HALVES for each in floating)] += flops
+
+    def observed(self) -> Observed:
+        """Returns what was recorded."""
+        rows: dict[Any, list[Row]] = {}
+        for row in self._rows.read():
+            if not isinstance(row.function, str):
+                rows.setdefault(row.function, []).append(row)
+        rules = {} if self._rulings is None else self._rulings.of(rows)
+        rules |= dict.fromkeys(self._decorated & set(rows), "decorated")
+        functions, notes = [], list(self._missed)
+        for function, of_function in rows.items():
+            rule = rules.get(function)
+            if rule in ("blacklist", "banned") or not _meets_half(of_function, rule):
+                continue
+            path = name_of(function)
+            reason = _FIXED.get(str(rule)) or self._unmovable(path, function)
+            if reason:
+                notes.append(f"{path} stays as it is: {reason}.")
+            elif reason is None:
+                calls = sum(row.numbers.calls for row in of_function)
+                functions.append(SeenFunction(path, rule, calls, self._flops[function, True]))
+        uncounted = [each.path for each in functions if each.group == "recurrent layers" and not each.half_flops]
+        if uncounted:
+            notes.append(f"The FLOPs of {', '.join(uncounted)} are not counted: torch has no formula for them.")
+        functions.sort(key=lambda each: (each.half_flops, each.path))
+        half = sum(flops for (_, is_half), flops in self._flops.items() if is_half)
+        return Observed(tuple(functions), half, sum(self._flops.values()), tuple(notes), bool(self._missed))
+
+    def _unmovable(self, name: str, function: Any) -> str | None:
+        """Returns why a cast list cannot move a function to float32; "" if there is no reason to; None if it can."""
+        namespace, _, last = name.rpartition(".")
+        path = Path(namespace, last)
+        try:
+            if unwrapped(find(path)) is not function:
+                return ""
+        except PathError:
+            return ""
+        reason = reason_of(path)
+        if reason is not None and reason.name in _HARMLESS:
+            return ""
+        if _writes_in_place(last):
+            return "a blacklisted in-place function raises on half tensors"
+        try:
+            self._lists.overlaid(blacklist([name]))
+        except CastListError:
+            return ""  # such as a property, which is no function
+        return None
+
+
+def blacklist(paths: Any) -> dict[str, dict[str, list[str]]]:
+    """Returns an overlay that moves functions to the blacklist."""
+    entries: dict[str, list[str]] = {}
+    for path in sorted(paths):
+        namespace, _, name = path.rpartition(".")
+        entries.setdefault(namespace, []).append(name)
+    return {"blacklist": entries}
+
+
+def _meets_half(rows: list[Row], rule: str | None) -> bool:
+    if rule == "whitelist" and any(row.numbers.casts or row.numbers.cache_hits for row in rows):
+        return True
+    return any(dtype in HALVES for row in rows for types in row.types for side in types for dtype in side)
+
+
+def _writes_in_place(name: str) -> bool:
+    is_operator = name.startswith("__") and name.endswith("__")
+    return name == "__setitem__" or (name[2:3] == "i" and name[2:5] != "inv" if is_operator else name.endswith("_"))
+
+
+@cache
+def _formulas() -> dict[Any, Callable[..., Any]]:
+    """Returns torch's formulas for FLOPs, with those of attention on the CPU, which torch leaves out."""
+    found: dict[Any, Callable[..., Any]] = dict(flop_registry)
+    forward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    backward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+    if forward is not None and backward is not None:
+        found.setdefault(forward, _attention)
+        found.setdefault(backward, _attention_backward)
+    return found
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))

@@ -1,0 +1,89 @@
+"""Searches a small set of functions in float32 with which a training passes, by asking whether sets pass.
+
+Must not run a training, nor know what passing means: the caller's function does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+#: Paths of the functions that run in float32.
+Kept = frozenset[str]
+
+
+def accumulated(
+    groups: Mapping[str, Kept], effect: Callable[[Kept], float], passes: Callable[[Kept], bool], last: Kept
+) -> Kept:
+    """Returns the first group that passes alone; else a union of groups, in the order of their measured effects.
+
+    Args:
+        groups: the groups by name, those first that cost least. Of two with the same effect, the earlier comes first.
+        effect: returns how good the metric is with a group alone in float32; -inf if the training fails.
+        passes: returns whether a set passes.
+        last: a set that is known to pass.
+    """
+    effects: dict[str, float] = {}
+    for name, group in groups.items():
+        effects[name] = effect(group)
+        if passes(group):
+            return group
+    found: Kept = frozenset()
+    for name in sorted(groups, key=lambda name: -effects[name]):  # sorted keeps the order of equals
+        found |= groups[name]
+        if last <= found:
+            break
+        if passes(found):
+            return found
+    return last
+
+
+def minimal(passes: Callable[[Kept], bool], ordered: Sequence[str]) -> Kept:
+    """Returns a part of a set that passes and needs each of its functions.
+
+    Assumes that a set passes if a part of it does.
+    This is QuickXplain (U. Junker, "QuickXplain: preferred explanations and relaxations for over-constrained problems",
+    AAAI 2004): it halves the set, and so asks about 2 k log2(n / k) + 2 k times for k of n functions.
+
+    Args:
+        passes: returns whether a set passes.
+        ordered: the set, which passes. Of several results it prefers those of earlier functions.
+    """
+    if not ordered or passes(frozenset()):
+        return frozenset()
+    return _needed(passes, frozenset(), frozenset(), list(ordered))
+
+
+def _needed(passes: Callable[[Kept], bool], given: Kept, added: Kept, ordered: list[str]) -> Kept:
+    """Returns what is needed of a list beside the functions given, of which some were added last."""
+    if added and passes(given):
+        return frozenset()
+    if len(ordered) == 1:
+        return frozenset(ordered)
+    middle = len(ordered) // 2
+    first, second = ordered[:middle], ordered[middle:]
+    of_second = _needed(passes, given | frozenset(first), frozenset(first), second)
+    of_first = _needed(passes, given | of_second, of_second, first)
+    return of_first | of_second
+
+
+def restored(passes: Callable[[Kept], bool], kept: Kept, order: Sequence[str]) -> Kept:
+    """Returns a set without each function that it does not need; every one left was tried singly.
+
+    Args:
+        passes: returns whether a set passes.
+        kept: a set that passes.
+        order: its functions, in the order in which to try to leave them out.
+    """
+    changed = True
+    while changed:
+        changed = False
+        for path in _of(order, kept):
+            if passes(kept - {path}):
+                kept, changed = kept - {path}, True
+    return kept
+
+
+def _of(order: Sequence[str], kept: Kept) -> Iterator[str]:
+    for path in order:
+        if path in kept:
+            yield path

@@ -1,0 +1,1003 @@
+"""`amp.tune` and `ampatch tune`: trainings with planted culprits, with noise, stopped and resumed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import json
+import math
+import random
+import sys
+import threading
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from hypothesis import given
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _device
+from torch.utils.flop_counter import FlopCounterMode
+
+from ampatch import amp
+from ampatch.casting import cast_observers
+from ampatch.cli import main as cli
+from ampatch.diagnostics import tuning_search
+from ampatch.diagnostics.tuning_functions import TrainingRecorder
+from ampatch.diagnostics.tuning_journal import fingerprint
+from ampatch.errors import AmpWarning, CastListError, OptionError, UsageError
+from ampatch.runtime import runtime
+
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
+
+def spread(x: Tensor) -> Tensor:
+    """A variance as the difference of two large numbers, of which half types keep no digit."""
+    return (x * x).mean() - x.mean() ** 2
+
+
+def shifted(x: Tensor) -> Tensor:
+    """Loses what it adds to a large number."""
+    return (x + 1000) - 1000
+
+
+def harmless(x: Tensor) -> Tensor:
+    return x * 2
+
+
+WHITELISTED = {"whitelist": {__name__: ["spread", "shifted", "harmless"]}}
+
+
+class Trained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.metric = math.nan
+
+
+class Probe:
+    """A training of one step, whose metric is how far a function is off in this precision: 0 is best.
+
+    Args:
+        off: returns how far it is off, given the model and float32 numbers around 30.
+    """
+
+    def __init__(self, off: Callable[[Trained, Tensor], float]) -> None:
+        self.off = off
+        self.calls: list[Mapping[str, Any]] = []
+
+    def train(self, amp_options: dict[str, Any]) -> Trained:
+        self.calls.append(amp_options)
+        model = Trained()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, verbosity=0, **amp_options)
+        with amp.scale_loss(model.layer(torch.randn(2, 4)).sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        model.metric = self.off(model, 30 + torch.rand(64, generator=torch.Generator().manual_seed(1)))
+        return model
+
+    def tuned(self, tolerance: float | str = 0.01, **options: Any) -> Any:
+        given: dict[str, Any] = {
+            "half_dtype": "bfloat16",
+            "higher_is_better": False,
+            "seeds": 1,
+            "progress": False,
+            "cast_lists": WHITELISTED,
+            **options,
+        }
+        return amp.tune(self.train, metric_of, tolerance=tolerance, **given)
+
+
+def metric_of(model: Trained) -> float:
+    return model.metric
+
+
+def error(value: Tensor, right: Tensor) -> float:
+    value, right = value.detach().double(), right.detach()
+    return float((value - right).abs().max() / right.abs().max())
+
+
+def all_three(_: Trained, x: Tensor) -> float:
+    harmless(x)
+    return max(error(spread(x), spread(x.double())), error(shifted(x), x.double()))
+
+
+def only_spread(_: Trained, x: Tensor) -> float:
+    return error(harmless(x), 2 * x.double()) * 0 + error(spread(x), x.double().var(correction=0))
+
+
+# What it finds
+
+
+def test_lists_that_keep_the_metric_need_no_overlay() -> None:
+    tuning = Probe(lambda _, x: error(harmless(x), 2 * x.double())).tuned()
+    assert (tuning.verdict, tuning.complete, tuning.float32, tuning.runs) == ("passes", True, (), 2)
+    assert tuning.share == 1
+    assert yaml.safe_load(tuning.overlay) is None
+    assert "no overlay is needed" in str(tuning)
+
+
+def test_a_culprit_on_the_users_list_is_the_only_function_that_moves(tmp_path: Path) -> None:
+    probe = Probe(only_spread)
+    tuning = probe.tuned()
+    assert (tuning.verdict, tuning.float32) == ("passes", (f"{__name__}.spread",))
+    assert yaml.safe_load(tuning.overlay) == {"blacklist": {__name__: ["spread"]}}
+    assert tuning.first.verdict == "fails"
+    # What the file promises holds with the file.
+    tuning.save(tmp_path / "casts.yaml")
+    options = {"opt_level": "O1", "half_dtype": "bfloat16", "cast_lists": [WHITELISTED, str(tmp_path / "casts.yaml")]}
+    torch.manual_seed(0)
+    trained = probe.train(options)
+    assert (0, trained.metric) in tuning.chosen.metrics
+    assert trained.metric < 0.01 < tuning.first.mean
+    amp.deinitialize()
+
+
+def test_two_culprits_move_and_nothing_else() -> None:
+    tuning = Probe(all_three).tuned()
+    assert tuning.float32 == (f"{__name__}.shifted", f"{__name__}.spread")
+    assert [path for path, without in tuning.needed if without.verdict == "fails"] == list(tuning.float32)
+
+
+def test_a_function_that_no_list_knows_moves_alone() -> None:
+    def off(model: Trained, x: Tensor) -> float:
+        half = model.layer(x[:4])
+        return error(half.exp(), half.double().exp())
+
+    probe = Probe(off)
+    tuning = probe.tuned(1e-5, cast_lists=None)
+    # exp of bfloat16 rounds once; in float32 it does not. The layer, and so all FLOPs, stay in half.
+    assert (tuning.float32, tuning.share) == (("torch.Tensor.exp",), 1)
+
+
+def test_functions_inside_of_a_whitelisted_one_move_with_it() -> None:
+    def off(_: Trained, x: Tensor) -> float:
+        torch.manual_seed(0)
+        attention = nn.MultiheadAttention(8, 2)
+        x = x.view(8, 8) - 30
+        with amp.disable_casts():
+            right = copy.deepcopy(attention).double()(x.double(), x.double(), x.double(), need_weights=False)[0]
+        return error(attention(x, x, x, need_weights=False)[0], right)
+
+    tuning = Probe(off).tuned(1e-5, cast_lists=None)
+    assert (tuning.verdict, tuning.first.verdict) == ("passes", "fails")
+    assert "torch.nn.functional.scaled_dot_product_attention" in tuning.float32
+    # Of the set without it, amp warned that it undoes the edit of the outer function: that is past.
+    assert not any("scaled_dot_product_attention (in the whitelist)" in note for note in tuning.notes)
+
+
+def test_warnings_of_amp_about_the_result_are_told() -> None:
+    def off(_: Trained, x: Tensor) -> float:
+        warnings.warn("mind this", AmpWarning, stacklevel=1)
+        return only_spread(_, x)
+
+    tuning = Probe(off).tuned()
+    assert "mind this" in tuning.notes
+
+
+def test_a_function_that_only_the_evaluation_calls_moves_too() -> None:
+    def evaluate(model: Trained) -> float:
+        x = 30 + torch.rand(64, generator=torch.Generator().manual_seed(1))
+        model.layer(x.view(16, 4))
+        return only_spread(model, x)
+
+    tuning = amp.tune(Probe(lambda _, x: 0.0).train, evaluate, tolerance=0.01, higher_is_better=False, seeds=1,
+                      half_dtype="bfloat16", cast_lists=WHITELISTED, progress=False)  # fmt: skip
+    assert tuning.float32 == (f"{__name__}.spread",)
+
+
+def test_the_share_of_flops_in_half_is_measured() -> None:
+    def off(model: Trained, x: Tensor) -> float:
+        if x.dtype is torch.float32 and runtime.live is not None and runtime.live.patches_functions:
+            model.layer(x.view(16, 4))
+        return error(x.view(16, 4) @ x.view(4, 16), x.double().view(16, 4) @ x.double().view(4, 16))
+
+    tuning = Probe(off).tuned(1e-5, cast_lists=None)
+    assert tuning.float32 == ("torch.Tensor.__matmul__",)
+    linear = 2 * 2 * 4 * 4 * 2 + 2 * 16 * 4 * 4  # a step without the gradient of its input, and a forward pass
+    products = 2 * (2 * 16 * 16 * 4)  # in float32 and in float64
+    assert tuning.share_is_measured
+    assert tuning.share == pytest.approx(linear / (linear + products))
+
+
+def test_nan_in_half_fails_a_trial() -> None:
+    tuning = Probe(lambda _, x: 0.0 if spread(x).item() > 0.01 and spread(x).item() < 1 else math.nan).tuned()
+    assert tuning.float32 == (f"{__name__}.spread",)
+    assert "metric nan with seed 0" in tuning.overlay
+
+
+def test_an_exception_in_half_fails_a_trial() -> None:
+    def off(_: Trained, x: Tensor) -> float:
+        if not 0.01 < spread(x).item() < 1:
+            raise ArithmeticError("no spread")
+        return error(shifted(x), x.double())  # which only a run that did not raise shows
+
+    tuning = Probe(off).tuned()
+    assert tuning.float32 == (f"{__name__}.shifted", f"{__name__}.spread")
+    assert "ArithmeticError: no spread" in tuning.overlay
+    assert tuning.first.error == "ArithmeticError: no spread"
+
+
+def test_if_no_list_helps_there_is_nothing_to_save(tmp_path: Path) -> None:
+    @amp.half_function
+    def fixed(x: Tensor) -> Tensor:
+        return spread(x)
+
+    tuning = Probe(lambda _, x: error(fixed(x), x.double().var(correction=0))).tuned(cast_lists=None)
+    assert (tuning.verdict, tuning.complete) == ("fails", True)
+    assert any("an amp decorator fixes its type" in note for note in tuning.notes)
+    with pytest.raises(UsageError, match="No cast list keeps the metric"):
+        tuning.save(tmp_path / "casts.yaml")
+    assert list(tmp_path.iterdir()) == []
+
+
+# The search, whatever passing means
+
+_PATHS = tuple("abcdefgh")
+
+
+@given(st.lists(st.frozensets(st.sampled_from(_PATHS), min_size=1), min_size=1, max_size=3))
+def test_a_minimal_set_passes_and_needs_each_function(needed: list[frozenset[str]]) -> None:
+    def passes(kept: frozenset[str]) -> bool:
+        return all(each & kept for each in needed)
+
+    found = tuning_search.minimal(passes, _PATHS)
+    assert passes(found)
+    assert not any(passes(found - {each}) for each in found)
+    assert tuning_search.restored(passes, frozenset(_PATHS), _PATHS) <= frozenset(_PATHS)
+
+
+def test_of_two_that_suffice_the_earlier_is_kept() -> None:
+    assert tuning_search.minimal(lambda kept: bool(kept & {"b", "g"}), _PATHS) == {"b"}
+
+
+def test_halving_asks_seldom() -> None:
+    asked = []
+
+    def passes(kept: frozenset[str]) -> bool:
+        asked.append(kept)
+        return "37" in kept
+
+    assert tuning_search.minimal(passes, list(map(str, range(64)))) == {"37"}
+    assert len(asked) <= 2 * math.log2(64) + 2
+
+
+def test_groups_come_by_their_effect() -> None:
+    groups = {name: frozenset(name) for name in "abcd"}
+    tried = []
+
+    def passes(kept: frozenset[str]) -> bool:
+        tried.append("".join(sorted(kept)))
+        return kept >= {"b", "d"}
+
+    effects = {"a": 0.0, "b": 1.0, "c": -math.inf, "d": 2.0}
+    found = tuning_search.accumulated(groups, lambda kept: effects[min(kept)], passes, frozenset("abcd"))
+    assert found == {"b", "d"}
+    assert tried == ["a", "b", "c", "d", "d", "bd"]
+
+
+# Noise
+
+
+def noisy(amount: float, half_is_worse_by: float = 0.0, calls: Callable[[Tensor], Any] = id) -> Probe:
+    """A metric with noise that differs from run to run, though the seed is the same."""
+    noise = itertools.count()
+
+    def off(_: Trained, x: Tensor) -> float:
+        calls(x)
+        is_half = spread(x).item() < 0.01 or spread(x).item() > 1
+        return amount * math.sin(97 * next(noise)) + (half_is_worse_by if is_half else 0)
+
+    return Probe(off)
+
+
+def test_noise_beyond_the_tolerance_is_told(tmp_path: Path) -> None:
+    tuning = noisy(1.0).tuned(0.01, seeds=3)
+    assert (tuning.verdict, tuning.float32, tuning.runs) == ("cannot tell", (), 6)
+    assert "cannot tell whether the metric stays within the tolerance" in str(tuning)
+    assert "standard deviation" in " ".join(tuning.notes)
+    with pytest.raises(UsageError, match="cannot tell"):
+        tuning.save(tmp_path / "casts.yaml")
+
+
+def test_a_loss_beyond_the_noise_is_found_in_spite_of_it() -> None:
+    tuning = noisy(0.01, half_is_worse_by=5.0).tuned(1.0, seeds=3)
+    assert tuning.float32 == (f"{__name__}.spread",)
+    assert tuning.chosen.noise > 0
+
+
+def test_a_trial_that_fails_beyond_doubt_stops_after_one_seed() -> None:
+    tuning = noisy(0.01, half_is_worse_by=5.0, calls=lambda x: (shifted(x), harmless(x))).tuned(1.0, seeds=3)
+    assert tuning.float32 == (f"{__name__}.spread",)
+    others = [each for each in tuning.trials[1:] if each.verdict == "fails"]
+    assert {len(each.metrics) for each in others} == {1}
+    assert len(tuning.first.metrics) == 3
+
+
+def test_noise_that_float32_would_have_too_is_told_as_such() -> None:
+    tuning = noisy(1.0, half_is_worse_by=50.0).tuned(0.01, seeds=3)
+    assert (tuning.first.verdict, tuning.verdict, tuning.complete) == ("fails", "cannot tell", True)
+    assert f"With {__name__}.spread and torch.nn.functional.linear in float32 it is metric" in tuning.conclusion()
+
+
+def test_more_seeds_are_proposed_that_would_tell() -> None:
+    tuning = noisy(1.0).tuned(0.9, seeds=3)
+    assert tuning.verdict == "cannot tell"
+    told = str(tuning).partition("about seeds=")[2]
+    needed = int(told.partition(",")[0])
+    assert needed == math.floor(3 * (tuning.first.noise / (0.9 - tuning.first.worse)) ** 2 + 1)
+
+
+def test_one_seed_shows_no_noise_and_says_so() -> None:
+    assert any("the noise of the metric is unknown" in note for note in Probe(only_spread).tuned().notes)
+
+
+def test_seeds_that_change_nothing_are_told() -> None:
+    tuning = Probe(only_spread).tuned(seeds=2)
+    assert any("the same for all seeds" in note for note in tuning.notes)
+
+
+def test_higher_is_better() -> None:
+    probe = Probe(lambda _, x: -error(spread(x), x.double().var(correction=0)))
+    assert probe.tuned(higher_is_better=True).float32 == (f"{__name__}.spread",)
+    assert probe.tuned(higher_is_better=False).float32 == ()
+
+
+def test_a_tolerance_in_percent_is_of_the_metric_in_float32() -> None:
+    def off(_: Trained, x: Tensor) -> float:
+        return 100 + only_spread(_, x)  # in half 100 + 1 at least
+
+    tuning = Probe(off).tuned("0.5%")
+    assert tuning.float32 == (f"{__name__}.spread",)
+    assert tuning.tolerance == pytest.approx(0.5, rel=1e-3)
+    assert Probe(off).tuned("90000%").float32 == ()
+    with pytest.raises(OptionError, match="which is 0"):
+        Probe(lambda _, x: 0.0 * x.sum().item()).tuned("1%")
+
+
+# Seeds, and what a run leaves
+
+
+def test_seeds_reach_all_generators() -> None:
+    drawn = []
+
+    def off(_: Trained, x: Tensor) -> float:
+        drawn.append((torch.rand(()).item(), random.random(), np.random.random()))
+        return 0.0
+
+    Probe(off).tuned(seeds=(3, 5))
+    assert drawn[:2] == drawn[2:]
+    assert not any(first == second for first, second in zip(drawn[0], drawn[1], strict=True))
+
+
+@pytest.mark.parametrize("ends", ["returns", "raises"])
+def test_nothing_of_the_users_state_changes(ends: str) -> None:
+    def off(_: Trained, x: Tensor) -> float:
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True)
+        torch.set_grad_enabled(False)
+        torch.set_num_threads(2)
+        torch.backends.cudnn.benchmark = True
+        torch.set_default_device("meta")
+        random.random()
+        if ends == "raises":
+            raise ValueError("mine")
+        return 0.0
+
+    torch.manual_seed(11)
+    random.seed(11)
+    before = torch.get_rng_state(), random.getstate(), torch.get_num_threads(), torch.backends.cudnn.benchmark
+    if ends == "raises":
+        with pytest.raises(ValueError, match="mine") as caught:
+            Probe(off).tuned()
+        assert "raised this in float32" in "".join(caught.value.__notes__)
+    else:
+        Probe(off).tuned()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), torch.get_num_threads(), torch.backends.cudnn.benchmark) == before[1:]
+    assert torch.get_default_dtype() is torch.float32
+    assert _device.CURRENT_DEVICE is None
+    assert torch.is_grad_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert runtime.live is None
+    assert runtime.before_close == []
+
+
+def test_a_run_begins_in_the_state_that_the_first_began_in() -> None:
+    seen = []
+
+    def off(_: Trained, x: Tensor) -> float:
+        seen.append((torch.get_default_dtype(), torch.get_num_threads()))
+        torch.set_default_dtype(torch.float64)
+        return 0.0
+
+    Probe(off).tuned(seeds=2)
+    assert len(set(seen)) == 1
+
+
+# The budget
+
+
+@pytest.fixture(scope="module")
+def whole() -> Any:
+    """A search that ran until its end."""
+    return Probe(all_three).tuned()
+
+
+@pytest.mark.parametrize("runs", [1, 2, 3, 5, 8])
+def test_no_more_runs_than_the_budget_has(runs: int, whole: Any) -> None:
+    probe = Probe(all_three)
+    assert whole.runs > 8
+    tuning = probe.tuned(budget=f"{runs} runs")
+    assert len(probe.calls) == tuning.runs == runs
+    assert not tuning.complete
+    assert "The budget ended before the search did." in str(tuning)
+    if tuning.verdict == "passes":  # then what it has found so far holds, and may be too large
+        assert set(tuning.float32) > set(whole.float32) or tuning.float32 == whole.float32
+        assert tuning.chosen.passes
+    else:
+        assert runs < 3  # float32, the lists as they are, and all in float32
+
+
+def test_a_run_that_would_end_after_the_time_is_not_begun() -> None:
+    def off(_: Trained, x: Tensor) -> float:
+        time.sleep(0.5)
+        return only_spread(_, x)
+
+    probe = Probe(off)
+    tuning = probe.tuned(budget=timedelta(seconds=1.3))
+    assert not tuning.complete
+    assert len(probe.calls) <= 2
+
+
+# The journal
+
+
+def test_a_search_that_was_stopped_goes_on_where_it_was(tmp_path: Path, whole: Any) -> None:
+    for stop_at in (2, whole.runs - 1):
+        journal = tmp_path / f"{stop_at}.json"
+
+        left = itertools.repeat(None, stop_at)
+
+        def off(model: Trained, x: Tensor, left: Iterator[None] = left) -> float:
+            if next(left, left) is left:
+                raise KeyboardInterrupt
+            return all_three(model, x)
+
+        with pytest.raises(KeyboardInterrupt):
+            Probe(off).tuned(journal=journal)
+        assert runtime.live is None
+        assert len(json.loads(journal.read_text())["runs"]) == stop_at
+        again = Probe(all_three)
+        tuning = again.tuned(journal=str(journal))
+        assert (tuning.resumed, tuning.runs) == (stop_at, whole.runs - stop_at)
+        same = (
+            "verdict",
+            "float32",
+            "trials",
+            "needed",
+            "share",
+            "share_is_measured",
+            "baseline",
+            "notes",
+            "half_dtype",
+        )
+        assert [getattr(tuning, name) for name in same] == [getattr(whole, name) for name in same]
+    third = Probe(all_three)
+    assert third.tuned(journal=journal).float32 == whole.float32
+    assert third.calls == []
+
+
+def test_more_seeds_reuse_the_journal(tmp_path: Path) -> None:
+    Probe(only_spread).tuned(journal=tmp_path / "tune.json", seeds=1)
+    probe = Probe(only_spread)
+    tuning = probe.tuned(journal=tmp_path / "tune.json", seeds=2, tolerance=0.02)
+    assert tuning.float32 == (f"{__name__}.spread",)
+    assert tuning.baseline.metrics[0][0] == 0
+    assert {each["seed"] for each in json.loads((tmp_path / "tune.json").read_text())["runs"]} == {0, 1}
+
+
+def other_metric(model: Trained) -> float:
+    return -model.metric
+
+
+@pytest.mark.parametrize(
+    ("options", "differs"),
+    [
+        ({"half_dtype": "float16"}, "half_dtype"),
+        ({"opt_level": "O4", "half_dtype": None}, "opt_level"),
+        ({"cast_lists": None}, "the cast lists"),
+    ],
+)
+def test_a_journal_of_another_search_is_refused(options: dict[str, Any], differs: str, tmp_path: Path) -> None:
+    journal = tmp_path / "tune.json"
+    Probe(only_spread).tuned(journal=journal, budget="1 run")
+    before = journal.read_text()
+    with pytest.raises(OptionError, match=f"is of another search: it differs in .*{differs}"):
+        Probe(only_spread).tuned(journal=journal, **options)
+    assert journal.read_text() == before
+
+
+def test_a_journal_of_another_metric_is_refused(tmp_path: Path) -> None:
+    journal = tmp_path / "tune.json"
+    probe = Probe(only_spread)
+    probe.tuned(journal=journal, budget="1 run")
+    with pytest.raises(OptionError, match="differs in evaluate"):
+        amp.tune(probe.train, other_metric, tolerance=1, higher_is_better=False, half_dtype="bfloat16",
+                 cast_lists=WHITELISTED, journal=journal)  # fmt: skip
+
+
+def test_a_fingerprint_changes_with_the_name_and_the_source() -> None:
+    def same(model: Trained) -> float:
+        return model.metric + 1
+
+    same.__qualname__ = metric_of.__qualname__
+    renamed = types.FunctionType(metric_of.__code__, {})
+    renamed.__qualname__, renamed.__module__ = "other", metric_of.__module__
+    prints = [fingerprint(each) for each in (metric_of, same, renamed)]
+    assert len(set(prints)) == 3
+    assert fingerprint(functools.partial(metric_of)) == prints[0]
+    assert fingerprint(Probe(only_spread).train) == fingerprint(Probe(all_three).train)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "is no journal of this version"),
+        ('{"format": "ampatch tune journal", "version": 1, "about": {}, "runs": [{}]}', "cannot be read"),
+        ('{"format": "ampatch tune journal", "version": 2, "about": {}, "runs": []}', "is no journal of this version"),
+    ],
+)
+def test_a_file_that_is_no_journal_stays(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "tune.json").write_text(text)
+    with pytest.raises(OptionError, match=told):
+        Probe(only_spread).tuned(journal=tmp_path / "tune.json")
+    assert (tmp_path / "tune.json").read_text() == text
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"tolerance": 0}, "tolerance is 0; expected"),
+        ({"tolerance": math.nan}, "tolerance is nan; expected"),
+        ({"tolerance": "much"}, "tolerance is 'much'; expected"),
+        ({"tolerance": True}, "tolerance is True; expected"),
+        ({"higher_is_better": None}, "higher_is_better is None; expected True, as for an accuracy"),
+        ({"budget": 20}, "budget is 20; expected .* Type budget='20 runs' or budget='20 min'"),
+        ({"budget": "20"}, "budget is '20'; expected"),
+        ({"budget": "0 runs"}, "budget is '0 runs'; expected .* above 0"),
+        ({"budget": "1.5 runs"}, "budget is '1.5 runs'; expected"),
+        ({"budget": "2 weeks"}, "budget is '2 weeks'; expected"),
+        ({"budget": timedelta(0)}, "above 0"),
+        ({"seeds": 0}, "seeds is 0; expected"),
+        ({"seeds": (1, 1)}, "seeds is .* different seeds"),
+        ({"seeds": "3"}, "seeds is '3'; expected"),
+        ({"seeds": (-1,)}, "seeds is .*; expected"),
+        ({"opt_level": "O2"}, "opt_level is 'O2', which casts no functions by lists; expected 'O1' or 'O4'"),
+        ({"opt_level": "O0"}, "expected 'O1' or 'O4'"),
+        ({"half_dtype": "float64"}, "half_dtype"),
+        ({"journal": "absent/tune.json"}, "there is no folder"),
+        ({"journal": "tune.txt"}, "does not end with .json"),
+    ],
+)
+def test_a_wrong_argument(options: dict[str, Any], told: str) -> None:
+    probe = Probe(only_spread)
+    with pytest.raises(OptionError, match=told):
+        probe.tuned(**{"tolerance": 0.1, **options})
+    assert probe.calls == []
+
+
+def test_train_and_evaluate_are_functions() -> None:
+    with pytest.raises(OptionError, match="train is 'int'; expected a function that trains"):
+        amp.tune(3, metric_of, tolerance=1, higher_is_better=True)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="evaluate is 'float'; expected a function that returns the metric"):
+        amp.tune(Probe(only_spread).train, 0.5, tolerance=1, higher_is_better=True)  # type: ignore[arg-type]
+
+
+def test_faults_of_the_lists_are_told_before_any_run() -> None:
+    probe = Probe(only_spread)
+    with pytest.raises(CastListError):
+        probe.tuned(cast_lists={"whitelist": {"torch": ["sofmax"]}})
+    assert probe.calls == []
+
+
+def test_not_with_a_session_or_a_report_open() -> None:
+    with amp.report(), pytest.raises(UsageError, match=r"outside of the block of amp.report\(\)"):
+        Probe(only_spread).tuned()
+    with amp.init(half_dtype="bfloat16") as handle:
+        live = runtime.live
+        with pytest.raises(UsageError, match="amp is set up already"):
+            Probe(only_spread).tuned()
+        assert runtime.live is live
+        del handle
+
+
+def test_not_on_several_ranks() -> None:
+    probe = Probe(only_spread)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(UsageError, match="in a group of several ranks"):
+            probe.tuned()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert probe.calls == []
+
+
+def started(options: dict[str, Any]) -> Trained:
+    model = Trained()
+    return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0, **options)[0]
+
+
+KEPT = Trained()
+
+
+def ignores(_: dict[str, Any]) -> Trained:
+    return Trained()
+
+
+def own_level(_: dict[str, Any]) -> Trained:
+    return started({"opt_level": "O1"})
+
+
+def own_lists(options: dict[str, Any]) -> Trained:
+    return started(options if options["opt_level"] == "O0" else {**options, "cast_lists": {"blacklist": {"*": ["mm"]}}})
+
+
+def own_half(options: dict[str, Any]) -> Trained:
+    return started(options if options["opt_level"] == "O0" else {**options, "half_dtype": "float16"})
+
+
+def own_seed(options: dict[str, Any]) -> Trained:
+    torch.manual_seed(42)
+    return started(options)
+
+
+def nothing(options: dict[str, Any]) -> None:
+    started(options)
+
+
+def same(options: dict[str, Any]) -> Trained:
+    amp.initialize(KEPT, torch.optim.SGD(KEPT.parameters(), lr=0.1), verbosity=0, **options)
+    return KEPT
+
+
+def casts_off(options: dict[str, Any]) -> Trained:
+    model = started(options)
+    with amp.disable_casts():
+        model.layer(torch.ones(1, 4)).sum().backward()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("train", "told"),
+    [
+        (ignores, r"train did not call amp.initialize.* Type amp.initialize\(model, optimizer, \*\*amp_options\)"),
+        (own_level, "train called amp.initialize with opt_level='O1'; expected 'O0'"),
+        (own_lists, "train called amp.initialize with other cast lists than those in its argument"),
+        (own_half, "train called amp.initialize with half_dtype='float16'; expected 'bfloat16'"),
+        (own_seed, r"train set torch's seed itself, to 42; .* torch.manual_seed\(torch.initial_seed\(\)\)"),
+        (nothing, "train returned None; expected the trained model"),
+        (same, "train returned the same model as in the run before"),
+        (casts_off, "no function that train called got half tensors"),
+    ],
+)
+def test_a_train_function_that_would_make_the_result_wrong(train: Any, told: str) -> None:
+    with pytest.raises(OptionError, match=told):
+        amp.tune(
+            train,
+            lambda _: 1.0,
+            tolerance=0.1,
+            higher_is_better=True,
+            seeds=2,
+            half_dtype="bfloat16",
+            progress=False,
+        )
+    assert runtime.live is None
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("0.5", "evaluate returned 'str'; expected one number"),
+        (None, "evaluate returned 'NoneType'; expected one number"),
+        (torch.ones(2), "evaluate returned"),
+        (1j, "evaluate returned 'complex'"),
+        (True, "evaluate returned 'bool'"),
+        (math.nan, "the metric is nan in float32 with seed 0"),
+        (math.inf, "the metric is inf in float32 with seed 0"),
+    ],
+)
+def test_a_metric_that_is_no_number(value: Any, told: str) -> None:
+    with pytest.raises(OptionError, match=told):
+        amp.tune(started, lambda _: value, tolerance=0.1, higher_is_better=True, seeds=1, progress=False)
+
+
+def test_a_metric_may_be_a_tensor_with_one_number() -> None:
+    def train(options: dict[str, Any]) -> Trained:
+        model = started(options)
+        model.layer(torch.ones(1, 4)).sum().backward()
+        return model
+
+    tuning = amp.tune(train, lambda _: torch.tensor([0.5]), tolerance=0.1, higher_is_better=True, progress=False)
+    assert tuning.baseline.mean == 0.5
+
+
+def test_wrong_calls_of_amp_in_train_are_no_trials() -> None:
+    def off(_: Trained, x: Tensor) -> float:
+        if spread(x).item() > 1 or spread(x).item() < 0.01:
+            amp.load_state_dict({"nothing": 1})
+        return 0.0
+
+    with pytest.raises(OptionError, match="nothing"):
+        Probe(off).tuned()
+
+
+# FLOPs
+
+
+def test_flops_by_function_add_up_to_torchs_own_count() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv1d(4, 4, 3, padding=1)
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.bmm(self.layer(self.convolution(x)), x.transpose(1, 2)).relu()
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, half_dtype="bfloat16", verbosity=0)
+    lists = runtime.live.settings.lists  # type: ignore[union-attr]
+
+    def step() -> None:
+        loss = model(torch.ones(2, 4, 8)).float().sum()
+        with torch.no_grad():
+            model(torch.ones(1, 4, 8))
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+
+    with FlopCounterMode(display=False) as counter:
+        step()
+    with TrainingRecorder(lists) as recorder:
+        step()
+    amp.deinitialize()
+    observed = recorder.observed()
+    assert observed.all_flops == observed.half_flops == counter.get_total_flops()
+    by_path = {each.path: each.half_flops for each in observed.functions}
+    of_operators = counter.get_flop_counts()["Global"]
+    assert by_path["torch.bmm"] == of_operators[torch.ops.aten.bmm]
+    assert (
+        by_path["torch.nn.functional.linear"] + by_path["torch.bmm"] + by_path["torch.nn.functional.conv1d"]
+        == observed.all_flops
+    )
+    assert "torch.Tensor.relu" not in by_path  # which the half type holds exactly
+    assert observed == type(observed).from_dict(json.loads(json.dumps(observed.to_dict())))
+
+
+def test_attention_on_the_cpu_is_counted() -> None:
+    query = torch.randn(1, 2, 8, 4, requires_grad=True)
+    with amp.init(half_dtype="bfloat16"):
+        lists = runtime.live.settings.lists  # type: ignore[union-attr]
+        with TrainingRecorder(lists) as recorder:
+            F.scaled_dot_product_attention(query, query, query).sum().backward()
+    forward = 2 * 2 * (8 * 4 * 8) * 2
+    (seen,) = [each for each in recorder.observed().functions if "attention" in each.path]
+    assert seen.half_flops == forward + forward // 2 * 5
+
+
+def test_a_metric_that_watching_would_change_is_of_a_run_without_it() -> None:
+    def off(model: Trained, x: Tensor) -> float:
+        # Other threads' modules are not recorded.
+        thread = threading.Thread(target=lambda: model.layer(x.view(16, 4)))
+        thread.start()
+        thread.join()
+        return float(_is_watched()) if runtime.live and runtime.live.patches_functions else 0.0
+
+    probe = Probe(off)
+    tuning = probe.tuned()
+    assert (tuning.verdict, tuning.first.metrics, len(probe.calls)) == ("passes", ((0, 0.0),), 3)
+    assert "other threads" in " ".join(tuning.notes)
+
+
+def test_watching_the_result_leaves_its_metric(tmp_path: Path) -> None:
+    def off(_: Trained, x: Tensor) -> float:
+        return only_spread(_, x) + 0.001 * float(_is_watched())
+
+    tuning = Probe(off).tuned(journal=tmp_path / "tune.json")
+    assert tuning.share_is_measured
+    runs = json.loads((tmp_path / "tune.json").read_text())["runs"]
+    (chosen,) = [each for each in runs if each["float32"] == [f"{__name__}.spread"]]
+    assert chosen["observed"] is not None
+    assert chosen["metric"] == tuning.chosen.mean
+
+
+def _is_watched() -> bool:
+    return cast_observers.observer is not None
+
+
+# What it prints and writes
+
+
+def test_plain_data_and_text() -> None:
+    tuning = Probe(all_three).tuned(seeds=2)
+    data = json.loads(json.dumps(tuning.to_dict()))
+    assert data["float32"] == list(tuning.float32)
+    assert data["overlay"] == tuning.overlay
+    assert [each["verdict"] for each in data["trials"]] == [each.verdict for each in tuning.trials]
+    text = str(tuning)
+    assert "amp.tune at O1 in bfloat16: 2 seeds, tolerance 0.01, lower is better" in text
+    assert tuning.overlay.rstrip() in text
+
+
+def test_the_file_has_its_evidence(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(WHITELISTED))
+    tuning = Probe(only_spread).tuned(cast_lists=tmp_path / "mine.yaml", seeds=(4, 7))
+    lines = tuning.overlay.splitlines()
+    assert lines[0].startswith(f"# Found by ampatch tune on {tuning.about['date']}: ampatch {tuning.about['ampatch']}")
+    assert "# O1 in bfloat16; seeds 4, 7." in lines
+    assert any("mine.yaml, this file" in line for line in lines)
+    assert any(line.startswith("#   float32 (O0)") for line in lines)
+    assert any("without this file" in line and line.endswith(": fails") for line in lines)
+    assert any("with this file" in line and line.endswith(": passes") for line in lines)
+    assert any(line.startswith("    # In half: ") for line in lines)
+
+
+@pytest.mark.parametrize("name", ["casts.txt", "casts"])
+def test_a_file_of_another_kind(name: str, tmp_path: Path) -> None:
+    tuning = Probe(lambda _, x: 0.0).tuned()
+    with pytest.raises(OptionError, match=r"does not end with \.yaml or \.yml"):
+        tuning.save(tmp_path / name)
+    tuning.save(tmp_path / "casts.yml")
+    assert (tmp_path / "casts.yml").read_text() == tuning.overlay
+
+
+def test_a_line_for_each_run_with_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    tuning = Probe(only_spread).tuned(progress=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == tuning.runs
+    assert lines[0].startswith("run 1: float32, seed 0: ")
+    assert lines[0].endswith(" left")
+    assert "the lists as they are, seed 0" in lines[1]
+    assert f"functions of {__name__} in float32" in " ".join(lines)
+
+
+# The command
+
+USERS_MODULE = """
+import torch
+from torch import nn
+from ampatch import amp
+
+def spread(x):
+    return (x * x).mean() - x.mean() ** 2
+
+def train(amp_options):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, verbosity=0, **amp_options)
+    with amp.scale_loss(model(torch.randn(2, 4)).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    x = 30 + torch.rand(64, generator=torch.Generator().manual_seed(1))
+    model.off = abs(float(spread(x)) - float(x.double().var(correction=0)))
+    return model
+
+def evaluate(model):
+    return model.off
+
+def training():
+    return train, evaluate
+
+def options():
+    lists = {"whitelist": {"tune_package.module": ["spread"]}}
+    return dict(train=train, evaluate=evaluate, cast_lists=lists, tolerance=0.01, higher_is_better=False, seeds=1,
+                half_dtype="bfloat16")
+
+def raising():
+    def bad(model):
+        raise KeyError("metric")
+    return train, bad
+
+def misspelt():
+    return {"train": train, "evaluate": evaluate, "tolerence": 1}
+
+def half():
+    return {"train": train}
+
+def three():
+    return train, evaluate, 0.1
+"""
+
+
+class TestCommand:
+    @pytest.fixture(autouse=True)
+    def _users_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        (tmp_path / "tune_package").mkdir()
+        (tmp_path / "tune_package" / "module.py").write_text(USERS_MODULE, encoding="utf-8")
+        monkeypatch.chdir(tmp_path)
+        yield
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tune_package"]:
+            del sys.modules[name]
+
+    def test_it_writes_a_list_that_loads(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["tune", "tune_package.module:options", "--out", "found.yaml"]) == 0
+        assert "Written to found.yaml." in capsys.readouterr().out
+        assert yaml.safe_load(Path("found.yaml").read_text()) == {"blacklist": {"tune_package.module": ["spread"]}}
+        assert json.loads(Path("found.tune.json").read_text())["format"] == "ampatch tune journal"
+        # Again, from the journal, over the file that it wrote itself.
+        assert cli.main(["tune", "tune_package.module:options", "--out", "found.yaml", "--json"]) == 0
+        data = json.loads(capsys.readouterr().out)
+        assert (data["runs"], data["float32"]) == (0, ["tune_package.module.spread"])
+
+    def test_arguments_come_from_the_command_line_too(self, capsys: pytest.CaptureFixture[str]) -> None:
+        options = ["--tolerance", "5%", "--lower-is-better", "--seeds", "0,2", "--half-dtype", "bfloat16", "--json"]
+        assert cli.main(["tune", "tune_package.module:training", *options]) == 0
+        data = json.loads(capsys.readouterr().out)
+        assert (data["seeds"], data["float32"], data["half_dtype"]) == ([0, 2], [], "bfloat16")
+        assert data["tolerance"] == pytest.approx(0.05 * data["baseline"]["mean"])
+
+    def test_a_budget_that_ends_too_early_writes_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["tune", "tune_package.module:options", "--budget", "2 runs"]) == 1
+        assert "So far no list keeps the metric" in capsys.readouterr().out
+        assert not Path("casts.yaml").exists()
+        assert Path("casts.tune.json").exists()
+
+    def test_control_c_says_how_to_go_on(self, capsys: pytest.CaptureFixture[str]) -> None:
+        module = Path("tune_package", "module.py")
+        stop = "calls = []\ndef evaluate(model):\n    calls.append(1)\n    if len(calls) == 3:\n"
+        module.write_text(USERS_MODULE + stop + "        raise KeyboardInterrupt\n    return model.off\n")
+        assert cli.main(["tune", "tune_package.module:options"]) == 130
+        assert "Stopped. The same command goes on after the last run in casts.tune.json." in capsys.readouterr().err
+        assert len(json.loads(Path("casts.tune.json").read_text())["runs"]) == 2
+
+    def test_a_file_of_the_users_is_not_replaced(self, capsys: pytest.CaptureFixture[str]) -> None:
+        Path("casts.yaml").write_text("blacklist: {}\n")
+        assert cli.main(["tune", "tune_package.module:options"]) == 1
+        assert "casts.yaml exists, and `ampatch tune` has not written it." in capsys.readouterr().err
+        Path("casts.yaml").write_text("# Found by ampatch tune\n")
+        assert cli.main(["tune", "tune_package.module:options", "--cast-lists", "casts.yaml"]) == 1
+        assert "is among --cast-lists" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("target", "told"),
+        [
+            ("tune_package.module", "expected MODULE:FUNCTION, such as tune_package.module:training."),
+            ("tune_package.module:three", "returned 3 values; expected train and evaluate, or a dict"),
+            ("tune_package.module:misspelt", "returned the key 'tolerence'; expected train"),
+            ("tune_package.module:half", "returned a dict without 'evaluate'"),
+            (
+                "tune_package.module:training",
+                "tolerance and higher_is_better not given. Type --tolerance 0.005 and --h",
+            ),
+        ],
+    )
+    def test_a_wrong_target(self, target: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["tune", target]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("ampatch: error: ")
+        assert told in line
+
+    def test_what_the_users_code_raises_is_one_error_with_its_line(self, capsys: pytest.CaptureFixture[str]) -> None:
+        options = ["--tolerance", "1", "--higher-is-better", "--seeds", "1"]
+        assert cli.main(["tune", "tune_package.module:raising", *options]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "KeyError: 'metric', at tune_package/module.py:" in line
+        assert "raised this in float32" in line
+        assert runtime.live is None
