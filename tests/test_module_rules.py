@@ -7,6 +7,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -311,23 +312,28 @@ class TestThreads:
         assert (seen, model.head.seen) == ([FULL], BY_OWN)
 
     def test_data_parallels_threads_keep_the_rules(self) -> None:
+        """By way of a function that starts threads as torch's does, which wants accelerators."""
+
+        def parallel_apply(modules: list[Any], inputs: list[Tensor]) -> list[Tensor]:
+            with ThreadPoolExecutor(len(modules)) as pool:
+                return list(pool.map(lambda module, x: module(x), modules, inputs))
+
         class Parallel(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.parts = nn.ModuleList([nn.Identity(), nn.Identity()])
-                self.found: list[torch.dtype] = []
+            def forward(self, x: Tensor) -> list[torch.dtype]:
+                run = [lambda x: torch.cumsum(x, 0)] * 2
+                by_rules, plain = thread_rules._carried_to_threads(parallel_apply), parallel_apply
+                return [each.dtype for apply in (by_rules, plain) for each in apply(run, [x, x])]
 
-            def forward(self, x: Tensor) -> Tensor:
-                run = [lambda x: torch.cumsum(x, 0), lambda x: torch.cumsum(x, 0)]
-                self.found = [
-                    each.dtype for each in torch.nn.parallel.parallel_apply(run, [(x,), (x,)], devices=[0, 0])
-                ]
-                return x
+        model = ruled({"0": OWN}, nn.ModuleList([Parallel(), Parallel()]))
+        assert [each(INPUTS) for each in model] == [[HALF, HALF, FULL, FULL], [FULL] * 4]
 
-        model = ruled({"0": OWN}, nn.Sequential(Parallel(), Parallel()))
-        if torch.cuda.is_available():
-            model(INPUTS)
-            assert [each.found for each in model] == [[HALF] * 2, [FULL] * 2]
+    def test_data_parallel_is_patched_only_if_a_part_has_rules(self) -> None:
+        before = torch.nn.parallel.parallel_apply
+        ruled({"head": "float32"})
+        assert torch.nn.parallel.parallel_apply.__wrapped__ is before
+        amp.deinitialize()
+        ruled({"head": OWN})
+        assert torch.nn.parallel.parallel_apply.__wrapped__.__wrapped__ is before
 
 
 class TestEnds:
@@ -472,6 +478,35 @@ class TestCompiled:
         assert torch.cumsum(INPUTS, 0).dtype is FULL
         torch._dynamo.reset()
 
+    def test_exported_programs_have_the_types(self) -> None:
+        model = ruled({"two": OWN, "three": "float32"}, Several())
+        for strict in (False, True):
+            exported = torch.export.export(model, (INPUTS,), strict=strict).module()
+            assert types_of(exported(INPUTS)) == [BY_SESSION, BY_OWN, IN_FLOAT32, BY_SESSION]
+            assert thread_rules.in_force() not in thread_rules.TOKENS
+
+    def test_around_a_graph_break(self) -> None:
+        torch._dynamo.reset()
+
+        class Breaks(nn.Module):
+            def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+                before = torch.cumsum(x, 0)
+                torch._dynamo.graph_break()
+                return before, torch.cumsum(x, 0), before.softmax(-1)
+
+        class All(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.parts = nn.ModuleList([Breaks(), Breaks(), Breaks()])
+
+            def forward(self, x: Tensor) -> list[tuple[Tensor, ...]]:
+                return [each(x) for each in self.parts]
+
+        model = ruled({"parts.1": OWN, "parts.2": "float32"}, All())
+        found = types_of(torch.compile(model, backend="aot_eager")(INPUTS))
+        assert found == [[FULL] * 3, [HALF] * 3, [FULL] * 3]
+        torch._dynamo.reset()
+
     def test_a_function_is_compiled_for_each_part_that_calls_it(self) -> None:
         torch._dynamo.reset()
         run = torch.compile(Types().forward, backend="aot_eager", fullgraph=True)
@@ -496,6 +531,15 @@ class TestFaults:
             f"{file}:3: modules has 'bodyy', which matches no submodule of the model. Did you mean 'body'?"
         )
         assert not amp.is_on()
+
+    def test_the_class_of_the_whole_model(self) -> None:
+        with pytest.raises(CastListError, match=r"'Net', which matches no submodule of the model. It is the class of"):
+            ruled({"Net": OWN})
+
+    def test_compare_checks_the_names_too(self) -> None:
+        b = {"opt_level": "O1", "cast_lists": {"modules": {"heaad": OWN}}}
+        with pytest.raises(CastListError, match=r"'heaad', which matches no submodule"):
+            amp.compare(Net(), INPUTS, Tensor.sum, "O1", b)
 
     def test_of_a_file_all_at_once(self, tmp_path: Path) -> None:
         file = tmp_path / "casts.yaml"
@@ -580,6 +624,15 @@ class TestTold:
         model(INPUTS)
         assert "Here the rules of modules 'head' (cast_lists) apply." in inside[0].state
         assert inside[0].call.prediction.arguments[0].after is HALF
+
+    def test_a_report_counts_the_casts_of_each_part(self) -> None:
+        model = ruled({"head": OWN, "tail": "float32"})
+        with amp.report() as report, torch.no_grad():
+            model(INPUTS)
+        rows = {row["name"]: row for row in report.to_dict()["functions"]}
+        linear, gelu = rows["torch.nn.functional.linear"], rows["torch.nn.functional.gelu"]
+        assert (linear["rule"], linear["calls"], linear["casts"]) == ("whitelist", 3, 6)
+        assert (gelu["rule"], gelu["calls"], gelu["casts"]) == ("by part", 3, 1)
 
     def test_an_edit_that_a_called_function_undoes(self) -> None:
         with pytest.warns(amp.AmpWarning, match=r"in modules 'head': cast_lists: torch.nn.functional.softmax is in"):

@@ -101,15 +101,20 @@ def _set_state(is_own: bool, token: Token) -> None:
 @contextlib.contextmanager
 def _under_in_graph(token: Token) -> Iterator[None]:
     """Replaces a region under torch.compile."""
+    before = torch.get_autocast_dtype(_SIGNAL) if torch.is_autocast_enabled(_SIGNAL) else NO_TOKEN
     with torch.autocast(_SIGNAL, NO_TOKEN):  # tracing restores this wherever it stops or restarts, the type too
-        _set_token(TOKENS.index(token))
-        yield
+        _set_token(str(token))
+        try:
+            yield
+        finally:
+            _set_token(str(before))
 
 
 @called_in_graphs
-def _set_token(index: int) -> None:
-    """Notes in a graph by which rules it goes on."""
-    _set_state(True, TOKENS[index])
+def _set_token(name: str) -> None:
+    """Notes in a graph by which rules it goes on; sets autocast itself, since export records it without entering it."""
+    token = getattr(torch, name.removeprefix("torch."))
+    _set_state(token is not NO_TOKEN, token)
 
 
 def carry(ledger: PatchLedger) -> None:

@@ -71,6 +71,8 @@ def check_entries(models: Iterable[nn.Module], entries: Sequence[ModuleRules], k
     for entry in entries:
         if not any(matches(entry.name, name, module) for name, module in named):
             near = near_names(entry.name, named)
+            if any(matches(entry.name, "", model) for model in models):
+                near = " It is the class of the model itself, whose rules stand on top of the file."
             faults.append(
                 Fault(entry.source, f"modules has {entry.name!r}, which matches no submodule of the model.{near}")
             )
