@@ -36,7 +36,7 @@ from ampatch.errors import OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native.calls import Accelerator
 from ampatch.opt_levels import HALVES
-from ampatch.patching import adopted_model, autocast_checks, cuda_graphs, peft_methods, thread_rules
+from ampatch.patching import adopted_model, autocast_checks, cuda_graphs, peft_methods, replaced_forward, thread_rules
 from ampatch.patching.adapters import Adapters
 from ampatch.patching.cast_labels import LabellingCache
 from ampatch.patching.complex_numbers import is_complex, modules_that_call
@@ -258,8 +258,13 @@ class Session:
         hooks = self._hooks
         compilers.build_torch_tables()
         compilers.prepare_for_patches(
-            self.ledger, self._functions.original_of, (hooks.before_forward, hooks.after_forward)
+            self.ledger,
+            self._functions.original_of,
+            (hooks.before_forward, hooks.after_forward),
+            replaced_forward.own_forwards,
         )
+        if self.settings.keep_fp32 or self.settings.lists.modules:
+            replaced_forward.follow_replicas(self.ledger)
         if self.patches_functions:
             self._warn_of_undone_edits()
         if self.patches_functions:

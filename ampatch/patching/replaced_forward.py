@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
 import torch
@@ -22,6 +23,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError
+from ampatch.ledger import PatchLedger
 from ampatch.switch import InSteps, Switch, in_steps
 
 Block = AbstractContextManager[None]
@@ -120,11 +122,51 @@ def own_forward(module: nn.Module, switch: Switch) -> Callable[..., Any] | None:
 def restore_forwards(copied: nn.Module) -> None:
     """Gives the modules of a deep copy their own forwards back."""
     for module in copied.modules():
-        forward = vars(module).get("forward")
+        _restore(module)
+
+
+@contextmanager
+def own_forwards(model: nn.Module) -> Iterator[None]:
+    """Gives the modules of a model their own forwards back until the block ends."""
+    replaced = [(module, _restore(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, forward in replaced:
+            if forward is not None:
+                vars(module)["forward"] = forward
+
+
+def _restore(module: nn.Module) -> ReplacedForward | None:
+    """Gives a module its own forward back; returns the one in its place, None if there was none."""
+    forward = vars(module).get("forward")
+    if not isinstance(forward, ReplacedForward):
+        return None
+    del module.forward
+    if module.forward != forward.own:  # the user had replaced it
+        module.forward = forward.own
+    return forward
+
+
+def follow_replicas(ledger: PatchLedger) -> None:
+    """Patches torch, so that a replica in `torch.nn.DataParallel` runs its own forward by its own weights.
+
+    torch copies the attributes of a module to its replicas, and so the forward of the original.
+    """
+    replicate: Any = nn.Module._replicate_for_data_parallel
+
+    @functools.wraps(replicate)
+    def wrapper(module: nn.Module) -> nn.Module:
+        replica: nn.Module = replicate(module)
+        forward = vars(replica).get("forward")
         if isinstance(forward, ReplacedForward):
-            del module.forward
-            if module.forward != forward.own:  # the user had replaced it
-                module.forward = forward.own
+            own = forward.own
+            if isinstance(own, types.MethodType) and own.__self__ is module:
+                own = types.MethodType(own.__func__, replica)
+            vars(replica)["forward"] = forward.copied(replica, own)
+        return replica
+
+    ledger.set(nn.Module, "_replicate_for_data_parallel", wrapper)
 
 
 async def _awaiting(coroutine: Any, block: Callable[[], Block]) -> Any:
