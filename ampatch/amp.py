@@ -12,6 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ampatch import opt_levels, policy, policy_difference
-from ampatch.cast_lists import rules
+from ampatch.cast_lists import list_edits, rules
 from ampatch.cast_lists.lists import CastLists, Overlay, shipped
 from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.rules import Treatment
@@ -74,6 +75,7 @@ from ampatch.settings import LiveSettings, Settings
 from ampatch.switch import WithoutCasts, off_in_graph
 from ampatch.weights import conversion_plan
 from ampatch.weights.optimizer_state import parameters_of
+from ampatch.weights.ruled_parts import check_entries
 
 if TYPE_CHECKING:
     from ampatch.diagnostics.comparison import Side
@@ -401,7 +403,9 @@ def initialize(
     _check_optimizers(optimizer_list, model_list, live, outgoing)
     if properties.cast_model_type in opt_levels.HALVES:
         _check_whole(optimizer_list, model_list, properties)
-    conversion_plan.check_matches([*model_list, *(live.models if live is not None else ())], kept)
+    every_model = [*model_list, *(live.models if live is not None else ())]
+    conversion_plan.check_matches(every_model, kept)
+    check_entries(every_model, lists.modules, kept)
 
     device_types = (
         set().union(*(adopted_model.device_types(model) for model in model_list)) or adopted_model.all_device_types()
@@ -508,9 +512,15 @@ def init(
     is_verbose = _flag("verbose", verbose)
     half = _half_dtype(half_dtype, patch_type, "patch_type", "O1", [])
     properties = opt_levels.resolve("O1", half, opt_levels.Overrides(loss_scale=loss_scale))
+    lists = _lists(cast_lists)
+    if lists.modules:
+        raise OptionError(
+            f"{lists.modules[0].source}: modules has {lists.modules[0].name!r}, and amp.init knows no model. Leave "
+            "modules out, or type amp.initialize(model, ...)."
+        )
     settings = Settings(
         properties,
-        _lists(cast_lists),
+        lists,
         make_policy(properties.loss_scale),
         allow_banned=bool(allow_banned),
         enable_caching=bool(enable_caching),
@@ -1352,7 +1362,7 @@ def _side(letter: str, given: object, model: nn.Module) -> Side:
     if overlay is not None and not properties.patch_torch_functions:
         raise OptionError(f"{letter} has cast_lists, and {level} does not patch torch's functions; expected O1 or O4.")
     setup = Setup(level, properties.half_dtype, overlay=() if overlay is None else overlay)
-    setup.settings()  # which raises if the lists have faults
+    check_entries([model], setup.settings().lists.modules)  # raises also if the lists have faults
     half_name = "" if level == "O0" else f" {setup.half_name}"
     lists = "" if overlay is None else f" with {overlay if isinstance(overlay, (str, os.PathLike)) else 'cast_lists'}"
     return Side(letter, f"{level}{half_name}{lists}", setup)
@@ -1362,10 +1372,22 @@ def _check_have_effect(lists: CastLists, properties: Properties) -> None:
     """Raises if a user's lists have no effect at a level that patches no functions by the lists.
 
     Raises:
-        OptionError: the level converts no weights; or no entry is for functions that need float32.
+        OptionError: the level converts no weights; no entry is for functions that need float32; or weights are
+            converted, and an entry under ``modules`` has rules of its own.
     """
     level = properties.opt_level
-    if properties.cast_model_type not in opt_levels.HALVES:
+    converts = properties.cast_model_type in opt_levels.HALVES
+    if converts:
+        own = next((entry for entry in lists.modules if not entry.is_float32), None)
+        if own is not None:
+            raise OptionError(
+                f"cast_lists contradicts opt_level={level!r}: {own.source} has rules for {own.name!r}, and this level "
+                f"applies no lists. Give it {rules.FLOAT32}, which holds at this level too, leave it out, or type "
+                "opt_level='O1'."
+            )
+    if lists.modules and not list_edits.difference(shipped(), replace(lists, modules=())):
+        return  # parts in float32 are in float32 here, too
+    if not converts:
         raise OptionError(
             f"cast_lists contradicts opt_level={level!r}, which does not patch torch's functions. Leave cast_lists "
             "out, or type patch_torch_functions=True as well."

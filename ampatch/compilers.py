@@ -13,7 +13,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,6 +52,9 @@ _TRACED = {
         "cast_labels",
         "casting_mode",
         "kept_modules",
+        "module_rules",
+        "replaced_forward",
+        "thread_rules",
         "weight_cache",
         "wrappers",
     ],
@@ -168,7 +171,10 @@ def build_torch_tables() -> None:
 
 
 def prepare_for_patches(
-    ledger: PatchLedger, original_of: Callable[[object], object], hooks: Collection[object]
+    ledger: PatchLedger,
+    original_of: Callable[[object], object],
+    hooks: Collection[object],
+    own_forwards: Callable[[nn.Module], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Prepares the compilers for the patches; must be called before the first patch, so that it is undone last.
 
@@ -176,9 +182,10 @@ def prepare_for_patches(
         ledger: records the changes.
         original_of: function that returns the original of a wrapper, and any other object unchanged.
         hooks: hooks of adopted models.
+        own_forwards: returns a block in which the modules of a model have their own forwards.
     """
     _keep_off_disk(ledger)
-    _unwrap_for_torchscript(ledger, original_of, hooks)
+    _unwrap_for_torchscript(ledger, original_of, hooks, own_forwards)
     ledger.on_undo(forget_compiled)
 
 
@@ -208,9 +215,12 @@ def _never() -> bool:
 
 
 def _unwrap_for_torchscript(
-    ledger: PatchLedger, original_of: Callable[[object], object], hooks: Collection[object]
+    ledger: PatchLedger,
+    original_of: Callable[[object], object],
+    hooks: Collection[object],
+    own_forwards: Callable[[nn.Module], AbstractContextManager[None]],
 ) -> None:
-    """Makes TorchScript compile the originals, and models without amp's hooks.
+    """Makes TorchScript compile the originals, and models without amp's hooks and forwards.
 
     TorchScript can compile neither wrappers nor hooks, so the code that it has compiled never casts.
     """
@@ -225,7 +235,7 @@ def _unwrap_for_torchscript(
         return compile_function(original_of(function), location)
 
     def create_script_module(module: nn.Module, *args: Any, **kwargs: Any) -> object:
-        with _without(hooks, module):
+        with _without(hooks, module), own_forwards(module):
             return compile_module(module, *args, **kwargs)
 
     ledger.set(torch.jit._builtins, "_find_builtin", _find_builtin)

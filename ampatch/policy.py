@@ -10,8 +10,9 @@ import hashlib
 import json
 import math
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from ampatch.cast_lists import patterns
 from ampatch.cast_lists.annotations import unlisting, user_entries
 from ampatch.cast_lists.lists import shipped
 from ampatch.cast_lists.paths import Path, PathError, find_owner, function_key, unwrapped
-from ampatch.cast_lists.rules import UNLISTED, Rule, Treatment, sorted_conditions, typed_need
-from ampatch.opt_levels import HALF_DTYPES
+from ampatch.cast_lists.rules import FLOAT32, UNLISTED, Rule, Treatment, sorted_conditions, typed_need
+from ampatch.opt_levels import HALF_DTYPES, HALVES
 from ampatch.patching.function_patches import Registration
 from ampatch.runtime import decorated
 from ampatch.scaling.loss_scaler import ScalePolicy
@@ -32,7 +33,7 @@ from ampatch.version import __version__
 FORMAT = 1
 
 #: Sections whose rows are sorted by name, and those whose rows stand in the order in which they apply.
-BY_NAME, IN_ORDER = ("rules", "decorated"), ("patterns",)
+BY_NAME, IN_ORDER = ("rules", "decorated"), ("patterns", "modules")
 
 #: The lists of a policy, each with the names of the columns of its rows; all columns are text but "value".
 TABLES = {
@@ -56,8 +57,8 @@ def effective(session: Session) -> dict[str, Any]:
     Returns:
         A dict with "format", "sha256" (see `digest`), "versions" of ampatch and torch, and `TABLES`: "settings" has the
         arguments of ``amp.initialize`` that have an effect; "rules" has each function that a list names or that was
-        registered; "patterns" has each pattern, the deciding one last; "decorated" has each decorated function;
-        "overlays" has the text of the user's lists.
+        registered; "patterns" has each pattern, and "modules" each rule of parts of a model, the deciding one last;
+        "decorated" has each decorated function; "overlays" has the text of the user's lists.
     """
     in_order = _patterns(session)
     policy = {
@@ -68,6 +69,7 @@ def effective(session: Session) -> dict[str, Any]:
         "rules": _rows(_rules(session, [path for path, _ in in_order])),
         "decorated": _rows(_decorated(session)),
         "patterns": [[str(path), *decided] for path, decided in in_order],
+        "modules": list(_of_modules(session)),
         "overlays": list(zip(session.settings.lists.files, session.settings.lists.texts, strict=True)),
     }
     plain: dict[str, Any] = json.loads(json.dumps(policy, allow_nan=False))  # torch's version is no plain str
@@ -240,6 +242,25 @@ def _patterns(session: Session) -> list[tuple[Path, _Decided]]:
             if rule is None or session.applies(rule)
         ]
     )
+
+
+def _of_modules(session: Session) -> Iterator[list[str]]:
+    """Yields a row for each rule of each entry for parts of a model; one for an entry that has no rules."""
+    half_dtype, properties = session.settings.properties.half_dtype, session.settings.properties
+    if not session.patches_functions and properties.cast_model_type not in HALVES:
+        return
+    for entry in session.settings.lists.modules:
+        if entry.changes is None:
+            yield [entry.name, FLOAT32, entry.source]
+            continue
+        changes = [(path, rule) for (path, dtype), rule in entry.changes if dtype is half_dtype]
+        # Functions decide before patterns wherever they stand; the order of patterns counts.
+        functions = sorted((each for each in changes if not patterns.is_pattern(each[0])), key=itemgetter(0))
+        for path, rule in (*functions, *(each for each in changes if patterns.is_pattern(each[0]))):
+            decision, source = (UNLISTED, entry.source) if rule is None else (_decision(rule, session), rule.source)
+            yield [f"{entry.name}: {path}", decision, source]
+        if not changes:
+            yield [entry.name, "the session's rules", entry.source]
 
 
 def _in_order(waiting: list[tuple[Path, _Decided]]) -> list[tuple[Path, _Decided]]:

@@ -18,6 +18,9 @@ from ampatch.errors import OptionError
 #: The key of the policy in the dict of `amp.state_dict`.
 KEY = "policy"
 
+#: What is decided under a name that a section lacks.
+_MISSING = {"patterns": ("no such pattern", ""), "modules": ("no such entry", "")}
+
 # As many lines as fit on a screen. The checkpoint has all rules.
 _MOST_TOLD = 12
 
@@ -120,7 +123,7 @@ def _by_name(rows: list[list[str]]) -> dict[str, _Decided]:
 def _in_order(saved: list[list[str]], present: list[list[str]], section: str) -> Iterator[Difference]:
     then, now = _by_name(saved), _by_name(present)
     for name in sorted({**then, **now}):
-        yield from _compared(name, then.get(name, ("no such pattern", "")), now.get(name, ("no such pattern", "")))
+        yield from _compared(name, then.get(name, _MISSING[section]), now.get(name, _MISSING[section]))
     before, after = [name for name in then if name in now], [name for name in now if name in then]
     if before != after:
         yield Difference(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ampatch import compilers, distributed
 from ampatch.cast_lists import list_edits
+from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path, identity
 from ampatch.cast_lists.rules import Rule
 from ampatch.casting import write_back
@@ -34,12 +36,13 @@ from ampatch.errors import OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native.calls import Accelerator
 from ampatch.opt_levels import HALVES
-from ampatch.patching import adopted_model, autocast_checks, cuda_graphs, peft_methods
+from ampatch.patching import adopted_model, autocast_checks, cuda_graphs, peft_methods, replaced_forward, thread_rules
 from ampatch.patching.adapters import Adapters
 from ampatch.patching.cast_labels import LabellingCache
 from ampatch.patching.complex_numbers import is_complex, modules_that_call
 from ampatch.patching.function_patches import FunctionPatches, Registration
 from ampatch.patching.kept_modules import keep_in_float32
+from ampatch.patching.module_rules import give_own_rules, tokens_of
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling import clipping, unscaled_losses
 from ampatch.scaling.loss_scaler import LossScaler, read_states
@@ -61,6 +64,7 @@ from ampatch.weights.conversion import Conversion
 from ampatch.weights.master_gradients import MasterGradients, Pair
 from ampatch.weights.master_weights import MasterWeights, dropping_sums
 from ampatch.weights.replaced_parameters import ReplacedParameters
+from ampatch.weights.ruled_parts import ruled_parts
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -127,6 +131,7 @@ class Session:
         conversion: the record of converted weights.
         loading: modules inside ``load_state_dict``, with the state dict and the prefix of their names in it.
         adapters: functions that cast the arguments of decorated functions, by kind.
+        lists_of_parts: the lists of the parts of models that have rules of their own, by token.
         ranks: the ranks that may share gradients.
     """
 
@@ -182,6 +187,10 @@ class Session:
         )
         self.adapters = self._adapters.by_kind()
         self._accelerator = Accelerator(self.cache.state, self.cache.cast, self.switch, self.device_types)
+        lists = settings.lists
+        of_parts = list(dict.fromkeys(entry for entry in lists.modules if not entry.is_float32))
+        self._tokens = tokens_of(of_parts)
+        self.lists_of_parts = {self._tokens[entry]: lists.of_module(entry) for entry in of_parts}
         self._functions = FunctionPatches(
             self.ledger, self._adapters, self._accelerator, self.switch, for_half_models=not self.patches_functions
         )
@@ -202,6 +211,12 @@ class Session:
             return {}
         rules = self.settings.lists.for_half(self.settings.properties.half_dtype)
         return {path: rule for path, rule in rules.items() if self.applies(rule)}
+
+    def part_in_force(self) -> tuple[str, CastLists] | None:
+        """Returns the part of a model whose rules this thread computes by, and its lists; None: the session's."""
+        token = thread_rules.in_force()
+        entries = [f"{entry.name!r} ({entry.source})" for entry, each in self._tokens.items() if each is token]
+        return (" or ".join(entries), self.lists_of_parts[token]) if entries else None
 
     def applies(self, rule: Rule) -> bool:
         """Returns True if this session applies a rule: at O2, O3 and O5 only those of functions that need float32."""
@@ -243,17 +258,27 @@ class Session:
         hooks = self._hooks
         compilers.build_torch_tables()
         compilers.prepare_for_patches(
-            self.ledger, self._functions.original_of, (hooks.before_forward, hooks.after_forward)
+            self.ledger,
+            self._functions.original_of,
+            (hooks.before_forward, hooks.after_forward),
+            replaced_forward.own_forwards,
         )
+        if self.settings.keep_fp32 or self.settings.lists.modules:
+            replaced_forward.follow_replicas(self.ledger)
         if self.patches_functions:
             self._warn_of_undone_edits()
-        self._functions.install(self.settings.lists, self.registered if self.patches_functions else ())
+        if self.patches_functions:
+            self._functions.install(self.settings.lists, self.registered, self.lists_of_parts)
+        else:
+            self._functions.install(self.settings.lists, ())
         if self.patches_functions:
             autocast_checks.patch_autocast_checks(self.ledger, self.switch)
             self.ledger.on_undo(register_optimizer_step_post_hook(self._unadopted.after_step).remove)
         # The backward pass that follows needs the casts of a recomputed region, and holds them itself.
         self.switch.patch_checkpoint(self.ledger, self.cache.end_iteration)
         self.switch.patch_data_parallel(self.ledger)
+        if self.lists_of_parts:
+            thread_rules.carry(self.ledger)
         compilers.forget_compiled()
 
     def _warn_of_undone_edits(self) -> None:
@@ -262,6 +287,10 @@ class Session:
         told = list_edits.undone_edits_in_brief(self.settings.lists, half_dtype, edits)
         if told:
             warn(told)
+        in_modules = list_edits.undone_in_modules(self.settings.lists, [half_dtype], edits)
+        if in_modules:
+            more = f" {len(in_modules) - 1} more like this." if len(in_modules) > 1 else ""
+            warn(f"{in_modules[0]}{more}")
 
     @_with_casts_off
     def note_write(self, tensor: Tensor) -> None:
@@ -387,11 +416,30 @@ class Session:
         if self.patches_any:
             self._functions.rebind_model(model)
         if self.patches_functions:
-            kept = conversion_plan.kept_modules(model, self.settings.keep_fp32)
-            keep_in_float32(kept, self.ledger, self.switch)
+            self._give_rules(model)
         if is_new:
             self._hook(model)
         peft_methods.adapt(model, self.ledger, self.switch)
+
+    def _give_rules(self, model: nn.Module) -> None:
+        """Makes submodules compute in float32, or by rules of their own."""
+        kept = {
+            module: (name, "keep_fp32")
+            for module, name in conversion_plan.kept_modules(model, self.settings.keep_fp32).items()
+        }
+        parts = ruled_parts(model, self.settings.lists.modules)
+        kept |= {
+            module: (part.name, part.asked)
+            for module, part in parts.items()
+            if part.entry.is_float32 and module not in kept
+        }
+        keep_in_float32(kept, self.ledger, self.switch)
+        ruled = {
+            module: (part.name, part.asked, self._tokens[part.entry])
+            for module, part in parts.items()
+            if module not in kept
+        }
+        give_own_rules(ruled, self.ledger, self.switch)
 
     def _check_is_no_part(self, model: nn.Module) -> None:
         for other in self._models:
@@ -407,7 +455,12 @@ class Session:
         dtype = properties.cast_model_type
         if dtype is None:
             return
-        plan = conversion_plan.plan(model, dtype, bool(properties.keep_batchnorm_fp32), self.settings.keep_fp32)
+        parts = ruled_parts(model, self.settings.lists.modules)
+        keep_fp32 = (
+            *self.settings.keep_fp32,
+            *(glob.escape(part.name) for part in parts.values() if part.entry.is_float32),
+        )
+        plan = conversion_plan.plan(model, dtype, bool(properties.keep_batchnorm_fp32), keep_fp32)
         self.conversion.convert(plan)
         adopted_model.flatten_recurrent(model)
         for module in plan.guarded:

@@ -16,6 +16,7 @@ import yaml
 from ampatch import opt_levels
 from ampatch.cast_lists import list_edits
 from ampatch.cast_lists.lists import CastLists
+from ampatch.cast_lists.rules import FLOAT32, UNLISTED, ModuleRules
 from ampatch.opt_levels import Properties
 from ampatch.scaling.loss_scaler import ScalePolicy
 from ampatch.scaling.overflows import OnOverflow, name_of_choice
@@ -93,6 +94,7 @@ class Settings:
             "master_weights": properties.master_weights,
             "cast_model_outputs": _name(self.cast_model_outputs),
             "cast_lists": list(self.lists.files),
+            "modules": [_entry(entry) for entry in self.lists.modules],
             "loss_scale": properties.loss_scale,
             "num_losses": self.num_losses,
             **{name: getattr(self.scale_policy, name) for name in _SCALE_ARGUMENTS},
@@ -152,6 +154,17 @@ def _set_up_by(settings: Settings) -> str:
 def _kept(keep_fp32: KeepFloat32) -> list[str] | None:
     """Returns names, patterns and class names in the form that ``keep_fp32`` takes; None if there are none."""
     return [one if isinstance(one, str) else one.__name__ for one in keep_fp32] or None
+
+
+def _entry(entry: ModuleRules) -> str:
+    """Returns an entry for parts of a model as text: "head: float32", or the functions by list."""
+    if entry.changes is None:
+        return f"{entry.name}: {FLOAT32}"
+    lists: dict[str, dict[str, None]] = {}
+    for (path, _), rule in entry.changes:
+        lists.setdefault(UNLISTED if rule is None else rule.treatment.value, {})[str(path)] = None
+    told = "; ".join(f"{name} {', '.join(paths)}" for name, paths in lists.items())
+    return f"{entry.name}: {told or 'as the session'}"
 
 
 def _name(dtype: torch.dtype | None) -> str | None:

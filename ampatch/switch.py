@@ -96,12 +96,7 @@ class Switch:
             ledger: records the patches.
             recomputed: function called after each recomputation in the backward pass, even if it raised.
         """
-        # Patches the level below torch.utils.checkpoint.checkpoint, since other code may have bound that before or put
-        # it into a functools.partial. Also below the generator under it, which torch.distributed has bound.
-        for owner, name, position in (
-            (torch.utils.checkpoint._CheckpointFrame, "__init__", 1),
-            (torch.utils.checkpoint.CheckpointFunction, "apply", 0),
-        ):
+        for owner, name, position in checkpoint_functions():
             ledger.set(owner, name, self._remembered_by(getattr(owner, name), position, recomputed))
 
     def _remembered_by(
@@ -125,9 +120,7 @@ class Switch:
 
     def patch_data_parallel(self, ledger: PatchLedger) -> None:
         """Patches `torch.nn.DataParallel`, so that its threads cast if and only if the thread that starts them does."""
-        # In their package, functions of the same names hide these two modules.
-        modules = [importlib.import_module(f"torch.nn.parallel.{name}") for name in ("parallel_apply", "data_parallel")]
-        for owner in (torch.nn.parallel, *modules):
+        for owner in parallel_apply_owners():
             ledger.set(owner, "parallel_apply", self._carried_by(owner.parallel_apply))
 
     def _carried_by(self, parallel_apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,13 +181,13 @@ class WithoutCasts:
 
             @functools.wraps(function)
             def wrapper(*args: Any, **kwargs: Any) -> Any:
-                return (yield from _in_steps(function(*args, **kwargs)))
+                return (yield from in_steps(function(*args, **kwargs), WithoutCasts))
 
         elif inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
             async def wrapper(*args: Any, **kwargs: Any) -> Any:
-                return await _Awaitable(function(*args, **kwargs))
+                return await InSteps(function(*args, **kwargs), WithoutCasts)
 
         else:
 
@@ -206,34 +199,52 @@ class WithoutCasts:
         return wrapper  # type: ignore[no-any-return]
 
 
-class _Awaitable:
-    """A coroutine that runs without casts; coroutines that run between its steps keep their casts."""
+class InSteps:
+    """Awaits a coroutine in a block; coroutines that run between its steps are outside of it."""
 
-    def __init__(self, coroutine: Any) -> None:
-        self._coroutine = coroutine
+    def __init__(self, coroutine: Any, block: Callable[[], AbstractContextManager[None]]) -> None:
+        self._coroutine, self._block = coroutine, block
 
     def __await__(self) -> Any:
-        return (yield from _in_steps(self._coroutine))
+        return (yield from in_steps(self._coroutine, self._block))
 
 
-def _in_steps(steps: Any) -> Any:
-    """Runs a generator or coroutine: casts are off during each of its steps, and restored between them."""
-    off = WithoutCasts()
+def in_steps(steps: Any, block: Callable[[], AbstractContextManager[None]]) -> Any:
+    """Runs a generator or coroutine with each of its steps in a block of its own."""
     resume, value = steps.send, None
     while True:
         try:
-            with off:
+            with block():
                 given = resume(value)
         except StopIteration as ended:
             return ended.value
         try:
             resume, value = steps.send, (yield given)
         except GeneratorExit:
-            with off:
+            with block():
                 steps.close()
             raise
         except BaseException as error:  # noqa: BLE001 - any exception thrown into the generator
             resume, value = steps.throw, error
+
+
+def checkpoint_functions() -> list[tuple[Any, str, int]]:
+    """Returns the functions to patch in `torch.utils.checkpoint`: owner, name, and the position of the region.
+
+    They are the level below torch.utils.checkpoint.checkpoint, since other code may have bound that before or put it
+    into a functools.partial. Also below the generator under it, which torch.distributed has bound.
+    """
+    return [
+        (torch.utils.checkpoint._CheckpointFrame, "__init__", 1),
+        (torch.utils.checkpoint.CheckpointFunction, "apply", 0),
+    ]
+
+
+def parallel_apply_owners() -> list[Any]:
+    """Returns the modules that hold the ``parallel_apply`` of `torch.nn.DataParallel`."""
+    # In their package, functions of the same names hide these two modules.
+    modules = [importlib.import_module(f"torch.nn.parallel.{name}") for name in ("parallel_apply", "data_parallel")]
+    return [torch.nn.parallel, *modules]
 
 
 class _Region:

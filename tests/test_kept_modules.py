@@ -104,7 +104,7 @@ class TestForward:
         by_hand = amp.initialize(ByHand(), half_dtype=half, verbosity=0)
         assert_same_bits(result, by_hand(INPUTS))
 
-    @pytest.mark.parametrize("keep", ["head", "he*", Head, ["head", "tail"], "Head"], ids=str)
+    @pytest.mark.parametrize("keep", ["head", "he*", Head, ["head", "tail"], "Head", f"{__name__}.Head"], ids=str)
     def test_by_name_pattern_and_class(self, keep: Any) -> None:
         model = kept(keep=keep)
         assert model(INPUTS).dtype is (torch.float32 if isinstance(keep, list) else torch.bfloat16)
@@ -217,6 +217,17 @@ class TestCopies:
         with pytest.raises(RuntimeError, match="dtype"):
             twin.head(INPUTS.bfloat16())
 
+    def test_a_replica_of_data_parallel_computes_by_its_own_weights(self) -> None:
+        model = kept()
+        replica = model.head._replicate_for_data_parallel()
+        replica.linear, replica.weight = nn.Linear(8, 8), model.head.weight
+        with torch.no_grad():
+            replica.linear.weight.zero_()
+            assert not torch.equal(replica(INPUTS), model.head(INPUTS))
+        assert set(replica.seen) == {torch.float32}
+        amp.deinitialize()
+        assert "forward" not in vars(model.head)
+
     def test_a_pickled_one_has_the_plain_forward(self) -> None:
         model = kept()
         stored = pickle.dumps(model.tail)  # not kept
@@ -251,6 +262,12 @@ class TestEnd:
         model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 8))
         with pytest.raises(OptionError, match="matches '0', which TorchScript has compiled"):
             amp.initialize(model, half_dtype=torch.bfloat16, keep_fp32="0", verbosity=0)
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+    def test_torchscript_compiles_the_modules_own_forward(self) -> None:
+        model = amp.initialize(nn.Sequential(nn.Linear(8, 8)), half_dtype=torch.bfloat16, keep_fp32="0", verbosity=0)
+        assert torch.jit.script(model)(INPUTS).dtype is torch.float32
+        assert model(INPUTS.bfloat16()).dtype is torch.float32
 
 
 class TestCompiled:

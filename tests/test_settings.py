@@ -123,6 +123,7 @@ class TestSettings:
             "master_weights": None,
             "cast_model_outputs": None,
             "cast_lists": [str(file), "a mapping"],
+            "modules": [],
             "loss_scale": "dynamic",
             "num_losses": 2,
             "init_scale": 2.0**16,

@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 from ampatch.cast_lists import patterns
 from ampatch.cast_lists.lists import MAPPING, CastLists, shipped
 from ampatch.cast_lists.paths import Path, identity
-from ampatch.cast_lists.rules import UNLISTED, Rule, Treatment
+from ampatch.cast_lists.rules import MODULES, UNLISTED, Rule, Treatment
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, spellings
 from ampatch.cast_lists.yaml_tree import UnreadableError, compose, kind_of, line_of, text_of
 from ampatch.errors import CastListError
@@ -107,7 +107,9 @@ def _entries_of_user(file: str) -> list[Entry]:
     except (CastListError, UnreadableError, OSError):
         return []
     node = compose(text)
-    return _entries(file, text, {} if node is None or kind_of(node) != "map" else {k.value: v for k, v in node.value})
+    lists = {} if node is None or kind_of(node) != "map" else {key.value: value for key, value in node.value}
+    lists.pop(MODULES, None)  # its entries are rules of parts of a model, not of the session
+    return _entries(file, text, lists)
 
 
 def _entries(file: str, text: str, lists: Mapping[str, yaml.Node | None]) -> list[Entry]:

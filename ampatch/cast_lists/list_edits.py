@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from ampatch.cast_lists.lists import MAPPING, CastLists, shipped
 from ampatch.cast_lists.paths import Path, PathError, find, identity
-from ampatch.cast_lists.rules import UNLISTED, Rule, Treatment, typed_conditions, typed_need
+from ampatch.cast_lists.rules import (
+    FLOAT32,
+    UNLISTED,
+    ModuleRules,
+    Rule,
+    Treatment,
+    typed_conditions,
+    typed_need,
+)
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, called_by, spellings
 from ampatch.opt_levels import HALF_DTYPES
 
@@ -46,7 +54,63 @@ def difference(live: CastLists, asked: CastLists) -> list[str]:
         everywhere = len(differing) == len(pairs) and len(set(differing.values())) == 1
         for dtype, how in differing.items():
             told[f"{path} {how}" if everywhere else f"{path} {how} in {str(dtype).removeprefix('torch.')}"] = None
+    told.update(dict.fromkeys(_differing_modules(live, asked)))
     return _first(list(told))
+
+
+def _differing_modules(live: CastLists, asked: CastLists) -> Iterator[str]:
+    """Yields how the entries for parts of a model differ; their order counts, as the last one decides."""
+    mine, theirs = ({entry.name: entry for entry in lists.modules} for lists in (live, asked))
+    for name in dict.fromkeys([*mine, *theirs]):
+        here, there = mine.get(name), theirs.get(name)
+        if here != there:
+            others = here is not None and there is not None and not (here.is_float32 or there.is_float32)
+            yield f"modules {name!r} has {_has(here)} (this call: {'other ' if others else ''}{_has(there)})"
+    if live.modules != asked.modules and mine == theirs:
+        yield f"modules has its entries in the order {', '.join(mine)} (this call: {', '.join(theirs)})"
+
+
+def _has(entry: ModuleRules | None) -> str:
+    if entry is None:
+        return "no entry"
+    return f"{FLOAT32 if entry.is_float32 else 'rules'} by {entry.source}"
+
+
+def undone_in_modules(
+    lists: CastLists, half_dtypes: Iterable[torch.dtype] = HALF_DTYPES.values(), registered: Sequence[Edit] = ()
+) -> list[str]:
+    """Returns a sentence for each edit that an entry for parts of a model makes, and that a called function undoes.
+
+    Args:
+        lists: rules in force, edits included.
+        half_dtypes: half dtypes to check.
+        registered: registered functions; they take precedence over the lists.
+    """
+    return [
+        f"in modules {entry.name!r}: {sentence}"
+        for entry, sentences in _of_modules(lists, lambda each: undone(each, half_dtypes, registered).values())
+        for sentence in sentences
+    ]
+
+
+def left_out_in_modules(lists: CastLists) -> list[str]:
+    """Returns a sentence for each edit that an entry for parts makes, and that leaves other spellings unchanged."""
+    return [
+        f"in modules {entry.name!r}: {sentence}"
+        for entry, sentences in _of_modules(lists, left_out)
+        for sentence in sentences
+    ]
+
+
+def _of_modules(
+    lists: CastLists, told: Callable[[CastLists], Iterable[str]]
+) -> Iterator[tuple[ModuleRules, list[str]]]:
+    """Yields the sentences about the lists of each entry that has rules, without those about the lists themselves."""
+    if lists.modules:
+        known = set(told(replace(lists, modules=())))
+        for entry in lists.modules:
+            if not entry.is_float32:
+                yield entry, [sentence for sentence in told(lists.of_module(entry)) if sentence not in known]
 
 
 def undone(

@@ -6,7 +6,7 @@ Owns the wording of `ampatch lists`. Must never print, read a file, or change a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeVar
@@ -17,7 +17,16 @@ from ampatch.cast_lists import list_edits, patterns
 from ampatch.cast_lists.coverage import Coverage, reason_of
 from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path, PathError, find, function_key, identity
-from ampatch.cast_lists.rules import Rule, Treatment, When, typed_conditions, typed_need
+from ampatch.cast_lists.rules import (
+    FLOAT32,
+    UNLISTED,
+    ModuleRules,
+    Rule,
+    Treatment,
+    When,
+    typed_conditions,
+    typed_need,
+)
 from ampatch.cast_lists.spellings import NAMESPACES
 from ampatch.errors import AmpError, CastListError, OptionError, did_you_mean
 from ampatch.opt_levels import HALF_DTYPES
@@ -47,7 +56,8 @@ def policy(lists: CastLists, half_dtypes: Sequence[torch.dtype] = BOTH, names: S
 
     Returns:
         Lines of four aligned columns: path, list, the file and line of the rule, and its conditions if it has any.
-        After them a line for each given function that is on no list.
+        After them a line for each given function that is on no list. Last, with the name of the part in front, the
+        rules of parts of a model that differ.
 
     Raises:
         OptionError: no function has one of the names; the message suggests close names.
@@ -64,7 +74,42 @@ def policy(lists: CastLists, half_dtypes: Sequence[torch.dtype] = BOTH, names: S
             if patterns.is_pattern(path):
                 conditions.append(f"matches nothing yet: import {patterns.package_of(path)} or its modules first")
             rows.append([str(path), rule.treatment.value, source, "; ".join(conditions)])
-    return [*_aligned(rows), *notes]
+    return [*_aligned(rows), *notes, *_policy_of_modules(lists, half_dtypes, names)]
+
+
+def _policy_of_modules(lists: CastLists, half_dtypes: Sequence[torch.dtype], names: Sequence[str]) -> list[str]:
+    """Returns the rules of parts of a model as lines with a heading; with names, those of these functions only."""
+    rows = []
+    for entry in lists.modules:
+        if entry.is_float32:
+            rows.append([entry.name, "everything", FLOAT32, entry.source, ""])
+        for path, here, there in _changed_in(lists, entry, half_dtypes):
+            if names and not _selected(names, [path])[0]:
+                continue
+            cells = list(_grouped([(rule, rule.source) if rule else None for rule in there], half_dtypes))
+            for (rule, source), dtypes in cells:
+                conditions = [*_conditions(rule.when, dtypes, half_dtypes), *_flags(rule)]
+                rows.append([entry.name, str(path), rule.treatment.value, source, "; ".join(conditions)])
+            taken_out = [dtype for dtype, old, new in zip(half_dtypes, here, there, strict=True) if old and not new]
+            if taken_out:
+                only = "; ".join(_conditions((), taken_out, half_dtypes))
+                rows.append([entry.name, str(path), UNLISTED, entry.source, only])
+        if not entry.is_float32 and not entry.changes and not names:
+            rows.append([entry.name, "-", "no change", entry.source, ""])
+    return ["In parts of a model:", *_aligned(rows)] if rows else []
+
+
+def _changed_in(
+    lists: CastLists, entry: ModuleRules, half_dtypes: Sequence[torch.dtype]
+) -> Iterator[tuple[Path, list[Rule | None], list[Rule | None]]]:
+    """Yields each path that an entry treats otherwise, with the rules for each half dtype without and with it."""
+    if entry.is_float32:
+        return
+    before, after = lists.told(matched=False), lists.of_module(entry).told(matched=False)
+    for path in sorted({path for path, _ in {**before, **after}}):
+        here, there = ([side.get((path, dtype)) for dtype in half_dtypes] for side in (before, after))
+        if here != there:
+            yield path, here, there
 
 
 def _selected(names: Sequence[str], listed: Sequence[Path]) -> tuple[set[Path], list[str]]:
@@ -143,7 +188,7 @@ def checked(file: str, before: CastLists, after: CastLists) -> Checked:
         before: lists without the file.
         after: lists with the file.
     """
-    undone = list_edits.undone(after)
+    undone = [*list_edits.undone(after).values(), *list_edits.undone_in_modules(after)]
     old, new = before.told(matched=False), after.told(matched=False)
     changed = {key[0] for key in {**old, **new} if old.get(key) != new.get(key)}
     unseen = sum(_found(path) is None for path in changed)
@@ -151,8 +196,10 @@ def checked(file: str, before: CastLists, after: CastLists) -> Checked:
     how = "is undone by calls inside the function" if len(undone) == 1 else "are undone by calls inside the functions"
     sound = f"can be read, but {len(undone)} of its changes {how}" if undone else "is sound"
     are = "is" if len(changed) == 1 else "are"
-    verdict = f"{file} {sound}: it changes how {_paths(len(changed))} {are} treated{note}."
-    lines = [*undone.values(), *list_edits.left_out(after), verdict]
+    count = len(after.modules)
+    parts = f", and has {count} {'entry' if count == 1 else 'entries'} for parts of a model" if count else ""
+    verdict = f"{file} {sound}: it changes how {_paths(len(changed))} {are} treated{note}{parts}."
+    lines = [*undone, *list_edits.left_out(after), *list_edits.left_out_in_modules(after), verdict]
     return Checked(list(map(_one_line, lines)), bool(undone))
 
 
@@ -207,7 +254,8 @@ def changes(before: CastLists, after: CastLists, file: str, half_dtypes: Sequenc
 
     Returns:
         A legend; lines of three aligned columns: path, list before, list after (``-`` for none), with the conditions
-        of each in parentheses. Then a line that counts them. Without a change, that line alone.
+        of each in parentheses. Then a line that counts them. Without a change, that line alone. Last, the changes in
+        parts of a model, with a legend of their own.
     """
     sides = [before.told(matched=False), after.told(matched=False)]
     paths = sorted({path for side in sides for path, _ in side})
@@ -216,11 +264,32 @@ def changes(before: CastLists, after: CastLists, file: str, half_dtypes: Sequenc
     }
     rows, kinds = _compared(found, half_dtypes)
     counted = _counted(rows, half_dtypes)
+    in_modules = _changes_of_modules(after, half_dtypes)
     if not rows:
-        return [f"{counted}."]
+        return [f"{counted}.", *in_modules]
     legend = _legend("in the shipped lists", f"with {file} laid over them")
     told = f"{kinds['both']} moved or changed, {kinds['left']} taken out, {kinds['right']} new"
-    return [legend, *_aligned(rows), f"{counted}: {told}."]
+    return [legend, *_aligned(rows), f"{counted}: {told}.", *in_modules]
+
+
+def _changes_of_modules(lists: CastLists, half_dtypes: Sequence[torch.dtype]) -> list[str]:
+    """Returns the changes that entries for parts of a model make, as lines with a legend."""
+    rows = []
+    for entry in lists.modules:
+        if entry.is_float32:
+            rows.append([entry.name, "everything", "by the lists", FLOAT32, entry.source])
+        for path, here, there in _changed_in(lists, entry, half_dtypes):
+            cells = [_cell([_full_decision(rule) for rule in side], half_dtypes) for side in (here, there)]
+            source = next((rule.source for rule in there if rule is not None), entry.source)
+            rows.append([entry.name, str(path), *cells, source])
+        if not entry.is_float32 and not entry.changes:
+            rows.append([entry.name, "-", _NO_LIST, "no change", entry.source])
+    if not rows:
+        return []
+    legend = (
+        f"Columns: part of a model; function; its list elsewhere; its list in there ({_NO_LIST}: none); file and line."
+    )
+    return [legend, *_aligned(rows)]
 
 
 def covered(found: Coverage) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from os import PathLike, fspath
@@ -20,7 +20,7 @@ import yaml
 from ampatch.cast_lists import patterns
 from ampatch.cast_lists.paths import Path, function_key
 from ampatch.cast_lists.reader import Reading, fitting_rule, unfit_reason
-from ampatch.cast_lists.rules import Changes, Rule, Treatment
+from ampatch.cast_lists.rules import Changes, ModuleRules, Rule, Treatment
 from ampatch.cast_lists.yaml_tree import UnreadableError, compose, compose_own, node_of, text_of
 from ampatch.errors import OptionError
 
@@ -41,6 +41,7 @@ class CastLists:
         files: overlays in their order: paths of files, and `MAPPING` for each mapping.
         texts: the YAML of each overlay, as it was read; that of a mapping has the same meaning.
         waiting: changes of each file from the first on that has a pattern; `expanded` applies them.
+        modules: the entries for parts of a model, those of later overlays last; each name once.
     """
 
     rules: Mapping[tuple[Path, torch.dtype], Rule]
@@ -48,10 +49,12 @@ class CastLists:
     files: tuple[str, ...] = field(default=(), compare=False)
     texts: tuple[str, ...] = field(default=(), compare=False)
     waiting: tuple[Changes, ...] = ()
+    modules: tuple[ModuleRules, ...] = ()
 
     def __repr__(self) -> str:
         rules = f"{len(self.rules)} rules"  # a number only: all rules would be unreadable
-        return f"CastLists({', '.join(['shipped lists', *self.files])}: {rules})"
+        parts = f", {len(self.modules)} entries for modules" if self.modules else ""
+        return f"CastLists({', '.join(['shipped lists', *self.files])}: {rules}{parts})"
 
     def for_half(self, half_dtype: torch.dtype) -> dict[Path, Rule]:
         """Returns the rules for one half dtype, by path."""
@@ -77,11 +80,16 @@ class CastLists:
         rules = {key: rule for changes in self.waiting for key, rule in changes if patterns.is_pattern(key[0])}
         return {key: rule for key, rule in rules.items() if rule is not None}
 
-    def late_rules(self, half_dtype: torch.dtype, module: types.ModuleType) -> dict[Path, Rule | None]:
-        """Returns what is decided about the functions in one module that patterns match; None: it is on no list."""
+    def matched_in(self, module: types.ModuleType) -> set[Path]:
+        """Returns the functions in one module that patterns match."""
         found = [path for changes in self.waiting for (path, _), _ in changes if patterns.is_pattern(path)]
-        matched = sorted({path for pattern in found for path in patterns.functions(pattern, [module])})
-        rules = self.expanded([module]).rules if matched else {}
+        return {path for pattern in found for path in patterns.functions(pattern, [module])}
+
+    def late_rules(
+        self, half_dtype: torch.dtype, module: types.ModuleType, matched: Iterable[Path]
+    ) -> dict[Path, Rule | None]:
+        """Returns what is decided about some functions in one module; None: the function is on no list."""
+        rules = self.expanded([module]).rules
         return {path: rules.get((path, half_dtype)) for path in matched}
 
     def told(self, matched: bool = True) -> dict[tuple[Path, torch.dtype], Rule]:
@@ -115,13 +123,24 @@ class CastLists:
         several = isinstance(overlay, Sequence) and not isinstance(overlay, (str, bytes, PathLike))
         lists = self
         for part in overlay if several else [overlay]:  # type: ignore[union-attr]
-            source, text, changes = _read_overlay(part)
-            if lists.waiting or any(patterns.is_pattern(path) for (path, _), _ in changes):
-                lists = replace(lists, waiting=(*lists.waiting, tuple(changes)))
-            else:
-                lists = lists._with(changes)
-            lists = replace(lists, files=(*lists.files, source), texts=(*lists.texts, text))
+            source, text, changes, modules = _read_overlay(part)
+            named = {entry.name for entry in modules}
+            lists = replace(
+                lists._laid_over(changes),
+                files=(*lists.files, source),
+                texts=(*lists.texts, text),
+                modules=(*(entry for entry in lists.modules if entry.name not in named), *modules),
+            )
         return lists
+
+    def of_module(self, entry: ModuleRules) -> CastLists:
+        """Returns the lists of a part that has rules of its own: these lists, with its changes laid over them."""
+        return replace(self, modules=())._laid_over(entry.changes or ())
+
+    def _laid_over(self, changes: Changes) -> CastLists:
+        if self.waiting or any(patterns.is_pattern(path) for (path, _), _ in changes):
+            return replace(self, waiting=(*self.waiting, tuple(changes)))
+        return self._with(changes)
 
     def _with(self, changes: Changes) -> CastLists:
         """Applies changes. An entry moves its function under all its listed names (``F.conv2d``, ``torch.conv2d``)."""
@@ -181,8 +200,8 @@ def peer(name: str) -> CastLists:
     return CastLists(types.MappingProxyType({key: rule for key, rule in parsed.changes() if rule is not None}))
 
 
-def _read_overlay(overlay: object) -> tuple[str, str, Changes]:
-    """Returns the name of an overlay for messages, its text, and its changes."""
+def _read_overlay(overlay: object) -> tuple[str, str, Changes, list[ModuleRules]]:
+    """Returns the name of an overlay for messages, its text, its changes, and its entries for parts of a model."""
     if isinstance(overlay, Mapping):
         parsed = Reading("cast_lists")
     elif isinstance(overlay, (str, PathLike)) and fspath(overlay):
@@ -202,4 +221,4 @@ def _read_overlay(overlay: object) -> tuple[str, str, Changes]:
         parsed.fault(error.line, str(error))
     except RecursionError:
         parsed.fault(0, "it is nested too deeply, or contains itself.")
-    return MAPPING if isinstance(overlay, Mapping) else parsed.source, text, parsed.changes()
+    return MAPPING if isinstance(overlay, Mapping) else parsed.source, text, parsed.changes(), parsed.modules

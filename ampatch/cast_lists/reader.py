@@ -19,7 +19,18 @@ from torch.torch_version import TorchVersion
 
 from ampatch.cast_lists import patterns, signatures
 from ampatch.cast_lists.paths import Path, PathError, find, find_owner, function_key
-from ampatch.cast_lists.rules import EVERY_DEVICE, UNLISTED, Changes, Rule, Treatment, When, unlistable_reason
+from ampatch.cast_lists.rules import (
+    EVERY_DEVICE,
+    FLOAT32,
+    MODULES,
+    UNLISTED,
+    Changes,
+    ModuleRules,
+    Rule,
+    Treatment,
+    When,
+    unlistable_reason,
+)
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, known_names, spellings
 from ampatch.cast_lists.yaml_tree import described, items_of, kind_of, line_of, scalar_of
 from ampatch.errors import AmpError, CastListError, Fault, did_you_mean
@@ -78,6 +89,8 @@ class Reading:
         self._first: dict[tuple[object, torch.dtype], _Listing] = {}
         self._listed: dict[tuple[Path, torch.dtype], _Listing] = {}
         self._missing: set[yaml.Node] = set()  # namespaces: one fault for each, not one for each of its names
+        #: The entries for parts of a model.
+        self.modules: list[ModuleRules] = []
 
     def fault(self, where: yaml.Node | int, message: str) -> None:
         """Records a fault at a node, or at a line; line 0 is the whole file."""
@@ -96,13 +109,48 @@ class Reading:
 
     def add_overlay(self, node: yaml.Node | None) -> None:
         """Reads a user's file: a mapping from names of lists to their contents."""
-        known = [treatment.value for treatment in Treatment] + [UNLISTED]
+        known = [*_LISTS, MODULES]
         for name, value in self._pairs(node, "names of lists on top, such as `whitelist: {torch: [mm, bmm]}`"):
-            if name.value in known:
-                self.add_list(value, None if name.value == UNLISTED else Treatment(name.value))
+            if name.value == MODULES:
+                self._add_modules(value)
+            elif name.value in _LISTS:
+                self.add_list(value, _treatment(name.value))
             else:
                 expected = f"expected one of {', '.join(known)} on top.{did_you_mean(name.value, known)}"
                 self.fault(name, f"unknown list {name.value!r}; {expected}")
+
+    def _add_modules(self, node: yaml.Node) -> None:
+        """Reads the entries for parts of a model: a mapping from names to ``float32``, or to lists."""
+        expected = f'names of submodules, patterns or classes, such as `"decoder.head*": {FLOAT32}`'
+        for name, value in self._pairs(node, expected):
+            changes = None
+            if not name.value:
+                self.fault(name, f"found an empty name; expected {expected}.")
+            elif kind_of(value) == "map":
+                changes = self._changes_of(name, value)
+            elif kind_of(value) != "str" or value.value != FLOAT32:
+                # Without lines of its own, an empty value is said to be where the name is.
+                self.fault(name if kind_of(value) == "null" else value, _no_rules(name.value, value))
+            self.modules.append(ModuleRules(name.value, self._at(line_of(name)), changes))
+
+    def _changes_of(
+        self, name: yaml.ScalarNode, node: yaml.Node
+    ) -> tuple[tuple[tuple[Path, torch.dtype], Rule | None], ...]:
+        """Returns the changes that an entry makes for its parts. A plain list of names stands for every spelling."""
+        inside = Reading(self.source, self._resolve)
+        expected = f"names of lists, such as {name.value!r}: {{blacklist: [softmax]}}"
+        for list_name, value in inside._pairs(node, expected):
+            if list_name.value not in _LISTS:
+                hint = did_you_mean(list_name.value, _LISTS)
+                inside.fault(list_name, f"unknown list {list_name.value!r}; expected one of {', '.join(_LISTS)}.{hint}")
+                continue
+            every = yaml.ScalarNode("tag:yaml.org,2002:str", EVERY_NAMESPACE, value.start_mark, value.end_mark)
+            listed = value
+            if kind_of(value) == "seq":
+                listed = yaml.MappingNode("tag:yaml.org,2002:map", [(every, value)], value.start_mark, value.end_mark)
+            inside.add_list(listed, _treatment(list_name.value))
+        self._faults += inside._faults
+        return tuple(inside._changes)
 
     def add_list(self, node: yaml.Node | None, treatment: Treatment | None) -> None:
         """Reads a list: a mapping from namespaces to names. ``treatment=None`` unlists the functions."""
@@ -294,6 +342,22 @@ class Reading:
         if unfit:
             self.fault(node, unfit)
         return not unfit
+
+
+_LISTS = (*(treatment.value for treatment in Treatment), UNLISTED)
+
+
+def _treatment(list_name: str) -> Treatment | None:
+    return None if list_name == UNLISTED else Treatment(list_name)
+
+
+def _no_rules(name: str, value: yaml.Node) -> str:
+    """Returns the fault for an entry that says neither float32 nor lists."""
+    hint = did_you_mean(value.value, [FLOAT32, *_LISTS]) if kind_of(value) == "str" else ""
+    return (
+        f"found {described(value)} for {name!r}; expected {FLOAT32}, or lists of its own, such as "
+        f"{{blacklist: [softmax]}}.{hint}"
+    )
 
 
 _MAY_LACK = " Mark the entry `optional: true` if it may be missing."

@@ -75,6 +75,33 @@ def typed_need(devices: Sequence[str]) -> list[str]:
 Changes = Sequence[tuple[tuple[Path, torch.dtype], Rule | None]]
 
 
+#: The key for rules of parts of a model, beside the names of the lists.
+MODULES = "modules"
+
+#: The value of an entry under `MODULES` for a part that computes in float32.
+FLOAT32 = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRules:
+    """An entry under ``modules``: parts of a model, and what they compute by.
+
+    Attributes:
+        name: name of a submodule, pattern of such names, or class, as in ``keep_fp32``.
+        source: file and line, for messages. Equality ignores it.
+        changes: changes to the session's lists while such a part runs; None: the part computes in float32.
+    """
+
+    name: str
+    source: str = field(compare=False)
+    changes: tuple[tuple[tuple[Path, torch.dtype], Rule | None], ...] | None = None
+
+    @property
+    def is_float32(self) -> bool:
+        """True if the parts compute in float32, False if they have rules of their own."""
+        return self.changes is None
+
+
 def typed_conditions(when: When) -> str:
     """Returns conditions as text, with values written as in YAML, so that True differs from the string "True"."""
     return ", ".join(f"{name}={'|'.join(map(_as_typed, values))}" for name, values in when)

@@ -14,7 +14,7 @@ import torch
 from ampatch.cast_lists.annotations import Entry, user_entries
 from ampatch.cast_lists.lists import CastLists, shipped
 from ampatch.cast_lists.paths import Path, identity
-from ampatch.cast_lists.rules import Rule
+from ampatch.cast_lists.rules import Rule, Treatment
 from ampatch.diagnostics.explanation_report import dtype_name
 from ampatch.patching import adopted_model, casting_mode
 from ampatch.runtime import runtime
@@ -29,7 +29,8 @@ class Settings:
         half_dtypes: half dtypes to explain; at least one.
 
     Attributes:
-        lists: cast lists.
+        lists: cast lists. Inside of a part of a model that has rules of its own, the lists of that part.
+        modules: entries for parts of a model.
         half_dtypes: half dtypes to explain.
         registered: registered functions; later ones take precedence.
         live: live session; None if there is none, or if other lists were asked about.
@@ -40,6 +41,14 @@ class Settings:
         self.live = runtime.live if lists is None else None
         settings = None if self.live is None else self.live.settings
         in_force = lists if lists is not None else shipped() if settings is None else settings.lists
+        self.modules = in_force.modules
+        self._of_session = in_force
+        #: Name of the entry for a part of a model by which this thread computes now; None: by the session's lists.
+        self.part: str | None = None
+        if self.live is not None:
+            found = self.live.part_in_force()
+            if found is not None:
+                self.part, in_force = found
         self.lists = in_force.expanded()
         self.half_dtypes = half_dtypes
         self.registered = tuple(runtime.registered) if self.live is None else self.live.registered
@@ -73,6 +82,28 @@ class Settings:
         """True if banned functions run in float32 instead of raising."""
         return self.live is not None and self.live.settings.allow_banned
 
+    def notes_on_parts(self, paths: Iterable[Path]) -> Iterator[str]:
+        """Yields a sentence for each entry for parts of a model that treats functions otherwise than the session."""
+        live, paths = self.live, sorted(paths)
+        if live is not None and not live.patches_functions:
+            return
+        rules = self._of_session.expanded().rules if self.modules else {}
+        for entry in self.modules:
+            where = f"In submodules that {entry.name!r} matches ({entry.source})"
+            if entry.is_float32:
+                yield f"{where} nothing is cast, and inputs are float32."
+                continue
+            own = self._of_session.of_module(entry).expanded().rules
+            told: dict[str, None] = {}
+            for half in self.half_dtypes:
+                for path in paths:
+                    here, there = rules.get((path, half)), own.get((path, half))
+                    if here != there:
+                        only = f" in {dtype_name(half)}" if len(self.half_dtypes) == 1 else ""
+                        told[f"{path} is {_place(there)}{only}"] = None
+            if told:
+                yield f"{where} {', '.join(told)}."
+
     def as_plain_data(self) -> dict[str, Any]:
         """Returns the settings as plain data; dtypes are names."""
         live = self.live
@@ -84,6 +115,7 @@ class Settings:
             "allow_banned": self.allows_banned,
             "casts_here": live is not None and live.patches_functions and not live.switch.is_off(),
             "cast_lists": list(self.lists.files),
+            "modules": {entry.name: entry.source for entry in self.modules},
         }
 
     def sentences(self) -> Iterator[str]:
@@ -100,6 +132,8 @@ class Settings:
                 yield _at_other_levels(live)
             elif live.switch.is_off():
                 yield "Casts are off here."
+            elif self.part is not None:
+                yield f"Here the rules of modules {self.part} apply."
         if casting_mode.thread.mode is not None:
             yield "In this forward of an amp.convert_model copy the copy's own lists decide instead."
 
@@ -112,6 +146,13 @@ class Settings:
         """The first listed path of each listed function, by the function's id."""
         # `identity` may return the path itself, which `listed` keeps alive, so that no other object takes its id.
         return {id(identity(path)): path for path in reversed(self.listed)}
+
+
+def _place(rule: Rule | None) -> str:
+    if rule is None:
+        return "on no list"
+    kind = "banned" if rule.treatment is Treatment.BANNED else f"in the {rule.treatment.value}"
+    return f"{kind} ({rule.source})"
 
 
 def _at_other_levels(live: Session) -> str:

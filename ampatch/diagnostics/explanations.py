@@ -83,11 +83,12 @@ def _called(subject: Subject, rulings: Rulings) -> Iterator[Called]:
 
 
 def _notes(subject: Subject, settings: Settings) -> Iterator[str]:
-    """Yields sentences on edits that other functions undo, and on entries for other versions of torch."""
+    """Yields sentences on undone edits, on rules of parts of a model, and on entries for other versions of torch."""
     paths = {spelled.path for spelled in subject.spelled}
     registered = [known.as_edit() for known in settings.registered]
     undone = list_edits.undone(settings.lists, settings.half_dtypes, registered)
     yield from (sentence for path, sentence in undone.items() if path in paths)
+    yield from settings.notes_on_parts(paths)
     for entry in (*settings.user_entries, *shipped_entries()):
         if not entry.is_in_force and any(entry.covers(path) for path in paths):
             limits = [f"from torch {entry.since} on"] if entry.since else []

@@ -5,6 +5,7 @@ Must never patch a function, nor change a session.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import types
 from collections.abc import Iterable
@@ -129,20 +130,28 @@ class Rulings:
     def __init__(self, session: Session) -> None:
         self._lists = session.settings.lists
         self._half = session.settings.properties.half_dtype
+        self._of_parts = tuple(session.lists_of_parts.values())
         self._registered = session.registered
         self._patches = session.patches_functions
 
     def of(self, functions: Iterable[Any]) -> dict[Any, str]:
-        """Returns "whitelist", "blacklist", "promote", "banned", "registered" or "decorated" by function."""
+        """Returns "whitelist", "blacklist", "promote", "banned", "by part" or "registered" by function.
+
+        "by part" is a function that parts of a model treat otherwise than the session does.
+        """
         if not self._patches:
             return {}
         ruled: dict[int, str] = {}
-        for path, half in self._lists.rules:
-            if half is self._half:
-                try:
-                    ruled[id(find(path))] = self._lists.rules[path, half].treatment.value
-                except PathError:  # optional, and not in this torch
-                    continue
+        of_session = self._lists.for_half(self._half)
+        for path, rule in of_session.items():
+            with contextlib.suppress(PathError):  # optional, and not in this torch
+                ruled[id(find(path))] = rule.treatment.value
+        for lists in self._of_parts:
+            own = lists.for_half(self._half)
+            for path in {**of_session, **own}:
+                if own.get(path) != of_session.get(path):
+                    with contextlib.suppress(PathError):
+                        ruled[id(find(path))] = "by part"
         for known in self._registered:
             ruled[id(unwrapped(getattr(known.owner, known.name, None)))] = "registered"
         found = {function: ruled.get(id(function)) for function in functions}

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from ampatch.cast_lists.lists import MAPPING, CastLists
+from ampatch.cast_lists.paths import Path
+from ampatch.cast_lists.rules import Rule
 from ampatch.casting import cast_observers
 from ampatch.diagnostics.tuning_budget import Budget, BudgetEndedError, Progress
 from ampatch.diagnostics.tuning_functions import Observed, SeenFunction
@@ -332,11 +334,16 @@ def _registered_name(registration: Registration) -> str:
 
 
 def _digest(lists: CastLists) -> str:
-    rules = sorted(
-        f"{path} {half} {(rule.treatment.value, rule.when, rule.via_dtype, rule.needs_float32)}"
-        for (path, half), rule in lists.told().items()
-    )
+    rules = sorted(_as_text(path, half, rule) for (path, half), rule in lists.told().items())
+    for entry in lists.modules:  # their order counts
+        changes = [_as_text(path, half, rule) for (path, half), rule in entry.changes or ()]
+        rules.append(f"{entry.name} {entry.is_float32} {changes}")
     return hashlib.sha256("\n".join(rules).encode()).hexdigest()[:12]
+
+
+def _as_text(path: Path, half: torch.dtype, rule: Rule | None) -> str:
+    decided = None if rule is None else (rule.treatment.value, rule.when, rule.via_dtype, sorted(rule.needs_float32))
+    return f"{path} {half} {decided}"
 
 
 def _device() -> str:

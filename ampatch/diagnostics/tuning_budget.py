@@ -11,7 +11,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from ampatch.diagnostics.tables import seconds as in_words
+from ampatch.diagnostics.report_numbers import in_terminal
+from ampatch.diagnostics.report_numbers import seconds as in_words
 from ampatch.errors import OptionError
 
 _UNITS = {
@@ -120,8 +121,8 @@ class Progress:
         if not self._is_shown:
             return
         left = self.left
-        told = f"; about {in_words(left)} left" if left else ""
-        line = f"run {len(self._seconds)}: {what}: {outcome} in {in_words(seconds)}{told}"
+        told = f"; about {in_terminal(in_words(left))} left" if left else ""
+        line = f"run {len(self._seconds)}: {what}: {outcome} in {in_terminal(in_words(seconds))}{told}"
         from tqdm import tqdm
 
         if self._bar is None:
@@ -130,7 +131,7 @@ class Progress:
             sys.stderr.write(f"{line}\n")
             sys.stderr.flush()
         self._bar.total = len(self._seconds) + self._expected
-        self._bar.set_postfix_str(in_words(left), refresh=False)
+        self._bar.set_postfix_str(in_terminal(in_words(left)), refresh=False)
         self._bar.update(1)
 
     @property

@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 
 from ampatch.diagnostics import report_file
-from ampatch.diagnostics.tables import Column, printed, seconds, share, table
+from ampatch.diagnostics.report_numbers import in_terminal, seconds
+from ampatch.diagnostics.tables import Column, printed, table
 from ampatch.errors import OptionError, UsageError
 
 #: Verdicts of a trial, and of a search.
@@ -200,7 +201,7 @@ class Tuning:
             f"amp.tune at {self.opt_level} in {self.half_dtype or 'half'}: {_number_of(len(self.seeds), 'seed')}, "
             f"tolerance {self.tolerance:.4g}, {better} is better"
         )
-        yield f"{_number_of(self.runs, 'run')} in {seconds(self.seconds)}" + (
+        yield f"{_number_of(self.runs, 'run')} in {in_terminal(seconds(self.seconds))}" + (
             f", and {self.resumed} from the journal" if self.resumed else ""
         )
         yield ""
@@ -222,7 +223,7 @@ class Tuning:
                 f"{trial.mean:.6g}" if finite else "raised" if trial.error else str(trial.metrics[-1][1]),
                 f"{trial.worse:.3g}" if finite else "",
                 f"{trial.noise:.2g}" if finite and len(trial.metrics) > 1 else "",
-                "-" if trial.share is None else share(trial.share, 1),
+                "-" if trial.share is None else f"{trial.share:.0%}",
                 trial.verdict,
             )
 
@@ -243,8 +244,8 @@ class Tuning:
             yield f"  with this file          {_told(chosen)}"
         if self.share is not None:
             measured = "" if self.share_is_measured else " (computed, not measured)"
-            before = "" if chosen is first or first.share is None else f", {share(first.share, 1)} without it"
-            yield f"FLOPs in half: {share(self.share, 1)} with this file{measured}{before}."
+            before = "" if chosen is first or first.share is None else f", {first.share:.0%} without it"
+            yield f"FLOPs in half: {self.share:.0%} with this file{measured}{before}."
         yield from (f"Note: {note}" for note in self.notes)
         if not self.complete:
             yield "The budget ended before the search did: a smaller list may pass too."

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ampatch import amp
+from ampatch.cast_lists.lists import shipped
 from ampatch.errors import IntegrationError, OptionError, UsageError
 from ampatch.integrations import versions
 from ampatch.integrations.options import hint
@@ -376,8 +377,15 @@ def _converted_parts(module: nn.Module, options: Mapping[str, Any]) -> tuple[lis
     parameters, losses without weights and metrics stay as they are.
 
     Raises:
-        OptionError: there is no such submodule, or ``keep_fp32`` matches none or cannot be said for each by itself.
+        OptionError: there is no such submodule, ``keep_fp32`` matches none or cannot be said for each by itself, or the
+            cast lists have entries for parts.
     """
+    entries = shipped().overlaid(options.get("cast_lists") or ()).modules
+    if entries:
+        raise OptionError(
+            f"{entries[0].source}: modules has {entries[0].name!r}, and at opt_level={options['opt_level']!r} amp "
+            "converts the parts of a LightningModule one by one. Type keep_fp32 for what is to compute in float32."
+        )
     wanted = conversion_plan.check_keep_fp32(options.get("keep_fp32"))
     conversion_plan.check_matches([module], wanted)
     kept = {

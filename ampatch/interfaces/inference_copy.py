@@ -32,7 +32,7 @@ from torch.nn.parameter import is_lazy
 from ampatch.cast_lists import spellings
 from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path, PathError, find, unwrapped
-from ampatch.cast_lists.rules import Rule
+from ampatch.cast_lists.rules import FLOAT32, Rule
 from ampatch.casting import cast_observers, write_back
 from ampatch.casting.cast_store import Store
 from ampatch.distributed import is_sharded
@@ -43,6 +43,7 @@ from ampatch.patching.casting_mode import CastingMode, CastRules, thread
 from ampatch.runtime import runtime
 from ampatch.tracing import is_capturing, is_under_mode
 from ampatch.weights import conversion_plan
+from ampatch.weights.ruled_parts import check_entries, ruled_parts
 
 # Weights of torch's own layers, by name, and the only functions that read them.
 _RECURRENT = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
@@ -403,12 +404,30 @@ class _WrappedMethod:
         return self._copy.run(self._method, args, kwargs)
 
 
+def _with_parts(source: nn.Module, excluded: object, lists: CastLists) -> list[Any]:
+    """Returns what is excluded, with the parts that ``modules`` in the lists has compute in float32.
+
+    Raises:
+        CastListError: an entry matches no submodule.
+        OptionError: an entry has rules of its own.
+    """
+    given = list(excluded) if isinstance(excluded, (list, tuple, set, frozenset, Iterator)) else [excluded]
+    own = next((entry for entry in lists.modules if not entry.is_float32), None)
+    if own is not None:
+        raise OptionError(
+            f"{own.source}: modules has rules for {own.name!r}, and a copy for inference applies the same lists "
+            f"everywhere. Give it {FLOAT32}, or leave it out."
+        )
+    check_entries([source], lists.modules)
+    return [*given, *ruled_parts(source, lists.modules)]
+
+
 def convert(
     model: object, half_dtype: torch.dtype, excluded: object, lists: CastLists, keep_float32: bool
 ) -> nn.Module:
     """Returns the copy; see `amp.convert_model`."""
     source = _check(model)
-    excluded_paths, functions = _split_excluded(source, excluded)
+    excluded_paths, functions = _split_excluded(source, _with_parts(source, excluded, lists))
     if functions:
         lists = lists.overlaid([{"blacklist": {path.namespace: [path.name]}} for path in functions])
     rules = CastRules(half_dtype, lists.for_half(half_dtype).values(), _registered())

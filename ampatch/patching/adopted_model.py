@@ -21,7 +21,7 @@ from ampatch.compilers import traced_within_others
 from ampatch.errors import OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native import calls
-from ampatch.patching import cast_labels, kept_modules
+from ampatch.patching import cast_labels, replaced_forward
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
@@ -316,7 +316,7 @@ def without_hooks(copied: nn.Module) -> nn.Module:
         ):
             for key in [key for key, hook in hooks.items() if _is_of_amp(hook)]:
                 del hooks[key]
-    kept_modules.without_kept(copied)
+    replaced_forward.restore_forwards(copied)
     return copied
 
 

@@ -26,10 +26,12 @@ from ampatch.cast_lists.rules import Rule, Treatment, unlistable_reason
 from ampatch.errors import AmpWarning, did_you_mean
 from ampatch.ledger import MISSING, PatchLedger, RefusedError, bindings, loaded_modules, rebind
 from ampatch.native.calls import Accelerator
-from ampatch.patching.adapters import Adapter, Adapters, Function, is_in_place
+from ampatch.patching import thread_rules
+from ampatch.patching.adapters import Adapt, Adapter, Adapters, Function, is_in_place
 from ampatch.patching.container_functions import Replacement, replace_in_containers
 from ampatch.patching.function_places import swept_modules
-from ampatch.patching.wrappers import wrap, wrap_for_half_models
+from ampatch.patching.thread_rules import Token
+from ampatch.patching.wrappers import Reason, wrap, wrap_for_half_models
 from ampatch.switch import Switch
 
 
@@ -58,6 +60,38 @@ class Registration:
         """Returns the registration as an edit of the lists, for warnings about edits."""
         rule = Rule(self.path, self.treatment, "registered")
         return Edit(self.path, unwrapped(getattr(self.owner, self.name)), rule)
+
+
+@dataclass(frozen=True, slots=True)
+class _Differing:
+    """The rules of a function that parts of a model treat otherwise than the session does.
+
+    Attributes:
+        path: path of the function.
+        of_session: the session's rule; None: it has none.
+        of_parts: the rules of those parts, None for no rule.
+    """
+
+    path: Path
+    of_session: Rule | None
+    of_parts: Mapping[Token, Rule | None]
+
+    @property
+    def rules(self) -> list[Rule]:
+        """All rules, the session's first."""
+        return [rule for rule in (self.of_session, *self.of_parts.values()) if rule is not None]
+
+    @property
+    def some(self) -> Rule:
+        """One of the rules; there is one, since they differ."""
+        return self.rules[0]
+
+    def reason(self) -> str:
+        """Returns the note for errors, about the rule in force in this thread."""
+        token = thread_rules.in_force()
+        if token not in self.of_parts:
+            return _reason_of(self.path, self.of_session)
+        return _reason_of(self.path, self.of_parts[token], " in this part of the model")
 
 
 class FunctionPatches:
@@ -94,13 +128,22 @@ class FunctionPatches:
         self._later: dict[str, list[Rule]] = {}
         # The lists whose patterns match functions of modules that are imported later.
         self._lists = CastLists({})
+        self._lists_of_parts: Mapping[Token, CastLists] = {}
+        # The rules of functions that parts of a model treat otherwise than the session does, by path.
+        self._differing: dict[Path, _Differing] = {}
 
-    def install(self, lists: CastLists, registered: Iterable[Registration]) -> None:
+    def install(
+        self,
+        lists: CastLists,
+        registered: Iterable[Registration],
+        lists_of_parts: Mapping[Token, CastLists] = types.MappingProxyType({}),
+    ) -> None:
         """Patches every function that has a rule or was registered. Modules not imported yet are patched on import.
 
         Args:
             lists: the rules in force, with the patterns that imports may match.
             registered: the functions that the user registered.
+            lists_of_parts: the lists of parts of a model that have rules of their own.
 
         Raises:
             CastListError: a rule has a condition on an argument that its function does not have.
@@ -112,7 +155,13 @@ class FunctionPatches:
             reason = _reason(known.path, f"registered for the {known.treatment.value}")
             self._patch(known.owner, known.name, adapter, reason)
         owner_of = functools.cache(find_owner)
-        for rule in filter(self.applies, lists.for_half(self._adapters.half_dtype).values()):
+        half = self._adapters.half_dtype
+        rules = lists.for_half(half)
+        # A function keeps its first patch. So those that only parts list come last: they may have other names here.
+        only_in_parts = self._note_differing(
+            rules, {token: each.for_half(half) for token, each in lists_of_parts.items()}
+        )
+        for rule in filter(self.applies, [*rules.values(), *only_in_parts]):
             owner = owner_of(rule.path.namespace)
             if owner is None:
                 self._later.setdefault(rule.path.namespace, []).append(rule)
@@ -121,12 +170,25 @@ class FunctionPatches:
         self._rebind_modules()
         for namespace in self._later:
             _watch(namespace, self)
-        self._lists, packages = lists, lists.packages()
+        self._lists, self._lists_of_parts = lists, lists_of_parts
+        packages = set().union(*(each.packages() for each in (lists, *lists_of_parts.values())))
         if packages:
             _waiting.add(self)
             finder = _Announcer(packages)
             sys.meta_path.insert(0, finder)
             self._ledger.on_undo(functools.partial(_remove, finder))
+
+    def _note_differing(self, rules: Mapping[Path, Rule], of_parts: Mapping[Token, Mapping[Path, Rule]]) -> list[Rule]:
+        """Notes the functions that parts treat otherwise; returns a rule of a part for each that the session lacks."""
+        new = []
+        for path in dict.fromkeys(path for each in of_parts.values() for path in (*rules, *each)):
+            here = rules.get(path)
+            others = {token: each.get(path) for token, each in of_parts.items() if each.get(path) != here}
+            if others:
+                self._differing[path] = found = _Differing(path, here, others)
+                if here is None:
+                    new.append(found.some)
+        return new
 
     def applies(self, rule: Rule) -> bool:
         """Returns True if the session patches the function of a rule."""
@@ -243,10 +305,22 @@ class FunctionPatches:
 
     def _patch_matched(self, module: object) -> Mapping[Path, Rule | None]:
         """Patches the functions of a module that patterns match; returns what is decided about each, None: no rule."""
-        if not self._lists.waiting or not isinstance(module, types.ModuleType):
+        every = [self._lists, *self._lists_of_parts.values()]
+        if not any(each.waiting for each in every) or not isinstance(module, types.ModuleType):
             return {}
-        found = self._lists.late_rules(self._adapters.half_dtype, module)
-        rules = [rule for rule in found.values() if rule is not None and self.applies(rule)]
+        matched = sorted(set().union(*(each.matched_in(module) for each in every)))
+        if not matched:
+            return {}
+        found, *others = [each.late_rules(self._adapters.half_dtype, module, matched) for each in every]
+        rules = [rule for rule in found.values() if rule is not None]
+        rules += self._note_differing(
+            {rule.path: rule for rule in rules},
+            {
+                token: {path: rule for path, rule in each.items() if rule is not None}
+                for token, each in zip(self._lists_of_parts, others, strict=True)
+            },
+        )
+        rules = [rule for rule in rules if self.applies(rule)]
         for rule in rules:
             self._patch_imported_rule(find_owner(rule.path.namespace), rule)
         if rules:
@@ -261,7 +335,12 @@ class FunctionPatches:
         name = rule.path.name
         unfit: str | None
         if hasattr(owner, name):
-            unfit = unlistable_reason(rule.path, owner, getattr(owner, name), rule.when, rule.via_dtype)
+            known = self._differing.get(rule.path)
+            for each in [rule] if known is None else known.rules:
+                unfit = unlistable_reason(rule.path, owner, getattr(owner, name), each.when, each.via_dtype)
+                if unfit is not None:
+                    rule = each
+                    break
         elif rule.optional:
             return
         else:
@@ -272,17 +351,28 @@ class FunctionPatches:
             warnings.warn(f"{rule.source}: {unfit}", AmpWarning, stacklevel=2)
 
     def _patch_rule(self, owner: object, rule: Rule) -> None:
-        adapter = functools.partial(self._adapters.for_rule, rule)
-        kind = "banned" if rule.treatment is Treatment.BANNED else f"in the {rule.treatment.value}"
-        reason = _reason(rule.path, f"{kind} ({rule.source})")
-        self._patch(owner, rule.path.name, adapter, reason, rule.needs_float32)
+        known = self._differing.get(rule.path)
+        if known is None:
+            adapter = functools.partial(self._adapters.for_rule, rule)
+            self._patch(owner, rule.path.name, adapter, _reason_of(rule.path, rule), rule.needs_float32)
+        else:
+            self._patch(owner, rule.path.name, functools.partial(self._choosing, known), known.reason)
+
+    def _choosing(self, known: _Differing, original: Function) -> Adapter:
+        """Returns the adapter of a function that parts of a model treat otherwise than the session does."""
+
+        def adapt_of(rule: Rule | None) -> Adapt:
+            return thread_rules.unchanged if rule is None else self._adapters.for_rule(rule, original).adapt
+
+        of_parts = {token: adapt_of(rule) for token, rule in known.of_parts.items()}
+        return Adapter(thread_rules.choosing(adapt_of(known.of_session), of_parts))
 
     def _patch(
         self,
         owner: object,
         name: str,
         make_adapter: Callable[[Function], Adapter],
-        reason: str,
+        reason: Reason,
         needs_float32: Sequence[str] = (),
     ) -> None:
         held = _own_attribute(owner, name)
@@ -304,8 +394,8 @@ class FunctionPatches:
                 wrapper.__module__, wrapper.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
             else:
                 wrapper.__module__, wrapper.__qualname__ = getattr(owner, "__name__", wrapper.__module__), name
-            plain_cast = None if self._for_half_models else adapter.plain_cast
-            wrapper = self._accelerator.accelerate(wrapper, original, plain_cast, reason)
+            if not self._for_half_models and isinstance(reason, str):
+                wrapper = self._accelerator.accelerate(wrapper, original, adapter.plain_cast, reason)
             self._originals[id(wrapper)] = (wrapper, original)
             _original_of[wrapper] = original
             (self._methods if is_class else self._wrappers)[id(original)] = wrapper
@@ -411,3 +501,10 @@ def _own_attribute(owner: object, name: str) -> object:
 
 def _reason(path: Path, listed: str) -> str:
     return f"ampatch: {path} is {listed}."
+
+
+def _reason_of(path: Path, rule: Rule | None, where: str = "") -> str:
+    if rule is None:
+        return _reason(path, f"on no list{where}")
+    kind = "banned" if rule.treatment is Treatment.BANNED else f"in the {rule.treatment.value}"
+    return _reason(path, f"{kind}{where} ({rule.source})")

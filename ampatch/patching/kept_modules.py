@@ -1,148 +1,61 @@
 """Modules that compute in float32 although torch's functions are patched: ``keep_fp32`` at O1 and O4.
 
-Owns the forward that replaces a module's own: it casts half arguments to float32, and runs with casts off. A hook could
-not do that: a compiler cannot enter a block in one hook and leave it in another. Must never cast a result: functions
-outside of the module cast it by their own rules.
+Owns the forward that replaces a module's own: it casts half arguments to float32, and runs with casts off. Must never
+cast a result: functions outside of the module cast it by their own rules.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
-from torch.autograd import Function
-from torch.autograd.function import BackwardCFunction
-from torch.compiler import is_dynamo_compiling
 
 from ampatch.casting import write_back
-from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES
+from ampatch.patching.replaced_forward import Block, ReplacedForward, check_replaceable, own_forward
 from ampatch.switch import Switch, WithoutCasts
 
 
-def keep_in_float32(modules: Mapping[nn.Module, str], ledger: PatchLedger, switch: Switch) -> None:
+def keep_in_float32(modules: Mapping[nn.Module, tuple[str, str]], ledger: PatchLedger, switch: Switch) -> None:
     """Makes modules compute in float32 while the session casts.
 
     Args:
-        modules: modules that have a forward, with their names; those that are kept already stay so.
+        modules: modules that have a forward, with their names, and what asks for that, for messages; those that are
+            kept already stay so.
         ledger: records the changes.
         switch: of the session.
 
     Raises:
-        OptionError: TorchScript has compiled one of them, or its weights are half.
+        OptionError: TorchScript has compiled one of them, its weights are half, or its forward is an asynchronous
+            generator.
     """
-    for module, name in modules.items():
-        if not isinstance(vars(module).get("forward"), _ForwardInFloat32):
-            _check(module, name)
-            ledger.set(module, "forward", _ForwardInFloat32(module, module.forward, switch))
+    for module, (name, asked) in modules.items():
+        own = own_forward(module, switch)
+        if own is not None:
+            check_replaceable(module, name, asked)
+            _check_not_half(module, name, asked)
+            ledger.set(module, "forward", _ForwardInFloat32(module, own, switch))
 
 
-def without_kept(copied: nn.Module) -> None:
-    """Gives the modules of a deep copy their own forwards back."""
-    for module in copied.modules():
-        forward = vars(module).get("forward")
-        if isinstance(forward, _ForwardInFloat32):
-            del module.forward
-            if module.forward != forward.own:  # the user had replaced it
-                module.forward = forward.own
-
-
-def _check(module: nn.Module, name: str) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        raise OptionError(
-            f"keep_fp32 matches {name!r}, which TorchScript has compiled: amp casts nothing in it, nor for it. Use the "
-            "Python module that it was compiled from."
-        )
+def _check_not_half(module: nn.Module, name: str, asked: str) -> None:
     half = next((each for each, parameter in module.named_parameters() if parameter.dtype in HALVES), None)
     if half is not None:
         raise OptionError(
-            f"keep_fp32 matches {name!r}, whose {half!r} is half, and this opt level leaves weights as they are. "
+            f"{asked} matches {name!r}, whose {half!r} is half, and this opt level leaves weights as they are. "
             f"Convert it first: model.get_submodule({name!r}).float()."
         )
 
 
-class _ForwardInFloat32:
-    """The forward of a module that computes in float32 until its session ends.
+class _ForwardInFloat32(ReplacedForward):
+    """The forward of a module that computes in float32 until its session ends."""
 
-    A deep copy of the module has one of its own, of the same session. A pickled one casts nothing.
+    def block(self) -> Block:
+        """Returns a block without casts."""
+        return WithoutCasts() if self.switch is None else self.switch.disabled()
 
-    Attributes:
-        own: the forward that it replaces.
-    """
-
-    def __init__(self, module: nn.Module, own: Callable[..., Any], switch: Switch | None) -> None:
-        functools.update_wrapper(self, own)
-        self._module, self.own, self._switch = module, own, switch
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardInFloat32:
-        return _ForwardInFloat32(copy.deepcopy(self._module, memo), copy.deepcopy(self.own, memo), self._switch)
-
-    def __reduce__(self) -> Any:
-        return _ForwardInFloat32, (self._module, self.own, None)
-
-    @property
-    def __code__(self) -> Any:  # torch.export reads the module's place in the source from it
-        return self.own.__code__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        switch = self._switch
-        if switch is None or not switch.active:
-            return self.own(*args, **kwargs)
-        first = None if is_dynamo_compiling() else _next_number()
-        result = write_back.call_in_float32(self._module, self._without_casts, args, kwargs)
-        if first is not None and _next_number() != first:
-            _keep_backward(result, first)
-        return result
-
-    def _without_casts(self, *args: Any, **kwargs: Any) -> Any:
-        with self._switch.disabled():  # type: ignore[union-attr]
-            return self.own(*args, **kwargs)
-
-
-def _next_number() -> int:
-    """Returns the number that autograd gives to the next node of this thread."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
-
-
-def _keep_backward(result: object, first: int) -> None:
-    """Turns casts off in the backward passes of the user's functions in a graph.
-
-    torch's own nodes run in C++, which no cast list reaches.
-
-    Args:
-        result: what the forward returned, with the graph.
-        first: number of the first node of that forward; earlier ones belong to code around it.
-    """
-    waiting = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node: Any = waiting.pop()
-        if node._sequence_nr() < first:
-            continue
-        if isinstance(node, BackwardCFunction):
-            node._forward_cls = _WithoutCastsInBackward(node._forward_cls)  # type: ignore[attr-defined]
-        for below, _ in node.next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                waiting.append(below)
-
-
-class _WithoutCastsInBackward:
-    """A user's `torch.autograd.Function`, for one node of a graph, with casts off in its backward pass."""
-
-    def __init__(self, function: type[Function]) -> None:
-        self._function = function
-        for name in ("backward", "vjp"):
-            method = getattr(function, name)
-            # torch compares both with those of the base class, to see which one the user wrote.
-            setattr(self, name, method if method is getattr(Function, name) else WithoutCasts()(method))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._function, name)
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the forward on float32 arguments."""
+        return write_back.call_in_float32(self._module, self.in_block, args, kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -28,8 +28,11 @@ from ampatch.patching.adapters import Adapt, Adapter, Arguments, Function
 from ampatch.switch import Switch
 from ampatch.tracing import is_below_operators
 
+#: A note for errors: names a function and the list entry that applies. A function returns the entry in force.
+Reason = str | Callable[[], str]
 
-def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> Function:
+
+def wrap(original: Function, adapter: Adapter, switch: Switch, reason: Reason) -> Function:
     """Returns a plain function that adapts its arguments while casts are on, then calls the original.
 
     Args:
@@ -73,7 +76,7 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: str) -> F
 
 
 def wrap_for_half_models(
-    original: Function, adapter: Adapter, switch: Switch, reason: str, devices: Set[str]
+    original: Function, adapter: Adapter, switch: Switch, reason: Reason, devices: Set[str]
 ) -> Function:
     """Returns a wrapper for models with half weights: it computes in float32, and gives half arguments half results.
 
@@ -136,7 +139,7 @@ def _overridable() -> frozenset[int]:
     return frozenset(id(function) for functions in get_overridable_functions().values() for function in functions)
 
 
-def explain(error: Exception, reason: str, given: Arguments, adapted: Arguments | None) -> None:
+def explain(error: Exception, reason: Reason, given: Arguments, adapted: Arguments | None) -> None:
     """Adds ``reason`` to an error as a note, if a cast may be the cause.
 
     Args:
@@ -146,7 +149,7 @@ def explain(error: Exception, reason: str, given: Arguments, adapted: Arguments 
         adapted: arguments that the adapter returned; None if the adapter itself raised.
     """
     if adapted is None:
-        error.add_note(reason)
+        error.add_note(_text_of(reason))
         return
     before, after = ([*args, *kwargs.values()] for args, kwargs in (given, adapted))
     changed = [
@@ -157,7 +160,11 @@ def explain(error: Exception, reason: str, given: Arguments, adapted: Arguments 
     if told is not None and not any(isinstance(value, torch.dtype) for value in before):
         changed += [(tensor.dtype, told) for tensor in tensors_in(before[:1])]
     if changed and may_be_caused_by_casts(error, {old for old, _ in changed}, {new for _, new in changed}):
-        error.add_note(reason)
+        error.add_note(_text_of(reason))
+
+
+def _text_of(reason: Reason) -> str:
+    return reason if isinstance(reason, str) else reason()
 
 
 def adapted_for_override(adapt: Adapt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -6,6 +6,7 @@ Owns the checks for tensors that cannot be converted. Must never change a model.
 from __future__ import annotations
 
 import fnmatch
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
+from ampatch.cast_lists.paths import Path, PathError, find
 from ampatch.casting.nested import CASTABLE
 from ampatch.errors import OptionError, did_you_mean
 from ampatch.opt_levels import HALVES
@@ -54,15 +56,19 @@ def check_matches(models: Iterable[nn.Module], keep_fp32: KeepFloat32) -> None:
     submodules = [(name, module) for model in models for name, module in model.named_modules() if name]
     for wanted in keep_fp32:
         if not any(matches(wanted, name, module) for name, module in submodules):
-            names = [name for name, _ in submodules] + [type(module).__name__ for _, module in submodules]
             shown = repr(wanted) if isinstance(wanted, str) else wanted.__name__
-            hint = did_you_mean(shown.strip("'"), list(dict.fromkeys(names)))
-            if not hint:
-                some = [name for name, _ in submodules if "." not in name][:10]
-                hint = (
-                    f" Its submodules are {', '.join(map(repr, some))} and those in them." if some else " It has none."
-                )
+            hint = near_names(shown.strip("'"), submodules)
             raise OptionError(f"keep_fp32 has {shown}, which matches no submodule of the model.{hint}")
+
+
+def near_names(wanted: str, submodules: Sequence[tuple[str, nn.Module]]) -> str:
+    """Returns the names of submodules and classes next to one that matches none, as a sentence with a space before."""
+    names = [name for name, _ in submodules] + [type(module).__name__ for _, module in submodules]
+    hint = did_you_mean(wanted, list(dict.fromkeys(names)))
+    if hint:
+        return hint
+    some = [name for name, _ in submodules if "." not in name][:10]
+    return f" Its submodules are {', '.join(map(repr, some))} and those in them." if some else " It has none."
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ def plan(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool, keep_f
         if keep_batchnorm_fp32 and keeps_statistics(module):
             kept[module] = None
         if name and any(matches(wanted, name, module) for wanted in keep_fp32):
-            guarded.update(dict.fromkeys(_callable_roots(module)))
+            guarded.update(dict.fromkeys(callable_roots(module)))
             kept.update(dict.fromkeys(module.modules()))
     inner = {below for module in guarded for below in module.modules() if below is not module}
 
@@ -134,8 +140,20 @@ def plan(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool, keep_f
 def matches(wanted: str | type[nn.Module], name: str, module: nn.Module) -> bool:
     """Returns True if a name, a pattern or a class matches a submodule."""
     if isinstance(wanted, str):
-        return fnmatch.fnmatchcase(name, wanted) or type(module).__name__ == wanted
+        return fnmatch.fnmatchcase(name, wanted) or type(module).__name__ == wanted or _is_of_class(wanted, module)
     return isinstance(module, wanted)
+
+
+def _is_of_class(path: str, module: nn.Module) -> bool:
+    """Returns True if a dotted path (``torch.nn.LayerNorm``) names a class of a module. Imports nothing."""
+    owner, _, name = path.rpartition(".")
+    if not owner or not name.isidentifier() or owner.partition(".")[0] not in sys.modules:
+        return False
+    try:
+        found = find(Path(owner, name))
+    except PathError:
+        return False
+    return isinstance(found, type) and isinstance(module, found)
 
 
 def kept_modules(model: nn.Module, keep_fp32: KeepFloat32) -> dict[nn.Module, str]:
@@ -144,15 +162,15 @@ def kept_modules(model: nn.Module, keep_fp32: KeepFloat32) -> dict[nn.Module, st
         root: name
         for name, module in model.named_modules()
         if name and any(matches(wanted, name, module) for wanted in keep_fp32)
-        for root in _callable_roots(module)
+        for root in callable_roots(module)
     }
 
 
-def _callable_roots(module: nn.Module) -> Iterator[nn.Module]:
+def callable_roots(module: nn.Module) -> Iterator[nn.Module]:
     """Yields the module itself; for a container without a forward, such as ``ModuleList``, its callable children."""
     if not isinstance(module, torch.jit.ScriptModule) and type(module).forward is nn.Module.forward:
         for child in module.children():
-            yield from _callable_roots(child)
+            yield from callable_roots(child)
     else:
         yield module
 

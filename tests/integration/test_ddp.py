@@ -697,3 +697,34 @@ class TestWeightsSentByHand:
         rounding = torch.finfo(half).eps
         for found, wanted in zip(first_masters, second_masters, strict=True):
             torch.testing.assert_close(found, wanted, rtol=rounding, atol=rounding)
+
+
+class NotesTypes(nn.Module):
+    """Notes the types of the sums that it computes, forward and when it is recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen: list[torch.dtype] = []
+
+    def summed(self, x: Tensor) -> Tensor:
+        found = torch.cumsum(x, 0)
+        self.seen.append(found.dtype)
+        return self.linear(found.float()).square().float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(self.summed, x, use_reentrant=False)
+
+
+def types_in_parts() -> list[list[torch.dtype]]:
+    lists = {"modules": {"1": {"whitelist": ["cumsum"]}, "2": "float32"}}
+    model = nn.Sequential(NotesTypes(), NotesTypes(), NotesTypes())
+    amp.initialize(model, half_dtype=torch.bfloat16, cast_lists=lists, verbosity=0)
+    replica = DistributedDataParallel(model)
+    replica(torch.ones(2, 4)).sum().backward()
+    return [each.seen for each in replica.module]
+
+
+def test_parts_of_replicas_compute_by_rules_of_their_own(two: Workers) -> None:
+    full, half = [torch.float32] * 2, [torch.bfloat16] * 2
+    assert the_same(two, types_in_parts) == [full, half, full]

@@ -640,6 +640,8 @@ class TestHalfWeights:
                 self.two = nn.Sequential(nn.Linear(8, 3))
 
         fit("O2", Twins(), amp_options={"keep_fp32": "one"}, max_steps=1)
+        with pytest.raises(OptionError, match=r"cast_lists: modules has 'one', .* Type keep_fp32 for"):
+            fit("O2", Twins(), amp_options={"cast_lists": {"modules": {"one": "float32"}}})
         with pytest.raises(OptionError, match="keep_fp32 keeps one '0'"):
             fit("O2", Twins(), amp_options={"keep_fp32": "one.0"})
         with pytest.raises(OptionError, match="matches no submodule"):

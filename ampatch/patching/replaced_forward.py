@@ -1,0 +1,226 @@
+"""A forward in the place of a module's own, which runs that under other casts, its part of a backward pass too.
+
+Owns what all such forwards share: copies, pickles, generators and the backward passes of the user's functions. A hook
+could not do this: a compiler cannot enter a block in one hook and leave it in another. Must not know which casts.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.autograd import Function
+from torch.autograd.function import BackwardCFunction
+from torch.compiler import is_dynamo_compiling
+
+from ampatch.casting.nested import tensors_in
+from ampatch.errors import OptionError
+from ampatch.ledger import PatchLedger
+from ampatch.switch import InSteps, Switch, in_steps
+
+Block = AbstractContextManager[None]
+
+
+class ReplacedForward(ABC):
+    """The forward of a module until its session ends.
+
+    A deep copy of the module has one of its own, of the same session. A pickled one casts as its surroundings do.
+
+    Attributes:
+        own: the forward that it replaces.
+        switch: of the session; None after pickling.
+    """
+
+    def __init__(self, module: nn.Module, own: Callable[..., Any], switch: Switch | None = None) -> None:
+        functools.update_wrapper(self, own)
+        self._module, self.own, self.switch = module, own, switch
+
+    @abstractmethod
+    def block(self) -> Block:
+        """Returns the block that the forward runs in."""
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the forward while the session casts."""
+        return self.in_block(*args, **kwargs)
+
+    def copied(self, module: nn.Module, own: Callable[..., Any]) -> Self:
+        """Returns the forward of a copy of the module."""
+        return type(self)(module, own, self.switch)
+
+    def in_block(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's own forward in the block; of a generator or a coroutine, each step."""
+        with self.block():
+            result = self.own(*args, **kwargs)
+        if not is_dynamo_compiling():
+            if inspect.isgenerator(result):
+                return in_steps(result, self.block)
+            if inspect.iscoroutine(result):
+                return _awaiting(result, self.block)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.copied(copy.deepcopy(self._module, memo), copy.deepcopy(self.own, memo))
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._module, self.own)
+
+    @property
+    def __code__(self) -> Any:  # torch.export reads the module's place in the source from it
+        return self.own.__code__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward; after the session, only the module's own."""
+        switch = self.switch
+        if switch is None or not switch.active:
+            return self.own(*args, **kwargs)
+        first = None if is_dynamo_compiling() else _next_number()
+        result = self.run(args, kwargs)
+        if first is not None and _next_number() != first:
+            _enclose_backward(result, first, self.block)
+        return result
+
+
+def check_replaceable(module: nn.Module, name: str, asked: str) -> None:
+    """Raises `OptionError` if the casts in a module cannot be changed.
+
+    Args:
+        module: the module.
+        name: its name in the model.
+        asked: what asks for the change, for the message.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise OptionError(
+            f"{asked} matches {name!r}, which TorchScript has compiled: amp casts nothing in it, nor for it. Use the "
+            "Python module that it was compiled from."
+        )
+    if inspect.isasyncgenfunction(module.forward):
+        raise OptionError(
+            f"{asked} matches {name!r}, whose forward is an asynchronous generator; amp can follow forwards that are "
+            "functions, coroutines or generators. Leave it out."
+        )
+
+
+def own_forward(module: nn.Module, switch: Switch) -> Callable[..., Any] | None:
+    """Returns the forward to replace; None if the session has replaced it already.
+
+    Copies from earlier sessions, and unpickled models, have a forward that has no effect any more.
+    """
+    forward = vars(module).get("forward")
+    if not isinstance(forward, ReplacedForward):
+        return module.forward
+    return None if forward.switch is switch else forward.own
+
+
+def restore_forwards(copied: nn.Module) -> None:
+    """Gives the modules of a deep copy their own forwards back."""
+    for module in copied.modules():
+        _restore(module)
+
+
+@contextmanager
+def own_forwards(model: nn.Module) -> Iterator[None]:
+    """Gives the modules of a model their own forwards back until the block ends."""
+    replaced = [(module, _restore(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, forward in replaced:
+            if forward is not None:
+                vars(module)["forward"] = forward
+
+
+def _restore(module: nn.Module) -> ReplacedForward | None:
+    """Gives a module its own forward back; returns the one in its place, None if there was none."""
+    forward = vars(module).get("forward")
+    if not isinstance(forward, ReplacedForward):
+        return None
+    del module.forward
+    if module.forward != forward.own:  # the user had replaced it
+        module.forward = forward.own
+    return forward
+
+
+def follow_replicas(ledger: PatchLedger) -> None:
+    """Patches torch, so that a replica in `torch.nn.DataParallel` runs its own forward by its own weights.
+
+    torch copies the attributes of a module to its replicas, and so the forward of the original.
+    """
+    replicate: Any = nn.Module._replicate_for_data_parallel
+
+    @functools.wraps(replicate)
+    def wrapper(module: nn.Module) -> nn.Module:
+        replica: nn.Module = replicate(module)
+        forward = vars(replica).get("forward")
+        if isinstance(forward, ReplacedForward):
+            own = forward.own
+            if isinstance(own, types.MethodType) and own.__self__ is module:
+                own = types.MethodType(own.__func__, replica)
+            vars(replica)["forward"] = forward.copied(replica, own)
+        return replica
+
+    ledger.set(nn.Module, "_replicate_for_data_parallel", wrapper)
+
+
+async def _awaiting(coroutine: Any, block: Callable[[], Block]) -> Any:
+    return await InSteps(coroutine, block)
+
+
+def _next_number() -> int:
+    """Returns the number that autograd gives to the next node of this thread."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def _enclose_backward(result: object, first: int, block: Callable[[], Block]) -> None:
+    """Has the backward passes of the user's functions in a graph run in a block, as their forward did.
+
+    torch's own nodes run in C++, which no cast list reaches.
+
+    Args:
+        result: what the forward returned, with the graph.
+        first: number of the first node of that forward; earlier ones belong to code around it.
+        block: returns the block.
+    """
+    waiting = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node: Any = waiting.pop()
+        if node._sequence_nr() < first:
+            continue
+        if isinstance(node, BackwardCFunction):
+            node._forward_cls = _EnclosedInBackward(node._forward_cls, block)  # type: ignore[attr-defined]
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                waiting.append(below)
+
+
+class _EnclosedInBackward:
+    """A user's `torch.autograd.Function`, for one node of a graph, with its backward pass in a block."""
+
+    def __init__(self, function: type[Function], block: Callable[[], Block]) -> None:
+        self._function = function
+        for name in ("backward", "vjp"):
+            method = getattr(function, name)
+            # torch compares both with those of the base class, to see which one the user wrote.
+            setattr(self, name, method if method is getattr(Function, name) else _enclosed(method, block))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
+
+
+def _enclosed(method: Callable[..., Any], block: Callable[[], Block]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with block():
+            return method(*args, **kwargs)
+
+    return wrapper

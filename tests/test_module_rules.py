@@ -1,0 +1,648 @@
+"""``modules`` in the cast lists: parts of a model compute in float32, or by rules of their own, however they run."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import HALF_DTYPES, assert_same_bits, dtype_name
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ampatch import amp
+from ampatch.errors import BannedFunctionError, CastListError, OptionError, UsageError
+from ampatch.patching import thread_rules
+
+INPUTS = torch.linspace(-1, 1, 24).view(3, 8)
+OWN = {"whitelist": ["cumsum"], "unlisted": ["softmax"], "blacklist": ["gelu"]}
+HALF, FULL = torch.bfloat16, torch.float32
+# The types of a linear layer's result, and of what `Part` does to it: by the session's lists, by `OWN`, in float32.
+BY_SESSION = [HALF, FULL, FULL, HALF, FULL]
+BY_OWN = [HALF, HALF, HALF, FULL, HALF]
+IN_FLOAT32 = [FULL] * 5
+
+
+class Part(nn.Module):
+    """Notes in which types it computes."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.inner = nn.Identity() if inner is None else inner
+        self.seen: list[torch.dtype] = []
+        self.raises = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.raises:
+            raise ValueError("on purpose")
+        x = self.inner(x)
+        y = self.linear(x)
+        found = [y, y.softmax(-1), F.softmax(y, -1), F.gelu(y), torch.cumsum(y, 0)]
+        self.seen = [each.dtype for each in found]
+        return sum(each.float() for each in found)  # type: ignore[return-value]
+
+
+class Net(nn.Module):
+    def __init__(self, body: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.tail = Part(body), Part(), Part()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(self.head(self.body(x)))
+
+    @property
+    def seen(self) -> list[list[torch.dtype]]:
+        return [self.body.seen, self.head.seen, self.tail.seen]
+
+
+def ruled(modules: Any, model: nn.Module | None = None, **options: Any) -> Any:
+    options = {"half_dtype": HALF, "verbosity": 0} | options
+    return amp.initialize(Net() if model is None else model, cast_lists={"modules": modules}, **options)
+
+
+@pytest.fixture(autouse=True)
+def session_rules_afterwards() -> Iterator[None]:
+    yield
+    assert thread_rules.in_force() not in thread_rules.TOKENS
+
+
+class TestForward:
+    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+    def test_each_part_computes_by_its_own_rules(self, half: torch.dtype) -> None:
+        model = ruled({"head": OWN, "tail": "float32"}, half_dtype=half)
+        model(INPUTS)
+        wanted = [[half if each is HALF else each for each in types] for types in (BY_SESSION, BY_OWN, IN_FLOAT32)]
+        assert model.seen == wanted
+
+    def test_float32_equals_keep_fp32(self) -> None:
+        result = ruled({"head": "float32"})(INPUTS)
+        amp.deinitialize()
+        assert_same_bits(result, amp.initialize(Net(), half_dtype=HALF, keep_fp32="head", verbosity=0)(INPUTS))
+
+    def test_rules_equal_those_of_a_session(self) -> None:
+        result = ruled({"Part": OWN})(INPUTS)
+        amp.deinitialize()
+        every = {name: {"*": functions} for name, functions in OWN.items()}
+        assert_same_bits(result, amp.initialize(Net(), half_dtype=HALF, cast_lists=every, verbosity=0)(INPUTS))
+
+    @pytest.mark.parametrize("name", ["h?ad", f"{__name__}.Part"], ids=["pattern", "class path"])
+    def test_by_pattern_and_class_path(self, name: str) -> None:
+        model = ruled({name: OWN})
+        model(INPUTS)
+        assert model.head.seen == BY_OWN
+
+    def test_torchs_path_of_a_class_names_its_subclasses_too(self) -> None:
+        class Own(nn.LayerNorm):
+            pass
+
+        model = ruled({"torch.nn.LayerNorm": {"unlisted": ["layer_norm"]}}, nn.Sequential(Own(8), nn.Linear(8, 8)))
+        assert model[0](INPUTS.bfloat16()).dtype is HALF
+        assert F.layer_norm(INPUTS.bfloat16(), (8,)).dtype is FULL
+
+    def test_the_lists_of_the_session_are_below(self) -> None:
+        lists = [{"blacklist": {"torch": ["tanh"]}, "modules": {"head": OWN}}, {"blacklist": {"torch": ["atan"]}}]
+
+        class Tanh(Part):
+            def forward(self, x: Tensor) -> Tensor:
+                self.seen = [f(x.to(HALF)).dtype for f in (torch.tanh, torch.atan)]
+                return x
+
+        model = Net()
+        model.head = Tanh()
+        amp.initialize(model, half_dtype=HALF, cast_lists=lists, verbosity=0)
+        model(INPUTS)
+        assert model.head.seen == [FULL, FULL]
+
+    def test_functions_of_the_user(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "later_ops.py").write_text("def twice(x):\n    return x + x\n")
+        (tmp_path / "later_others.py").write_text("def half_of(x):\n    return x / 2\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(__import__("sys").modules, "later_ops", raising=False)
+
+        class Uses(nn.Module):
+            def forward(self, x: Tensor) -> list[torch.dtype]:
+                import later_ops
+                import later_others
+
+                return [later_ops.twice(x).dtype, later_others.half_of(x).dtype]
+
+        own = {"whitelist": {"later_ops": ["twice"]}, "blacklist": {"later_others.*": ["half_*"]}}
+        model = ruled({"0": own}, nn.ModuleList([Uses(), Uses()]))
+        assert model[0](INPUTS) == [HALF, FULL]
+        assert model[0](INPUTS.to(HALF)) == [HALF, FULL]
+        assert model[1](INPUTS) == [FULL, FULL]
+        assert model[1](INPUTS.to(HALF)) == [HALF, HALF]
+
+    def test_a_banned_function_and_its_note(self) -> None:
+        class Bce(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return F.binary_cross_entropy(x, x)
+
+        own = {"blacklist": {"torch.nn.functional": ["binary_cross_entropy"]}}
+        model = ruled({"0": own}, nn.Sequential(Bce(), Bce()))
+        given = torch.full((2,), 0.5, dtype=HALF)
+        assert model[0](given).dtype is FULL
+        with pytest.raises(BannedFunctionError) as caught:
+            model[1](given)
+        assert "binary_cross_entropy is banned (banned.yaml" in caught.value.__notes__[0]
+
+    def test_a_note_names_the_rule_in_force(self) -> None:
+        class Inverts(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.linalg.inv(x)
+
+        model = ruled({"0": {"whitelist": {"torch.linalg": ["inv"]}}}, nn.Sequential(Inverts(), Inverts()))
+        assert model[1](torch.eye(3)).dtype is FULL
+        with pytest.raises(RuntimeError) as caught:
+            model[0](torch.eye(3))
+        told = "ampatch: torch.linalg.inv is in the whitelist in this part of the model (cast_lists)."
+        assert told in caught.value.__notes__
+
+
+class TestPrecedence:
+    def test_a_name_then_the_last_pattern(self) -> None:
+        model = ruled({"head": OWN, "????": "float32", "t*": {}})
+        model(INPUTS)
+        assert model.seen == [IN_FLOAT32, BY_OWN, BY_SESSION]
+
+    def test_a_later_file_replaces_an_entry(self) -> None:
+        lists = [{"modules": {"head": OWN, "tail": OWN}}, {"modules": {"head": {}}}]
+        model = amp.initialize(Net(), half_dtype=HALF, cast_lists=lists, verbosity=0)
+        model(INPUTS)
+        assert model.seen == [BY_SESSION, BY_SESSION, BY_OWN]
+
+    def test_inner_rules_replace_outer_ones(self) -> None:
+        inner = {"whitelist": ["cumprod"]}
+        model = ruled({"body": OWN, "body.inner": inner}, Net(Part()))
+        model(INPUTS)
+        assert model.body.inner.seen == BY_SESSION
+        assert model.body.seen == BY_OWN
+
+    def test_float32_within_rules(self) -> None:
+        model = ruled({"body": OWN, "body.inner": "float32"}, Net(Part()))
+        model(INPUTS)
+        assert model.body.inner.seen == IN_FLOAT32
+        assert model.body.seen == BY_OWN
+
+    def test_rules_within_float32_apply_where_that_is_not_around(self) -> None:
+        shared = Part()
+        model = Net(shared)
+        model.tail = shared
+        ruled({"body": "float32", "tail": OWN}, model)
+        model(INPUTS)
+        assert model.body.seen == IN_FLOAT32
+        assert shared.seen == BY_OWN  # last it ran as the tail
+        model.body(INPUTS)
+        assert shared.seen == IN_FLOAT32
+
+    def test_rules_that_never_apply_are_an_error(self) -> None:
+        with pytest.raises(
+            CastListError, match=r"rules for 'body.inner', which never apply: 'bod\*' \(cast_lists\) has"
+        ):
+            ruled({"bod*": "float32", "body.inner": OWN}, Net(Part()))
+
+    def test_keep_fp32_comes_before(self) -> None:
+        model = ruled({"????": OWN}, keep_fp32="head")
+        model(INPUTS)
+        assert model.seen == [BY_OWN, IN_FLOAT32, BY_OWN]
+        amp.deinitialize()
+        with pytest.raises(CastListError, match=r"rules for 'head', which never apply: keep_fp32 has 'head' compute"):
+            ruled({"head": OWN}, keep_fp32="head")
+
+    def test_a_shared_module_goes_by_each_of_its_names(self) -> None:
+        model = Net()
+        model.tail = model.body
+        ruled({"tail": OWN}, model)
+        model(INPUTS)
+        assert model.seen == [BY_OWN, BY_SESSION, BY_OWN]
+
+    def test_disable_casts_comes_before(self) -> None:
+        model = ruled({"head": OWN})
+        with amp.disable_casts():
+            model(INPUTS)
+        assert model.head.seen == IN_FLOAT32
+
+
+class Product(torch.autograd.Function):
+    """Its backward pass calls a function that `OWN` whitelists."""
+
+    seen: tuple[torch.dtype, ...] = ()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.cumsum(x, 0).float()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        found = torch.cumsum(gradient, 0)
+        Product.seen += (found.dtype,)
+        return found.float()
+
+
+class Multiplies(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Product.apply(x)
+
+
+class TestBackward:
+    @pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpoint", "reentrant checkpoint"])
+    def test_of_a_users_function(self, reentrant: bool | None) -> None:
+        class Inside(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.multiplies, self.part = Multiplies(), Part()
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.part(self.multiplies(x))
+
+        class Outside(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inside = Inside()
+
+            def forward(self, x: Tensor) -> Tensor:
+                if reentrant is None:
+                    return self.inside(x)
+                return checkpoint(self.inside, x, use_reentrant=reentrant)
+
+        Product.seen = ()
+        model = ruled({"0": OWN}, nn.Sequential(Outside(), Outside()))
+        model(INPUTS.clone().requires_grad_()).sum().backward()
+        assert Product.seen == (FULL, HALF)  # the second module's first
+        assert [each.inside.part.seen for each in model] == [BY_OWN, BY_SESSION]
+
+    def test_of_an_inner_part_by_its_own_rules(self) -> None:
+        Product.seen = ()
+        inner = nn.Sequential(Multiplies())
+        model = ruled({"0": OWN, "0.0": "float32"}, nn.Sequential(inner, nn.Identity()))
+        model(INPUTS.clone().requires_grad_()).sum().backward()
+        assert Product.seen == (FULL,)
+
+
+class TestThreads:
+    def test_others_compute_by_the_session_meanwhile(self) -> None:
+        model = ruled({"head": OWN})
+        inside, done, seen = threading.Event(), threading.Event(), []
+
+        def elsewhere() -> None:
+            inside.wait(10)
+            seen.append(torch.cumsum(INPUTS, 0).dtype)
+            done.set()
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+
+        def let_it_run(*_: object) -> None:
+            inside.set()
+            done.wait(10)
+
+        model.head.inner.register_forward_hook(let_it_run)
+        model(INPUTS)
+        thread.join()
+        assert (seen, model.head.seen) == ([FULL], BY_OWN)
+
+    def test_data_parallels_threads_keep_the_rules(self) -> None:
+        """By way of a function that starts threads as torch's does, which wants accelerators."""
+
+        def parallel_apply(modules: list[Any], inputs: list[Tensor]) -> list[Tensor]:
+            with ThreadPoolExecutor(len(modules)) as pool:
+                return list(pool.map(lambda module, x: module(x), modules, inputs))
+
+        class Parallel(nn.Module):
+            def forward(self, x: Tensor) -> list[torch.dtype]:
+                run = [lambda x: torch.cumsum(x, 0)] * 2
+                by_rules, plain = thread_rules._carried_to_threads(parallel_apply), parallel_apply
+                return [each.dtype for apply in (by_rules, plain) for each in apply(run, [x, x])]
+
+        model = ruled({"0": OWN}, nn.ModuleList([Parallel(), Parallel()]))
+        assert [each(INPUTS) for each in model] == [[HALF, HALF, FULL, FULL], [FULL] * 4]
+
+    def test_data_parallel_is_patched_only_if_a_part_has_rules(self) -> None:
+        before = torch.nn.parallel.parallel_apply
+        ruled({"head": "float32"})
+        assert torch.nn.parallel.parallel_apply.__wrapped__ is before
+        amp.deinitialize()
+        ruled({"head": OWN})
+        assert torch.nn.parallel.parallel_apply.__wrapped__.__wrapped__ is before
+
+
+class TestEnds:
+    def test_an_error_inside(self) -> None:
+        model = ruled({"head": OWN})
+        model.head.raises = True
+        with pytest.raises(ValueError, match="on purpose"):
+            model(INPUTS)
+        assert torch.cumsum(INPUTS, 0).dtype is FULL
+
+    def test_deinitialize_inside(self) -> None:
+        model = ruled({"head": OWN})
+        model.head.inner.register_forward_hook(lambda *_: amp.deinitialize())
+        model(INPUTS)
+        assert model.seen == [BY_SESSION, IN_FLOAT32, IN_FLOAT32]
+        assert "forward" not in vars(model.head)
+
+    def test_forward_called_by_hand(self) -> None:
+        model = ruled({"head": OWN})
+        model.head.forward(INPUTS)
+        assert model.head.seen == BY_OWN
+
+    def test_recursion(self) -> None:
+        class Again(Part):
+            def forward(self, x: Tensor, depth: int = 1) -> Tensor:
+                if depth:
+                    self(x, depth - 1)
+                return super().forward(x)
+
+        model = Net()
+        model.head = Again()
+        ruled({"head": OWN}, model)
+        model(INPUTS)
+        assert model.head.seen == BY_OWN
+
+    @pytest.mark.parametrize(("value", "wanted"), [(OWN, HALF), ("float32", FULL)], ids=["rules", "float32"])
+    def test_generators_and_coroutines(self, value: Any, wanted: torch.dtype) -> None:
+        class Yields(nn.Module):
+            def forward(self, x: Tensor) -> Iterator[torch.dtype]:
+                yield torch.cumsum(F.linear(x, torch.eye(8)), 0).dtype
+                yield torch.cumsum(F.linear(x, torch.eye(8)), 0).dtype
+
+        class Waits(nn.Module):
+            async def forward(self, x: Tensor) -> torch.dtype:
+                await asyncio.sleep(0)
+                return torch.cumsum(F.linear(x, torch.eye(8)), 0).dtype
+
+        model = ruled({"*": value}, nn.ModuleList([Yields(), Waits()]))
+        found = []
+        for each in model[0](INPUTS):
+            found += [each, torch.cumsum(INPUTS, 0).dtype]
+        assert found == [wanted, FULL] * 2
+        assert asyncio.run(model[1](INPUTS)) is wanted
+
+    def test_an_asynchronous_generator_is_an_error(self) -> None:
+        class Yields(nn.Module):
+            async def forward(self, x: Tensor) -> Any:
+                yield x
+
+        with pytest.raises(OptionError, match=r"modules has '0', which matches '0', whose forward is an asynchronous"):
+            ruled({"0": OWN}, nn.Sequential(Yields()))
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+    def test_torchscript_is_an_error(self) -> None:
+        model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 8))
+        with pytest.raises(OptionError, match="which matches '0', which TorchScript has compiled"):
+            ruled({"0": OWN}, model)
+
+    def test_modules_and_torch_are_what_they_were(self) -> None:
+        model = ruled({"head": OWN, "tail": "float32"})
+        amp.deinitialize()
+        assert not any("forward" in vars(each) for each in model.modules())
+
+
+class TestCopies:
+    def test_a_deep_copy_has_the_rules(self) -> None:
+        twin = copy.deepcopy(ruled({"head": OWN}))
+        twin(INPUTS)
+        assert twin.head.seen == BY_OWN
+
+    def test_a_pickled_one_does_not(self) -> None:
+        twin = pickle.loads(pickle.dumps(ruled({"head": OWN}).head))
+        twin(INPUTS)
+        assert twin.seen == BY_SESSION
+
+    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deep", "pickle"])
+    @pytest.mark.parametrize(("value", "wanted"), [(OWN, BY_OWN), ("float32", IN_FLOAT32)], ids=["rules", "float32"])
+    def test_a_copy_gets_the_rules_of_a_later_session(self, copied: Any, value: Any, wanted: Any) -> None:
+        twin = copied(ruled({"head": value}))
+        amp.deinitialize()
+        ruled({"head": value}, twin)
+        twin(INPUTS)
+        assert twin.head.seen == wanted
+
+    def test_two_models(self) -> None:
+        one = ruled({"head": OWN})
+        other = ruled({"head": OWN})
+        one(INPUTS), other(INPUTS)
+        assert one.seen == other.seen == [BY_SESSION, BY_OWN, BY_SESSION]
+
+
+class TestTransforms:
+    def test_functional_call_grad_and_vmap(self) -> None:
+        model = ruled({"head": OWN})
+        weights = dict(model.named_parameters())
+
+        def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+            return torch.func.functional_call(model, weights, (x[None],)).sum()
+
+        torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, INPUTS)
+        assert model.seen == [BY_SESSION, BY_OWN, BY_SESSION]
+
+
+class Types(nn.Module):
+    """Returns tensors whose types show by which rules it ran."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = F.linear(x, torch.eye(8))
+        return y, y.softmax(-1), F.softmax(y, -1), F.gelu(y), torch.cumsum(y, 0)
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = Types(), Types(), Types()
+
+    def forward(self, x: Tensor) -> list[tuple[Tensor, ...]]:
+        return [self.one(x), self.two(x), self.three(x), self.one(x)]
+
+
+def types_of(results: Any) -> list[list[torch.dtype]]:
+    return [[each.dtype for each in found] for found in results]
+
+
+class TestCompiled:
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    def test_is_one_graph_with_the_same_types(self, backend: str) -> None:
+        torch._dynamo.reset()
+        model = ruled({"two": OWN, "three": "float32"}, Several())
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        assert types_of(compiled(INPUTS)) == [BY_SESSION, BY_OWN, IN_FLOAT32, BY_SESSION]
+        assert torch.cumsum(INPUTS, 0).dtype is FULL
+        torch._dynamo.reset()
+
+    def test_exported_programs_have_the_types(self) -> None:
+        model = ruled({"two": OWN, "three": "float32"}, Several())
+        for strict in (False, True):
+            exported = torch.export.export(model, (INPUTS,), strict=strict).module()
+            assert types_of(exported(INPUTS)) == [BY_SESSION, BY_OWN, IN_FLOAT32, BY_SESSION]
+            assert thread_rules.in_force() not in thread_rules.TOKENS
+
+    def test_around_a_graph_break(self) -> None:
+        torch._dynamo.reset()
+
+        class Breaks(nn.Module):
+            def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+                before = torch.cumsum(x, 0)
+                torch._dynamo.graph_break()
+                return before, torch.cumsum(x, 0), before.softmax(-1)
+
+        class All(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.parts = nn.ModuleList([Breaks(), Breaks(), Breaks()])
+
+            def forward(self, x: Tensor) -> list[tuple[Tensor, ...]]:
+                return [each(x) for each in self.parts]
+
+        model = ruled({"parts.1": OWN, "parts.2": "float32"}, All())
+        found = types_of(torch.compile(model, backend="aot_eager")(INPUTS))
+        assert found == [[FULL] * 3, [HALF] * 3, [FULL] * 3]
+        torch._dynamo.reset()
+
+    def test_a_function_is_compiled_for_each_part_that_calls_it(self) -> None:
+        torch._dynamo.reset()
+        run = torch.compile(Types().forward, backend="aot_eager", fullgraph=True)
+
+        class Calls(nn.Module):
+            def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+                return run(x)
+
+        model = ruled({"1": OWN, "2": "float32"}, nn.ModuleList([Calls(), Calls(), Calls()]))
+        for _ in range(2):
+            assert types_of([each(INPUTS) for each in model]) == [BY_SESSION, BY_OWN, IN_FLOAT32]
+        torch._dynamo.reset()
+
+
+class TestFaults:
+    def test_a_name_that_matches_nothing(self, tmp_path: Path) -> None:
+        file = tmp_path / "casts.yaml"
+        file.write_text('modules:\n  tail: float32\n  "bodyy": {}\n')
+        with pytest.raises(CastListError) as caught:
+            amp.initialize(Net(), half_dtype=HALF, cast_lists=file)
+        assert str(caught.value) == (
+            f"{file}:3: modules has 'bodyy', which matches no submodule of the model. Did you mean 'body'?"
+        )
+        assert not amp.is_on()
+
+    def test_the_class_of_the_whole_model(self) -> None:
+        with pytest.raises(CastListError, match=r"'Net', which matches no submodule of the model. It is the class of"):
+            ruled({"Net": OWN})
+
+    def test_compare_checks_the_names_too(self) -> None:
+        b = {"opt_level": "O1", "cast_lists": {"modules": {"heaad": OWN}}}
+        with pytest.raises(CastListError, match=r"'heaad', which matches no submodule"):
+            amp.compare(Net(), INPUTS, Tensor.sum, "O1", b)
+
+    def test_of_a_file_all_at_once(self, tmp_path: Path) -> None:
+        file = tmp_path / "casts.yaml"
+        file.write_text(
+            "modules:\n  a: float16\n  a: float32\n  b:\n  c: {blacklst: [exp], blacklist: [softmx], modules: {}}\n"
+            "  d: [softmax]\n  e: {whitelist: {torch: [mm, mm]}}\n  3: float32\n"
+        )
+        with pytest.raises(CastListError) as caught:
+            amp.initialize(Net(), half_dtype=HALF, cast_lists=file)
+        told = str(caught.value).replace(f"{file}:", "").splitlines()
+        expected = "expected float32, or lists of its own, such as {blacklist: [softmax]}."
+        assert [line for line in told if line.startswith(("2", "3", "4", "6"))] == [
+            f"2: found 'float16' for 'a'; {expected} Did you mean 'float32'?",
+            "3: the key 'a' stands here a second time; keep one.",
+            f"4: found nothing for 'b'; {expected}",
+            f"6: found a list for 'd'; {expected}",
+        ]
+        assert [line.partition(":")[0] for line in told] == ["2", "3", "4", "5", "5", "5", "6", "7", "8"]
+
+    def test_more_sets_of_rules_than_there_are_tokens(self) -> None:
+        torchs = [name for name in dir(torch.Tensor) if callable(getattr(torch.Tensor, name)) and name[0] != "_"]
+        modules = {f"*{i}": {"unlisted": {"torch.Tensor": [name]}} for i, name in enumerate(torchs[:60])}
+        model = nn.Sequential(*(nn.Identity() for _ in modules))
+        with pytest.raises(OptionError, match=r"60 different sets of rules.*at most \d+"):
+            ruled(modules, model)
+
+    @pytest.mark.parametrize("level", ["O2", "O3"])
+    def test_rules_where_no_lists_apply(self, level: str) -> None:
+        with pytest.raises(OptionError, match=rf"opt_level='{level}': cast_lists has rules for 'head'.*float32"):
+            ruled({"head": OWN}, opt_level=level)
+
+    def test_of_a_session_without_models(self) -> None:
+        with pytest.raises(OptionError, match=r"modules has 'head', and amp.init knows no model"):
+            amp.init(cast_lists={"modules": {"head": "float32"}})
+
+    def test_another_session_differs(self) -> None:
+        ruled({"head": OWN})
+        with pytest.raises(UsageError, match=r"modules 'head' has rules by cast_lists \(this call: float32 by"):
+            ruled({"head": "float32"})
+        with pytest.raises(UsageError, match=r"this call: other rules by"):
+            ruled({"head": {}})
+        with pytest.raises(UsageError, match=r"modules 'tail' has no entry \(this call: float32"):
+            ruled({"head": OWN, "tail": "float32"})
+
+
+class TestOtherLevels:
+    def test_float32_holds_at_o2(self) -> None:
+        model = ruled({"head": "float32"}, opt_level="O2")
+        assert {each.dtype for each in model.head.parameters()} == {FULL}
+        assert {each.dtype for each in model.tail.parameters()} == {HALF}
+        model(INPUTS)
+        assert model.head.seen == IN_FLOAT32
+
+    def test_o0_and_off(self) -> None:
+        ruled({"head": OWN, "tail": "float32"}, opt_level="O0")
+        amp.deinitialize()
+        ruled({"head": OWN, "tail": "float32"}, enabled=False)
+
+    def test_a_copy_for_inference(self) -> None:
+        lists = {"modules": {"head": "float32"}}
+        made = amp.convert_model(Net(), half_dtype=HALF, cast_lists=lists)
+        with torch.no_grad():
+            made(INPUTS)
+        assert made.head.seen == IN_FLOAT32
+        with pytest.raises(OptionError, match="modules has rules for 'head', and a copy for inference"):
+            amp.convert_model(Net(), half_dtype=HALF, cast_lists={"modules": {"head": OWN}})
+
+
+class TestTold:
+    def test_settings(self) -> None:
+        ruled({"head": {"whitelist": {"torch": ["cumsum"]}}, "tail": "float32"})
+        assert amp.settings()["modules"] == ["head: whitelist torch.cumsum", "tail: float32"]
+
+    def test_explain(self) -> None:
+        model = ruled({"head": OWN, "tail": "float32"})
+        told = " ".join(str(amp.explain(torch.cumsum)).split())
+        assert "In submodules that 'head' matches (cast_lists) torch." in told
+        assert "torch.cumsum is in the whitelist (cast_lists)" in told
+        assert "In submodules that 'tail' matches (cast_lists) nothing is cast" in told
+        inside: list[Any] = []
+        model.head.inner.register_forward_hook(lambda *_: inside.append(amp.explain(torch.cumsum, INPUTS)))
+        model(INPUTS)
+        assert "Here the rules of modules 'head' (cast_lists) apply." in inside[0].state
+        assert inside[0].call.prediction.arguments[0].after is HALF
+
+    def test_a_report_counts_the_casts_of_each_part(self) -> None:
+        model = ruled({"head": OWN, "tail": "float32"})
+        with amp.report() as report, torch.no_grad():
+            model(INPUTS)
+        rows = {row["name"]: row for row in report.to_dict()["functions"]}
+        linear, gelu = rows["torch.nn.functional.linear"], rows["torch.nn.functional.gelu"]
+        assert (linear["rule"], linear["calls"], linear["casts"]) == ("whitelist", 3, 6)
+        assert (gelu["rule"], gelu["calls"], gelu["casts"]) == ("by part", 3, 1)
+
+    def test_an_edit_that_a_called_function_undoes(self) -> None:
+        with pytest.warns(amp.AmpWarning, match=r"in modules 'head': cast_lists: torch.nn.functional.softmax is in"):
+            ruled({"head": {"whitelist": {"torch.nn.functional": ["softmax"]}}})
+
+
+class TestCost:
+    def test_functions_that_no_part_names_keep_their_wrappers(self) -> None:
+        amp.initialize(Net(), half_dtype=HALF, verbosity=0)
+        plain = type(F.linear), type(torch.cumsum)
+        amp.deinitialize()
+        ruled({"head": OWN})
+        assert type(F.linear) is plain[0]
