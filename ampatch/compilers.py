@@ -170,11 +170,15 @@ def build_torch_tables() -> None:
             ) from error
 
 
+def _as_they_are(_: nn.Module) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 def prepare_for_patches(
     ledger: PatchLedger,
     original_of: Callable[[object], object],
     hooks: Collection[object],
-    own_forwards: Callable[[nn.Module], AbstractContextManager[None]] = nullcontext,
+    own_forwards: Callable[[nn.Module], AbstractContextManager[None]] = _as_they_are,
 ) -> None:
     """Prepares the compilers for the patches; must be called before the first patch, so that it is undone last.
 

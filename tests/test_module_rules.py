@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ampatch import amp
+from ampatch.cast_lists import list_reports
+from ampatch.cast_lists.lists import shipped
 from ampatch.errors import BannedFunctionError, CastListError, OptionError, UsageError
 from ampatch.patching import thread_rules
 
@@ -88,6 +91,10 @@ class TestForward:
         result = ruled({"head": "float32"})(INPUTS)
         amp.deinitialize()
         assert_same_bits(result, amp.initialize(Net(), half_dtype=HALF, keep_fp32="head", verbosity=0)(INPUTS))
+
+    def test_float32_casts_half_inputs(self) -> None:
+        model = ruled({"head": "float32"}, nn.ModuleDict({"head": nn.Linear(8, 8), "tail": nn.Linear(8, 8)}))
+        assert model.head(INPUTS.to(HALF)).dtype is FULL
 
     def test_rules_equal_those_of_a_session(self) -> None:
         result = ruled({"Part": OWN})(INPUTS)
@@ -180,6 +187,7 @@ class TestPrecedence:
         model = amp.initialize(Net(), half_dtype=HALF, cast_lists=lists, verbosity=0)
         model(INPUTS)
         assert model.seen == [BY_SESSION, BY_SESSION, BY_OWN]
+        assert [entry.partition(":")[0] for entry in amp.settings()["modules"]] == ["tail", "head"]
 
     def test_inner_rules_replace_outer_ones(self) -> None:
         inner = {"whitelist": ["cumprod"]}
@@ -633,6 +641,40 @@ class TestTold:
         linear, gelu = rows["torch.nn.functional.linear"], rows["torch.nn.functional.gelu"]
         assert (linear["rule"], linear["calls"], linear["casts"]) == ("whitelist", 3, 6)
         assert (gelu["rule"], gelu["calls"], gelu["casts"]) == ("by part", 3, 1)
+
+    def test_lists_show_diff_and_check(self, tmp_path: Path) -> None:
+        file = tmp_path / "casts.yaml"
+        file.write_text(
+            'modules:\n  "head*": float32\n  body:\n    blacklist: {torch.nn.functional: [gelu]}\n'
+            "    unlisted: [vdot]\n  tail: {}\n"
+        )
+        lists = shipped().overlaid(file)
+        parts = [
+            ["In parts of a model:"],
+            ["head*", "everything", "float32", f"{file}:2"],
+            ["body", "torch.Tensor.vdot", "unlisted", f"{file}:3"],
+            ["body", "torch.nn.functional.gelu", "blacklist", f"{file}:4"],
+            ["body", "torch.vdot", "unlisted", f"{file}:3"],
+            ["tail", "-", "no change", f"{file}:6"],
+        ]
+        shown = [re.split(r" {2,}", line) for line in list_reports.policy(lists)]
+        assert sorted(shown[-6:]) == sorted(parts)
+        of_one = [re.split(r" {2,}", line) for line in list_reports.policy(lists, names=["gelu"])]
+        assert of_one[-3:] == [parts[0], parts[1], parts[3]]
+        changed = [re.split(r" {2,}", line) for line in list_reports.changes(shipped(), lists, "casts.yaml")]
+        assert changed[0] == ["0 paths treated differently in float16 and bfloat16."]
+        assert changed[1][0].startswith("Columns: part of a model; function;")
+        assert ["body", "torch.nn.functional.gelu", "-", "blacklist", f"{file}:4"] in changed
+        assert ["head*", "everything", "by the lists", "float32", f"{file}:2"] in changed
+        told = list_reports.checked("casts.yaml", shipped(), lists).lines
+        assert told[-1].endswith("how 0 paths are treated, and has 3 entries for parts of a model.")
+
+    def test_check_names_spellings_that_an_entry_leaves_out(self) -> None:
+        lists = shipped().overlaid({"modules": {"head": {"whitelist": {"torch": ["cumsum"]}}}})
+        found = list_reports.checked("casts.yaml", shipped(), lists)
+        assert found.lines[0].startswith("in modules 'head': cast_lists: torch.cumsum is in the whitelist now, but")
+        undone = shipped().overlaid({"modules": {"head": {"whitelist": {"torch.nn.functional": ["softmax"]}}}})
+        assert list_reports.checked("casts.yaml", shipped(), undone).warns
 
     def test_an_edit_that_a_called_function_undoes(self) -> None:
         with pytest.warns(amp.AmpWarning, match=r"in modules 'head': cast_lists: torch.nn.functional.softmax is in"):
