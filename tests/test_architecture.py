@@ -100,6 +100,7 @@ def test_of_the_diagnostics_only_what_they_return_is_imported_before_they_are_us
         "preflight_report",
         "report",
         "report_file",
+        "report_numbers",
         "shown_names",
         "tables",
         "tuning_report",

@@ -274,6 +274,35 @@ class TestDifference:
         name, then, now = re.split(": | -> ", line)
         assert f"  {name}: {now} -> {then}" in told(saved(cast_lists=lists))
 
+    @pytest.mark.parametrize(
+        ("entries", "line"),
+        [
+            ({"0": "float32", "1": {}}, "0: no such entry -> float32 (cast_lists)"),
+            ({"1": {"unlisted": ["bmm"]}}, "1: torch.bmm: no such entry -> unlisted (cast_lists)"),
+            ({"1": {"blacklist": ["bmm"]}}, "1: torch.bmm: no such entry -> blacklist (cast_lists)"),
+            ({"LayerNorm": {}, "1": {}}, "LayerNorm: no such entry -> the session's rules (cast_lists)"),
+        ],
+        ids=["float32", "unlisted", "a rule", "no rule"],
+    )
+    def test_of_one_rule_of_a_part(self, entries: dict[str, Any], line: str) -> None:
+        state, lists = saved(cast_lists={"modules": {"1": {}}}), {"modules": entries}
+        assert hash_of(cast_lists=lists) not in (state["policy"]["sha256"], hash_of())
+        assert f"  {line}" in told(state, cast_lists=lists)
+        assert told(saved(cast_lists=lists), cast_lists=lists) == []
+
+    def test_of_the_order_of_parts_and_not_of_their_functions(self) -> None:
+        one = {"1": {"blacklist": ["bmm"], "unlisted": ["tan"]}, "LayerNorm": {}}
+        other = {"1": {"unlisted": ["tan"], "blacklist": ["bmm"]}, "LayerNorm": {}}
+        turned = {"LayerNorm": {}, "1": one["1"]}
+        assert hash_of(cast_lists={"modules": one}) == hash_of(cast_lists={"modules": other})
+        assert hash_of(cast_lists={"modules": one}) != hash_of(cast_lists={"modules": turned})
+
+    def test_of_parts_in_float32_at_o2(self) -> None:
+        lists = {"modules": {"1": "float32"}}
+        assert "  1: no such entry -> float32 (cast_lists)" in told(
+            saved(opt_level="O2"), opt_level="O2", cast_lists=lists
+        )
+
     def test_names_the_line_of_a_file(self, tmp_path: Path) -> None:
         file = tmp_path / "casts.yaml"
         file.write_text(LISTS)

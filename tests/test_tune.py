@@ -519,6 +519,7 @@ def other_metric(model: Trained) -> float:
         ({"half_dtype": "float16"}, "half_dtype"),
         ({"opt_level": "O4", "half_dtype": None}, "opt_level"),
         ({"cast_lists": None}, "the cast lists"),
+        ({"cast_lists": [WHITELISTED, {"modules": {"layer": "float32"}}]}, "the cast lists"),
     ],
 )
 def test_a_journal_of_another_search_is_refused(options: dict[str, Any], differs: str, tmp_path: Path) -> None:
@@ -835,14 +836,15 @@ def _is_watched() -> bool:
 # What it prints and writes
 
 
-def test_plain_data_and_text() -> None:
+def test_plain_data_and_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")  # lines of the list stay whole
     tuning = Probe(all_three).tuned(seeds=2)
     data = json.loads(json.dumps(tuning.to_dict()))
     assert data["float32"] == list(tuning.float32)
     assert data["overlay"] == tuning.overlay
     assert [each["verdict"] for each in data["trials"]] == [each.verdict for each in tuning.trials]
     text = str(tuning)
-    assert "amp.tune at O1 in bfloat16: 2 seeds, tolerance 0.01, lower is better" in text
+    assert "amp.tune at O1 in bfloat16: 2 seeds, tolerance 0.01, lower" in text
     assert tuning.overlay.rstrip() in text
 
 

@@ -49,7 +49,7 @@ def printed(parts: Iterable[Any]) -> str:
     with io.StringIO() as text:
         console = Console(file=text, width=width, highlight=False, markup=False, emoji=False)
         for each in parts:
-            console.print(each(width) if callable(each) else each)
+            console.print(each(width) if callable(each) else each, crop=False)
         lines = "\n".join(line.rstrip() for line in text.getvalue().splitlines())
     return lines.encode("utf-8", "backslashreplace").decode("utf-8")  # a path may have bytes that are no text
 
