@@ -36,6 +36,10 @@ class Column:
     rank: int = 0
 
 
+class Whole(str):
+    """Text whose lines `printed` does not fold, so that one can copy them."""
+
+
 def printed(parts: Iterable[Any]) -> str:
     """Returns lines and tables as text that fits the terminal.
 
@@ -49,7 +53,7 @@ def printed(parts: Iterable[Any]) -> str:
     with io.StringIO() as text:
         console = Console(file=text, width=width, highlight=False, markup=False, emoji=False)
         for each in parts:
-            console.print(each(width) if callable(each) else each, crop=False)
+            console.print(each(width) if callable(each) else each, soft_wrap=isinstance(each, Whole))
         lines = "\n".join(line.rstrip() for line in text.getvalue().splitlines())
     return lines.encode("utf-8", "backslashreplace").decode("utf-8")  # a path may have bytes that are no text
 

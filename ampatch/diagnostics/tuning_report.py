@@ -16,7 +16,7 @@ import yaml
 
 from ampatch.diagnostics import report_file
 from ampatch.diagnostics.report_numbers import in_terminal, seconds
-from ampatch.diagnostics.tables import Column, printed, table
+from ampatch.diagnostics.tables import Column, Whole, printed, table
 from ampatch.errors import OptionError, UsageError
 
 #: Verdicts of a trial, and of a search.
@@ -209,7 +209,7 @@ class Tuning:
         yield self.conclusion()
         if self.verdict == PASSES:
             yield ""
-            yield lambda _: _unfolded(self.overlay.rstrip())
+            yield Whole(self.overlay.rstrip())
         if self.notes:
             yield ""
             yield from (f"- {note}" for note in self.notes)
@@ -291,13 +291,6 @@ def checked_file(path: object) -> Path:
 
 def _told(trial: TunedTrial) -> str:
     return f"{trial.in_words()}: {trial.verdict}"
-
-
-def _unfolded(text: str) -> Any:
-    """Returns text for `printed` whose lines stay whole, so that a copied list is YAML."""
-    from rich.text import Text
-
-    return Text(text, no_wrap=True, overflow="ignore")
 
 
 def _several(paths: Iterable[str]) -> str:
