@@ -1,0 +1,50 @@
+"""Prepares pages for the site: fills in text that is made from the code, and leads links out of docs/ to pages.
+
+The files themselves stay as they are, so that they read well in the repository too. Must only rewrite text that Sphinx
+has read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ampatch_docs import examples
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+#: What a comment such as ``<!-- generated: examples -->`` stands for on the site.
+GENERATED: dict[str, Callable[[], str]] = {"examples": examples.sections}
+
+_COMMENT = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
+
+#: Targets of links, each with what stands for it on the site. Sphinx checks that the page has the heading.
+_TARGETS = (
+    (re.compile(r"\]\((?:\.\./)+examples/(\w+)\.py\)"), r"](/examples.md#\1py)"),
+    (re.compile(r"\]\((?:\.\./)+examples/?\)"), "](/examples.md)"),
+)
+
+
+def for_the_site(text: str) -> str:
+    """Returns a page's Markdown as the site has it.
+
+    Raises:
+        KeyError: if a comment names no text of `GENERATED`.
+    """
+    for pattern, replacement in _TARGETS:
+        text = pattern.sub(replacement, text)
+    return _COMMENT.sub(lambda comment: GENERATED[comment[1]](), text)
+
+
+def _prepare(app: Sphinx, _name: str, source: list[str]) -> None:
+    if _COMMENT.search(source[0]):
+        app.env.note_reread()  # the page changes with the code that it is made from
+    source[0] = for_the_site(source[0])
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Called by Sphinx: has every page prepared before it is parsed."""
+    app.connect("source-read", _prepare)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
