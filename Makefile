@@ -56,7 +56,7 @@ types: $(READY)
 
 # The documentation as a site: build/docs/html/index.html. A link between pages that leads nowhere is an error.
 docs: $(READY)
-	$(RUN) sphinx --builder html --nitpicky --fail-on-warning --keep-going --quiet --doctree-dir build/docs/doctrees docs build/docs/html
+	$(RUN) sphinx --builder html --fail-on-warning --keep-going --quiet --doctree-dir build/docs/doctrees docs build/docs/html
 
 # setuptools is installed first so that the build uses the pinned one, and not whichever is newest.
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+from ampatch.cast_lists.annotations import shipped_entries
+from ampatch.cast_lists.coverage import reviewed_names
+from ampatch.cli.main import main
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
@@ -18,6 +24,13 @@ DOCS = ROOT / "docs"
 def markdown(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS))
     return importlib.import_module("ampatch_docs.markdown")
+
+
+@pytest.fixture
+def reference(monkeypatch):
+    pytest.importorskip("sphinx", reason="needs the extra docs")
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module("ampatch_docs.reference")
 
 
 def test_links_to_examples_lead_to_their_sections(markdown):
@@ -43,3 +56,94 @@ def test_every_page_is_in_the_table_of_contents():
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     guide = {path.stem for path in (DOCS / "guide").glob("*.md")}
     assert set(re.findall(r"^guide/(\w+)$", index, re.MULTILINE)) == guide
+
+
+def all_of(path: Path) -> list[str]:
+    """The names in ``__all__`` of a module, which is not imported: that could need a framework that is not here."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
+def public_names() -> set[str]:
+    """Every public name, by the path that it is imported from."""
+    modules = [ROOT / "ampatch" / "__init__.py", ROOT / "ampatch" / "amp.py"]
+    modules += (ROOT / "ampatch" / "integrations").glob("*.py")
+    dotted = {
+        path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in modules
+    }
+    names = {f"{dotted[path]}.{name}" for path in modules for name in all_of(path)}
+    return names - {"ampatch.amp"}  # has a page
+
+
+def test_the_reference_has_every_public_name_once_and_no_other():
+    pages = "".join(path.read_text(encoding="utf-8") for path in sorted((DOCS / "reference").glob("*.md")))
+    listed = re.findall(r"^\.\. auto\w+:: (\S+)$", pages, re.MULTILINE)
+    assert sorted(listed) == sorted(public_names())
+    assert len(listed) > 60
+
+
+@pytest.mark.parametrize(
+    ("docstring", "shown"),
+    [
+        (
+            "Returns:\n    The scale: a number.\n    Or None.\n\nMore.",
+            ":returns: The scale: a number.\n    Or None.\n\nMore.",
+        ),
+        ("``|a|`` is |b|.", r"``|a|`` is \|b\|."),
+        ("As `amp.report`, ``amp.no_name``.", "As :py:obj:`amp.report <ampatch.amp.report>`, ``amp.no_name``."),
+        ("``amp.stats``", ":py:obj:`amp.stats <ampatch.amp.stats>`"),
+    ],
+)
+def test_docstrings_become_restructured_text(reference, docstring, shown):
+    assert "\n".join(reference.docstring_lines(docstring.split("\n"))) == shown
+
+
+def test_signatures_show_no_private_names(reference):
+    signature = "(models: ampatch.amp._Models, dtype: torch.dtype, x: ~collections.abc.Callable[[_F], int] = 2.5)"
+    assert reference.readable_types(signature) == "(models: Models, dtype: torch.dtype, x: ~Callable[[F], int] = 2.5)"
+
+
+def page(name: str, markdown: ModuleType) -> str:
+    return markdown.for_the_site((DOCS / name).read_text(encoding="utf-8"))
+
+
+def test_the_command_line_has_every_option_of_every_command(markdown, capsys):
+    text = page("reference/command_line.md", markdown)
+    found = re.findall(r"^#{2,3} (ampatch [\w ]+)\n\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
+    sections = dict(found)
+    assert {"ampatch run", "ampatch lists check", "ampatch build"} < set(sections)
+    for command, section in sections.items():
+        with pytest.raises(SystemExit):
+            main([*command.split()[1:], "--help"])
+        options = set(re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE))
+        assert options <= set(re.findall(r"^\| `(--[\w-]+)", section, re.MULTILINE)), command
+
+
+def test_the_lists_have_every_entry_with_its_reason(markdown):
+    text = page("reference/cast_lists.md", markdown).replace("\\", "")
+    for entry in shipped_entries():
+        group = text[text.index(f"\n\n{entry.reason}\n\n") :].partition("\n\n| ")[2].partition("\n\n")[0]
+        assert re.search(rf"^\| `{re.escape(entry.path.name)}` \|.*`{entry.path.namespace}`", group, re.MULTILINE), (
+            entry
+        )
+    for reason, path in reviewed_names():
+        section = text.partition(f"\n### {reason.name}\n\n{reason.why}\n\n")[2].partition("\n### ")[0]
+        assert f"`{path.name}`" in section, path
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| `matmul` | `torch`, `torch.Tensor` |  | whitelist | whitelist | whitelist |",
+        "| `tensordot` | `torch` |  | - | promote | - |",
+        "| `cosine_similarity` | `torch`, `torch.nn.functional` |  | blacklist | blacklist | - |",  # one object
+        "| `exp` | `torch`, `torch.Tensor` | float16 | blacklist | blacklist | - |",
+        "| `softmax` | `torch.nn.functional` | `via_dtype` | blacklist | blacklist | - |",
+        "| `qr` | `torch`, `torch.Tensor` | torch before 2.14; `needs_float32` | - | - | blacklist |",
+        "| `binary_cross_entropy` | `torch.nn.functional` |  | banned | banned | blacklist |",
+    ],
+)
+def test_the_lists_say_what_others_do(markdown, row):
+    assert f"\n{row}\n" in page("reference/cast_lists.md", markdown)

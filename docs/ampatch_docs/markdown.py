@@ -10,13 +10,18 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ampatch_docs import examples
+from ampatch_docs import command_line, examples, list_tables
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 #: What a comment such as ``<!-- generated: examples -->`` stands for on the site.
-GENERATED: dict[str, Callable[[], str]] = {"examples": examples.sections}
+GENERATED: dict[str, Callable[[], str]] = {
+    "command-line": command_line.sections,
+    "examples": examples.sections,
+    "lists": list_tables.sections,
+    "reviewed": list_tables.reviewed,
+}
 
 _COMMENT = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
 
