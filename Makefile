@@ -17,7 +17,7 @@ THOROUGHLY := $(RUN) pytest -n 2 --hypothesis-profile thorough
 # A Chromium of at least version 105; on Debian its package is chromium.
 CHROMIUM ?= chromium
 
-.PHONY: demo picture libraries test slow versions lint types docs clean
+.PHONY: demo picture libraries test slow versions lint types docs drawings clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/ampatch demo
@@ -68,6 +68,10 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 $(READY): $(INSTALLED)
 	$(INSTALL) --no-build-isolation --editable ".[test,dev,bench,docs]"
 	touch $@
+
+# The pictures that docs/drawings describes. The figures of the histogram come from docs/ampatch_docs/gradients.py.
+drawings: $(READY)
+	$(VENV)/bin/python docs/ampatch_docs/drawings.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info ampatch-demo.pt .pytest_cache .mypy_cache .ruff_cache .hypothesis

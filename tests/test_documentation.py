@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
+import math
 import re
+import textwrap
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
+from ampatch import amp
 from ampatch.cast_lists.annotations import shipped_entries
 from ampatch.cast_lists.coverage import reviewed_names
 from ampatch.cli.main import main
@@ -75,6 +80,12 @@ def public_names() -> set[str]:
     }
     names = {f"{dotted[path]}.{name}" for path in modules for name in all_of(path)}
     return names - {"ampatch.amp"}  # has a page
+
+
+@pytest.fixture
+def drawings(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module("ampatch_docs.drawings")
 
 
 def test_the_reference_has_every_public_name_once_and_no_other():
@@ -147,3 +158,109 @@ def test_the_lists_have_every_entry_with_its_reason(markdown):
 )
 def test_the_lists_say_what_others_do(markdown, row):
     assert f"\n{row}\n" in page("reference/cast_lists.md", markdown)
+
+
+def test_pictures_are_drawn_from_their_text(drawings):
+    made = drawings.pictures()
+    assert len(made) == 5
+    assert [
+        path.name for path, text in made.items() if path.read_text(encoding="utf-8") != text
+    ] == []  # `make drawings`
+
+
+def test_a_drawing_has_its_boxes_and_arrows(drawings):
+    boxes = {"a": {"at": [0, 0], "text": "x < y"}, "b": {"at": [1, 0], "text": "half", "kind": "half", "note": "1\n2"}}
+    svg = ElementTree.fromstring(drawings.drawn({"title": "T", "boxes": boxes, "arrows": [["a", "b"]]}))
+    texts = [each.text for each in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts == ["x < y", "half", "1", "2", "float16 or bfloat16"]  # the legend is the last
+    assert len(list(svg.iter("{http://www.w3.org/2000/svg}path"))) == 2  # a line and its head
+    with pytest.raises(KeyError, match="c"):
+        drawings.drawn({"title": "T", "boxes": boxes, "arrows": [["a", "c"]]})
+
+
+def test_drawings_become_part_of_the_page(markdown):
+    assert markdown.for_the_site("![A](../images/call.svg)").startswith("<div>\n<svg ")
+    assert "\n\n" not in markdown.for_the_site("![A](../images/call.svg)")  # a blank line would end the HTML
+    assert markdown.for_the_site("![A](images/growth.svg)") == "![A](images/growth.svg)"  # as matplotlib drew it
+
+
+def test_the_page_says_what_the_histogram_counts():
+    page = (DOCS / "guide" / "choosing_a_level.md").read_text(encoding="utf-8")
+    counted = json.loads((DOCS / "drawings" / "gradients.json").read_text(encoding="utf-8"))
+    elements, scale = counted["elements"], round(math.log2(counted["scale"]))
+    zero, few = (
+        {power: sum(count for exponent, count in counted["exponents"] if low <= exponent + power < high) / elements
+         for power in (0, scale)}
+        for low, high in ((-1000, -25), (-25, -14))
+    )  # fmt: skip
+    assert f"counts {elements / 1e6:.1f} million elements" in page
+    assert (
+        f"{few[0]:.0%} of these elements would have fewer digits in float16, and {zero[0]:.1%} would be rounded to zero"
+        in page
+    )
+    assert f"With a scale of {counted['scale']:,}" in page
+    assert f"{few[scale]:.1%} have fewer digits, and none is rounded to zero" in page
+    assert zero[scale] == 0
+
+
+def test_figures_of_the_pages_are_those_of_the_benchmarks():
+    page = (DOCS / "guide" / "choosing_a_level.md").read_text(encoding="utf-8")
+    benchmarks = (DOCS / "benchmarks.md").read_text(encoding="utf-8").partition("converted by hand, float16")[2]
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+ \(.+?\)) \| ([\d.]+ \(.+?\)) \|$", page, re.MULTILINE)
+    assert [name for name, *_ in rows] == ["transformer", "convnet", "MLP"]
+    for name, o1, o2 in rows:
+        (row,) = re.findall(
+            rf"^\| {name}: whole step, fused AdamW \| (.*)$", benchmarks.partition("\n### ")[0], re.MULTILINE
+        )
+        cells = row.split(" | ")
+        assert (cells[2], cells[6]) == (o1, o2)
+
+
+@pytest.mark.parametrize("name", ["index.md", "guide/how_it_works.md"])
+def test_the_code_prints_what_the_page_says(name, capsys):
+    text = (DOCS / name).read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (printed,) = re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    exec(code, {})
+    found, number = capsys.readouterr().out, re.compile(r"\d[\d.,]*")
+    assert number.sub("#", found) == number.sub("#", printed)
+    numbers = [
+        [float(each.replace(",", "")) for each in re.findall(r"(?<!float)\d[\d.,]*", made)] for made in (found, printed)
+    ]
+    assert numbers[0] == pytest.approx(numbers[1], abs=0.05)  # other processors round differently
+
+
+def test_code_that_only_this_test_runs_is_all_there_is_on_the_new_pages():
+    assert "```python" not in (DOCS / "guide" / "choosing_a_level.md").read_text(encoding="utf-8")
+
+
+def code_blocks() -> list[tuple[str, str]]:
+    """Every Python block of the pages for users, with the page and its number as a name."""
+    pages = [ROOT / "README.md", DOCS / "index.md", *sorted((DOCS / "guide").glob("*.md"))]
+    return [
+        (f"{page.relative_to(ROOT)}, block {number}", textwrap.dedent(code))
+        for page in pages
+        for number, code in enumerate(
+            re.findall(r"^ *```python\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL), 1
+        )
+    ]
+
+
+def test_code_of_all_pages_is_python_and_names_what_amp_has():
+    # Most blocks are pieces of a loop, and cannot run alone; a typo in them, or a name that is gone, can be seen.
+    blocks = code_blocks()
+    assert len(blocks) > 50
+    faults = []
+    for name, code in blocks:
+        try:
+            tree = ast.parse(code)
+        except SyntaxError as error:
+            faults.append(f"{name}: {error}")
+            continue
+        used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        faults += [
+            f"{name}: {each}"
+            for each in sorted(used)
+            if re.fullmatch(r"amp\.\w+", each) and each.removeprefix("amp.") not in amp.__all__
+        ]
+    assert faults == []

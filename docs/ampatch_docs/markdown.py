@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampatch_docs import command_line, examples, list_tables
@@ -32,6 +33,16 @@ _TARGETS = (
 )
 
 
+# A drawing on a line of its own. On the site its SVG is part of the page, so that it follows the page's colours.
+_DRAWING = re.compile(r"^!\[[^\]]*\]\((?:\.\./)?images/(\w+)\.svg\)$", re.MULTILINE)
+DOCS = Path(__file__).parents[1]
+
+
+def _drawn(link: re.Match[str]) -> str:
+    svg = (DOCS / "images" / f"{link[1]}.svg").read_text(encoding="utf-8")
+    return f"<div>\n{svg}</div>" if 'class="drawing"' in svg else link[0]
+
+
 def for_the_site(text: str) -> str:
     """Returns a page's Markdown as the site has it.
 
@@ -40,12 +51,13 @@ def for_the_site(text: str) -> str:
     """
     for pattern, replacement in _TARGETS:
         text = pattern.sub(replacement, text)
+    text = _DRAWING.sub(_drawn, text)
     return _COMMENT.sub(lambda comment: GENERATED[comment[1]](), text)
 
 
 def _prepare(app: Sphinx, _name: str, source: list[str]) -> None:
-    if _COMMENT.search(source[0]):
-        app.env.note_reread()  # the page changes with the code that it is made from
+    if _COMMENT.search(source[0]) or _DRAWING.search(source[0]):
+        app.env.note_reread()  # the page changes with the code and the drawings that it is made from
     source[0] = for_the_site(source[0])
 
 
