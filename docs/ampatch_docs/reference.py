@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from docutils import nodes
 from sphinx.pycode import ModuleAnalyzer
 
 from ampatch import amp
@@ -83,6 +84,13 @@ def _signature(
     return readable_types(signature), readable_types(result)
 
 
+def _dashes(_app: Sphinx, doctree: nodes.document) -> None:
+    """Replaces Sphinx's two dashes between a parameter and its meaning; those of options such as --help stay."""
+    for text in list(doctree.findall(nodes.Text)):
+        if text == " -- ":
+            text.parent.replace(text, nodes.Text(": "))
+
+
 def import_timm_adapter() -> None:
     """Imports the adapter for timm, with an empty module in timm's place if it is not installed.
 
@@ -106,4 +114,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     forget_overloads("ampatch.amp")
     app.connect("autodoc-process-docstring", _docstring, priority=400)
     app.connect("autodoc-process-signature", _signature)
+    app.connect("doctree-read", _dashes)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
