@@ -87,8 +87,8 @@ def _signature(
 def _dashes(_app: Sphinx, doctree: nodes.document) -> None:
     """Replaces Sphinx's two dashes between a parameter and its meaning; those of options such as --help stay."""
     for text in list(doctree.findall(nodes.Text)):
-        if text == " -- ":
-            text.parent.replace(text, nodes.Text(": "))
+        if text.startswith(" -- "):
+            text.parent.replace(text, nodes.Text(f": {text.removeprefix(' -- ')}"))
 
 
 def import_timm_adapter() -> None:
