@@ -10,14 +10,14 @@ unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(RUN) pip install --quiet --no-compile --constraint constraints.txt
 # The package with what it needs at run time: enough for the demo.
 INSTALLED := $(VENV)/.installed
-# And with what tests, linters and benchmarks need.
+# And with what tests, linters, benchmarks and the documentation need.
 READY := $(VENV)/.ready
 THOROUGHLY := $(RUN) pytest -n 2 --hypothesis-profile thorough
 
 # A Chromium of at least version 105; on Debian its package is chromium.
 CHROMIUM ?= chromium
 
-.PHONY: demo picture libraries test slow versions lint types clean
+.PHONY: demo picture libraries test slow versions lint types docs drawings clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/ampatch demo
@@ -54,6 +54,10 @@ lint: $(READY)
 types: $(READY)
 	$(RUN) mypy
 
+# The documentation as a site: build/docs/html/index.html. A link between pages that leads nowhere is an error.
+docs: $(READY)
+	$(RUN) sphinx --builder html --fail-on-warning --keep-going --quiet --doctree-dir build/docs/doctrees docs build/docs/html
+
 # setuptools is installed first so that the build uses the pinned one, and not whichever is newest.
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -62,8 +66,12 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 $(READY): $(INSTALLED)
-	$(INSTALL) --no-build-isolation --editable ".[test,dev,bench]"
+	$(INSTALL) --no-build-isolation --editable ".[test,dev,bench,docs]"
 	touch $@
+
+# The pictures that docs/drawings describes. The figures of the histogram come from docs/ampatch_docs/gradients.py.
+drawings: $(READY)
+	$(VENV)/bin/python docs/ampatch_docs/drawings.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info ampatch-demo.pt .pytest_cache .mypy_cache .ruff_cache .hypothesis

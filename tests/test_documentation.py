@@ -1,0 +1,266 @@
+"""The documentation's site: text made from the code, and links that leave docs/. `make docs` checks other links."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import math
+import re
+import textwrap
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+from ampatch import amp
+from ampatch.cast_lists.annotations import shipped_entries
+from ampatch.cast_lists.coverage import reviewed_names
+from ampatch.cli.main import main
+
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture
+def markdown(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module("ampatch_docs.markdown")
+
+
+@pytest.fixture
+def reference(monkeypatch):
+    pytest.importorskip("sphinx", reason="needs the extra docs")
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module("ampatch_docs.reference")
+
+
+def test_links_to_examples_lead_to_their_sections(markdown):
+    text = "See [one](../../examples/gan.py) of [them](../../examples), and [this](../images/report.png)."
+    expected = "See [one](/examples.md#ganpy) of [them](/examples.md), and [this](../images/report.png)."
+    assert markdown.for_the_site(text) == expected
+
+
+def test_every_example_has_a_section_with_its_code(markdown):
+    text = markdown.for_the_site((DOCS / "examples.md").read_text(encoding="utf-8"))
+    scripts = sorted((ROOT / "examples").glob("*.py"))
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [script.name for script in scripts]
+    assert [script.name for script in scripts if script.read_text(encoding="utf-8") not in text] == []
+
+
+def test_a_comment_for_which_nothing_is_made_is_an_error(markdown):
+    with pytest.raises(KeyError, match="nonsense"):
+        markdown.for_the_site("<!-- generated: nonsense -->")
+
+
+def test_every_page_is_in_the_table_of_contents():
+    # Sphinx warns of pages in none; but a pattern of the table would take in pages that belong elsewhere.
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    guide = {path.stem for path in (DOCS / "guide").glob("*.md")}
+    assert set(re.findall(r"^guide/(\w+)$", index, re.MULTILINE)) == guide
+
+
+def all_of(path: Path) -> list[str]:
+    """The names in ``__all__`` of a module, which is not imported: that could need a framework that is not here."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
+def public_names() -> set[str]:
+    """Every public name, by the path that it is imported from."""
+    modules = [ROOT / "ampatch" / "__init__.py", ROOT / "ampatch" / "amp.py"]
+    modules += (ROOT / "ampatch" / "integrations").glob("*.py")
+    dotted = {
+        path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in modules
+    }
+    names = {f"{dotted[path]}.{name}" for path in modules for name in all_of(path)}
+    return names - {"ampatch.amp"}  # has a page
+
+
+@pytest.fixture
+def drawings(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module("ampatch_docs.drawings")
+
+
+def test_the_reference_has_every_public_name_once_and_no_other():
+    pages = "".join(path.read_text(encoding="utf-8") for path in sorted((DOCS / "reference").glob("*.md")))
+    listed = re.findall(r"^\.\. auto\w+:: (\S+)$", pages, re.MULTILINE)
+    assert sorted(listed) == sorted(public_names())
+    assert len(listed) > 60
+
+
+@pytest.mark.parametrize(
+    ("docstring", "shown"),
+    [
+        (
+            "Returns:\n    The scale: a number.\n    Or None.\n\nMore.",
+            ":returns: The scale: a number.\n    Or None.\n\nMore.",
+        ),
+        ("``|a|`` is |b|.", r"``|a|`` is \|b\|."),
+        ("As `amp.report`, ``amp.no_name``.", "As :py:obj:`amp.report <ampatch.amp.report>`, ``amp.no_name``."),
+        ("``amp.stats``", ":py:obj:`amp.stats <ampatch.amp.stats>`"),
+    ],
+)
+def test_docstrings_become_restructured_text(reference, docstring, shown):
+    assert "\n".join(reference.docstring_lines(docstring.split("\n"))) == shown
+
+
+def test_signatures_show_no_private_names(reference):
+    signature = "(models: ampatch.amp._Models, dtype: torch.dtype, x: ~collections.abc.Callable[[_F], int] = 2.5)"
+    assert reference.readable_types(signature) == "(models: Models, dtype: torch.dtype, x: ~Callable[[F], int] = 2.5)"
+
+
+def page(name: str, markdown: ModuleType) -> str:
+    return markdown.for_the_site((DOCS / name).read_text(encoding="utf-8"))
+
+
+def test_the_command_line_has_every_option_of_every_command(markdown, capsys):
+    text = page("reference/command_line.md", markdown)
+    found = re.findall(r"^#{2,3} (ampatch [\w ]+)\n\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
+    sections = dict(found)
+    assert {"ampatch run", "ampatch lists check", "ampatch build"} < set(sections)
+    for command, section in sections.items():
+        with pytest.raises(SystemExit):
+            main([*command.split()[1:], "--help"])
+        options = set(re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE))
+        assert options <= set(re.findall(r"^\| `(--[\w-]+)", section, re.MULTILINE)), command
+
+
+def test_the_lists_have_every_entry_with_its_reason(markdown):
+    text = page("reference/cast_lists.md", markdown).replace("\\", "")
+    for entry in shipped_entries():
+        group = text[text.index(f"\n\n{entry.reason}\n\n") :].partition("\n\n| ")[2].partition("\n\n")[0]
+        assert re.search(rf"^\| `{re.escape(entry.path.name)}` \|.*`{entry.path.namespace}`", group, re.MULTILINE), (
+            entry
+        )
+    for reason, path in reviewed_names():
+        section = text.partition(f"\n### {reason.name}\n\n{reason.why}\n\n")[2].partition("\n### ")[0]
+        assert f"`{path.name}`" in section, path
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| `matmul` | `torch`, `torch.Tensor` |  | whitelist | whitelist | whitelist |",
+        "| `tensordot` | `torch` |  | - | promote | - |",
+        "| `cosine_similarity` | `torch`, `torch.nn.functional` |  | blacklist | blacklist | - |",  # one object
+        "| `exp` | `torch`, `torch.Tensor` | float16 | blacklist | blacklist | - |",
+        "| `softmax` | `torch.nn.functional` | `via_dtype` | blacklist | blacklist | - |",
+        "| `qr` | `torch`, `torch.Tensor` | torch before 2.14; `needs_float32` | - | - | blacklist |",
+        "| `binary_cross_entropy` | `torch.nn.functional` |  | banned | banned | blacklist |",
+    ],
+)
+def test_the_lists_say_what_others_do(markdown, row):
+    assert f"\n{row}\n" in page("reference/cast_lists.md", markdown)
+
+
+def test_pictures_are_drawn_from_their_text(drawings):
+    made = drawings.pictures()
+    assert len(made) == 5
+    assert [
+        path.name for path, text in made.items() if path.read_text(encoding="utf-8") != text
+    ] == []  # `make drawings`
+
+
+def test_a_drawing_has_its_boxes_and_arrows(drawings):
+    boxes = {"a": {"at": [0, 0], "text": "x < y"}, "b": {"at": [1, 0], "text": "half", "kind": "half", "note": "1\n2"}}
+    svg = ElementTree.fromstring(drawings.drawn({"title": "T", "boxes": boxes, "arrows": [["a", "b"]]}))
+    texts = [each.text for each in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts == ["x < y", "half", "1", "2", "float16 or bfloat16"]  # the legend is the last
+    assert len(list(svg.iter("{http://www.w3.org/2000/svg}path"))) == 2  # a line and its head
+    with pytest.raises(KeyError, match="c"):
+        drawings.drawn({"title": "T", "boxes": boxes, "arrows": [["a", "c"]]})
+
+
+def test_drawings_become_part_of_the_page(markdown):
+    assert markdown.for_the_site("![A](../images/call.svg)").startswith("<div>\n<svg ")
+    assert "\n\n" not in markdown.for_the_site("![A](../images/call.svg)")  # a blank line would end the HTML
+    assert markdown.for_the_site("![A](images/growth.svg)") == "![A](images/growth.svg)"  # as matplotlib drew it
+
+
+def test_the_page_says_what_the_histogram_counts():
+    page = (DOCS / "guide" / "choosing_a_level.md").read_text(encoding="utf-8")
+    counted = json.loads((DOCS / "drawings" / "gradients.json").read_text(encoding="utf-8"))
+    elements, scale = counted["elements"], round(math.log2(counted["scale"]))
+    zero, few = (
+        {power: sum(count for exponent, count in counted["exponents"] if low <= exponent + power < high) / elements
+         for power in (0, scale)}
+        for low, high in ((-1000, -25), (-25, -14))
+    )  # fmt: skip
+    assert f"counts {elements / 1e6:.1f} million elements" in page
+    assert (
+        f"{few[0]:.0%} of these elements would have fewer digits in float16, and {zero[0]:.1%} would be rounded to zero"
+        in page
+    )
+    assert f"With a scale of {counted['scale']:,}" in page
+    assert f"{few[scale]:.1%} have fewer digits, and none is rounded to zero" in page
+    assert zero[scale] == 0
+
+
+def test_figures_of_the_pages_are_those_of_the_benchmarks():
+    page = (DOCS / "guide" / "choosing_a_level.md").read_text(encoding="utf-8")
+    benchmarks = (DOCS / "benchmarks.md").read_text(encoding="utf-8").partition("converted by hand, float16")[2]
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+ \(.+?\)) \| ([\d.]+ \(.+?\)) \|$", page, re.MULTILINE)
+    assert [name for name, *_ in rows] == ["transformer", "convnet", "MLP"]
+    for name, o1, o2 in rows:
+        (row,) = re.findall(
+            rf"^\| {name}: whole step, fused AdamW \| (.*)$", benchmarks.partition("\n### ")[0], re.MULTILINE
+        )
+        cells = row.split(" | ")
+        assert (cells[2], cells[6]) == (o1, o2)
+
+
+@pytest.mark.parametrize("name", ["index.md", "guide/how_it_works.md"])
+def test_the_code_prints_what_the_page_says(name, capsys):
+    text = (DOCS / name).read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (printed,) = re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    exec(code, {})
+    found, number = capsys.readouterr().out, re.compile(r"\d[\d.,]*")
+    assert number.sub("#", found) == number.sub("#", printed)
+    numbers = [
+        [float(each.replace(",", "")) for each in re.findall(r"(?<!float)\d[\d.,]*", made)] for made in (found, printed)
+    ]
+    assert numbers[0] == pytest.approx(numbers[1], abs=0.05)  # other processors round differently
+
+
+def test_code_that_only_this_test_runs_is_all_there_is_on_the_new_pages():
+    assert "```python" not in (DOCS / "guide" / "choosing_a_level.md").read_text(encoding="utf-8")
+
+
+def code_blocks() -> list[tuple[str, str]]:
+    """Every Python block of the pages for users, with the page and its number as a name."""
+    pages = [ROOT / "README.md", DOCS / "index.md", *sorted((DOCS / "guide").glob("*.md"))]
+    return [
+        (f"{page.relative_to(ROOT)}, block {number}", textwrap.dedent(code))
+        for page in pages
+        for number, code in enumerate(
+            re.findall(r"^ *```python\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL), 1
+        )
+    ]
+
+
+def test_code_of_all_pages_is_python_and_names_what_amp_has():
+    # Most blocks are pieces of a loop, and cannot run alone; a typo in them, or a name that is gone, can be seen.
+    blocks = code_blocks()
+    assert len(blocks) > 50
+    faults = []
+    for name, code in blocks:
+        try:
+            tree = ast.parse(code)
+        except SyntaxError as error:
+            faults.append(f"{name}: {error}")
+            continue
+        used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        faults += [
+            f"{name}: {each}"
+            for each in sorted(used)
+            if re.fullmatch(r"amp\.\w+", each) and each.removeprefix("amp.") not in amp.__all__
+        ]
+    assert faults == []
