@@ -304,6 +304,7 @@ def initialize(
         half_dtype: ``torch.float16`` or ``torch.bfloat16``; None: the half type that parameters have; if none has one,
             float16 if the parameters are on a GPU, else bfloat16.
         cast_lists: a YAML file, a list of files, or a mapping of the same form; overrides entries of the shipped lists.
+            Under ``modules`` it gives submodules lists of their own, or has them compute in float32.
         init_scale: first value of a dynamic scale.
         scale_factor: factor by which it grows and backs off; sets the next two.
         growth_factor: factor by which it grows; None: ``scale_factor``.
