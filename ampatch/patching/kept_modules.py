@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,12 +26,15 @@ from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES
 from ampatch.switch import Switch, WithoutCasts
 
+# nn.DataParallel calls this method of each module. The replica that it returns has all attributes of the module.
+_REPLICATE = "_replicate_for_data_parallel"
+
 
 def keep_in_float32(modules: Mapping[nn.Module, str], ledger: PatchLedger, switch: Switch) -> None:
     """Makes modules compute in float32 while the session casts.
 
     Args:
-        modules: modules that have a forward, with their names; those that are kept already stay so.
+        modules: modules that have a forward, with their names; those that this session keeps already stay so.
         ledger: records the changes.
         switch: of the session.
 
@@ -38,19 +42,29 @@ def keep_in_float32(modules: Mapping[nn.Module, str], ledger: PatchLedger, switc
         OptionError: TorchScript has compiled one of them, or its weights are half.
     """
     for module, name in modules.items():
-        if not isinstance(vars(module).get("forward"), _ForwardInFloat32):
+        before = vars(module).get("forward")
+        if not isinstance(before, _ForwardInFloat32) or not before.is_of(switch):
             _check(module, name)
-            ledger.set(module, "forward", _ForwardInFloat32(module, module.forward, switch))
+            _restore(module)  # a copy from a session that has ended, or an unpickled module, casts nothing
+            forward = _ForwardInFloat32(module, module.forward, switch)
+            ledger.set(module, "forward", forward)
+            ledger.set(module, _REPLICATE, forward.replicate)
 
 
 def without_kept(copied: nn.Module) -> None:
     """Gives the modules of a deep copy their own forwards back."""
     for module in copied.modules():
-        forward = vars(module).get("forward")
-        if isinstance(forward, _ForwardInFloat32):
-            del module.forward
-            if module.forward != forward.own:  # the user had replaced it
-                module.forward = forward.own
+        _restore(module)
+
+
+def _restore(module: nn.Module) -> None:
+    """Gives a module its own forward back, unless it has that."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, _ForwardInFloat32):
+        del module.forward
+        vars(module).pop(_REPLICATE, None)
+        if module.forward != forward.own:  # the user had replaced it
+            module.forward = forward.own
 
 
 def _check(module: nn.Module, name: str) -> None:
@@ -85,6 +99,21 @@ class _ForwardInFloat32:
 
     def __reduce__(self) -> Any:
         return _ForwardInFloat32, (self._module, self.own, None)
+
+    def is_of(self, switch: Switch) -> bool:
+        """Returns True if the module computes in float32 while the session of this switch casts."""
+        return self._switch is switch
+
+    def replicate(self) -> nn.Module:
+        """Returns a replica of the module for ``nn.DataParallel``, whose forward uses the replica's own weights."""
+        module, own = self._module, self.own
+        replica: nn.Module = getattr(type(module), _REPLICATE)(module)
+        if getattr(own, "__self__", None) is module:
+            own = types.MethodType(own.__func__, replica)  # type: ignore[attr-defined]
+        forward = _ForwardInFloat32(replica, own, self._switch)
+        replica.forward = forward
+        setattr(replica, _REPLICATE, forward.replicate)
+        return replica
 
     @property
     def __code__(self) -> Any:  # torch.export reads the module's place in the source from it
