@@ -46,8 +46,9 @@ def check(saved: object) -> None:
     """
     if not isinstance(saved, Mapping):
         raise _fault("", f"found {_shown(saved)}; expected a dict.")
-    if saved.get("format") != policy.FORMAT:
-        raise _fault("format", f"found {_shown(saved.get('format'))}; expected {policy.FORMAT}.")
+    number = saved.get("format")
+    if not isinstance(number, int) or number != policy.FORMAT:  # a tensor compares by element
+        raise _fault("format", f"found {_shown(number)}; expected {policy.FORMAT}.")
     keys = ("format", "sha256", "versions", *policy.TABLES)
     for key in (*saved, *keys):
         if key not in keys:

@@ -236,6 +236,33 @@ class TestCopies:
         amp.deinitialize()
         assert_same_bits(other(INPUTS), model.head(INPUTS))
 
+    @pytest.mark.parametrize(
+        "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+    )
+    @pytest.mark.parametrize("in_new_session", [False, True], ids=["same session", "new session"])
+    def test_initialize_keeps_a_copy_again(self, copied: Any, in_new_session: bool) -> None:
+        model = kept()
+        wanted = model(INPUTS)
+        twin = copied(model)
+        if in_new_session:
+            amp.deinitialize()
+        twin = amp.initialize(twin, half_dtype=torch.bfloat16, keep_fp32="head", verbosity=0)
+        twin.head.seen.clear()
+        assert_same_bits(twin(INPUTS), wanted)
+        assert twin.head.seen == [torch.float32] * 2
+        amp.deinitialize()
+        assert_same_bits(twin.head(INPUTS), model.head(INPUTS))
+
+    def test_a_replica_of_data_parallel_uses_its_own_weights(self) -> None:
+        replica = kept().head._replicate_for_data_parallel()
+        again = replica._replicate_for_data_parallel()
+        for each in (replica, again):
+            each.linear, each.weight = nn.Linear(8, 8), torch.zeros(8, 8)
+            result = each(INPUTS.bfloat16())
+            assert (result.dtype, result.count_nonzero()) == (torch.float32, 0)
+        amp.deinitialize()
+        assert again(INPUTS).count_nonzero() == 0
+
     def test_a_converted_copy_casts_by_the_lists(self) -> None:
         model = kept()
         converted = amp.convert_model(model, half_dtype=torch.bfloat16)
@@ -287,4 +314,22 @@ class TestCompiled:
         for name, each in model.named_parameters():
             torch.testing.assert_close(each.grad, wanted[name], rtol=0.02, atol=1e-3)
         assert F.linear(INPUTS, torch.ones(2, 8)).dtype is torch.bfloat16  # casts are on again
+        torch._dynamo.reset()
+
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    @pytest.mark.parametrize("keep", ["1", "1.1"], ids=["region", "part of it"])
+    def test_in_a_checkpoint(self, backend: str, keep: str) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 2))
+        amp.initialize(model, half_dtype=torch.bfloat16, keep_fp32=keep, verbosity=0)
+        wanted = gradients(model)
+        model.zero_grad()
+
+        def forward(x: Tensor) -> Tensor:
+            return model[2](checkpoint(model[1], model[0](x), use_reentrant=False))
+
+        torch.compile(forward, backend=backend, fullgraph=True)(INPUTS).float().square().sum().backward()
+        for name, each in model.named_parameters():
+            assert_same_bits(each.grad, wanted[name])
         torch._dynamo.reset()

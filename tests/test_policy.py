@@ -478,6 +478,7 @@ class TestDamage:
             (without("sha256"), r"In policy.sha256: it is missing"),
             (without("format"), r"In policy.format: found None; expected 1"),
             (lambda found: found.update(format=2), r"In policy.format: found 2; expected 1"),
+            (lambda found: found.update(format=torch.ones(2)), r"In policy.format: found tensor.*; expected 1"),
             (lambda found: found.update(more=[]), r"In policy.more: expected only format, sha256, versions, settings"),
             (lambda found: found.update(versions={"torch": 2}), r"In policy.versions: found \{'torch': 2\}; expected"),
             (lambda found: found.update(rules={}), r"In policy.rules: found \{\}; expected a list"),

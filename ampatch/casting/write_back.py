@@ -76,7 +76,7 @@ class _Forward:
     Attributes:
         module: module that it belongs to.
         frame: frame of the module's call; once it has left the stack, the forward pass has ended. None if torch.compile
-            traces it.
+            traces it, or if `call_in_float32` runs it.
         containers: containers among its arguments, and containers in these.
         known: the caller's object for each tensor and container that the forward pass got.
         copies: copies of the caller's tensors that it got, if torch counts the writes to them.
@@ -105,8 +105,6 @@ _traced: list[_Forward] = []
 def begin(module: nn.Module, original: Arguments, passed: Arguments) -> None:
     """Records the arguments of a forward pass. Must be called by the hook itself, as `_call` counts stack frames.
 
-    `call_in_float32` may call it, too: its caller is on the stack until the forward pass ends.
-
     Args:
         module: module whose forward pass begins.
         original: arguments as the caller passed them.
@@ -119,8 +117,7 @@ def begin(module: nn.Module, original: Arguments, passed: Arguments) -> None:
     else:
         drop_interrupted()
         forwards, forward = _stack.forwards, _Forward(module, _call())
-    _track_all(forward, original[0], passed[0])
-    _track_all(forward, list(original[1].values()), list(passed[1].values()))
+    _track_arguments(forward, original, passed)
     forwards.append(forward)
 
 
@@ -143,11 +140,7 @@ def end(module: nn.Module, dtype: torch.dtype | None, result: object) -> object:
     if forwards and forwards[-1].module is module:
         forward = forwards.pop()
         known = forward.known
-        for copy in forward.copies:
-            if copy.passed._version != copy.version and not _write_tensor(copy):
-                known.forget(copy.passed)
-        for container in forward.containers:
-            _write_container(container, lambda item: item if dtype is None else cast_floating(item, dtype, known))
+        _write_all(forward, dtype)
     return result if dtype is None else cast_floating(result, dtype, known)
 
 
@@ -166,13 +159,15 @@ def call_in_float32(
         The forward's result, as it is.
     """
     given: Any = cast_floating((args, kwargs), torch.float32)
-    begin(module, (args, kwargs), given)
-    result = None
+    if is_exporting():  # as in `begin`
+        return forward(*given[0], **given[1])
+    # Not in a list outside of this call: torch.compile refuses changes of such a list in a checkpoint.
+    written = _Forward(module, None)
+    _track_arguments(written, (args, kwargs), given)
     try:
-        result = forward(*given[0], **given[1])
+        return forward(*given[0], **given[1])
     finally:
-        result = end(module, None, result)
-    return result
+        _write_all(written, None)
 
 
 def drop_interrupted() -> None:
@@ -195,6 +190,11 @@ def _is_running(frame: FrameType | None) -> bool:
     while caller is not None and caller is not frame:
         caller = caller.f_back
     return caller is frame
+
+
+def _track_arguments(forward: _Forward, original: Arguments, passed: Arguments) -> None:
+    _track_all(forward, original[0], passed[0])
+    _track_all(forward, list(original[1].values()), list(passed[1].values()))
 
 
 def _track_all(forward: _Forward, original: Sequence[Any], passed: Sequence[Any]) -> None:
@@ -244,6 +244,16 @@ def _track_items(forward: _Forward, original: Any, passed: Any, read: Callable[[
 
 def _by_key(value: dict[Any, Any]) -> dict[Any, Any]:
     return dict(value.items())
+
+
+def _write_all(forward: _Forward, dtype: torch.dtype | None) -> None:
+    """Copies all writes of a forward pass to the caller's objects, and casts new tensors to ``dtype`` if it is given."""
+    known = forward.known
+    for copy in forward.copies:
+        if copy.passed._version != copy.version and not _write_tensor(copy):
+            known.forget(copy.passed)
+    for container in forward.containers:
+        _write_container(container, lambda item: item if dtype is None else cast_floating(item, dtype, known))
 
 
 def _write_tensor(copy: _Copy) -> bool:
