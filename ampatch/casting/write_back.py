@@ -247,7 +247,7 @@ def _by_key(value: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _write_all(forward: _Forward, dtype: torch.dtype | None) -> None:
-    """Copies all writes of a forward pass to the caller's objects, and casts new tensors to ``dtype`` if it is given."""
+    """Copies all writes of a forward pass to the caller's objects; casts new tensors to ``dtype`` if it is given."""
     known = forward.known
     for copy in forward.copies:
         if copy.passed._version != copy.version and not _write_tensor(copy):
