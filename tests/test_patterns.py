@@ -246,6 +246,11 @@ class TestWhatAUserIsTold:
         with pytest.raises(CastListError, match=r"losses\.mse_loss is imported from torch\.nn\.functional; list it"):
             shipped().overlaid({"whitelist": {f"{name}.*": ["mse_loss"]}})
 
+    def test_of_a_function_without_a_hash(self) -> None:
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(torch.distributed.rpc.api.method)  # of pybind11
+        amp.init(half_dtype=HALF, cast_lists={"blacklist": {"torch.distributed.rpc.api": ["metho*"]}}).deactivate()
+
     def test_what_is_optional_may_be_missing(self) -> None:
         entries = {
             "torch.nn.*": [{"name": "sofmax", "optional": True}],

@@ -132,7 +132,7 @@ def undone(
         The sentences by path, each with the text to type.
     """
     told: dict[Path, str] = {}
-    called = functools.cache(called_by)
+    called: dict[int, dict[int, object]] = {}  # by id: a bound method of pybind11 has no hash
     for half_dtype in half_dtypes:
         edits = [edit for edit in (*_edits(lists, half_dtype), *registered) if _is_of_torch(edit)]
         if not edits:
@@ -140,11 +140,14 @@ def undone(
         before = _by_function(shipped().for_half(half_dtype))
         now = _by_function(lists.for_half(half_dtype))
         now |= {id(edit.function): edit.rule for edit in registered if edit.rule is not None}
+        called.update(
+            (id(each.function), called_by(each.function)) for each in edits if id(each.function) not in called
+        )
         for edit in edits:
             rule, caller = edit.rule, before.get(id(edit.function))
             undoing = [
                 now[callee]
-                for callee in called(edit.function)
+                for callee in called[id(edit.function)]
                 if _undoes(now.get(callee), rule) and not _undoes(before.get(callee), caller)
             ]
             if undoing:
