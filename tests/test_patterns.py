@@ -215,6 +215,7 @@ class TestWhatAUserIsTold:
             ("torch.nn.func?", "softmax", "no module or class matches 'torch.nn.func?'."),
             ("no_such_package.*", "nms", "there is no module 'no_such_package' (is it installed?)."),
             ("?orch.*", "softmax", "expected a pattern that begins with a package's name, such as 'torch.nn.*'."),
+            ("ampatch.*", {"name": "*", "optional": True}, "amp casts no calls of its own functions. Leave it out."),
             (
                 "torch.linalg",
                 {"name": "matrix_*", "when": {"ord": [2]}},

@@ -219,6 +219,9 @@ class Reading:
         namespace: yaml.ScalarNode,
     ) -> None:
         """Adds an entry that stands for all functions that a pattern matches; `CastLists.expanded` looks them up."""
+        if patterns.package_of(pattern) == "ampatch":
+            self.fault(namespace, f"found {namespace.value!r}; amp casts no calls of its own functions. Leave it out.")
+            return
         unmatched = patterns.unmatched_reason(pattern)
         if unmatched is not None and options.get("optional") and patterns.package_of(pattern):
             return
