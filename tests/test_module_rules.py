@@ -7,6 +7,7 @@ import copy
 import pickle
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -544,6 +545,22 @@ class TestFaults:
         with pytest.raises(CastListError, match=r"'Net', which matches no submodule of the model. It is the class of"):
             ruled({"Net": OWN})
 
+    def test_a_name_without_that_of_the_wrapper(self) -> None:
+        with pytest.raises(CastListError, match=r"'head', which matches no submodule.* Did you mean 'inner.head'\?"):
+            ruled({"head": OWN}, nn.Sequential(OrderedDict(inner=Net())))
+
+    @pytest.mark.parametrize(
+        ("modules", "told"),
+        [
+            (["head"], "cast_lists: found a list; expected names of submodules, patterns or classes under modules, "),
+            ({"head": {"blacklist": "softmax"}}, r"found 'softmax'; expected a list of names, such as \[mm, bmm\], or"),
+        ],
+        ids=["a list of modules", "one name for a list"],
+    )
+    def test_of_the_shape(self, modules: Any, told: str) -> None:
+        with pytest.raises(CastListError, match=told):
+            ruled(modules)
+
     def test_compare_checks_the_names_too(self) -> None:
         b = {"opt_level": "O1", "cast_lists": {"modules": {"heaad": OWN}}}
         with pytest.raises(CastListError, match=r"'heaad', which matches no submodule"):
@@ -559,8 +576,9 @@ class TestFaults:
             amp.initialize(Net(), half_dtype=HALF, cast_lists=file)
         told = str(caught.value).replace(f"{file}:", "").splitlines()
         expected = "expected float32, or lists of its own, such as {blacklist: [softmax]}."
+        in_half = "To have functions compute in half in there, whitelist them: {whitelist: [softmax]}."
         assert [line for line in told if line.startswith(("2", "3", "4", "6"))] == [
-            f"2: found 'float16' for 'a'; {expected} Did you mean 'float32'?",
+            f"2: found 'float16' for 'a'; {expected} {in_half}",
             "3: the key 'a' stands here a second time; keep one.",
             f"4: found nothing for 'b'; {expected}",
             f"6: found a list for 'd'; {expected}",

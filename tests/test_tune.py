@@ -63,7 +63,13 @@ class Trained(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
+        self.part = Part()
         self.metric = math.nan
+
+
+class Part(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return spread(x)
 
 
 class Probe:
@@ -149,6 +155,24 @@ def test_two_culprits_move_and_nothing_else() -> None:
     tuning = Probe(all_three).tuned()
     assert tuning.float32 == (f"{__name__}.shifted", f"{__name__}.spread")
     assert [path for path, without in tuning.needed if without.verdict == "fails"] == list(tuning.float32)
+
+
+def test_a_culprit_that_a_part_of_the_model_treats_otherwise_moves_elsewhere() -> None:
+    lists = {**WHITELISTED, "modules": {"part": {"blacklist": {__name__: ["spread"]}}}}
+    tuning = Probe(only_spread).tuned(cast_lists=lists)
+    assert (tuning.verdict, tuning.float32) == ("passes", (f"{__name__}.spread",))
+    assert not any("stays as it is" in note for note in tuning.notes)
+
+
+@pytest.mark.parametrize("elsewhere", [{}, WHITELISTED], ids=["on no list elsewhere", "whitelisted elsewhere"])
+def test_a_culprit_that_a_part_keeps_in_half_is_named(elsewhere: dict[str, Any]) -> None:
+    lists = {**elsewhere, "modules": {"part": {"whitelist": {__name__: ["spread"]}}}}
+    tuning = Probe(lambda model, x: error(model.part(x), x.double().var(correction=0))).tuned(cast_lists=lists)
+    assert tuning.verdict == "fails"
+    assert any(
+        note.startswith(f"{__name__}.spread stays as it is in submodules that 'part' matches (cast_lists)")
+        for note in tuning.notes
+    )
 
 
 def test_a_function_that_no_list_knows_moves_alone() -> None:

@@ -36,6 +36,9 @@ from ampatch.cast_lists.yaml_tree import described, items_of, kind_of, line_of, 
 from ampatch.errors import AmpError, CastListError, Fault, did_you_mean
 from ampatch.opt_levels import HALF_DTYPES
 
+#: What a list holds, for messages.
+_NAMESPACES = "namespaces with lists of names, such as `torch: [mm, bmm]`"
+
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
@@ -121,7 +124,7 @@ class Reading:
 
     def _add_modules(self, node: yaml.Node) -> None:
         """Reads the entries for parts of a model: a mapping from names to ``float32``, or to lists."""
-        expected = f'names of submodules, patterns or classes, such as `"decoder.head*": {FLOAT32}`'
+        expected = f'names of submodules, patterns or classes under {MODULES}, such as `"decoder.head*": {FLOAT32}`'
         for name, value in self._pairs(node, expected):
             changes = None
             if not name.value:
@@ -148,13 +151,15 @@ class Reading:
             listed = value
             if kind_of(value) == "seq":
                 listed = yaml.MappingNode("tag:yaml.org,2002:map", [(every, value)], value.start_mark, value.end_mark)
-            inside.add_list(listed, _treatment(list_name.value))
+            inside.add_list(
+                listed, _treatment(list_name.value), f"a list of names, such as [mm, bmm], or {_NAMESPACES}"
+            )
         self._faults += inside._faults
         return tuple(inside._changes)
 
-    def add_list(self, node: yaml.Node | None, treatment: Treatment | None) -> None:
+    def add_list(self, node: yaml.Node | None, treatment: Treatment | None, expected: str = _NAMESPACES) -> None:
         """Reads a list: a mapping from namespaces to names. ``treatment=None`` unlists the functions."""
-        for namespace, names in self._pairs(node, "namespaces with lists of names, such as `torch: [mm, bmm]`"):
+        for namespace, names in self._pairs(node, expected):
             for entry in self._flat(names, []):
                 self._add_entry(entry, namespace, treatment)
 
@@ -356,7 +361,11 @@ def _treatment(list_name: str) -> Treatment | None:
 
 def _no_rules(name: str, value: yaml.Node) -> str:
     """Returns the fault for an entry that says neither float32 nor lists."""
-    hint = did_you_mean(value.value, [FLOAT32, *_LISTS]) if kind_of(value) == "str" else ""
+    hint = ""
+    if kind_of(value) == "str":
+        is_half = value.value in HALF_DTYPES
+        whitelisting = " To have functions compute in half in there, whitelist them: {whitelist: [softmax]}."
+        hint = whitelisting if is_half else did_you_mean(value.value, [FLOAT32, *_LISTS])
     return (
         f"found {described(value)} for {name!r}; expected {FLOAT32}, or lists of its own, such as "
         f"{{blacklist: [softmax]}}.{hint}"

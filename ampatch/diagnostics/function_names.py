@@ -125,29 +125,36 @@ class Rulings:
 
     Args:
         session: the session; it is not kept.
+
+    Attributes:
+        half_dtype: the half type of the session.
     """
 
     def __init__(self, session: Session) -> None:
+        self.half_dtype = session.settings.properties.half_dtype
         self._lists = session.settings.lists
-        self._half = session.settings.properties.half_dtype
         self._of_parts = tuple(session.lists_of_parts.values())
         self._registered = session.registered
         self._patches = session.patches_functions
 
-    def of(self, functions: Iterable[Any]) -> dict[Any, str]:
+    def of(self, functions: Iterable[Any], *, of_parts: bool = True) -> dict[Any, str]:
         """Returns "whitelist", "blacklist", "promote", "banned", "by part" or "registered" by function.
 
         "by part" is a function that parts of a model treat otherwise than the session does.
+
+        Args:
+            functions: the functions.
+            of_parts: False returns the session's lists also for functions that parts treat otherwise.
         """
         if not self._patches:
             return {}
         ruled: dict[int, str] = {}
-        of_session = self._lists.for_half(self._half)
+        of_session = self._lists.for_half(self.half_dtype)
         for path, rule in of_session.items():
             with contextlib.suppress(PathError):  # optional, and not in this torch
                 ruled[id(find(path))] = rule.treatment.value
-        for lists in self._of_parts:
-            own = lists.for_half(self._half)
+        for lists in self._of_parts if of_parts else ():
+            own = lists.for_half(self.half_dtype)
             for path in {**of_session, **own}:
                 if own.get(path) != of_session.get(path):
                     with contextlib.suppress(PathError):

@@ -6,7 +6,7 @@ Owns the choice which functions a search may move to float32. Must never change 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from ampatch.cast_lists.coverage import reason_of
 from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path, PathError, find, unwrapped
+from ampatch.cast_lists.rules import Treatment
 from ampatch.casting.nested import tensors_in
 from ampatch.diagnostics.function_names import name_of
 from ampatch.diagnostics.report_calls import CallRecorder
@@ -165,14 +166,16 @@ class TrainingRecorder(CallRecorder):
         for row in self._rows.read():
             if not isinstance(row.function, str):
                 rows.setdefault(row.function, []).append(row)
-        rules = {} if self._rulings is None else self._rulings.of(rows)
+        # The session's lists, also for functions that parts treat otherwise: these are what a search changes.
+        rules = {} if self._rulings is None else self._rulings.of(rows, of_parts=False)
         rules |= dict.fromkeys(self._decorated & set(rows), "decorated")
         functions, notes = [], list(self._missed)
         for function, of_function in rows.items():
-            rule = rules.get(function)
+            rule, path = rules.get(function), name_of(function)
+            if rule not in _FIXED and _meets_half(of_function, "whitelist"):
+                notes += self._held_by_parts(path)
             if rule in ("blacklist", "banned") or not _meets_half(of_function, rule):
                 continue
-            path = name_of(function)
             reason = _FIXED.get(str(rule)) or self._unmovable(path, function)
             if reason:
                 notes.append(f"{path} stays as it is: {reason}.")
@@ -185,6 +188,23 @@ class TrainingRecorder(CallRecorder):
         functions.sort(key=lambda each: (each.half_flops, each.path))
         half = sum(flops for (_, is_half), flops in self._flops.items() if is_half)
         return Observed(tuple(functions), half, sum(self._flops.values()), tuple(notes), bool(self._missed))
+
+    def _held_by_parts(self, name: str) -> Iterator[str]:
+        """Yields a sentence for each part of a model whose own rules a search cannot change to float32."""
+        if self._rulings is None or not self._lists.modules:
+            return
+        try:
+            lists = self._lists.overlaid(blacklist([name]))
+        except CastListError:
+            return  # such as a property, which is no function
+        path = Path(*name.rpartition(".")[::2])
+        for entry in lists.modules:
+            rule = None if entry.is_float32 else lists.of_module(entry).for_half(self._rulings.half_dtype).get(path)
+            if not entry.is_float32 and (rule is None or rule.treatment is not Treatment.BLACKLIST):
+                yield (
+                    f"{name} stays as it is in submodules that {entry.name!r} matches ({entry.source}): the rules of "
+                    "that entry come before those of the list that is searched. Change it there to try it in float32."
+                )
 
     def _unmovable(self, name: str, function: Any) -> str | None:
         """Returns why a cast list cannot move a function to float32; "" if there is no reason to; None if it can."""

@@ -172,7 +172,8 @@ class Tuning:
         if self.verdict == FAILS:
             return (
                 "No cast list keeps the metric within the tolerance, not even with all whitelisted functions in "
-                "float32. The cause is outside of the lists, such as the loss scale or code that casts by itself."
+                "float32. The cause is outside of the lists that amp.tune changes: the loss scale, code that casts by "
+                "itself, or a function of which a note says that it stays as it is."
             )
         if not self.float32:
             return "The lists keep the metric as they are: no overlay is needed."

@@ -63,6 +63,9 @@ def check_matches(models: Iterable[nn.Module], keep_fp32: KeepFloat32) -> None:
 
 def near_names(wanted: str, submodules: Sequence[tuple[str, nn.Module]]) -> str:
     """Returns the names of submodules and classes next to one that matches none, as a sentence with a space before."""
+    inner = [name for name, _ in submodules if name.endswith(f".{wanted}")][:3]  # as in a wrapper: "_orig_mod.head"
+    if inner:
+        return f" Did you mean {' or '.join(map(repr, inner))}?"
     names = [name for name, _ in submodules] + [type(module).__name__ for _, module in submodules]
     hint = did_you_mean(wanted, list(dict.fromkeys(names)))
     if hint:
