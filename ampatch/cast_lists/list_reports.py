@@ -5,6 +5,7 @@ Owns the wording of `ampatch lists`. Must never print, read a file, or change a 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from ampatch.cast_lists import list_edits, patterns
 from ampatch.cast_lists.coverage import Coverage, reason_of
 from ampatch.cast_lists.lists import CastLists
-from ampatch.cast_lists.paths import Path, PathError, find, function_key, identity
+from ampatch.cast_lists.paths import Path, PathError, find, function_key, identity, is_importable
 from ampatch.cast_lists.rules import (
     FLOAT32,
     UNLISTED,
@@ -154,6 +155,9 @@ def _unlisted(name: str, listed: Sequence[Path]) -> str:
             return f"{each}.{attribute} is on no list: amp leaves its arguments as they are.{why}"
     known = {path.name for path in listed} | {path.namespace for path in listed}
     near = did_you_mean(name, map(str, listed)) if namespace else did_you_mean(name, known)
+    package = namespace.partition(".")[0]
+    if package and package not in sys.modules and is_importable(package):
+        near = f" {package!r} is not imported here: if {namespace} has the function, add --import {namespace}."
     raise OptionError(
         f"{name!r} is on no list, and there is no function of that name; expected a function's name, its path, a "
         f"namespace or a pattern, such as softmax, torch.softmax, torch.fft or '*softmax'.{near}"

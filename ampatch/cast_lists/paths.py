@@ -40,7 +40,7 @@ def find_owner(namespace: str) -> object | None:
     """
     parts = namespace.split(".")
     if sys.modules.get(parts[0]) is None:
-        if _importable(parts[0]):
+        if is_importable(parts[0]):
             return None
         loaded = [module for module in sys.modules if not module.startswith("_") and "." not in module]
         raise PathError(f"there is no module {parts[0]!r} (is it installed?).{did_you_mean(parts[0], loaded)}")
@@ -50,7 +50,7 @@ def find_owner(namespace: str) -> object | None:
         if sys.modules.get(path) is not None:
             owner = sys.modules[path]
         # Checked before getattr, which makes a package with lazy imports import the module.
-        elif above in sys.modules and parts[index] not in vars(owner) and _importable(path):
+        elif above in sys.modules and parts[index] not in vars(owner) and is_importable(path):
             return None
         else:
             owner = _attribute(owner, parts[index], above)
@@ -128,7 +128,8 @@ def _attribute(owner: object, name: str, namespace: str) -> object:
 _IMMUTABLE = 1 << 8
 
 
-def _importable(module: str) -> bool:
+def is_importable(module: str) -> bool:
+    """Returns True if there is a module of that name; imports the packages that it is in, and not itself."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
