@@ -109,7 +109,7 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterato
     if reach[0] != reach[1]:
         return  # each rule would differ, as a level applies all of the lists, a few rules, or none
     for section in policy.IN_ORDER:
-        yield from _in_order(saved[section], present[section], section)
+        yield from _differing_in_order(saved[section], present[section], section)
     yield from _rules(saved, present)
     yield from _decorated(_by_name(saved["decorated"]), _by_name(present["decorated"]))
 
@@ -121,7 +121,7 @@ def _by_name(rows: list[list[str]]) -> dict[str, _Decided]:
     return {name: (decision, source) for name, decision, source in rows}
 
 
-def _in_order(saved: list[list[str]], present: list[list[str]], section: str) -> Iterator[Difference]:
+def _differing_in_order(saved: list[list[str]], present: list[list[str]], section: str) -> Iterator[Difference]:
     then, now = _by_name(saved), _by_name(present)
     for name in sorted({**then, **now}):
         yield from _compared(name, then.get(name, _MISSING[section]), now.get(name, _MISSING[section]))

@@ -18,8 +18,9 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.weak import TensorWeakRef
 
 from ampatch import amp
+from ampatch.graph_nodes import nodes_of
 from ampatch.native.host_copy import on_device
-from ampatch.scaling.unscaled_losses import leaves_among, nodes_of
+from ampatch.scaling.unscaled_losses import leaves_among
 
 # torch copies these entries to its threads for a GPU's nodes and to the passes within; a threading.local stays behind.
 _ENTRY = "ampatch.other_leaves"
@@ -126,4 +127,4 @@ def note(tensors: Any) -> None:
         given = [tensors] if isinstance(tensors, (Tensor, GradientEdge)) else list(tensors)
         roots = [each.node if isinstance(each, GradientEdge) else each.grad_fn for each in given]
         own = {id(each): each for each in given if isinstance(each, Tensor) and each.is_leaf and each.requires_grad}
-        others.add(own | leaves_among(node for root in roots if root is not None for node in nodes_of(root)))
+        others.add(own | leaves_among(nodes_of(root for root in roots if root is not None)))

@@ -25,13 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ampatch import GradScaler, amp
 from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError, UsageError, warn
+from ampatch.graph_nodes import nodes_of
 from ampatch.integrations import other_leaves
 from ampatch.integrations.other_leaves import OtherLeaves
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES, LEVELS
 from ampatch.runtime import runtime
 from ampatch.scaling.scale_use import has_scaled
-from ampatch.scaling.unscaled_losses import leaves_among, nodes_of
+from ampatch.scaling.unscaled_losses import leaves_among
 
 
 class _Thread(threading.local):
@@ -451,7 +452,7 @@ class TrainerSession:
         if self._is_one and len(self.optimizers) == 1:  # nothing depends on them
             return {}, False
         roots = [each.grad_fn for each in tensors_in(list(_as_tuple(tensors))) if each.grad_fn is not None]
-        nodes = {node for root in roots for node in nodes_of(root)}
+        nodes = list(nodes_of(roots))
         if any(map(has_scaled, nodes)) and not self._is_scaled_by_hand():
             raise UsageError(
                 "this backward pass begins with a loss that amp.scale_loss has scaled, and the block of amp.scale_loss "

@@ -23,6 +23,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError
+from ampatch.graph_nodes import nodes_of
 from ampatch.ledger import PatchLedger
 from ampatch.switch import InSteps, Switch, in_steps
 
@@ -189,18 +190,11 @@ def _enclose_backward(result: object, first: int, block: Callable[[], Block]) ->
         first: number of the first node of that forward; earlier ones belong to code around it.
         block: returns the block.
     """
-    waiting = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node: Any = waiting.pop()
-        if node._sequence_nr() < first:
-            continue
+    roots = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
+    node: Any
+    for node in nodes_of(roots, enters=lambda node: node._sequence_nr() >= first):
         if isinstance(node, BackwardCFunction):
             node._forward_cls = _EnclosedInBackward(node._forward_cls, block)  # type: ignore[attr-defined]
-        for below, _ in node.next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                waiting.append(below)
 
 
 class _EnclosedInBackward:

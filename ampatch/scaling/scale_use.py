@@ -16,6 +16,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import Node
 
 from ampatch.casting.nested import tensors_in
+from ampatch.graph_nodes import nodes_of
 from ampatch.native.host_copy import HostCopy, on_device, stacked
 from ampatch.scaling import overflows
 from ampatch.scaling.loss_scaler import LossScaler, scaled
@@ -45,19 +46,8 @@ def is_scaled(loss: Any, searches: bool) -> bool:
             last node only.
     """
     losses = [each for each in tensors_in(loss) if not is_functorch_wrapped_tensor(each)]
-    waiting = [each.grad_fn for each in losses if each.grad_fn is not None]
-    if not searches:
-        return any(map(has_scaled, waiting))
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if has_scaled(node):
-            return True
-        for below, _ in node.next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                waiting.append(below)
-    return False
+    last = [each.grad_fn for each in losses if each.grad_fn is not None]
+    return any(map(has_scaled, nodes_of(last) if searches else last))
 
 
 class ScaleUse:

@@ -128,22 +128,13 @@ def _follow(
                 )
 
 
-def nodes_of(root: Node) -> set[Node]:
-    """Returns the nodes of a graph.
-
-    Args:
-        root: the node that the backward pass begins with.
-    """
-    return _walk(root)[0]
-
-
 def leaves_among(nodes: Iterable[Node]) -> dict[int, Tensor]:
     """Returns the leaves whose gradients these nodes accumulate, by id."""
     leaves = (getattr(node, "variable", None) for node in nodes)  # of AccumulateGrad
     return {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
 
 
-def _walk(root: Node, ends: Collection[Node] = ()) -> tuple[set[Node], Node | None]:
+def _walk(root: Node, ends: Collection[Node]) -> tuple[set[Node], Node | None]:
     """Walks a graph in Python, about a microsecond per node.
 
     Args:

@@ -66,7 +66,7 @@ def check_entries(models: Iterable[nn.Module], entries: Sequence[ModuleRules], k
         return
     models = list(models)
     named = [(name, module) for model in models for name, module in model.named_modules(remove_duplicate=False) if name]
-    unfit = {entry: _why_never(entry, models, entries, keep_fp32) for entry in entries}
+    parts = [(model, ruled_parts(model, entries)) for model in models]
     faults = []
     for entry in entries:
         if not any(matches(entry.name, name, module) for name, module in named):
@@ -76,19 +76,26 @@ def check_entries(models: Iterable[nn.Module], entries: Sequence[ModuleRules], k
             faults.append(
                 Fault(entry.source, f"modules has {entry.name!r}, which matches no submodule of the model.{near}")
             )
-        elif (why := unfit[entry]) is not None:
+        elif (why := _why_never(entry, parts, keep_fp32)) is not None:
             faults.append(Fault(entry.source, f"modules has rules for {entry.name!r}, which never apply: {why}"))
     if faults:
         raise CastListError(faults)
 
 
 def _why_never(
-    entry: ModuleRules, models: Sequence[nn.Module], entries: Sequence[ModuleRules], keep_fp32: KeepFloat32
+    entry: ModuleRules,
+    models: Sequence[tuple[nn.Module, dict[nn.Module, RuledPart]]],
+    keep_fp32: KeepFloat32,
 ) -> str | None:
-    """Returns why an entry's rules never apply; None if they do, or if other entries decide about all its matches."""
+    """Returns why an entry's rules never apply; None if they do, or if other entries decide about all its matches.
+
+    Args:
+        entry: the entry.
+        models: each model with its `ruled_parts`.
+        keep_fp32: names, patterns and classes of submodules that compute in float32 anyway.
+    """
     why = None
-    for model in models if not entry.is_float32 else ():
-        parts = ruled_parts(model, entries)
+    for model, parts in models if not entry.is_float32 else ():
         by = {module: f"{part.entry.name!r} ({part.entry.source})" for module, part in parts.items()}
         float32 = {module: by[module] for module, part in parts.items() if part.entry.is_float32}
         float32 |= dict.fromkeys(kept_modules(model, keep_fp32), "keep_fp32")

@@ -1,0 +1,27 @@
+"""Walks the graphs that autograd has recorded. Must never change a graph, nor keep one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from torch.autograd.graph import Node
+
+
+def nodes_of(roots: Iterable[Node], enters: Callable[[Node], bool] | None = None) -> Iterator[Node]:
+    """Yields the nodes of graphs, each once.
+
+    Args:
+        roots: the nodes that a backward pass begins with.
+        enters: False leaves out a node, and those that only it leads to; None: all nodes are walked through.
+    """
+    waiting = list(roots)
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if enters is not None and not enters(node):
+            continue
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
