@@ -44,6 +44,11 @@ def test_links_to_examples_lead_to_their_sections(markdown):
     assert markdown.for_the_site(text) == expected
 
 
+def test_comments_for_the_test_of_the_code_are_left_out(markdown):
+    text = 'a\n\n<!-- skip: next "why" -->\n```sh\nls\n```\n\n<!-- invisible-code-block: python\nx = 1\n-->\n<!-- b -->\n'
+    assert markdown.for_the_site(text) == "a\n\n```sh\nls\n```\n\n<!-- b -->\n"
+
+
 def test_every_example_has_a_section_with_its_code(markdown):
     text = markdown.for_the_site((DOCS / "examples.md").read_text(encoding="utf-8"))
     scripts = sorted((ROOT / "examples").glob("*.py"))

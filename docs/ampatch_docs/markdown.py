@@ -24,6 +24,8 @@ GENERATED: dict[str, Callable[[], str]] = {
     "reviewed": list_tables.reviewed,
 }
 
+# For the test that runs the code of the pages: see docs/design/documentation.md.
+_FOR_THE_TEST = re.compile(r"^ *<!-- (?:skip|clear-namespace|invisible-code-block)\b.*?-->\n", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
 
 #: Targets of links, each with what stands for it on the site. Sphinx checks that the page has the heading.
@@ -49,6 +51,7 @@ def for_the_site(text: str) -> str:
     Raises:
         KeyError: if a comment names no text of `GENERATED`.
     """
+    text = _FOR_THE_TEST.sub("", text)
     for pattern, replacement in _TARGETS:
         text = pattern.sub(replacement, text)
     text = _DRAWING.sub(_drawn, text)
