@@ -45,7 +45,8 @@ def test_links_to_examples_lead_to_their_sections(markdown):
 
 
 def test_comments_for_the_test_of_the_code_are_left_out(markdown):
-    text = 'a\n\n<!-- skip: next "why" -->\n```sh\nls\n```\n\n<!-- invisible-code-block: python\nx = 1\n-->\n<!-- b -->\n'
+    comments = ['<!-- skip: next "why" -->\n', "<!-- invisible-code-block: python\nx = 1\n-->\n", "<!-- b -->\n"]
+    text = "a\n\n{}```sh\nls\n```\n\n{}{}".format(*comments)
     assert markdown.for_the_site(text) == "a\n\n```sh\nls\n```\n\n<!-- b -->\n"
 
 
