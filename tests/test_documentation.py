@@ -23,6 +23,7 @@ pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+GUIDE = sorted((DOCS / "guide").glob("*.md"))
 
 
 @pytest.fixture
@@ -220,6 +221,68 @@ def test_figures_of_the_pages_are_those_of_the_benchmarks():
         )
         cells = row.split(" | ")
         assert (cells[2], cells[6]) == (o1, o2)
+
+
+def parts_of(text: str, *, nested: bool) -> list[tuple[str, str]]:
+    """Returns each heading of a page as a link writes it, with the text below it, without code.
+
+    Args:
+        text: the page.
+        nested: whether a heading's text includes the headings below it.
+    """
+    text = re.sub(r"^( *)```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = list(re.finditer(r"^(#+) (.+)$", text, re.MULTILINE))
+    parts = []
+    for number, heading in enumerate(headings):
+        after = (each for each in headings[number + 1 :] if not nested or len(each[1]) <= len(heading[1]))
+        end = next((each.start() for each in after), len(text))
+        anchor = re.sub(r"[^\w -]", "", heading[2].lower()).replace(" ", "-")
+        parts.append((anchor, text[heading.end() : end]))
+    return parts
+
+
+#: A time, or how many times as long something takes: figures that only a measurement gives.
+MEASURED = re.compile(r"\d[\d.,]*(?= (?:to \d[\d.,]* )?(?:ns|µs|ms)\b)|\d+\.\d+(?= times\b)")
+#: Figures that may be measured, or be an option's value. They count where a link names the benchmark.
+QUOTED = re.compile(rf"{MEASURED.pattern}|\d[\d.,]*(?=%| bytes per parameter\b)")
+LINK = re.compile(r"\]\([^)]*benchmarks\.md#([\w-]+)\)")
+
+
+def figures_without_a_source(page: str, benchmarks: str) -> list[str]:
+    """Measured figures of a page that are in no section of the benchmarks to which their own section links."""
+    sources = parts_of(benchmarks, nested=True)
+    found = []
+    for heading, text in parts_of(page, nested=False):
+        linked = [body for anchor in LINK.findall(text) for name, body in sources if name == anchor]
+        plain = re.sub(r"`[^`\n]*`", "", text)
+        known = set(re.findall(r"\d(?:[\d.,]*\d)?", " ".join(linked)))
+        found += [
+            f"{heading}: {figure}" for figure in (QUOTED if linked else MEASURED).findall(plain) if figure not in known
+        ]
+    return found
+
+
+@pytest.mark.parametrize("page", ["../README.md", "index.md", *(f"guide/{each.name}" for each in GUIDE)])
+def test_measured_figures_are_in_a_benchmark_that_the_section_links(page):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert figures_without_a_source(text, (DOCS / "benchmarks.md").read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("takes 12 to 25 µs and 1.71 times as long, see [it](../benchmarks.md#the-cost)", []),
+        ("takes 12 µs ([it](../benchmarks.md#b))", []),
+        ("takes 12 µs, at a tolerance of 5%", ["a: 12"]),
+        ("takes 13 µs ([it](../benchmarks.md#the-cost))", ["a: 13"]),
+        ("saves 31% ([it](../benchmarks.md#the-cost))", ["a: 31"]),
+        ("takes 12 µs ([it](../benchmarks.md#another))", ["a: 12"]),
+        ("\n```text\n12 µs\n```\n", []),
+    ],
+)
+def test_figures_without_a_source_are_found(text, expected):
+    benchmarks = "# B\n\n## The cost\n\n| 12 to 25 µs | 1.71 | 30% |\n\n## Another\n\n3 ms\n"
+    assert figures_without_a_source(f"# A\n\n{text}\n", benchmarks) == expected
 
 
 @pytest.mark.parametrize("name", ["index.md", "guide/how_it_works.md"])
