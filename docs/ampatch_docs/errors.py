@@ -131,12 +131,11 @@ def text() -> str:
 
 def classes() -> str:
     """Returns a table of the classes that users may catch, with their bases and the first sentence about each."""
-    rows = ["| class | base classes | raised if |", "|---|---|---|"]
+    rows = ["| class | base classes | meaning |", "|---|---|---|"]
     for name, node in Sources().classes.items():
         if name in _public():
             bases = ", ".join(f"`{ast.unparse(base)}`" for base in node.bases)
             told = (ast.get_docstring(node) or "").partition("\n")[0].replace("``", "`")
-            told = re.sub(r"^Raised (?:if |by )?|^Warning |\.$", "", told)
             rows.append(f"| {{py:exc}}`{name} <ampatch.amp.{name}>` | {bases} | {told} |")
     return "\n".join(rows)
 
