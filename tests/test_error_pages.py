@@ -68,7 +68,7 @@ def test_every_piece_in_an_entry_is_in_a_message(errors):
 
 
 def test_messages_without_words_of_their_own_are_known_to_pass_on_others(errors):
-    places = {(each.file, each.place) for each in errors.Sources().messages() if not each.has_words}
+    places = {(each.file, each.place) for each in errors.found() if not each.has_words}
     assert places == errors.PASSED_ON
 
 
@@ -88,7 +88,7 @@ def test_every_call_that_makes_an_error_gives_a_message(errors):
     for path in (ROOT / "ampatch").rglob("*.py"):
         if path.name != "errors.py":
             made.update(re.findall(r"raise (OptionError|UsageError|KernelError)\(", path.read_text(encoding="utf-8")))
-    found = Counter(message.kind for message in errors.Sources().messages())
+    found = Counter(message.kind for message in errors.found())
     assert sum(made.values()) > 350
     assert {
         kind for kind in made if found[kind] < made[kind] - 3

@@ -118,10 +118,16 @@ def _marked(text: str) -> str:
 
 
 @cache
+def found() -> tuple[Message, ...]:
+    """Returns the messages that are found in the code."""
+    return tuple(Sources().messages())
+
+
+@cache
 def messages() -> tuple[Message, ...]:
     """Returns every message that has words of its own: those found in the code, and those that errors.yaml adds."""
-    found = [message for message in Sources().messages() if message.has_words]
-    return (*found, *(message for section in sections_of_file() for message in section.also))
+    own = [message for message in found() if message.has_words]
+    return (*own, *(message for section in sections_of_file() for message in section.also))
 
 
 def text() -> str:
@@ -169,11 +175,11 @@ def _of_torch(told: str) -> str:
     return f"- `{kind}` of torch: {_shown(_marked(text))}"
 
 
-def _bullets(found: Iterable[Message]) -> Iterator[str]:
+def _bullets(some: Iterable[Message]) -> Iterator[str]:
     """Yields the messages as a list, and below each what may stand in its fields; the list has each of them once."""
     kinds: dict[str, dict[str, None]] = {}
     fields: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {}
-    for message in found:
+    for message in some:
         kinds.setdefault(message.text, {})[_SEEN_AS.get(message.kind, message.kind)] = None
         fields[message.text] = message.fields
     told = set()
