@@ -775,7 +775,9 @@ def compare(
     """
     if isinstance(model, (str, os.PathLike)):
         if loss_fn is not None or (a, b) != ("O0", "O1"):
-            raise OptionError("amp.compare takes a model, its inputs and loss_fn; or two files of reports and no more.")
+            raise OptionError(
+                "amp.compare takes a model, its inputs and loss_fn; or two files of reports and nothing else."
+            )
         from ampatch.diagnostics import comparison_files
 
         return comparison_files.compare(model, inputs)
@@ -1468,8 +1470,8 @@ def _check_whole(optimizers: list[Any], models: list[nn.Module], properties: Pro
     if is_sharded(itertools.chain(parameters.values(), *map(parameters_of, optimizers))):
         raise OptionError(
             f"the model's parameters are sharded over ranks, and opt_level={properties.opt_level!r} would convert "
-            f"them under the hands of FSDP or tensor parallelism. {instead}, and have FSDP itself gather them in half "
-            "where memory is scarce (MixedPrecisionPolicy)."
+            f"them, which neither FSDP nor tensor parallelism expects. {instead}. To save memory, let FSDP gather the "
+            "weights in half (MixedPrecisionPolicy)."
         )
     if any(id(each) in parameters for wrapper in replicating_wrappers() for each in wrapper.parameters()):
         raise OptionError(

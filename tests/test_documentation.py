@@ -13,6 +13,7 @@ from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
+import test_architecture
 
 from ampatch import amp
 from ampatch.cast_lists.annotations import shipped_entries
@@ -189,6 +190,56 @@ def test_drawings_become_part_of_the_page(markdown):
     assert markdown.for_the_site("![A](../images/call.svg)").startswith("<div>\n<svg ")
     assert "\n\n" not in markdown.for_the_site("![A](../images/call.svg)")  # a blank line would end the HTML
     assert markdown.for_the_site("![A](images/growth.svg)") == "![A](images/growth.svg)"  # as matplotlib drew it
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module("ampatch_docs.modules")
+
+
+def test_the_plan_has_the_order_that_imports_are_checked_by(modules):
+    assert list(modules.order()) == test_architecture.rooms()
+    assert set(modules.modules()) == set(test_architecture.MODULES)
+    for name in modules.modules():
+        assert set(modules.imports(name)) == set(test_architecture.imports(name)), name
+
+
+def test_the_plan_has_every_module_once_with_a_sentence(modules, markdown):
+    text = page("design/README.md", markdown)
+    rows = re.findall(r"^\| `(.+?)` \| (.+[.!?]) \|$", text.partition("## All modules")[2], re.MULTILINE)
+    inside = [each for room in modules.rooms() for each in modules.inside(room)]
+    assert len(rows) == len(inside)
+    assert sorted([*inside, *modules.rooms()]) == sorted(modules.modules())
+    assert "| `session.py` | The session: the one owner of all state between `amp.initialize`" in text
+
+
+def test_a_new_module_appears_in_the_plan(modules, monkeypatch):
+    new = ast.parse('"""Does ``new`` things. And more."""\nfrom ampatch.integrations import timm')
+    known = {**modules.modules(), "ampatch.integrations.new": new}
+    monkeypatch.setattr(modules, "modules", lambda: known)
+    text = modules.sections().partition("### `integrations/`")[2].partition("###")[0]
+    assert "| `new.py` | Does `new` things. |" in text
+    assert text.index("`new.py`") < text.index("`timm.py`")
+
+
+def test_the_drawing_has_no_import_that_runs_upwards(modules):
+    svg = ElementTree.fromstring(modules.drawing())
+    rows = [_tail(each) for each in svg.iter("{http://www.w3.org/2000/svg}rect") if each.get("class") == "half"]
+    assert len(rows) > 100
+    assert all(x > y for x, y in rows)
+
+
+def _tail(mark) -> tuple[int, int]:
+    """The column and the row of a mark, counted from the first cell."""
+    return (int(mark.get("x")) - 182) // 19, (int(mark.get("y")) - 132) // 19
+
+
+def test_every_design_note_is_listed_by_subject_once():
+    listed = re.findall(
+        r"\]\(([\w-]+)\.md\)", (DOCS / "design" / "README.md").read_text(encoding="utf-8").partition("## The notes")[2]
+    )
+    assert sorted(listed) == sorted(path.stem for path in (DOCS / "design").glob("*.md") if path.stem != "README")
 
 
 def test_the_page_says_what_the_histogram_counts():
