@@ -150,7 +150,12 @@ class PageRun:
             done = subprocess.run(
                 ["bash", "-c", command],
                 cwd=self._folder,
-                env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "140"},
+                env={
+                    **os.environ,
+                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                    "COLUMNS": "140",
+                    "PYTHONUNBUFFERED": "1",  # the order of both outputs, as in a terminal
+                },
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +126,11 @@ class TestForward:
         assert [each.dtype for each in trace.inputs] == ["float16", "float16"]
         assert all(1000 < each.largest < 65504 for each in trace.inputs)
         assert 65504 < trace.largest_in_float32 < math.inf
+
+    def test_the_text_has_the_path_from_the_current_folder(self, monkeypatch):
+        monkeypatch.chdir(Path(__file__).parent)
+        trace = trace_of(nn.Sequential(nn.Linear(8, 8), Attention(1000.0)))
+        assert f"\n  line      test_overflow_trace.py:{trace.line}: scores = " in str(trace)
 
     def test_anomaly_mode_blames_the_loss(self):
         def loss_fn(output):

@@ -105,6 +105,11 @@ class TestThePagesOfThisFile:
         )
         assert (tmp_path / "train.py").read_text() == "# train.py\nimport sys\nprint('hello')\n"
 
+    def test_both_outputs_of_a_command_are_in_the_order_of_a_terminal(self, run, monkeypatch):
+        monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+        code = "import sys; print('a'); print('b', file=sys.stderr); print('c')"
+        run(f'```sh\npython -c "{code}"\n```', "```text\na\nb\nc\n```", commands=True)
+
     def test_a_command_ends_with_the_status_that_the_page_says(self, run):
         run("```sh\nfalse  # fails: exit status 1\ntrue\n```", commands=True)
         for wrong in ("false", "true  # fails: exit status 1"):

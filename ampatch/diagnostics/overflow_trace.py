@@ -9,6 +9,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ampatch.diagnostics.shown_names import shown_path
+
 #: Stands in the place of a function: the engine adds up the gradients of a tensor that is used several times.
 SUM_OF_GRADIENTS = "the sum of several gradients of one tensor"
 
@@ -85,7 +87,8 @@ class OverflowTrace:
             name = "(the model)" if self.module == "" else self.module
             lines.append(f"  module    {self.module_class if name is None else f'{name} ({self.module_class})'}")
         if self.file is not None:
-            lines.append(f"  line      {self.file}:{self.line}" + (f": {self.source}" if self.source else ""))
+            place = f"{shown_path(self.file)}:{self.line}"
+            lines.append(f"  line      {place}" + (f": {self.source}" if self.source else ""))
         lines += [f"  input     {each}" for each in self.inputs]
         lines += [f"  result    {each}" for each in self.outputs]
         if self.largest_in_float32 is not None:
