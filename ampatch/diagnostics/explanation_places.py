@@ -12,6 +12,7 @@ from ampatch.cast_lists.paths import is_wrapper
 from ampatch.diagnostics.explanation_report import BoundPlace
 from ampatch.diagnostics.explanation_rulings import Rulings
 from ampatch.diagnostics.explanation_subjects import Subject
+from ampatch.diagnostics.shown_names import shown_path
 from ampatch.patching import function_places
 from ampatch.patching.function_places import Kind
 
@@ -69,7 +70,7 @@ def _where(place: function_places.Place) -> str:
     owner: Any = place.owner
     if place.kind is Kind.FUNCTION:
         code = owner.__code__
-        return f"{place.name} of {code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
+        return f"{place.name} of {code.co_qualname} ({shown_path(code.co_filename)}:{code.co_firstlineno})"
     if place.kind in (Kind.MODEL, Kind.MODEL_CONTAINER):
         return f"{type(owner).__name__}.{place.name}"
     if isinstance(owner, type):
