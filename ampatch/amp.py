@@ -311,34 +311,35 @@ def initialize(
         backoff_factor: factor by which it backs off; None: 1 / ``scale_factor``.
         scale_window: number of steps without overflow before it grows.
         hysteresis: number of overflows before it backs off.
-        exact_hooks: whether a skipped step fires none of the optimizer's step hooks. This syncs with the device before
-            every step; without it, optimizers with ``fused=True`` skip in their own kernel.
+        exact_hooks: whether a skipped step fires none of the optimizer's step hooks. True syncs with the device before
+            every step. With False, optimizers with ``fused=True`` skip in their own kernel, and their hooks fire.
         keep_fp32: submodules that stay float32: a name, a pattern (``"*.norm"``) or a class, or a list of these. Their
             forward passes get half inputs in float32, and cast nothing inside. At levels that make weights half, theirs
             stay float32.
         patch_torch_functions_type: the name of ``half_dtype`` in ROCm's Apex.
         profile_casts: whether each cast has a label in ``torch.profiler``, such as "ampatch: cast weight of
             torch.nn.functional.linear to float16". Calls of patched functions then run in Python, not in C++.
-        on_overflow: what a skipped step does besides. The step is skipped first: weights, masters and optimizer state
+        on_overflow: how a skipped step is reported. The step is skipped first: weights, masters and optimizer state
             are as they were. "log" writes a line to the log, at verbosity 1. "raise" raises `GradientOverflowError`
-            from ``optimizer.step()``. A function is called with the `Overflow`, once for each optimizer that skips;
-            its exceptions leave ``optimizer.step()``. "trace" watches every operator and logs ``str(overflow)`` at any
-            verbosity, which names the function that first produced inf or NaN. Compiled code runs uncompiled, and a
-            step takes two to ten times as long. ("trace", function) and ("trace", "raise") put the trace into the
-            overflow. At the floor of the scale `LossScaleError` is raised instead; its attribute ``overflow`` has the
-            same. All but "log" read the verdict before every step, as ``exact_hooks`` does: a sync with the device,
-            and no skip or unscaling in the optimizer's own kernel.
+            from ``optimizer.step()``. A function is called with the `Overflow`, once for each optimizer that skips.
+            If it raises, so does ``optimizer.step()``. "trace" watches every operator, and logs ``str(overflow)`` at
+            any verbosity. The text names the function that first produced inf or NaN. Compiled code runs uncompiled,
+            and a step takes several times as long. ("trace", function) and ("trace", "raise") put the trace into the
+            overflow. At the floor of the scale `LossScaleError` is raised instead, with the overflow as its attribute
+            ``overflow``. All values but "log" read the overflow flag before every step, as ``exact_hooks`` does. That
+            syncs with the device, and prevents skipping and unscaling in the optimizer's own kernel.
         check_finite: whether each step looks for inf and NaN in its gradients, and is skipped if there are any, under a
-            static scale too. A static scale stays as it is. The check reads what the optimizer is about to read: the
-            gradients of any backward pass, in a block or not, after clipping and edits. With a closure it reads the
-            gradients of each evaluation. It does not see gradients that the optimizer's own step hooks write, values
-            that the optimizer computes from finite gradients, and optimizers that amp has not adopted. It costs one
-            read of all gradients. An optimizer with ``fused=True`` skips in its own kernel; others read the verdict,
-            which syncs with the device. The gradients of blocks under a dynamic scale are checked anyway.
-        scaler: whose bounds a dynamic scale has where ``min_loss_scale`` is None and ``max_loss_scale`` is 2**24.
-            "apex": that ceiling, and no floor. "torch": neither, as in ``torch.amp.GradScaler``. None: 2**-24 and
-            2**24. The first scale, the factors and the window are those of all three. A scale without a floor still
-            raises `LossScaleError` at 2**-126, where Apex's and torch's go on to 0.
+            static scale too. A static scale keeps its value. The check reads the gradients as the optimizer is about to
+            read them: of any backward pass, in a block or not, after clipping and edits. With a closure it reads the
+            gradients of each evaluation. It does not see gradients that the optimizer's own step hooks write, nor
+            values that the optimizer computes from finite gradients. Optimizers that amp has not adopted are not
+            checked. It costs one read of all gradients. An optimizer with ``fused=True`` skips in its own kernel. For
+            others the host reads the flag, which syncs with the device. Under a dynamic scale the gradients of blocks
+            are checked in any case.
+        scaler: bounds of a dynamic scale, if ``min_loss_scale`` is None and ``max_loss_scale`` is 2**24. "apex": a
+            ceiling of 2**24, and no floor. "torch": neither, as in ``torch.amp.GradScaler``. None: 2**-24 and 2**24.
+            The default initial scale, factors and window are the same in all three. A scale without a floor raises
+            `LossScaleError` at 2**-126. Apex's and torch's scales go on falling to 0.
 
     Returns:
         The same objects, as they were passed: a model, or a model and an optimizer; a list for a list.
@@ -346,8 +347,8 @@ def initialize(
     Raises:
         OptionError: an argument has a value that is not allowed, or contradicts another argument.
         CastListError: the cast lists have faults.
-        UsageError: amp is set up with other settings, an optimizer was passed before, or a parameter is in two
-            optimizers that would each have a float32 master of it.
+        UsageError: amp is set up with other settings, an optimizer was passed before, or two optimizers with float32
+            masters share a parameter.
         KernelError: AMPATCH_KERNELS or AMPATCH_CALLS asks for a library that was not built.
     """
     if not _flag("enabled", enabled):
@@ -590,8 +591,9 @@ def disable_casts(function: _F) -> _F: ...
 def disable_casts(function: Any = None) -> Any:
     """Turns casts off in this thread: as a context manager, or as a decorator, with parentheses or without.
 
-    Blocks may be nested, and one object may be entered again. An exception restores casts. In a decorated generator or
-    coroutine casts are off while it runs, and not between its steps. It also holds if amp is set up later.
+    Blocks may be nested, and one object may be entered again. Casts come back when the block ends, also by an
+    exception. In a decorated generator or coroutine casts are off while it runs, and not between its steps. The block
+    also works if amp is set up inside it.
 
     Args:
         function: function, generator function or coroutine function to decorate.
@@ -618,9 +620,9 @@ def convert_model(
     evaluation mode, and its results equal those of the model at O1 bit for bit. Run it under
     ``torch.inference_mode()`` or ``torch.no_grad()``.
 
-    A weight becomes half if only whitelisted functions read it. For torch's own layers that is known at once, for
-    other modules after the first forward pass. All other weights (of embeddings, of norms, or shared with one of
-    these) stay float32.
+    A weight becomes half if only whitelisted functions read it. For torch's own layers the copy knows that at once, for
+    other modules after the first forward pass. Other weights stay float32: those of embeddings and norms, and weights
+    that are shared with them.
 
     Args:
         model: float32, and not wrapped or compiled.
@@ -686,15 +688,15 @@ def preflight(
     tolerance: float = 0.05,
     measure: bool = True,
 ) -> Preflight:
-    """Finds out which opt levels a model stands, by running one step of copies of it at each.
+    """Finds the opt levels at which a model trains well, by running one step of copies of it at each.
 
     ::
 
         print(amp.preflight(model, batch, lambda output: F.cross_entropy(output, labels)))
 
-    It first watches a float32 step: which values would leave float16's range, and which operators lose to bfloat16's
-    precision. Then it runs a step at each level and compares the gradients. For a level that does not stand it searches
-    the smallest change of the arguments of `initialize` with which it does, and verifies that by a step.
+    It first watches a float32 step. It notes values outside float16's range, and operators whose results change much in
+    bfloat16. Then it runs a step at each level and compares the gradients. If a level fails, it searches the smallest
+    change of the arguments of `initialize` that mends it, and verifies the change by a step.
 
     The model, its gradients, its buffers and the random numbers stay as they are; code that the model calls runs often.
     Compiled parts run uncompiled. The float32 step keeps the tensors of all its operators alive.
@@ -737,7 +739,7 @@ def compare(
     a: Any = "O0",
     b: Any = "O1",
 ) -> Comparison:
-    """Runs the same step twice, and says where the results part first and most; or compares two saved reports.
+    """Runs the same step twice, and says where the results differ first and most; or compares two saved reports.
 
     ::
 
@@ -746,8 +748,8 @@ def compare(
 
     Both steps run on copies of the model with the same random numbers, dropout included, and the same loss scale.
     Calls are matched by function, module and line, in forward and backward pass. Each operator of b also runs on a's
-    inputs, which tells its own error from the error of its inputs. Errors are judged beside the rounding noise of the
-    half type.
+    inputs, to separate its own error from the error of its inputs. An error counts if it exceeds the rounding noise of
+    the half type.
 
     The model, its gradients, its buffers and the random numbers stay as they are. Both steps keep the tensors of all
     their operators alive. Compiled parts run uncompiled.
@@ -773,7 +775,9 @@ def compare(
     """
     if isinstance(model, (str, os.PathLike)):
         if loss_fn is not None or (a, b) != ("O0", "O1"):
-            raise OptionError("amp.compare takes a model, its inputs and loss_fn; or two files of reports and no more.")
+            raise OptionError(
+                "amp.compare takes a model, its inputs and loss_fn; or two files of reports and nothing else."
+            )
         from ampatch.diagnostics import comparison_files
 
         return comparison_files.compare(model, inputs)
@@ -806,7 +810,7 @@ def tune(
     journal: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Tuning:
-    """Finds the smallest cast list with which a training keeps its metric, and the most FLOPs stay in half.
+    """Finds the smallest cast list that keeps a training's metric, and leaves the most FLOPs in half.
 
     ::
 
@@ -825,10 +829,11 @@ def tune(
     result. Otherwise it moves functions that got half tensors to float32: groups in the order of their measured effect,
     then halves of groups, then single functions. At the end it tries to move each one back. Every trial trains with all
     seeds, and its metrics are compared with float32's of the same seeds. A list passes if it is worse by no more than
-    the tolerance, with two standard errors of noise added. amp.tune says so if the noise does not let it tell.
+    the tolerance, after two standard errors of noise are added. If the noise is too large to decide, the result says
+    so.
 
     Before each run it sets torch's, Python's and numpy's seeds. Afterwards random numbers and torch's settings are as
-    they were, and amp is off. ``train`` raises an error if it makes no use of its argument.
+    they were, and amp is off.
 
     Args:
         train: trains a new model, and returns it. Its argument is a dict for ``amp.initialize``: ``opt_level`` ("O0"
@@ -851,8 +856,9 @@ def tune(
 
     Raises:
         UsageError: amp is set up, or the call is in a block of `report`.
-        OptionError: an argument has a value that is not allowed; the metric is not finite in float32; the journal is of
-            another search; or ``train`` does not use its argument, sets the seed, or returns the same model twice.
+        OptionError: an argument has a value that is not allowed; the metric is not finite in float32; or the journal
+            is of another search. Also if ``train`` does not use its argument, sets the seed, or returns the same model
+            twice.
         CastListError: the cast lists have faults.
         Exception: what ``train`` or ``evaluate`` raises in float32, with a note that says so.
     """
@@ -944,9 +950,9 @@ def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
         norm = amp.clip_grad_norm_(optimizer, max_norm=1.0)
         optimizer.step()
 
-    After a block with ``delay_unscale=True`` it first reads the gradients once, for overflows and for the norm. The
-    scale reacts. Then it unscales and clips them at once. One of torch's optimizers with ``fused=True`` that has its
-    state and updates the model's own parameters does this in its step; until then the gradients stay scaled. If
+    After a block with ``delay_unscale=True`` it first reads the gradients once, for overflows and for the norm, and the
+    scale is updated. Then it unscales and clips them in one pass. Torch's optimizers with ``fused=True`` do this in
+    their step, if they have state and update the model's own parameters. Until then the gradients stay scaled. If
     several optimizers share a block, the first call unscales the gradients of all. Gradients that overflowed are not
     clipped.
 
@@ -960,8 +966,8 @@ def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
 
     Raises:
         OptionError: ``optimizer`` is not an optimizer, or ``max_norm`` is not a number of at least 0.
-        UsageError: the call is inside a block; another optimizer has left gradients of the same parameters scaled; they
-            are not reduced over ranks yet, and ``max_norm`` is finite; or they belong to a
+        UsageError: the call is inside a block, or another optimizer has left gradients of the same parameters scaled.
+            Also if ``max_norm`` is finite and DDP or FSDP has not reduced them yet; or if they belong to a
             ``FullyShardedDataParallel`` that amp does not know.
     """
     checked = check_optimizer(optimizer)
@@ -982,8 +988,8 @@ def unscale_(optimizer: Any) -> None:
         amp.unscale_(optimizer)
         optimizer.step()
 
-    It looks for overflows, and the scale reacts. Gradients of the block's other optimizers are unscaled too. A no-op if
-    the gradients are unscaled already.
+    It looks for overflows, and updates the scale. Gradients of the block's other optimizers are unscaled too. A no-op
+    if the gradients are unscaled already.
 
     Raises:
         OptionError: it is not an optimizer.
@@ -1113,9 +1119,9 @@ def stats() -> dict[str, int | float]:
 
         - "loss_scale": the present scale. With ``num_losses`` above 1 "loss_scale/0", "loss_scale/1" and so on; so with
           the next two.
-        - "clean_steps": updates of the scale without overflow since it last changed, which is one for each block that
-          unscales. Of a static scale, all of them.
-        - "overflows": overflows for which a step was skipped; one for a block, whatever the number of optimizers.
+        - "clean_steps": updates of the scale without overflow since it last changed. Each block that unscales updates
+          it once. For a static scale: all updates.
+        - "overflows": overflows for which a step was skipped. A block counts once, also with several optimizers.
         - "skipped_steps": skipped steps of all optimizers. With several optimizers also "skipped_steps/0" and so on, in
           the order in which amp got them; a deleted one keeps its number.
         - "casts", "cache_hits": as in `cast_counts`.
@@ -1147,10 +1153,13 @@ def settings() -> dict[str, Any]:
         "disabled" (whether ``enabled=False`` was given).
 
         With amp on it has the resolved arguments of `initialize` by their names. Dtypes are names ("float16").
-        "cast_lists" are the files that override the shipped lists, or "a mapping". It also has "is_on", "disabled",
-        "set_up_by", "loss_scales" (the present ones, by ``loss_id``) and "device_types" (of the tensors that are cast).
-        "num_models" and "num_optimizers" count those that are not deleted. "casts_here" is True if patched functions
-        cast in this thread; inside `disable_casts` it is False.
+        "cast_lists" are the files that override the shipped lists, or "a mapping". It also has these keys:
+
+        - "is_on", "disabled" and "set_up_by".
+        - "loss_scales": the present scales, by ``loss_id``.
+        - "device_types": device types of the tensors that are cast.
+        - "num_models" and "num_optimizers": numbers of those that are not deleted.
+        - "casts_here": True if patched functions cast in this thread; False inside `disable_casts`.
     """
     live = runtime.live
     return LiveSettings(is_on=False, disabled=runtime.disabled) if live is None else live.as_plain_data()
@@ -1196,7 +1205,7 @@ def clear_cache() -> None:
 
 
 def cast_counts() -> CastCounts:
-    """Returns how many tensors were cast since amp was set up, and how often the cache had the cast of a weight.
+    """Returns how many tensors were cast since amp was set up, and how often the cache saved the cast of a weight.
 
     Casts in compiled code are not counted.
     """
@@ -1461,8 +1470,8 @@ def _check_whole(optimizers: list[Any], models: list[nn.Module], properties: Pro
     if is_sharded(itertools.chain(parameters.values(), *map(parameters_of, optimizers))):
         raise OptionError(
             f"the model's parameters are sharded over ranks, and opt_level={properties.opt_level!r} would convert "
-            f"them under the hands of FSDP or tensor parallelism. {instead}, and have FSDP itself gather them in half "
-            "where memory is scarce (MixedPrecisionPolicy)."
+            f"them, which neither FSDP nor tensor parallelism expects. {instead}. To save memory, let FSDP gather the "
+            "weights in half (MixedPrecisionPolicy)."
         )
     if any(id(each) in parameters for wrapper in replicating_wrappers() for each in wrapper.parameters()):
         raise OptionError(

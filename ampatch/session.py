@@ -354,10 +354,16 @@ class Session:
             names = ", ".join(
                 sorted(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}" for owner, name in foreign)
             )
-            message = f"patched by amp, replaced by somebody else since, and so left alone: {names}."
+            message = (
+                f"another library has replaced functions that amp had patched, and its replacements stay: {names}. To "
+                "remove them, undo that library's patches before amp.deinitialize()."
+            )
             warn(message)
         if dropped:
-            message = "gradients that were still scaled, after amp.scale_loss(..., delay_unscale=True), are None now."
+            message = (
+                "gradients that were still scaled, after amp.scale_loss(..., delay_unscale=True), are None now. To "
+                "keep them, call amp.unscale_(optimizer) before amp.deinitialize()."
+            )
             warn(message)
 
     # Models and optimizers

@@ -1,4 +1,4 @@
-"""A training loop with Hugging Face Accelerate in mixed precision: prepare() sets amp up, the rest is Accelerate's own.
+"""Trains a loop written for Hugging Face Accelerate: prepare() sets amp up, and the rest is Accelerate's own.
 
 Run it on a GPU or, without one, on the CPU. With --checkpoints it saves every epoch, and resumes from the last one. For
 several processes type torchrun or, on GPUs, accelerate launch:

@@ -1,4 +1,4 @@
-"""Gradient accumulation with clipping: several backward passes, one norm of their sum, one step.
+"""Accumulates gradients: several backward passes, one clipping of their sum, one step.
 
 Run it on a GPU or, without one, on the CPU:
 

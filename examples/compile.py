@@ -1,4 +1,4 @@
-"""A compiled model: torch.compile traces the casts with the rest of the graph, and fuses them.
+"""Trains a compiled model: torch.compile traces the casts with the rest of the graph, and fuses them.
 
 Run it on a GPU or, without one, on the CPU:
 

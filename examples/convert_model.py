@@ -1,4 +1,4 @@
-"""A model trained at O1, and served by a copy with half weights from amp.convert_model.
+"""Trains a model at O1, and serves a copy with half weights, which amp.convert_model makes.
 
 Run it on a GPU or, without one, on the CPU. With --checkpoint it resumes from the last epoch that it saved. With
 --program it writes the exported program, which runs without ampatch:

@@ -1,4 +1,4 @@
-"""Data parallel: every rank has the whole model, and DDP averages the gradients.
+"""Trains on several ranks with DDP: each rank has the whole model, and DDP averages the gradients.
 
 Run it with one process per GPU; without a GPU it runs on the CPU:
 

@@ -1,4 +1,4 @@
-"""Fully sharded: every rank has a shard of each weight, gradient and optimizer state, and gathers a layer to run it.
+"""Trains on several ranks with FSDP2: each rank has a shard of every weight, and gathers a layer to run it.
 
 Run it with one process per GPU; without a GPU it runs on the CPU:
 

@@ -1,4 +1,4 @@
-"""A generator and a discriminator: two optimizers and three losses, each loss with its own scale.
+"""Trains a generator and a discriminator: two optimizers, and three losses with a loss scale each.
 
 Run it on a GPU or, without one, on the CPU:
 

@@ -1,4 +1,4 @@
-"""A loop written for torch.amp, with ampatch.GradScaler in place of torch's: clipping, a checkpoint, resuming.
+"""Trains a loop written for torch.amp: ampatch.GradScaler replaces torch's, with clipping and a checkpoint.
 
 Run it on a GPU or, without one, on the CPU. With --checkpoint it resumes from the last epoch that it saved:
 

@@ -1,4 +1,4 @@
-"""A gradient penalty: the loss contains gradients of the output, which are differentiated again.
+"""Trains with a gradient penalty: the loss contains gradients of the output, so autograd differentiates twice.
 
 Run it on a GPU or, without one, on the CPU:
 

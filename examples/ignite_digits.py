@@ -1,4 +1,4 @@
-"""Engines of PyTorch-Ignite in mixed precision: events, metrics and checkpoints are ignite's own.
+"""Trains with PyTorch-Ignite's engines: events, metrics and checkpoints are Ignite's own.
 
 Run it on a GPU or, without one, on the CPU. With --checkpoint it resumes from the last epoch that it saved:
 

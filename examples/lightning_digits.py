@@ -1,4 +1,4 @@
-"""A LightningModule in mixed precision, with AmpatchPrecision: loop, clipping and checkpoints are Lightning's own.
+"""Trains a LightningModule with AmpatchPrecision: loop, clipping and checkpoints are Lightning's own.
 
 Run it on a GPU or, without one, on the CPU. With --checkpoint it resumes from the last epoch that it saved:
 

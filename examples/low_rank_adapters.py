@@ -1,4 +1,4 @@
-"""Adapters on a frozen half base: the base costs 2 bytes per weight, and the adapters train with float32 masters.
+"""Trains adapters with float32 masters on a frozen half base, which takes 2 bytes per weight.
 
 python examples/low_rank_adapters.py
 """

@@ -1,4 +1,4 @@
-"""Half weights with float32 masters in the optimizer's own state: ampatch.MixedPrecision, which patches nothing else.
+"""Trains with ampatch.MixedPrecision: half weights, and float32 masters in the optimizer's own state.
 
 Run it on a GPU or, without one, on the CPU. With --checkpoint it resumes from the last epoch that it saved:
 

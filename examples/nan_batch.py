@@ -1,4 +1,4 @@
-"""NaN in bfloat16 from its symptom to its cure: one bad batch destroys the weights.
+"""Finds and cures NaN in bfloat16: one bad batch destroys the weights.
 
 python examples/nan_batch.py                  # the symptom: the loss is nan for good
 python examples/nan_batch.py --check-finite   # the cure: the step of that batch is skipped, and the log says so

@@ -1,4 +1,4 @@
-"""An overflow from its symptom to its cure: attention scores beyond float16's range.
+"""Finds and cures an overflow: attention scores beyond float16's range.
 
     python examples/overflow.py            # the symptom: every step is skipped, and the loss scale falls
     python examples/overflow.py --trace    # the cause: the function that overflows, and what mends it

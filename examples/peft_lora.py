@@ -1,4 +1,4 @@
-"""LoRA adapters by PEFT on a frozen half base: a network that knows digits learns to read them lying on their side.
+"""Trains PEFT's LoRA adapters on a frozen half base: a network that knows digits learns them lying on their side.
 
 Run it on a GPU or, without one, on the CPU. With --checkpoint it resumes from the last epoch that it saved:
 

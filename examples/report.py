@@ -1,4 +1,4 @@
-"""What amp does in a training loop, and what to do about it: a report of sixty steps.
+"""Reports what amp does in sixty steps of a training loop, and what to do about it.
 
 python examples/report.py                     # prints the report
 python examples/report.py --html report.html  # writes it as a page

@@ -1,4 +1,4 @@
-"""One process, one device: mixed precision in a training loop and in the evaluation after it.
+"""Trains and evaluates on one device: the loop to begin with.
 
 Run it on a GPU or, without one, on the CPU:
 

@@ -1,4 +1,4 @@
-"""A skorch net in mixed precision, with AmpNetMixin: fit, callbacks and checkpoints are skorch's own.
+"""Trains a skorch net with AmpNetMixin: fit, callbacks and checkpoints are skorch's own.
 
 Run it on a GPU or, without one, on the CPU. With --checkpoint it resumes from the last epoch that it saved:
 

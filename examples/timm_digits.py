@@ -1,4 +1,4 @@
-"""timm's parts in mixed precision, with AmpatchScaler: a small vision transformer learns digits.
+"""Trains a small vision transformer with timm's parts and AmpatchScaler.
 
 Run it on a GPU or, without one, on the CPU. With --checkpoints it saves every epoch, and resumes from the last one:
 

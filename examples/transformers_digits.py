@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer in mixed precision, with AmpatchTrainer: a small vision transformer learns digits.
+"""Trains a small vision transformer with AmpatchTrainer: Hugging Face's Trainer in mixed precision.
 
 Run it on a GPU or, without one, on the CPU. With --checkpoints it saves every epoch, and resumes from the last one:
 

@@ -500,7 +500,7 @@ class TestReports:
             amp.compare(a, "none.json")
         with pytest.raises(OptionError, match="b is 'Tensor'; expected the file of another report"):
             amp.compare(a, torch.ones(3))
-        with pytest.raises(OptionError, match="or two files of reports and no more"):
+        with pytest.raises(OptionError, match="or two files of reports and nothing else"):
             amp.compare(a, a, mean_square)
 
     def test_from_a_shell(self, saved: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -488,6 +488,18 @@ class TestErrorsOfTypes:
         assert "Type amp.initialize(..., patch_torch_functions=True), or opt_level='O1': both cast" in note
         assert "keep_fp32" not in note
 
+    def test_that_amp_itself_raised_have_no_note(self):
+        model = MakesItsOwn()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level="O2", half_dtype=torch.float16)
+        master = next(amp.master_params(optimizer))
+        with torch.no_grad():
+            model.body[0].weight.fill_(1.0)
+            master.fill_(2.0)
+        with pytest.raises(amp.UsageError, match="were both written to") as found:
+            model(torch.ones(2, 4))
+        assert not hasattr(found.value, "__notes__")
+
     @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize(
         ("fault", "text"),

@@ -515,7 +515,9 @@ class TestPatchesByOthers:
         with casts_on():
             assert foreign() == expected
 
-    @pytest.mark.filterwarnings("ignore:patched by amp, replaced by somebody else:ampatch.errors.AmpWarning")
+    @pytest.mark.filterwarnings(
+        "ignore:another library has replaced functions that amp had patched:ampatch.errors.AmpWarning"
+    )
     def test_a_proxy_around_amps_own_patch(self, monkeypatch):
         """Asked for its globals it answers with those of amp's wrapper."""
         monkeypatch.setattr(F, "linear", F.linear)  # puts it back in the end
@@ -556,7 +558,9 @@ class TestPatchesByOthers:
             patch.setattr(early, "linear", fast_linear)
             assert replaced() == [f"early.linear: {here(fast_linear)}"]
 
-    @pytest.mark.filterwarnings("ignore:patched by amp, replaced by somebody else:ampatch.errors.AmpWarning")
+    @pytest.mark.filterwarnings(
+        "ignore:another library has replaced functions that amp had patched:ampatch.errors.AmpWarning"
+    )
     def test_the_step_of_an_optimizer(self):
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

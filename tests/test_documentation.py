@@ -13,6 +13,7 @@ from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
+import test_architecture
 
 from ampatch import amp
 from ampatch.cast_lists.annotations import shipped_entries
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+GUIDE = sorted((DOCS / "guide").glob("*.md"))
 
 
 @pytest.fixture
@@ -190,6 +192,56 @@ def test_drawings_become_part_of_the_page(markdown):
     assert markdown.for_the_site("![A](images/growth.svg)") == "![A](images/growth.svg)"  # as matplotlib drew it
 
 
+@pytest.fixture
+def modules(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module("ampatch_docs.modules")
+
+
+def test_the_plan_has_the_order_that_imports_are_checked_by(modules):
+    assert list(modules.order()) == test_architecture.rooms()
+    assert set(modules.modules()) == set(test_architecture.MODULES)
+    for name in modules.modules():
+        assert set(modules.imports(name)) == set(test_architecture.imports(name)), name
+
+
+def test_the_plan_has_every_module_once_with_a_sentence(modules, markdown):
+    text = page("design/README.md", markdown)
+    rows = re.findall(r"^\| `(.+?)` \| (.+[.!?]) \|$", text.partition("## All modules")[2], re.MULTILINE)
+    inside = [each for room in modules.rooms() for each in modules.inside(room)]
+    assert len(rows) == len(inside)
+    assert sorted([*inside, *modules.rooms()]) == sorted(modules.modules())
+    assert "| `session.py` | The session: the one owner of all state between `amp.initialize`" in text
+
+
+def test_a_new_module_appears_in_the_plan(modules, monkeypatch):
+    new = ast.parse('"""Does ``new`` things. And more."""\nfrom ampatch.integrations import timm')
+    known = {**modules.modules(), "ampatch.integrations.new": new}
+    monkeypatch.setattr(modules, "modules", lambda: known)
+    text = modules.sections().partition("### `integrations/`")[2].partition("###")[0]
+    assert "| `new.py` | Does `new` things. |" in text
+    assert text.index("`new.py`") < text.index("`timm.py`")
+
+
+def test_the_drawing_has_no_import_that_runs_upwards(modules):
+    svg = ElementTree.fromstring(modules.drawing())
+    rows = [_tail(each) for each in svg.iter("{http://www.w3.org/2000/svg}rect") if each.get("class") == "half"]
+    assert len(rows) > 100
+    assert all(x > y for x, y in rows)
+
+
+def _tail(mark) -> tuple[int, int]:
+    """The column and the row of a mark, counted from the first cell."""
+    return (int(mark.get("x")) - 182) // 19, (int(mark.get("y")) - 132) // 19
+
+
+def test_every_design_note_is_listed_by_subject_once():
+    listed = re.findall(
+        r"\]\(([\w-]+)\.md\)", (DOCS / "design" / "README.md").read_text(encoding="utf-8").partition("## The notes")[2]
+    )
+    assert sorted(listed) == sorted(path.stem for path in (DOCS / "design").glob("*.md") if path.stem != "README")
+
+
 def test_the_page_says_what_the_histogram_counts():
     page = (DOCS / "guide" / "choosing_a_level.md").read_text(encoding="utf-8")
     counted = json.loads((DOCS / "drawings" / "gradients.json").read_text(encoding="utf-8"))
@@ -220,6 +272,68 @@ def test_figures_of_the_pages_are_those_of_the_benchmarks():
         )
         cells = row.split(" | ")
         assert (cells[2], cells[6]) == (o1, o2)
+
+
+def parts_of(text: str, *, nested: bool) -> list[tuple[str, str]]:
+    """Returns each heading of a page as a link writes it, with the text below it, without code.
+
+    Args:
+        text: the page.
+        nested: whether a heading's text includes the headings below it.
+    """
+    text = re.sub(r"^( *)```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = list(re.finditer(r"^(#+) (.+)$", text, re.MULTILINE))
+    parts = []
+    for number, heading in enumerate(headings):
+        after = (each for each in headings[number + 1 :] if not nested or len(each[1]) <= len(heading[1]))
+        end = next((each.start() for each in after), len(text))
+        anchor = re.sub(r"[^\w -]", "", heading[2].lower()).replace(" ", "-")
+        parts.append((anchor, text[heading.end() : end]))
+    return parts
+
+
+#: A time, or how many times as long something takes: figures that only a measurement gives.
+MEASURED = re.compile(r"\d[\d.,]*(?= (?:to \d[\d.,]* )?(?:ns|µs|ms)\b)|\d+\.\d+(?= times\b)")
+#: Figures that may be measured, or be an option's value. They count where a link names the benchmark.
+QUOTED = re.compile(rf"{MEASURED.pattern}|\d[\d.,]*(?=%| bytes per parameter\b)")
+LINK = re.compile(r"\]\([^)]*benchmarks\.md#([\w-]+)\)")
+
+
+def figures_without_a_source(page: str, benchmarks: str) -> list[str]:
+    """Measured figures of a page that are in no section of the benchmarks to which their own section links."""
+    sources = parts_of(benchmarks, nested=True)
+    found = []
+    for heading, text in parts_of(page, nested=False):
+        linked = [body for anchor in LINK.findall(text) for name, body in sources if name == anchor]
+        plain = re.sub(r"`[^`\n]*`", "", text)
+        known = set(re.findall(r"\d(?:[\d.,]*\d)?", " ".join(linked)))
+        found += [
+            f"{heading}: {figure}" for figure in (QUOTED if linked else MEASURED).findall(plain) if figure not in known
+        ]
+    return found
+
+
+@pytest.mark.parametrize("page", ["../README.md", "index.md", *(f"guide/{each.name}" for each in GUIDE)])
+def test_measured_figures_are_in_a_benchmark_that_the_section_links(page):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert figures_without_a_source(text, (DOCS / "benchmarks.md").read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("takes 12 to 25 µs and 1.71 times as long, see [it](../benchmarks.md#the-cost)", []),
+        ("takes 12 µs ([it](../benchmarks.md#b))", []),
+        ("takes 12 µs, at a tolerance of 5%", ["a: 12"]),
+        ("takes 13 µs ([it](../benchmarks.md#the-cost))", ["a: 13"]),
+        ("saves 31% ([it](../benchmarks.md#the-cost))", ["a: 31"]),
+        ("takes 12 µs ([it](../benchmarks.md#another))", ["a: 12"]),
+        ("\n```text\n12 µs\n```\n", []),
+    ],
+)
+def test_figures_without_a_source_are_found(text, expected):
+    benchmarks = "# B\n\n## The cost\n\n| 12 to 25 µs | 1.71 | 30% |\n\n## Another\n\n3 ms\n"
+    assert figures_without_a_source(f"# A\n\n{text}\n", benchmarks) == expected
 
 
 @pytest.mark.parametrize("name", ["index.md", "guide/how_it_works.md"])
@@ -253,9 +367,9 @@ def code_blocks() -> list[tuple[str, str]]:
 
 
 def test_code_of_all_pages_is_python_and_names_what_amp_has():
-    # Most blocks are pieces of a loop, and cannot run alone; a typo in them, or a name that is gone, can be seen.
+    # tests/test_pages.py runs them; this is for those that it must leave out.
     blocks = code_blocks()
-    assert len(blocks) > 50
+    assert len(blocks) > 40
     faults = []
     for name, code in blocks:
         try:

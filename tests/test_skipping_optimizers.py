@@ -23,7 +23,8 @@ OVERFLOWS = [True, False, False, True, False]
 
 
 def _from_page() -> type[torch.optim.Optimizer]:
-    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (code,) = [block for block in blocks if "class SignedMomentum" in block]
     found: dict[str, Any] = {"torch": torch}
     exec(code, found)
     return found["SignedMomentum"]  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
 """The cast lists in force, as a frozen value: the shipped lists with users' changes laid over them.
 
-The format is described in ``docs/design/architecture.md``. Must not patch anything, nor import a module because a list
-names it.
+The format is described in ``docs/reference/cast_list_format.md``. Must not patch anything, nor import a module because
+a list names it.
 """
 
 from __future__ import annotations

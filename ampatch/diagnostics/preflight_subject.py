@@ -157,7 +157,7 @@ def _checked(model: nn.Module) -> nn.Module:
     if not trainable:
         raise OptionError("the model has no parameter that requires a gradient; expected one to train.")
     if is_sharded(model.parameters()):
-        raise OptionError("the model's parameters are sharded over ranks; hand the model in before that.")
+        raise OptionError("the model's parameters are sharded over ranks. Pass the model before you shard it.")
     return model
 
 

@@ -66,18 +66,18 @@ def prepare(
 
     Args:
         accelerator: an Accelerator without a precision of its own.
-        objects: what ``accelerator.prepare`` takes, at least one model among it. Without an optimizer the model is for
+        objects: arguments of ``accelerator.prepare``, with at least one model. Without an optimizer the model is for
             evaluation.
         opt_level: "O0" to "O5"; "O0" leaves everything to ``accelerator.prepare``.
         device_placement: as for ``accelerator.prepare``: whether to move each of the objects to the device.
-        given: by name, arguments of ``amp.initialize``, except ``models``, ``optimizers`` and ``num_losses``.
-            ``cast_model_outputs`` is float32 if left out, as Accelerate has it with a precision of its own.
+        given: arguments of ``amp.initialize`` by name, except ``models``, ``optimizers`` and ``num_losses``.
+            ``cast_model_outputs`` defaults to float32, like the outputs of Accelerate's own mixed precision.
 
     Returns:
-        What ``accelerator.prepare`` returns: the prepared objects in the same order, or the only one.
+        The prepared objects in the same order, or the only one, as from ``accelerator.prepare``.
 
     Raises:
-        OptionError: an argument has a name or value that is not allowed; or the Accelerator casts as well, shards
+        OptionError: an argument has a name or value that is not allowed; or the Accelerator casts by itself, shards
             weights, or has settings for a ``GradScaler``.
         UsageError: amp is set up already, or ``accelerator.prepare`` got one of the objects before.
     """

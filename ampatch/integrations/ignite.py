@@ -73,16 +73,16 @@ def supervised_training_step(
     Args:
         model: model passed to ``amp.initialize``, or a wrapper around it.
         optimizer: optimizer passed to ``amp.initialize``.
-        loss_fn: returns the loss for the model's outputs and targets; where functions cast, it gets them in float32.
+        loss_fn: returns the loss for the model's outputs and targets; at O1 and O4 it gets them in float32.
         device: device of the batches.
-        non_blocking: whether they are copied there asynchronously; True or False.
+        non_blocking: whether batches are copied to the device asynchronously; True or False.
         prepare_batch: returns inputs and targets for a batch, ``device`` and ``non_blocking``.
-        model_transform: returns what ``loss_fn`` gets for what ``model_fn`` returned.
-        output_transform: returns ``engine.state.output``; the loss that it gets is unscaled.
+        model_transform: turns the result of ``model_fn`` into the first argument of ``loss_fn``.
+        output_transform: returns ``engine.state.output``; it gets the unscaled loss.
         gradient_accumulation_steps: number of iterations per step of the optimizer.
         model_fn: calls the model.
         before_step: is called with the optimizer before each step, on unscaled gradients: to clip or log them.
-        unknown: names that are reported.
+        unknown: arguments with other names, which raise.
 
     Raises:
         UsageError: the model or the optimizer was not passed to ``amp.initialize``.
@@ -161,8 +161,9 @@ def unless_skipped(optimizer: Any, every: int | None = None) -> Callable[[Engine
 
     Args:
         optimizer: optimizer passed to ``amp.initialize``.
-        every: lets every n-th iteration pass only. None: each with a step, by the ``gradient_accumulation_steps`` of
-            `supervised_training_step`; all iterations for an update function of your own.
+        every: lets only every n-th iteration pass. None: each iteration with a step, according to the
+            ``gradient_accumulation_steps`` of `supervised_training_step`; all iterations for an update function of your
+            own.
 
     Raises:
         OptionError: ``optimizer`` is no optimizer, or ``every`` is no whole number of at least 1. The filter raises it
@@ -196,9 +197,9 @@ class AmpHandler:
         handler.attach(trainer)
         to_save = {"model": model, "optimizer": optimizer, "trainer": trainer, "amp": handler}
 
-    When the outermost run of an engine with such a handler ends, it calls ``amp.deinitialize``: also after
-    ``engine.terminate()``, an exception or Ctrl-C, but not after ``engine.interrupt()``. Until an interrupted run has
-    gone on, the end of another engine's run leaves amp on too. All other handlers have run by then. In a run, ignite's
+    When the outermost run of an engine with such a handler ends, it calls ``amp.deinitialize``. That includes
+    ``engine.terminate()``, an exception or Ctrl-C, but not ``engine.interrupt()``. All other handlers have run by then.
+    While a run is interrupted, the end of another engine's run leaves amp on, too. During a run, ignite's
     ``EMAHandler`` averages the float32 masters of half weights.
 
     Args:

@@ -285,7 +285,10 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
         lacks = [name for name in _OF_SCALERS if not hasattr(scaler, name)]
         if scaler is None:
             if params:
-                raise OptionError(f"amp__scaler__{min(params)} is set, but there is no amp__scaler to set it on.")
+                raise OptionError(
+                    f"amp__scaler__{min(params)} is set, but there is no amp__scaler. Leave it out, or type "
+                    "amp__scaler=ampatch.GradScaler as well."
+                )
             return None
         if lacks:
             raise OptionError(

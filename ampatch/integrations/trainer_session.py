@@ -1,7 +1,7 @@
 """Sets amp up for one fit or prediction, and takes it down after it, for frameworks that own the training loop.
 
-Owns the list of trainers that share the session of this process, the threads in which casts are on, and the scaling of
-every backward pass in a training step. Must not know any framework.
+Owns the list of trainers that share the session of this process, and the threads in which casts are on. Scales every
+backward pass in a training step. Must not know any framework.
 """
 
 from __future__ import annotations

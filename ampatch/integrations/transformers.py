@@ -1,7 +1,7 @@
 """``AmpatchTrainer`` and ``AmpatchMixin``: amp for Hugging Face's ``Trainer``, set by the argument ``amp``.
 
-Owns the list of methods that amp guards, the checks of what the training arguments ask for beside amp, and the file of
-the loss scale in a checkpoint. Must never change the results of a trainer that has amp off.
+Owns the list of methods that amp guards, and the file of the loss scale in a checkpoint. Checks the training arguments
+for options that exclude amp. Must never change the results of a trainer that has amp off.
 `ampatch.integrations.trainer_session` owns what amp does within a run.
 """
 

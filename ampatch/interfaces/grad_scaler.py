@@ -76,15 +76,16 @@ class GradScaler(torch.amp.GradScaler):
         enabled: if False, `scale` returns its argument, `step` only steps, and the other methods are no-ops. Numbers
             out of range do not raise then.
         hysteresis: number of overflows before the scale backs off; the count starts again when the scale grows.
-        min_loss_scale: floor of the scale. An overflow there raises, with the names of the parameters whose gradients
-            overflowed. Every step then syncs with the device. None: no floor, as in torch; the scale stays above 0.
+        min_loss_scale: floor of the scale. An overflow at the floor raises `LossScaleError`, which names the parameters
+            whose gradients overflowed. Every step then syncs with the device. None: no floor, as in torch; the scale
+            stays above 0.
         max_loss_scale: ceiling of the scale; None: no ceiling.
-        on_overflow: what a skipped step does besides. "log": a line in the log, but only if the scaler has read the
-            overflow anyway: on the CPU, and of optimizers that do not skip in their own kernel. "raise": raises
-            `GradientOverflowError` from `step`. A function: is called with the `Overflow`. "trace": logs all of
-            ``str(overflow)``, with the origin if ``amp.initialize(on_overflow="trace")`` watches the steps. The step is
-            skipped first, and `update` is to be called as after any other step. All but "log" read the overflow before
-            every step, which syncs with the device.
+        on_overflow: how a skipped step is reported. The step is skipped first. Call `update` as after any other step.
+            "log" writes a line to the log, if the host reads the overflow flag anyway: on the CPU, and for optimizers
+            that do not skip in their own kernel. "raise" raises `GradientOverflowError` from `step`. A function is
+            called with the `Overflow`. "trace" logs ``str(overflow)``. It has the origin of the overflow if
+            ``amp.initialize(on_overflow="trace")`` watches the steps. All values but "log" read the flag before every
+            step, which syncs with the device.
 
     Raises:
         OptionError: a value is out of range.

@@ -189,7 +189,10 @@ def plan_calls() -> Plan:
             "`dnf install python3-devel`)."
         )
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        raise KernelError("this Python is built without the GIL, which the calls in C++ rely on.")
+        raise KernelError(
+            "this Python is built without the GIL, which the calls in C++ rely on. Amp works without them; to have "
+            "them, use a Python with the GIL."
+        )
     part = extension.CALLS
     source_hash = extension.source_hash(part)
     return Plan(
@@ -271,7 +274,10 @@ def _cxx() -> Compiler:
     try:
         candidates = [shlex.split(chosen)] if chosen.strip() else [["c++"], ["g++"], ["clang++"]]
     except ValueError as error:
-        raise KernelError(f"the environment variable CXX is {chosen!r}, which no shell can read ({error}).") from error
+        raise KernelError(
+            f"the environment variable CXX is {chosen!r}, which no shell can read ({error}). Set it "
+            "to your compiler, or unset it."
+        ) from error
     for program, *options in candidates:
         if path := shutil.which(program):
             command = (path, *options)

@@ -18,7 +18,7 @@ from ampatch.casting import write_back
 from ampatch.casting.cast_errors import may_be_of_mixed_types, names_missing_kernel
 from ampatch.casting.nested import cast_floating
 from ampatch.compilers import traced_within_others
-from ampatch.errors import OptionError, UsageError, warn
+from ampatch.errors import AmpError, OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native import calls
 from ampatch.patching import cast_labels, replaced_forward
@@ -203,11 +203,11 @@ def note_types(
 
     Args:
         model: model whose forward has ended.
-        error: exception that the forward raised; None if it returned. One that has notes gets no other.
+        error: exception that the forward raised; None if it returned. Errors of amp's, and errors with notes, get none.
         half: half type of the model's weights.
         kept: what stays float32 already.
     """
-    if not isinstance(error, RuntimeError) or getattr(error, "__notes__", None):
+    if not isinstance(error, RuntimeError) or isinstance(error, AmpError) or getattr(error, "__notes__", None):
         return
     lacks_kernel = names_missing_kernel(error, half)
     if not lacks_kernel and not may_be_of_mixed_types(error, half):

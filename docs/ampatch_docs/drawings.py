@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -187,6 +187,32 @@ def histogram(counted: Mapping[str, Any]) -> str:
         for kind, low, high in spans:
             x0, x1 = (left + (max(first, edge) - first) * step for edge in (low, high))
             parts.append(f'<rect class="{kind}" x="{x0}" y="{y}" width="{x1 - x0}" height="18" rx="3"/>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def matrix(title: str, names: Sequence[str], marks: Mapping[tuple[str, str], int]) -> str:
+    """Returns a table of marks as SVG, with the same names for rows and columns.
+
+    Args:
+        title: what the marks mean.
+        names: names in order.
+        marks: how often the name of a row has that of a column to do with; pairs that are not there have no mark.
+    """
+    cell, left, top = 19, 180, 130
+    places = {name: number * cell for number, name in enumerate(names)}
+    size = len(names) * cell
+    parts = opening(title, left + size + 60, top + size + _MARGIN)
+    for name, place in places.items():
+        parts.append(f'<text class="end" x="{left - 8}" y="{top + place + 14}">{escape(name)}</text>')
+        turned = f'transform="rotate(-55 {left + place + 12} {top - 6})"'
+        parts.append(f'<text class="legend" x="{left + place + 12}" y="{top - 6}" {turned}>{escape(name)}</text>')
+        parts.append(f'<path d="M{left} {top + place}h{size}M{left + place} {top}v{size}" stroke-opacity="0.3"/>')
+        at = f'x="{left + place + 2}" y="{top + place + 2}"'
+        parts.append(f'<rect class="plain" {at} width="{cell - 4}" height="{cell - 4}" rx="2"/>')
+    for (row, column), count in marks.items():
+        at = f'x="{left + places[column] + 2}" y="{top + places[row] + 2}"'
+        told = f"<title>{escape(row)} imports {escape(column)}: {count}</title>"
+        parts.append(f'<rect class="half" {at} width="{cell - 4}" height="{cell - 4}" rx="2">{told}</rect>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

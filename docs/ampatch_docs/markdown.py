@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampatch_docs import command_line, examples, list_tables
+from ampatch_docs import command_line, errors, examples, list_tables, modules
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 #: What a comment such as ``<!-- generated: examples -->`` stands for on the site.
 GENERATED: dict[str, Callable[[], str]] = {
     "command-line": command_line.sections,
+    "error-classes": errors.classes,
+    "errors": errors.text,
     "examples": examples.sections,
+    "folders": modules.folders,
+    "modules": modules.sections,
     "lists": list_tables.sections,
     "reviewed": list_tables.reviewed,
 }
