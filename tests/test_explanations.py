@@ -27,8 +27,6 @@ from ampatch.diagnostics.explanation_settings import Settings
 from ampatch.diagnostics.explanation_subjects import Finder, Subject
 from ampatch.runtime import runtime
 
-PAGE = Path(__file__).parents[1] / "docs" / "guide" / "debugging.md"
-
 
 def spelling(explanation: Explanation, path: str) -> Spelling:
     (found,) = (each for each in explanation.spellings if each.path == path)
@@ -682,44 +680,3 @@ class TestCommand:
         assert printed.out == ""
         assert printed.err.startswith("ampatch: error: there is no function named 'sofmax'")
         assert "Did you mean 'softmax'" in printed.err
-
-
-class TestGuide:
-    """The commands and the code of the page work, and print what stands below them."""
-
-    SECTION = PAGE.read_text().partition("## Why did this run in float32?")[2].partition("\n## ")[0]
-
-    def blocks(self, language: str) -> list[str]:
-        found = re.findall(r"^```(\w*)\n(.*?)^```\n", self.SECTION, re.DOTALL | re.MULTILINE)
-        return [text for each, text in found if each == language]
-
-    def test_the_text_of_the_first_command(self, capsys: pytest.CaptureFixture[str]) -> None:
-        command, text = self.blocks("sh")[0], self.blocks("")[0]
-        assert cli.main(command.split()[1:]) == 0
-        printed = capsys.readouterr().out
-        assert printed.startswith(text)
-
-    def test_the_other_commands(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        (tmp_path / "casts.yaml").write_text("blacklist:\n  torch.nn.functional: [linear]  # ours\n")
-        (tmp_path / "mymodel.py").write_text("import torch\ndef loss(x): return torch.log(x)\n")
-        monkeypatch.chdir(tmp_path)
-        importlib.invalidate_caches()
-        try:
-            for line in self.blocks("sh")[1].splitlines():
-                words = line.partition("#")[0].replace('"', "").split()
-                assert cli.main(words[1:]) == 0, line
-        finally:
-            sys.modules.pop("mymodel", None)
-        printed = capsys.readouterr().out
-        assert "casts.yaml:2" in printed
-        assert "torch.log" in printed
-        assert "torch.Tensor.__matmul__" in printed
-
-    def test_the_scripts(self, capsys: pytest.CaptureFixture[str]) -> None:
-        first, second = self.blocks("python")
-        exec(first, {})
-        assert self.blocks("")[1] in capsys.readouterr().out
-        exec(compile(second, "train.py", "exec"), {"__name__": "train"})
-        assert "layer of head (train.py:5)" in capsys.readouterr().out

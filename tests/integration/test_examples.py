@@ -70,20 +70,6 @@ def first_and_last(printed: str) -> tuple[float, float]:
     return float(first[1]), float(last[1])
 
 
-DEBUGGING = (EXAMPLES.parent / "docs" / "guide" / "debugging.md").read_text(encoding="utf-8")
-
-
-def commands_of_debugging() -> list[tuple[str, str]]:
-    """The commands of the guide's page that run an example, each with what the page says that it prints."""
-    pattern = r"^((?:cd examples && )?(?:python examples/|ampatch preflight overflow).*?) +# (.+)$"
-    return [(match[1], match[2]) for match in re.finditer(pattern, DEBUGGING, re.MULTILINE)]
-
-
-def commands_for_a_script() -> list[str]:
-    """The commands of the guide's page for a reader's own script, train.py."""
-    return re.findall(r"^(ampatch .*\btrain(?:\.py|:\w+)[^#\n]*?)(?: +#.*)?$", DEBUGGING, re.MULTILINE)
-
-
 def typed(command: str, where: Path) -> str:
     """What a command prints that is typed into a shell."""
     scripts = Path(sys.executable).parent
@@ -91,25 +77,6 @@ def typed(command: str, where: Path) -> str:
     done = subprocess.run(command, shell=True, cwd=where, env=environment, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
-
-
-@pytest.mark.slow
-class TestTheDebuggingPage:
-    @pytest.mark.parametrize(("command", "printed"), commands_of_debugging())
-    def test_its_commands_print_what_it_says(self, command, printed):
-        assert printed in typed(command, EXAMPLES.parent)
-
-    @pytest.mark.parametrize("command", commands_for_a_script())
-    def test_its_commands_find_the_fault_of_a_script(self, command, tmp_path):
-        shutil.copy(EXAMPLES / "overflow.py", tmp_path / "train.py")
-        found = typed(command, tmp_path)
-        assert "torch.Tensor.__matmul__" in found
-        assert "blacklist" in found
-        assert "matmul" in found.partition("blacklist")[2]
-
-    def test_it_has_them(self):
-        assert len(commands_of_debugging()) == 6
-        assert len(commands_for_a_script()) == 3
 
 
 @pytest.mark.slow
@@ -215,5 +182,6 @@ class TestTune:
 def test_all_of_them_are_run() -> None:
     run_here = {getattr(script, "values", [script])[0] for script in SCRIPTS} | {name for name, *_ in UNDER_TORCHRUN}
     run_here.add("tune")
-    run_here |= set(re.findall(r"examples/(\w+)\.py", " ".join(command for command, _ in commands_of_debugging())))
+    page = (EXAMPLES.parent / "docs" / "guide" / "find_an_overflow.md").read_text(encoding="utf-8")
+    run_here |= set(re.findall(r"^ *python examples/(\w+)\.py", page, re.MULTILINE))  # by tests/test_pages.py
     assert {path.stem for path in EXAMPLES.iterdir() if path.suffix == ".py"} == run_here
