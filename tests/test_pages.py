@@ -85,6 +85,10 @@ class TestThePagesOfThisFile:
             with pytest.raises(AssertionError, match=r"page\.md:8: the output differs"):
                 run(code, f"```text\n{wrong}\n```")
 
+    def test_a_digit_of_a_name_is_no_number(self, run):
+        with pytest.raises(AssertionError, match="differs"):
+            run("```python\nprint(torch.float16)\n```", "```text\ntorch.float32\n```")
+
     def test_units_and_lines_of_tables_go_with_the_numbers(self, run):
         run("```python\nprint('time')\nprint(5 * '─')\nprint('1.2 ms')\n```", "```text\ntime\n──────\n345.6 us\n```")
         run("```python\nprint('2 KiB left')\n```", "```text\n900 bytes left\n```")

@@ -26,7 +26,7 @@ from ampatch import amp, policy
 from ampatch.errors import AmpWarning, OptionError, UsageError
 from ampatch.runtime import runtime
 
-PAGE = Path(__file__).parents[1] / "docs" / "guide" / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "guide" / "save_and_resume.md"
 
 #: What every test begins with, if it names nothing else.
 USUAL: dict[str, Any] = {"opt_level": "O1", "half_dtype": torch.float16}
@@ -164,8 +164,8 @@ print(json.dumps(told))
 
 class TestGuide:
     def test_the_example_warns_of_what_the_page_says(self) -> None:
-        section = PAGE.read_text(encoding="utf-8").partition("### The policy of a checkpoint\n")[2]
-        code, expected = re.findall(r"^```(?:python)?\n(.*?)\n```$", section, re.MULTILINE | re.DOTALL)[:2]
+        section = PAGE.read_text(encoding="utf-8").partition("## The policy of a checkpoint\n")[2]
+        code, expected = re.findall(r"^```(?:python|text)\n(.*?)\n```$", section, re.MULTILINE | re.DOTALL)[:2]
         with pytest.warns(AmpWarning) as caught:
             exec(compile(code, str(PAGE), "exec"), {"__name__": "example"})
         assert [str(each.message) for each in caught] == [expected]
