@@ -350,10 +350,6 @@ def test_the_code_prints_what_the_page_says(name, capsys):
     assert numbers[0] == pytest.approx(numbers[1], abs=0.05)  # other processors round differently
 
 
-def test_code_that_only_this_test_runs_is_all_there_is_on_the_new_pages():
-    assert "```python" not in (DOCS / "guide" / "choosing_a_level.md").read_text(encoding="utf-8")
-
-
 def code_blocks() -> list[tuple[str, str]]:
     """Every Python block of the pages for users, with the page and its number as a name."""
     pages = [ROOT / "README.md", DOCS / "index.md", *sorted((DOCS / "guide").glob("*.md"))]
