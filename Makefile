@@ -17,7 +17,7 @@ THOROUGHLY := $(RUN) pytest -n 2 --hypothesis-profile thorough
 # A Chromium of at least version 105; on Debian its package is chromium.
 CHROMIUM ?= chromium
 
-.PHONY: demo picture libraries test slow versions lint types docs drawings clean
+.PHONY: demo picture libraries test slow versions lint types docs drawings notebook clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/ampatch demo
@@ -78,6 +78,10 @@ $(READY): $(INSTALLED)
 # The pictures that docs/drawings describes. The figures of the histogram come from docs/ampatch_docs/gradients.py.
 drawings: $(READY)
 	$(VENV)/bin/python docs/ampatch_docs/drawings.py
+
+# Runs the notebooks of docs/tutorials, and stores their outputs.
+notebook: libraries
+	$(VENV)/bin/python docs/ampatch_docs/notebooks.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info ampatch-demo.pt .pytest_cache .mypy_cache .ruff_cache .hypothesis

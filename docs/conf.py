@@ -1,4 +1,4 @@
-"""Settings of Sphinx for the documentation's site, which `make docs` builds. The pages are Markdown, read by MyST."""
+"""Settings of Sphinx for the documentation's site, which `make docs` builds. MyST reads Markdown and notebooks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ project = "ampatch"
 version = release = ampatch.__version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "ampatch_docs.reference",
@@ -24,6 +24,10 @@ exclude_patterns = ["ampatch_docs"]
 
 # Headings get the anchors that GitHub gives them. The build checks links to them, and so to all pages.
 myst_heading_anchors = 4
+
+# Notebooks have their outputs already: `make notebook` runs them.
+nb_execution_mode = "off"
+nb_merge_streams = True
 
 # The reference: signatures with their types, one parameter a line where they are long.
 autodoc_default_options = {"members": True}

@@ -28,9 +28,25 @@ def shown_module(name: str | None, otherwise: str = "") -> str:
 
 
 def shown_path(file: str) -> str:
-    """Returns a path as short as it can be: relative to the current folder, or to one that Python imports from."""
+    """Returns a path as short as it can be: relative to the current folder, or to one that Python imports from.
+
+    The code of a cell in a notebook is "In[3]", by the number of its run.
+    """
+    cell = _cell(file)
+    if cell is not None:
+        return cell
     path, cwd = Path(file), Path.cwd()
     if path.is_relative_to(cwd):
         return str(path.relative_to(cwd))
     folders = (folder for folder in map(Path, sys.path) if folder.is_absolute() and path.is_relative_to(folder))
     return min((str(path.relative_to(folder)) for folder in folders), key=len, default=file)
+
+
+def _cell(file: str) -> str | None:
+    """Returns the name of the notebook's cell whose code IPython compiled as this file; None for all other files."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    named = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    # ("Cell", "In[3]"); None for a file that is no cell.
+    found = None if named is None else named(file)
+    return None if found is None else str(found[1])
