@@ -45,12 +45,12 @@ input, target = loader[0]
 
 _FILE = re.compile(r"# ([\w./-]+\.(?:py|yaml))\n")
 _STATUS = re.compile(r"#.* exit status (\d+)")
-_NUMBER = re.compile(r"\d[\d.,]*(?:e[+-]?\d+)?")
+_NUMBER = re.compile(r"\d[\d.,]*(?:e[+-]?\d+)?(?: (?:[num]?s|bytes|[KMG]iB)\b)?")  # with its unit
 
 
 def _shown(text: str) -> list[str]:
-    """The lines of an output without what differs between machines: numbers, and spaces that align them."""
-    return [re.sub(r"[ \t]+", " ", _NUMBER.sub("#", line)).strip() for line in text.strip().splitlines()]
+    """The lines of an output without what differs between machines: numbers, and spaces and lines that fit them."""
+    return [re.sub(r"[ \t]+|─+", " ", _NUMBER.sub("#", line)).strip() for line in text.strip().splitlines()]
 
 
 def _matches(found: list[str], page: list[str]) -> bool:

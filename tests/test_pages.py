@@ -85,6 +85,12 @@ class TestThePagesOfThisFile:
             with pytest.raises(AssertionError, match=r"page\.md:8: the output differs"):
                 run(code, f"```text\n{wrong}\n```")
 
+    def test_units_and_lines_of_tables_go_with_the_numbers(self, run):
+        run("```python\nprint('time')\nprint(5 * '─')\nprint('1.2 ms')\n```", "```text\ntime\n──────\n345.6 us\n```")
+        run("```python\nprint('2 KiB left')\n```", "```text\n900 bytes left\n```")
+        with pytest.raises(AssertionError, match="differs"):
+            run("```python\nprint('2 steps')\n```", "```text\n2 scales\n```")
+
     def test_an_error_that_the_page_does_not_show_fails(self, run):
         with pytest.raises(AssertionError, match=r"line 2(.|\n)*ZeroDivisionError"):
             run("```python\n1 / 0\n```", "```python\nnever\n```")
