@@ -45,7 +45,7 @@ input, target = loader[0]
 
 _FILE = re.compile(r"# ([\w./-]+\.(?:py|yaml))\n")
 _STATUS = re.compile(r"#.* exit status (\d+)")
-_NUMBER = re.compile(r"\d[\d.,]*(?:e[+-]?\d+)?(?: (?:[num]?s|bytes|[KMG]iB)\b)?")  # with its unit
+_NUMBER = re.compile(r"(?:(?<=\s)-)?\d[\d.,]*(?:e[+-]?\d+)?(?: (?:[num]?s|bytes|[KMG]iB)\b)?")  # with sign and unit
 
 
 def _shown(text: str) -> list[str]:

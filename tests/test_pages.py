@@ -85,9 +85,10 @@ class TestThePagesOfThisFile:
             with pytest.raises(AssertionError, match=r"page\.md:8: the output differs"):
                 run(code, f"```text\n{wrong}\n```")
 
-    def test_units_and_lines_of_tables_go_with_the_numbers(self, run):
+    def test_signs_and_units_and_lines_of_tables_go_with_the_numbers(self, run):
         run("```python\nprint('time')\nprint(5 * '─')\nprint('1.2 ms')\n```", "```text\ntime\n──────\n345.6 us\n```")
         run("```python\nprint('2 KiB left')\n```", "```text\n900 bytes left\n```")
+        run("```python\nprint('worse by -0.1')\n```", "```text\nworse by 0.2\n```")
         with pytest.raises(AssertionError, match="differs"):
             run("```python\nprint('2 steps')\n```", "```text\n2 scales\n```")
 
