@@ -367,7 +367,7 @@ def code_blocks() -> list[tuple[str, str]]:
 
 
 def test_code_of_all_pages_is_python_and_names_what_amp_has():
-    # tests/test_pages.py runs them; this is for those that it must leave out.
+    # tests/integration/test_pages.py runs them; this is for those that it must leave out.
     blocks = code_blocks()
     assert len(blocks) > 40
     faults = []

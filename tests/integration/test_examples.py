@@ -183,5 +183,5 @@ def test_all_of_them_are_run() -> None:
     run_here = {getattr(script, "values", [script])[0] for script in SCRIPTS} | {name for name, *_ in UNDER_TORCHRUN}
     run_here.add("tune")
     page = (EXAMPLES.parent / "docs" / "guide" / "find_an_overflow.md").read_text(encoding="utf-8")
-    run_here |= set(re.findall(r"^ *python examples/(\w+)\.py", page, re.MULTILINE))  # by tests/test_pages.py
+    run_here |= set(re.findall(r"^ *python examples/(\w+)\.py", page, re.MULTILINE))  # by test_pages.py
     assert {path.stem for path in EXAMPLES.iterdir() if path.suffix == ".py"} == run_here
