@@ -16,7 +16,7 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from unittest import SkipTest
+from unittest import SkipTest, mock
 
 from sybil import Document, Example
 from sybil.parsers.markdown import ClearNamespaceParser, CodeBlockParser, SkipParser
@@ -45,7 +45,9 @@ input, target = loader[0]
 
 _FILE = re.compile(r"# ([\w./-]+\.(?:py|yaml))\n")
 _STATUS = re.compile(r"#.* exit status (\d+)")
-_NUMBER = re.compile(r"(?<![A-Za-z_\d])\d[\d.,]*(?:e[+-]?\d+)?(?: (?:[num]?s|bytes|[KMG]iB)\b)?")  # with its unit
+_NUMBER = re.compile(
+    r"(?:(?<=\s)-)?(?<![A-Za-z_\d])\d[\d.,]*(?:e[+-]?\d+)?(?: (?:[num]?s|bytes|[KMG]iB)\b)?"
+)  # its unit
 
 
 def _shown(text: str) -> list[str]:
@@ -95,7 +97,8 @@ class PageRun:
         """
         left_out = []
         self._begin_anew()
-        with contextlib.chdir(self._folder), warnings.catch_warnings():
+        terminal = mock.patch.dict(os.environ, COLUMNS="120")
+        with contextlib.chdir(self._folder), warnings.catch_warnings(), terminal:
             warnings.simplefilter("always")
             try:
                 for example in self._document:

@@ -89,8 +89,9 @@ class TestThePagesOfThisFile:
         with pytest.raises(AssertionError, match="differs"):
             run("```python\nprint(torch.float16)\n```", "```text\ntorch.float32\n```")
 
-    def test_units_and_lines_of_tables_go_with_the_numbers(self, run):
+    def test_signs_and_units_and_lines_of_tables_go_with_the_numbers(self, run):
         run("```python\nprint('time')\nprint(5 * '─')\nprint('1.2 ms')\n```", "```text\ntime\n──────\n345.6 us\n```")
+        run("```python\nprint('worse by -0.1')\n```", "```text\nworse by 0.2\n```")
         run("```python\nprint('2 KiB left')\n```", "```text\n900 bytes left\n```")
         with pytest.raises(AssertionError, match="differs"):
             run("```python\nprint('2 steps')\n```", "```text\n2 scales\n```")
