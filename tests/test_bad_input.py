@@ -213,6 +213,9 @@ OPTIONS = [
     option("keep_fp32 contradicts opt_level='O0'.*use opt_level='O1'", opt_level="O0", keep_fp32=[nn.BatchNorm1d]),
     option("cast_lists contradicts opt_level='O2'.*patch_torch_functions=True", opt_level="O2", cast_lists={}),
     option("keep_fp32 has 'rest', which matches .*Its submodules are '0', '1' and", opt_level="O2", keep_fp32="rest"),
+    option(
+        "keep_fp32 has '1.weight', .*It is a parameter: name its submodule, '1'", opt_level="O2", keep_fp32="1.weight"
+    ),
     option("keep_fp32 has 5; expected names of submodules", opt_level="O2", keep_fp32=5),
     option("keep_fp32 has <class 'int'>; expected names", opt_level="O2", keep_fp32=[int]),
     option(

@@ -53,11 +53,15 @@ def check_keep_fp32(keep_fp32: object) -> KeepFloat32:
 
 def check_matches(models: Iterable[nn.Module], keep_fp32: KeepFloat32) -> None:
     """Raises `OptionError`, with the nearest names, if an entry of ``keep_fp32`` matches no submodule."""
+    models = list(models)
     submodules = [(name, module) for model in models for name, module in model.named_modules() if name]
     for wanted in keep_fp32:
         if not any(matches(wanted, name, module) for name, module in submodules):
             shown = repr(wanted) if isinstance(wanted, str) else wanted.__name__
             hint = near_names(shown.strip("'"), submodules)
+            parameters = {name for model in models for name, _ in model.named_parameters()}
+            if isinstance(wanted, str) and wanted in parameters and "." in wanted:
+                hint = f" It is a parameter: name its submodule, {wanted.rpartition('.')[0]!r}."
             raise OptionError(f"keep_fp32 has {shown}, which matches no submodule of the model.{hint}")
 
 
