@@ -45,9 +45,9 @@ input, target = loader[0]
 
 _FILE = re.compile(r"# ([\w./-]+\.(?:py|yaml))\n")
 _STATUS = re.compile(r"#.* exit status (\d+)")
-_NUMBER = re.compile(
-    r"(?:(?<=\s)-)?(?<![A-Za-z_\d])\d[\d.,]*(?:e[+-]?\d+)?(?: (?:[num]?s|bytes|[KMG]iB)\b)?"
-)  # its unit
+_NUMBER = re.compile(  # dates; and numbers, with sign and unit, that are no part of a name
+    r"\d{4}-\d\d-\d\dT[\d:+]+|(?:(?<=\s)-)?(?<![A-Za-z_\d])\d[\d.,]*(?:e[+-]?\d+)?(?: (?:[num]?s|bytes|[KMG]iB)\b)?"
+)
 
 
 def _shown(text: str) -> list[str]:
