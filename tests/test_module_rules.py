@@ -541,6 +541,11 @@ class TestFaults:
         )
         assert not amp.is_on()
 
+    def test_the_name_of_a_parameter(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        with pytest.raises(CastListError, match=r"'0\.weight', .*It is a parameter: name its submodule, '0'"):
+            amp.initialize(model, half_dtype=HALF, cast_lists={"modules": {"0.weight": "float32"}})
+
     def test_the_class_of_the_whole_model(self) -> None:
         with pytest.raises(CastListError, match=r"'Net', which matches no submodule of the model. It is the class of"):
             ruled({"Net": OWN})

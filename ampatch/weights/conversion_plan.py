@@ -53,20 +53,19 @@ def check_keep_fp32(keep_fp32: object) -> KeepFloat32:
 
 def check_matches(models: Iterable[nn.Module], keep_fp32: KeepFloat32) -> None:
     """Raises `OptionError`, with the nearest names, if an entry of ``keep_fp32`` matches no submodule."""
-    models = list(models)
     submodules = [(name, module) for model in models for name, module in model.named_modules() if name]
     for wanted in keep_fp32:
         if not any(matches(wanted, name, module) for name, module in submodules):
             shown = repr(wanted) if isinstance(wanted, str) else wanted.__name__
             hint = near_names(shown.strip("'"), submodules)
-            parameters = {name for model in models for name, _ in model.named_parameters()}
-            if isinstance(wanted, str) and wanted in parameters and "." in wanted:
-                hint = f" It is a parameter: name its submodule, {wanted.rpartition('.')[0]!r}."
             raise OptionError(f"keep_fp32 has {shown}, which matches no submodule of the model.{hint}")
 
 
 def near_names(wanted: str, submodules: Sequence[tuple[str, nn.Module]]) -> str:
     """Returns the names of submodules and classes next to one that matches none, as a sentence with a space before."""
+    owner, _, leaf = wanted.rpartition(".")
+    if any(name == owner and isinstance(getattr(module, leaf, None), nn.Parameter) for name, module in submodules):
+        return f" It is a parameter: name its submodule, {owner!r}."
     inner = [name for name, _ in submodules if name.endswith(f".{wanted}")][:3]  # as in a wrapper: "_orig_mod.head"
     if inner:
         return f" Did you mean {' or '.join(map(repr, inner))}?"
