@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 import test_architecture
+from pages import PAGES
 
 from ampatch import amp
 from ampatch.cast_lists.annotations import shipped_entries
@@ -352,10 +353,9 @@ def test_the_code_prints_what_the_page_says(name, capsys):
 
 def code_blocks() -> list[tuple[str, str]]:
     """Every Python block of the pages for users, with the page and its number as a name."""
-    pages = [ROOT / "README.md", DOCS / "index.md", *sorted((DOCS / "guide").glob("*.md"))]
     return [
         (f"{page.relative_to(ROOT)}, block {number}", textwrap.dedent(code))
-        for page in pages
+        for page in PAGES
         for number, code in enumerate(
             re.findall(r"^ *```python\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL), 1
         )
