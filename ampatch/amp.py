@@ -209,6 +209,7 @@ def initialize(
     on_overflow: OnOverflow = ...,
     check_finite: bool = ...,
     scaler: str | None = ...,
+    fused_linear: bool = ...,
 ) -> _Models: ...
 
 
@@ -244,6 +245,7 @@ def initialize(
     on_overflow: OnOverflow = ...,
     check_finite: bool = ...,
     scaler: str | None = ...,
+    fused_linear: bool = ...,
 ) -> tuple[_Models, _Optimizers]: ...
 
 
@@ -278,6 +280,7 @@ def initialize(
     on_overflow: OnOverflow = "log",
     check_finite: bool = False,
     scaler: str | None = None,
+    fused_linear: bool = False,
 ) -> Any:
     """Sets up mixed precision for models and their optimizers.
 
@@ -340,6 +343,11 @@ def initialize(
             ceiling of 2**24, and no floor. "torch": neither, as in ``torch.amp.GradScaler``. None: 2**-24 and 2**24.
             The default initial scale, factors and window are the same in all three. A scale without a floor raises
             `LossScaleError` at 2**-126. Apex's and torch's scales go on falling to 0.
+        fused_linear: whether a linear layer is one node of autograd's graph, which gives its float32 weight a float32
+            gradient without a half one before it, at O1 and O4. An experiment. It is for calls of
+            ``torch.nn.functional.linear`` in eager code whose weight is a trained `torch.nn.Parameter`; all others are
+            made as without it. Where torch has no product of half matrices with a float32 result (it has one on CUDA
+            only), the product is rounded to half as without it.
 
     Returns:
         The same objects, as they were passed: a model, or a model and an optimizer; a list for a list.
@@ -400,6 +408,7 @@ def initialize(
         profile_casts=_flag("profile_casts", profile_casts),
         on_overflow=with_requested_trace(check_on_overflow(on_overflow)),
         check_finite=_flag("check_finite", check_finite),
+        fused_linear=_fuses_linear(fused_linear, properties),
     )
     live, outgoing = _joined_and_replaced(settings)
     _check_optimizers(optimizer_list, model_list, live, outgoing)
@@ -424,6 +433,16 @@ def initialize(
     if verbose:
         logger.info("amp is on: %s", properties)
     return models if optimizers is None else (models, optimizers)
+
+
+def _fuses_linear(fused_linear: object, properties: opt_levels.Properties) -> bool:
+    """Returns the flag ``fused_linear``, checked against the opt level."""
+    if _flag("fused_linear", fused_linear) and not properties.patch_torch_functions:
+        raise OptionError(
+            f"fused_linear=True contradicts opt_level={properties.opt_level!r}, at which no list casts linear layers. "
+            "Leave fused_linear out, or use opt_level='O1'."
+        )
+    return bool(fused_linear)
 
 
 def deinitialize() -> None:

@@ -137,6 +137,8 @@ def _settings(session: Session) -> dict[str, Any]:
         "allow_banned": settings.allow_banned,
         "loss_scale": properties.loss_scale,
     }
+    if settings.fused_linear:  # named only then, so that older checkpoints have the same policy
+        told["fused_linear"] = True
     if not scale.dynamic:
         return {**told, "check_finite": settings.check_finite}  # a dynamic scale always checks
     named = [field.name for field in fields(ScalePolicy) if field.name != "dynamic"]

@@ -41,6 +41,7 @@ from ampatch.patching.adapters import Adapters
 from ampatch.patching.cast_labels import LabellingCache
 from ampatch.patching.complex_numbers import is_complex, modules_that_call
 from ampatch.patching.function_patches import FunctionPatches, Registration
+from ampatch.patching.fused_linear import FusedLinear
 from ampatch.patching.kept_modules import keep_in_float32
 from ampatch.patching.module_rules import give_own_rules, tokens_of
 from ampatch.patching.weight_cache import WeightCache
@@ -192,7 +193,14 @@ class Session:
         self._tokens = tokens_of(of_parts)
         self.lists_of_parts = {self._tokens[entry]: lists.of_module(entry) for entry in of_parts}
         self._functions = FunctionPatches(
-            self.ledger, self._adapters, self._accelerator, self.switch, for_half_models=not self.patches_functions
+            self.ledger,
+            self._adapters,
+            self._accelerator,
+            self.switch,
+            for_half_models=not self.patches_functions,
+            fused_linear=FusedLinear(self.cache, settings.properties.half_dtype, self.device_types)
+            if settings.fused_linear
+            else None,
         )
 
     @property
@@ -269,6 +277,7 @@ class Session:
             self._warn_of_undone_edits()
         if self.patches_functions:
             self._functions.install(self.settings.lists, self.registered, self.lists_of_parts)
+            self._check_fused()
         else:
             self._functions.install(self.settings.lists, ())
         if self.patches_functions:
@@ -280,6 +289,13 @@ class Session:
         if self.lists_of_parts:
             thread_rules.carry(self.ledger)
         compilers.forget_compiled()
+
+    def _check_fused(self) -> None:
+        if self.settings.fused_linear and not self._functions.fuses_linear:
+            raise OptionError(
+                "fused_linear=True has no effect here: no list casts torch.nn.functional.linear to half, or it was "
+                "registered or replaced by another library. Leave fused_linear out, or put linear on the whitelist."
+            )
 
     def _warn_of_undone_edits(self) -> None:
         edits = [known.as_edit() for known in self.registered]

@@ -44,6 +44,7 @@ class Settings:
         profile_casts: True if casts have labels in ``torch.profiler``.
         on_overflow: what happens after a skipped step.
         check_finite: True if steps look for inf and NaN in their gradients, whatever the scale.
+        fused_linear: True if linear layers are one node of the graph, and give weights float32 gradients.
     """
 
     properties: Properties
@@ -59,6 +60,7 @@ class Settings:
     profile_casts: bool = False
     on_overflow: OnOverflow = "log"
     check_finite: bool = False
+    fused_linear: bool = False
 
     def difference(self, asked: Settings) -> str:
         """Returns text that names each argument in which ``asked`` differs, with both values; empty if none does."""
@@ -100,7 +102,14 @@ class Settings:
             **{name: getattr(self.scale_policy, name) for name in _SCALE_ARGUMENTS},
             **{
                 name: getattr(self, name)
-                for name in ("exact_hooks", "check_finite", "allow_banned", "enable_caching", "profile_casts")
+                for name in (
+                    "exact_hooks",
+                    "check_finite",
+                    "fused_linear",
+                    "allow_banned",
+                    "enable_caching",
+                    "profile_casts",
+                )
             },
             "on_overflow": name_of_choice(self.on_overflow),
         }
@@ -117,6 +126,7 @@ _PLAIN_FIELDS = (
     "cast_model_outputs",
     "exact_hooks",
     "check_finite",
+    "fused_linear",
     "allow_banned",
     "enable_caching",
     "profile_casts",

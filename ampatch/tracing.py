@@ -9,6 +9,7 @@ import types
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 # Packages of torch that run below an operator under a tracer, as C++ kernels do without one. Their calls are not user
 # code, and casting them would give the operator a result of the wrong type.
@@ -26,6 +27,20 @@ class ObservingMode(TorchDispatchMode):
     """A dispatch mode that only watches: below it, amp casts and keeps casts as without it."""
 
     supports_higher_order_operators = True  # such as torch.cond
+
+
+# Dispatch modes that record no graph: those of selective checkpointing (for running a region, and for recomputing it),
+# and those that only watch.
+_WITHOUT_GRAPH = (_CachingTorchDispatchMode, _CachedTorchDispatchMode, ObservingMode)
+
+
+def is_traced() -> bool:
+    """Returns True under ``torch.jit.trace`` and under a dispatch mode, except those that record no graph."""
+    if torch._C._get_tracing_state() is not None:
+        return True
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return not all(isinstance(mode, _WITHOUT_GRAPH) for mode in _get_current_dispatch_mode_stack())
 
 
 def is_recording() -> bool:

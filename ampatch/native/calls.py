@@ -151,7 +151,14 @@ class Accelerator:
         if self._module is not None:
             self._caster.set_device_types(tuple(device_types))
 
-    def accelerate(self, wrapper: Any, original: Callable[..., Any], plain_cast: PlainCast | None, reason: str) -> Any:
+    def accelerate(
+        self,
+        wrapper: Any,
+        original: Callable[..., Any],
+        plain_cast: PlainCast | None,
+        reason: str,
+        product: str | None = None,
+    ) -> Any:
         """Returns a copy of the wrapper that runs in C++.
 
         Returns the wrapper itself if Python is in use or ``plain_cast`` is None.
@@ -161,6 +168,8 @@ class Accelerator:
             original: function that it wraps.
             plain_cast: how the wrapper casts ordinary arguments; None if only the wrapper's own code can do it.
             reason: note for errors that a cast may have caused.
+            product: how a linear layer's weight gradients are computed if it is called as one node (`fused_linear`);
+                None for all other functions.
         """
         if self._module is None or plain_cast is None:
             return wrapper
@@ -170,7 +179,7 @@ class Accelerator:
         vars(function).update(vars(wrapper))
         how = (plain_cast.kind, plain_cast.dtype, plain_cast.positional)
         explain = functools.partial(cast_errors.add_note, reason)
-        self._module.accelerate(function, wrapper, self._caster, original, *how, explain)
+        self._module.accelerate(function, wrapper, self._caster, original, *how, explain, product)
         if hasattr(function, "__ampatch_python__"):  # only in Python 3.11: see csrc/calls/calls.cpp
             compilers.trace_instead(function)
         return function

@@ -52,12 +52,12 @@ def named(adapt: _Adapt, function: str) -> _Adapt:
 class LabellingCache(WeightCache):
     """A weight cache that labels every cast. A cache hit gets no label."""
 
-    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    def cast(self, tensor: Tensor, dtype: torch.dtype, with_graph: bool = True) -> Tensor:
         """Casts as `WeightCache.cast` does, under a label."""
-        if is_compiling() or self._has(tensor, dtype):
-            return super().cast(tensor, dtype)
+        if is_compiling() or self._has(tensor, dtype, with_graph):
+            return super().cast(tensor, dtype, with_graph)
         with _label("weight" if isinstance(tensor, Parameter) else "argument", _thread.function, dtype):
-            return super().cast(tensor, dtype)
+            return super().cast(tensor, dtype, with_graph)
 
     def cast_together(
         self, weights: Sequence[Tensor], dtype: torch.dtype, layout_of: Callable[[], Layout]
@@ -68,8 +68,8 @@ class LabellingCache(WeightCache):
         with _label("weights", _thread.function, dtype):
             return super().cast_together(weights, dtype, layout_of)
 
-    def _has(self, tensor: Tensor, dtype: torch.dtype) -> bool:
-        store = self._store(tensor) if type(tensor) is Parameter else None
+    def _has(self, tensor: Tensor, dtype: torch.dtype, with_graph: bool = True) -> bool:
+        store = self._store(tensor, with_graph) if type(tensor) is Parameter else None
         return store is not None and store.find(tensor, dtype) is not None
 
 

@@ -14,10 +14,11 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import wrapt
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from ampatch.cast_lists.list_edits import Edit
 from ampatch.cast_lists.lists import CastLists
@@ -30,8 +31,9 @@ from ampatch.patching import thread_rules
 from ampatch.patching.adapters import Adapt, Adapter, Adapters, Function, is_in_place
 from ampatch.patching.container_functions import Replacement, replace_in_containers
 from ampatch.patching.function_places import swept_modules
+from ampatch.patching.fused_linear import LINEAR, FusedLinear
 from ampatch.patching.thread_rules import Token
-from ampatch.patching.wrappers import Reason, wrap, wrap_for_half_models
+from ampatch.patching.wrappers import Fused, Reason, wrap, wrap_for_half_models
 from ampatch.switch import Switch
 
 
@@ -103,6 +105,10 @@ class FunctionPatches:
         accelerator: object that makes wrappers run in C++, if C++ is in use.
         switch: switch of the session.
         for_half_models: True to apply only the rules of functions that need float32, for models with half weights.
+        fused_linear: object that calls linear layers as one node; None to call them as torch does.
+
+    Attributes:
+        fuses_linear: True if linear layers that the lists cast to half are called as one node.
     """
 
     def __init__(
@@ -112,7 +118,10 @@ class FunctionPatches:
         accelerator: Accelerator,
         switch: Switch,
         for_half_models: bool = False,
+        fused_linear: FusedLinear | None = None,
     ) -> None:
+        self.fuses_linear = False
+        self._fused_linear = fused_linear
         self._ledger = ledger
         self._for_half_models = for_half_models
         self._adapters = adapters
@@ -354,9 +363,37 @@ class FunctionPatches:
         known = self._differing.get(rule.path)
         if known is None:
             adapter = functools.partial(self._adapters.for_rule, rule)
-            self._patch(owner, rule.path.name, adapter, _reason_of(rule.path, rule), rule.needs_float32)
+            self._patch(owner, rule.path.name, adapter, _reason_of(rule.path, rule), rule.needs_float32, {None: rule})
         else:
-            self._patch(owner, rule.path.name, functools.partial(self._choosing, known), known.reason)
+            rules: dict[Token | None, Rule | None] = {None: known.of_session}
+            rules.update(known.of_parts)
+            self._patch(owner, rule.path.name, functools.partial(self._choosing, known), known.reason, rules=rules)
+
+    def _fusing(self, original: Function, rules: Mapping[Token | None, Rule | None]) -> Fused | None:
+        """Returns the function that calls linear layers as one node, where their rule casts them to half.
+
+        Args:
+            original: function to patch.
+            rules: its rule in each part of a model that has rules of its own, by token; for None, in all others.
+        """
+        casting: set[Token | None] = {
+            token
+            for token, rule in rules.items()
+            if rule is not None and rule.treatment is Treatment.WHITELIST and not rule.when
+        }
+        if self._fused_linear is None or original is not LINEAR or not casting:
+            return None
+        self.fuses_linear = True
+        others = rules.keys() - casting
+        call = self._fused_linear.call
+        if not others:
+            return call
+
+        def call_in_parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+            token = thread_rules.in_force()
+            return call(args, kwargs) if (token if token in rules else None) in casting else None
+
+        return call_in_parts
 
     def _choosing(self, known: _Differing, original: Function) -> Adapter:
         """Returns the adapter of a function that parts of a model treat otherwise than the session does."""
@@ -374,6 +411,7 @@ class FunctionPatches:
         make_adapter: Callable[[Function], Adapter],
         reason: Reason,
         needs_float32: Sequence[str] = (),
+        rules: Mapping[Token | None, Rule | None] = types.MappingProxyType({}),
     ) -> None:
         held = _own_attribute(owner, name)
         kind = type(held) if isinstance(held, (staticmethod, classmethod)) else None
@@ -388,14 +426,16 @@ class FunctionPatches:
             if self._for_half_models:
                 wrapper = wrap_for_half_models(original, adapter, self._switch, reason, frozenset(needs_float32))
             else:
-                wrapper = wrap(original, adapter, self._switch, reason)
+                fused = self._fusing(original, rules)
+                wrapper = wrap(original, adapter, self._switch, reason, fused)
             # By this name pickle finds the wrapper while it is installed, and the original otherwise.
             if isinstance(owner, type):
                 wrapper.__module__, wrapper.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
             else:
                 wrapper.__module__, wrapper.__qualname__ = getattr(owner, "__name__", wrapper.__module__), name
             if not self._for_half_models and isinstance(reason, str):
-                wrapper = self._accelerator.accelerate(wrapper, original, adapter.plain_cast, reason)
+                product = None if fused is None or self._fused_linear is None else self._fused_linear.product
+                wrapper = self._accelerator.accelerate(wrapper, original, adapter.plain_cast, reason, product)
             self._originals[id(wrapper)] = (wrapper, original)
             _original_of[wrapper] = original
             (self._methods if is_class else self._wrappers)[id(original)] = wrapper

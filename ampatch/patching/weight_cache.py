@@ -5,7 +5,8 @@ The cache must never return a wrong cast. Constraints, and how the code keeps th
 - Grad mode: a cast made without grad has no graph, and a cast made with grad must not outlive its iteration. So there
   are three kinds of store, and a cast from one is never used in place of a cast from another.
   The *iteration* store serves code that records gradients. It is cleared at the end of a ``scale_loss`` block and at
-  every optimizer step.
+  every optimizer step. Beside it stand the casts that `fused_linear` takes, which have no graph: its node has the
+  parameter itself as an input.
   The *forward* store serves code that records none (``no_grad``, inference mode). It belongs to one thread, and exists
   only inside the outermost forward of an adopted model.
   A *frozen* store serves such code too, in every thread and outside of forwards. It holds only weights that the user
@@ -41,23 +42,18 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
-from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 from torch.nn import Parameter
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ampatch.casting import cast_observers
 from ampatch.casting.cast_store import Store
 from ampatch.native import calls
 from ampatch.patching.recurrent_weights import Layout, cast_each
-from ampatch.tracing import ObservingMode, is_capturing
+from ampatch.tracing import is_capturing, is_traced
 
 _T = TypeVar("_T")
-
-# Dispatch modes that record no graph: those of selective checkpointing (for running a region, and for recomputing it),
-# and those that only watch.
-_WITHOUT_GRAPH = (_CachingTorchDispatchMode, _CachedTorchDispatchMode, ObservingMode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +96,10 @@ class WeightCache:
         self.state.sweep_at = self._SWEEP_FROM
         self._enabled = enabled
         self._iteration = calls.new_store()
+        self._without_graph = calls.new_store()
         if enabled:
             self.state.iteration = self._iteration
+            self.state.without_graph = self._without_graph
         self._frozen: list[_Frozen] = []  # oldest first
         self._thread = _Thread()
         self._replayed: set[int] = set()  # ids of parameters that a CUDA graph updates
@@ -110,20 +108,28 @@ class WeightCache:
         """Returns the numbers of casts and hits so far."""
         return CastCounts(self.state.casts, self.state.hits)
 
-    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    def cast(self, tensor: Tensor, dtype: torch.dtype, with_graph: bool = True) -> Tensor:
         """Casts a tensor; uses the kept cast of a parameter that has not changed since.
 
         Args:
             tensor: tensor of any shape, in a castable type other than ``dtype``.
             dtype: type to cast to.
+            with_graph: False for a cast of a parameter for `fused_linear`, while gradients are recorded.
 
         Returns:
-            A tensor of the same shape in ``dtype``, linked to ``tensor`` in the graph as by `Tensor.to`.
+            A tensor of the same shape in ``dtype``, linked to ``tensor`` in the graph as by `Tensor.to`. Without a
+            graph, a leaf that requires grad as the parameter does.
         """
         if is_compiling():
             return tensor.to(dtype)
+        if not with_graph:
+            with torch.no_grad():
+                cast = self._cast_in(self._store(tensor, with_graph=False), tensor, dtype)
+                return cast.requires_grad_(tensor.requires_grad)
+        return self._cast_in(self._store(tensor) if type(tensor) is Parameter else None, tensor, dtype)
+
+    def _cast_in(self, store: Store | None, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         state = self.state
-        store = self._store(tensor) if type(tensor) is Parameter else None
         observer = cast_observers.observer
         if store is None:
             state.casts += 1
@@ -155,7 +161,7 @@ class WeightCache:
         Returns:
             The casts, in the order of the weights. Under tracers and transforms, each has memory of its own.
         """
-        if _is_traced() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if is_traced() or torch._C._functorch.peek_interpreter_stack() is not None:
             return cast_each(weights, dtype, self.cast)
         layout, state = layout_of(), self.state
         stores = [self._store(weight) if type(weight) is Parameter else None for weight in weights]
@@ -193,8 +199,7 @@ class WeightCache:
 
     def nbytes(self) -> int:
         """Returns the memory of the kept casts in bytes, without those of forwards that run in other threads."""
-        stores = [self._iteration, self.state.forward, *(block.store for block in list(self._frozen))]
-        return sum(cast.nbytes for store in stores if store is not None for _, _, cast in store.entries())
+        return sum(cast.nbytes for store in self._stores() for _, _, cast in store.entries())
 
     def clear(self) -> None:
         """Drops every cast, except casts of forwards that run in other threads."""
@@ -204,14 +209,13 @@ class WeightCache:
 
     def forget(self, parameter: Tensor) -> None:
         """Drops the casts of a parameter, except casts of forwards that run in other threads."""
-        for store in (self._iteration, self.state.forward, *(block.store for block in list(self._frozen))):
-            if store is not None:
-                store.forget([id(parameter)])
+        for store in self._stores():
+            store.forget([id(parameter)])
 
     def disable(self) -> None:
         """Stops keeping casts for good: for weights that are gathered before their layer runs, and freed after it."""
         self._enabled = False
-        self.state.iteration = None
+        self.state.iteration = self.state.without_graph = None
         self._serve_forward(None)
         self.clear()
 
@@ -219,6 +223,7 @@ class WeightCache:
         """Drops the casts of the iteration and of a forward that runs in this thread."""
         state = self.state
         self._iteration.clear()
+        self._without_graph.clear()
         state.sweep_at = self._SWEEP_FROM
         if state.forward is not None:
             state.forward.clear()
@@ -236,7 +241,8 @@ class WeightCache:
         if is_capturing():
             self._replayed.update(map(id, updated()))
             if self._replayed:
-                self.state.iteration = self.state.frozen = None  # from now on `_store` decides for each weight
+                # From now on `_store` decides for each weight.
+                self.state.iteration = self.state.without_graph = self.state.frozen = None
         if self._frozen:
             keys = [id(parameter) for parameter in updated()]
             for block in list(self._frozen):
@@ -289,18 +295,34 @@ class WeightCache:
         self._thread.forward = store
 
     def __len__(self) -> int:
-        stores = [self._iteration, self.state.forward, *(block.store for block in self._frozen)]
-        return sum(len(store) for store in stores if store is not None)
+        return sum(map(len, self._stores()))
 
-    def _store(self, parameter: Tensor) -> Store | None:
-        """Returns the store to use for a parameter here and now; None under a tracer, or if there is none."""
-        if not self._enabled or _is_traced():
+    def _stores(self) -> list[Store]:
+        """Returns all stores, except those of forwards that run in other threads."""
+        stores = [
+            self._iteration,
+            self._without_graph,
+            self.state.forward,
+            *(block.store for block in list(self._frozen)),
+        ]
+        return [store for store in stores if store is not None]
+
+    def _store(self, parameter: Tensor, with_graph: bool = True) -> Store | None:
+        """Returns the store to use for a parameter here and now; None under a tracer, or if there is none.
+
+        Args:
+            parameter: the parameter.
+            with_graph: False for casts without a graph, while gradients are recorded.
+        """
+        if not self._enabled or is_traced():
             return None
         if parameter.is_cuda and is_capturing():
             # The graph of a cast from before holds the gradient's node of another stream, which torch would reuse.
             self.forget(parameter)
             return None
         changes_unseen = bool(self._replayed) and id(parameter) in self._replayed
+        if not with_graph:
+            return None if changes_unseen else self._without_graph
         # In inference mode nothing is recorded, whatever enable_grad() says.
         if is_grad_enabled() and not is_inference_mode_enabled():
             return None if changes_unseen else self._iteration
@@ -324,15 +346,6 @@ def _wait_for_readers(store: Store) -> None:
     devices = {cast.device for _, _, cast in store.entries() if cast.is_cuda}
     for device in () if is_capturing() else devices:
         torch.cuda.synchronize(device)
-
-
-def _is_traced() -> bool:
-    """Returns True under ``torch.jit.trace`` and under a dispatch mode, except those that record no graph."""
-    if _get_tracing_state() is not None:
-        return True
-    if not _len_torch_dispatch_stack():
-        return False
-    return not all(isinstance(mode, _WITHOUT_GRAPH) for mode in _get_current_dispatch_mode_stack())
 
 
 def _with_version(make: Callable[[], _T]) -> _T:

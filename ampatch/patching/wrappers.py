@@ -32,7 +32,11 @@ from ampatch.tracing import is_below_operators
 Reason = str | Callable[[], str]
 
 
-def wrap(original: Function, adapter: Adapter, switch: Switch, reason: Reason) -> Function:
+#: Makes a call in another way; None if it cannot make this one.
+Fused = Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None]
+
+
+def wrap(original: Function, adapter: Adapter, switch: Switch, reason: Reason, fused: Fused | None = None) -> Function:
     """Returns a plain function that adapts its arguments while casts are on, then calls the original.
 
     Args:
@@ -40,6 +44,7 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: Reason) -
         adapter: adapter of the function's rule.
         switch: switch of the session.
         reason: note that names the function and the list entry; added to errors that a cast may have caused.
+        fused: function that makes those calls that it can make; torch.compile does not see it.
     """
     thread, adapt = switch.thread, adapter.adapt
     overridden = _asking_overrides(original)
@@ -64,6 +69,9 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: Reason) -
             if has_torch_function((*args, *kwargs.values()) if kwargs else args):
                 adapted = adapted_for_override(adapt, args, kwargs)
                 return overridden(*adapted[0], **adapted[1])
+            result = None if fused is None or is_dynamo_compiling() else fused(args, kwargs)
+            if result is not None:
+                return result
             adapted = adapt(args, kwargs)
             return original(*adapted[0], **adapted[1])
         except Exception as error:

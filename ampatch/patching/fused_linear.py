@@ -1,0 +1,239 @@
+"""A linear layer as one node of autograd's graph, whose backward pass gives the weight a float32 gradient.
+
+Owns when a call of ``torch.nn.functional.linear`` may take that node, and the node in Python. The C++ in
+csrc/calls/fused_linear.cpp has the same, and must decide as this module does. A call that may not take the node is made
+as without it. The node must be torch's function in all that users see; docs/design/fused-linear.md lists the
+differences.
+
+Without it the weight's gradient is rounded to half, cast to float32 by a second kernel, and can overflow in half.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Set
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
+from torch._C import _is_any_autocast_enabled
+from torch.autograd import forward_ad
+from torch.autograd.function import FunctionCtx
+from torch.nn import Parameter
+
+from ampatch.casting.nested import CASTABLE
+from ampatch.errors import OptionError, did_you_mean
+from ampatch.tracing import is_traced
+
+# Operators, because torch's functions of these names are patched, and would cast.
+_mm: Callable[[Tensor, Tensor], Tensor] = torch.ops.aten.mm.default
+_mm_to_float32: Callable[[Tensor, Tensor, torch.dtype], Tensor] = torch.ops.aten.mm.dtype
+_sum = torch.ops.aten.sum.dim_IntList
+
+#: The function whose calls may take the node.
+LINEAR = torch.nn.functional.linear
+
+_VARIABLE = "AMPATCH_FUSED_LINEAR"
+
+#: How weight gradients are computed. "auto": operands in half and a float32 result, where torch has such a product (on
+#: CUDA), otherwise as "half". "half": a half product that is cast to float32, as without the node, bit for bit.
+#: "float32": as "auto", but elsewhere operands in float32. It serves to count overflows on a CPU.
+Product = Literal["auto", "half", "float32"]
+PRODUCTS: tuple[Product, ...] = ("auto", "half", "float32")
+
+
+def product() -> Product:
+    """Returns the product of weight gradients that the environment variable AMPATCH_FUSED_LINEAR asks for.
+
+    Raises:
+        OptionError: it has another value.
+    """
+    asked = os.environ.get(_VARIABLE, "auto")
+    for known in PRODUCTS:
+        if asked == known:
+            return known
+    raise OptionError(f"{_VARIABLE} is {asked!r}; expected {', '.join(PRODUCTS)}.{did_you_mean(asked, PRODUCTS)}")
+
+
+class Casts(Protocol):
+    """An object that casts tensors, and may keep the casts of weights."""
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype, with_graph: bool = True) -> Tensor:
+        """Returns a tensor of a castable type, cast to ``dtype``; without a graph, as a leaf."""
+
+
+class FusedLinear:
+    """Calls ``torch.nn.functional.linear`` as one node, where that is possible.
+
+    Args:
+        casts: object that casts the arguments.
+        dtype: half type of the products.
+        device_types: device types whose tensors are cast; the set may grow.
+
+    Attributes:
+        product: how weight gradients are computed.
+    """
+
+    def __init__(self, casts: Casts, dtype: torch.dtype, device_types: Set[str]) -> None:
+        self._casts = casts
+        self._dtype = dtype
+        self._device_types = device_types
+        self.product = product()
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Returns the result of a call with these arguments; None if the call may not take the node."""
+        given = _arguments(args, kwargs)
+        if given is None or not self._may_fuse(*given):
+            return None
+        input, weight, bias = given
+        casts, dtype = self._casts, self._dtype
+        half = _Halves(
+            casts.cast(weight, dtype, with_graph=False),
+            None if bias is None else casts.cast(bias, dtype, with_graph=False),
+            self.product,
+        )
+        input = input if input.dtype is dtype else casts.cast(input, dtype)
+        result: Tensor = _Linear.apply(input, weight, bias, half)  # type: ignore[no-untyped-call]
+        return result
+
+    def _may_fuse(self, input: Any, weight: Any, bias: Any) -> bool:
+        """Returns True for plain tensors and trained float32 parameters of fitting shapes, in plain eager code."""
+        return (
+            type(weight) is Parameter
+            and weight.requires_grad
+            and is_grad_enabled()
+            and not is_inference_mode_enabled()
+            and type(input) in (Tensor, Parameter)
+            and input.dtype in CASTABLE
+            and _is_plain(input)
+            and _is_weight(weight)
+            and weight.dim() == 2
+            and input.dim() >= 2
+            and input.shape[-1] == weight.shape[1]
+            and input.numel() > 0
+            and weight.numel() > 0
+            and input.device == weight.device
+            and (
+                bias is None
+                or (
+                    type(bias) is Parameter
+                    and _is_weight(bias)
+                    and bias.shape == weight.shape[:1]
+                    and bias.device == weight.device
+                )
+            )
+            and weight.device.type in self._device_types
+            and forward_ad._current_level < 0
+            and not _is_any_autocast_enabled()
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and not is_traced()
+        )
+
+
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any] | None:
+    """Returns input, weight and bias; None if the call has other arguments, or lacks one."""
+    names = ("input", "weight", "bias")
+    given = dict(zip(names, args, strict=False))
+    if len(args) > len(names) or given.keys() & kwargs.keys() or kwargs.keys() - set(names):
+        return None
+    given |= kwargs
+    return (given["input"], given["weight"], given.get("bias")) if {"input", "weight"} <= given.keys() else None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_neg() and not tensor._is_zerotensor()
+
+
+def _is_weight(parameter: Parameter) -> bool:
+    return parameter.dtype is torch.float32 and parameter.is_leaf and _is_plain(parameter)
+
+
+class _Halves(NamedTuple):
+    """What the node computes with, beside its inputs. Autograd does not look for tensors in here.
+
+    Attributes:
+        weight: cast of the weight, without a graph.
+        bias: cast of the bias, without a graph; None if there is no bias.
+        product: how weight gradients are computed.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    product: Product
+
+
+class _Linear(torch.autograd.Function):
+    """The node. Weight and bias are float32 leaves; the arithmetic is that of their half casts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,  # noqa: ARG004 - an input of the node, so that it gets a gradient
+        half: _Halves,
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(input, half.weight)
+        ctx.weight, ctx.product = weight, half.product
+        return LINEAR(input, half.weight, half.bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        if grad is None:
+            return None, None, None, None
+        input, weight = ctx.saved_tensors
+        of_input, of_weight, of_bias = ctx.needs_input_grad[:3]
+        is_recorded = is_grad_enabled()
+        if is_recorded:  # a second backward pass follows: it must find the parameter behind its cast
+            weight = _Cast.apply(ctx.weight, weight)  # type: ignore[no-untyped-call]
+        rows, inputs = grad.reshape(-1, weight.shape[0]), input.reshape(-1, weight.shape[1])
+        return (
+            _input_gradient(rows, inputs, weight).reshape(input.shape) if of_input else None,
+            _weight_gradient(rows, inputs, weight, ctx.product, is_recorded) if of_weight else None,
+            _bias_gradient(rows, ctx.product) if of_bias else None,
+            None,
+        )
+
+
+class _Cast(torch.autograd.Function):
+    """The cast of a parameter, with a graph, where the values of the cast exist already."""
+
+    @staticmethod
+    def forward(_: FunctionCtx, __: Tensor, cast: Tensor) -> Tensor:
+        return cast.detach()
+
+    @staticmethod
+    def backward(_: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.float(), None
+
+
+def _input_gradient(rows: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+    # The order of operands follows the layout of the other factor, as in torch's own backward pass: same bits.
+    if inputs.stride() == (1, inputs.shape[0]):
+        return _mm(weight.t(), rows.t()).t()
+    return _mm(rows, weight)
+
+
+def _weight_gradient(rows: Tensor, inputs: Tensor, weight: Tensor, product: Product, is_recorded: bool) -> Tensor:
+    left, right = (rows, inputs) if weight.t().stride() == (1, weight.shape[1]) else (inputs, rows)
+    if is_in_float32(rows, product):
+        # torch cannot differentiate the first form.
+        found = (
+            _mm(left.t().float(), right.float())
+            if is_recorded or not rows.is_cuda
+            else _mm_to_float32(left.t(), right, torch.float32)
+        )
+    else:
+        found = _mm(left.t(), right).float()
+    return found if left is rows else found.t()
+
+
+def _bias_gradient(rows: Tensor, product: Product) -> Tensor:
+    gradient: Tensor = _sum(rows, [0], False, dtype=torch.float32 if is_in_float32(rows, product) else None)
+    return gradient.float()
+
+
+def is_in_float32(rows: Tensor, product: Product) -> bool:
+    """Returns True if the gradients of weight and bias are to be computed in float32 from half gradients of a layer."""
+    return product == "float32" or (product == "auto" and rows.is_cuda)
