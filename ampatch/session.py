@@ -41,7 +41,7 @@ from ampatch.patching.adapters import Adapters
 from ampatch.patching.cast_labels import LabellingCache
 from ampatch.patching.complex_numbers import is_complex, modules_that_call
 from ampatch.patching.function_patches import FunctionPatches, Registration
-from ampatch.patching.fused_linear import FusedLinear
+from ampatch.patching.fused_linear import LinearCalls
 from ampatch.patching.kept_modules import keep_in_float32
 from ampatch.patching.module_rules import give_own_rules, tokens_of
 from ampatch.patching.weight_cache import WeightCache
@@ -198,7 +198,7 @@ class Session:
             self._accelerator,
             self.switch,
             for_half_models=not self.patches_functions,
-            fused_linear=FusedLinear(self.cache, settings.properties.half_dtype, self.device_types)
+            fused_linear=LinearCalls(self.cache, settings.properties.half_dtype, self.device_types)
             if settings.fused_linear
             else None,
         )

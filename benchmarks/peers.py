@@ -211,13 +211,13 @@ class Apex(WithAmp):
 
 class Ampatch(WithAmp):
     def __init__(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, half: torch.dtype, opt_level: str, cast_lists: Any = None
+        self, model: nn.Module, make_optimizer: MakeOptimizer, half: torch.dtype, opt_level: str, **settings: Any
     ) -> None:
         # Imported here, so that other peers' processes do not import ampatch. The kernels have no public name.
         from ampatch import amp
         from ampatch.native import kernels
 
-        super().__init__(amp, model, make_optimizer, half, opt_level=opt_level, half_dtype=half, cast_lists=cast_lists)
+        super().__init__(amp, model, make_optimizer, half, opt_level=opt_level, half_dtype=half, **settings)
         self.kernels = kernels
         self.scaler = amp.LossScaler("dynamic" if self.scales else 1.0, max_loss_scale=LOSS_SCALE)
         # Both sequences have the order of the model's parameters.
@@ -382,6 +382,10 @@ CONTENDERS = {
     "ampatch O1 in Python": Contender(O1, AUTOCAST, environment={"AMPATCH_CALLS": "python"}),
     "ampatch O1, autocast's casts": Contender(
         functools.partial(O1, cast_lists=AS_AUTOCAST), AUTOCAST, skips=("calls", "convnet", "MLP", "layers")
+    ),
+    # One node for each linear layer.
+    "ampatch O1 with fused_linear": Contender(
+        functools.partial(O1, fused_linear=True), AUTOCAST, skips=("calls", "convnet", "MLP", "layers")
     ),
     BY_HAND: Contender(ByHand, BY_HAND, skips=("calls",)),
     "ampatch O2": Contender(O2, BY_HAND, skips=("calls",)),

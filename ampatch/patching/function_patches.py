@@ -31,7 +31,7 @@ from ampatch.patching import thread_rules
 from ampatch.patching.adapters import Adapt, Adapter, Adapters, Function, is_in_place
 from ampatch.patching.container_functions import Replacement, replace_in_containers
 from ampatch.patching.function_places import swept_modules
-from ampatch.patching.fused_linear import LINEAR, FusedLinear
+from ampatch.patching.fused_linear import LINEAR, LinearCalls
 from ampatch.patching.thread_rules import Token
 from ampatch.patching.wrappers import Fused, Reason, wrap, wrap_for_half_models
 from ampatch.switch import Switch
@@ -118,7 +118,7 @@ class FunctionPatches:
         accelerator: Accelerator,
         switch: Switch,
         for_half_models: bool = False,
-        fused_linear: FusedLinear | None = None,
+        fused_linear: LinearCalls | None = None,
     ) -> None:
         self.fuses_linear = False
         self._fused_linear = fused_linear
@@ -366,7 +366,8 @@ class FunctionPatches:
             self._patch(owner, rule.path.name, adapter, _reason_of(rule.path, rule), rule.needs_float32, {None: rule})
         else:
             rules: dict[Token | None, Rule | None] = {None: known.of_session}
-            rules.update(known.of_parts)
+            for token, each in known.of_parts.items():
+                rules[token] = each
             self._patch(owner, rule.path.name, functools.partial(self._choosing, known), known.reason, rules=rules)
 
     def _fusing(self, original: Function, rules: Mapping[Token | None, Rule | None]) -> Fused | None:

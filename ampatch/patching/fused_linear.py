@@ -62,7 +62,7 @@ class Casts(Protocol):
         """Returns a tensor of a castable type, cast to ``dtype``; without a graph, as a leaf."""
 
 
-class FusedLinear:
+class LinearCalls:
     """Calls ``torch.nn.functional.linear`` as one node, where that is possible.
 
     Args:
@@ -93,7 +93,7 @@ class FusedLinear:
             self.product,
         )
         input = input if input.dtype is dtype else casts.cast(input, dtype)
-        result: Tensor = _Linear.apply(input, weight, bias, half)  # type: ignore[no-untyped-call]
+        result: Tensor = FusedLinear.apply(input, weight, bias, half)  # type: ignore[no-untyped-call]
         return result
 
     def _may_fuse(self, input: Any, weight: Any, bias: Any) -> bool:
@@ -162,7 +162,7 @@ class _Halves(NamedTuple):
     product: Product
 
 
-class _Linear(torch.autograd.Function):
+class FusedLinear(torch.autograd.Function):
     """The node. Weight and bias are float32 leaves; the arithmetic is that of their half casts."""
 
     @staticmethod
@@ -186,7 +186,7 @@ class _Linear(torch.autograd.Function):
         of_input, of_weight, of_bias = ctx.needs_input_grad[:3]
         is_recorded = is_grad_enabled()
         if is_recorded:  # a second backward pass follows: it must find the parameter behind its cast
-            weight = _Cast.apply(ctx.weight, weight)  # type: ignore[no-untyped-call]
+            weight = LinkedCast.apply(ctx.weight, weight)  # type: ignore[no-untyped-call]
         rows, inputs = grad.reshape(-1, weight.shape[0]), input.reshape(-1, weight.shape[1])
         return (
             _input_gradient(rows, inputs, weight).reshape(input.shape) if of_input else None,
@@ -196,7 +196,7 @@ class _Linear(torch.autograd.Function):
         )
 
 
-class _Cast(torch.autograd.Function):
+class LinkedCast(torch.autograd.Function):
     """The cast of a parameter, with a graph, where the values of the cast exist already."""
 
     @staticmethod

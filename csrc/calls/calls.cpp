@@ -6,6 +6,7 @@
 // subclasses of tensors, modes, tracers, regions without casts, nested containers, an explicit dtype. The wrapper
 // handles every case and is the reference: the C++ must never decide differently.
 
+#include "fused_linear.h"
 #include "parameters.h"
 #include "pieces.h"
 #include "store.h"
@@ -24,6 +25,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <optional>
 #include <string_view>
 
@@ -56,6 +58,9 @@ namespace {
 // Interned, as are the names of keyword arguments in calls: equal names are usually the same object.
 PyObject* name_dtype;
 PyObject* name_out;
+PyObject* name_input;
+PyObject* name_weight;
+PyObject* name_bias;
 
 // Data shared by all calls of a session.
 struct Caster {
@@ -94,7 +99,9 @@ struct Caster {
   Ref cast(PyObject* object, ScalarType type);
   Ref cast_weight(PyObject* parameter, const Tensor& tensor, ScalarType type);
   Ref cast_anew(const Tensor& tensor, ScalarType type);
-  Ref cast_by_cache(PyObject* parameter, ScalarType type);
+  Ref cast_by_cache(PyObject* parameter, ScalarType type, bool with_graph = true);
+  // Returns the cast of a parameter without a graph, for `fused_linear`.
+  Ref cast_without_graph(PyObject* parameter, const Tensor& tensor, ScalarType type);
 };
 
 // Returns the tensor in another type, as Tensor.to does. Throws what Tensor.to throws.
@@ -156,9 +163,32 @@ Ref Caster::cast_weight(PyObject* parameter, const Tensor& tensor, ScalarType ty
   return made && store->keep(parameter, tensor, made.get(), index) ? std::move(made) : Ref();
 }
 
-Ref Caster::cast_by_cache(PyObject* parameter, ScalarType type) {
-  PyObject* args[] = {parameter, reinterpret_cast<PyObject*>(torch::getTHPDtype(type))};
-  return Ref::taken(PyObject_Vectorcall(cast_otherwise, args, 2, nullptr));
+Ref Caster::cast_by_cache(PyObject* parameter, ScalarType type, bool with_graph) {
+  PyObject* args[] = {
+      parameter, reinterpret_cast<PyObject*>(torch::getTHPDtype(type)), with_graph ? Py_True : Py_False};
+  return Ref::taken(PyObject_Vectorcall(cast_otherwise, args, with_graph ? 2 : 3, nullptr));
+}
+
+Ref Caster::cast_without_graph(PyObject* parameter, const Tensor& tensor, ScalarType type) {
+  Store* store = state->for_fused();
+  if (store == nullptr || (tensor.is_cuda() && !is_not_capturing())) {
+    return cast_by_cache(parameter, type, false);
+  }
+  const int index = index_of(type);
+  if (PyObject* kept = store->find(parameter, tensor, index)) {
+    ++state->hits;
+    return Ref::shared(kept);
+  }
+  if (tensor.is_inference() || store->size() >= state->sweep_at) {
+    return cast_by_cache(parameter, type, false);
+  }
+  const Ref held = Ref::shared(reinterpret_cast<PyObject*>(store));  // other code may drop the store meanwhile
+  const at::NoGradGuard without_graph;
+  Ref made = cast_anew(tensor, type);
+  if (made) {
+    tensor_of(made.get()).set_requires_grad(tensor.requires_grad());
+  }
+  return made && store->keep(parameter, tensor, made.get(), index) ? std::move(made) : Ref();
 }
 
 Ref Caster::cast(PyObject* object, ScalarType type) {
@@ -245,6 +275,8 @@ struct Call {
   Py_ssize_t positional;  // with more positional arguments, one of them is `dtype` or `out`
   Kind kind;
   ScalarType type;
+  bool is_fused;  // linear layers that may be called as one node
+  Product product;
   bool has_frame;  // the original is a Python function, and so torch.compile must see the wrapper
 };
 
@@ -323,12 +355,75 @@ class Arguments {
     return true;
   }
 
+  // Calls a linear layer as one node; returns null without an exception if it may not.
+  PyObject* call_fused() {
+    PyObject* given[3] = {nullptr, nullptr, nullptr};
+    if (!at::GradMode::is_enabled() || c10::InferenceMode::is_enabled() || !find_arguments(given)) {
+      return nullptr;
+    }
+    Caster* caster = call_->caster;
+    const bool has_bias = given[2] != nullptr && given[2] != Py_None;
+    if (!is_tensor(given[0]) || !is_parameter(given[1]) || (has_bias && !is_parameter(given[2]))) {
+      return nullptr;
+    }
+    const Tensor& weight = tensor_of(given[1]);
+    const Tensor bias = has_bias ? tensor_of(given[2]) : Tensor();
+    if (!caster->is_here(weight) || !may_fuse(tensor_of(given[0]), weight, bias)) {
+      return nullptr;
+    }
+    HANDLE_TH_ERRORS
+    const Ref half_weight = caster->cast_without_graph(given[1], weight, type_);
+    const Ref half_bias = half_weight && has_bias ? caster->cast_without_graph(given[2], bias, type_) : Ref();
+    const Ref input = caster->casts(tensor_of(given[0]), type_) ? caster->cast(given[0], type_) : Ref::shared(given[0]);
+    if (!half_weight || (has_bias && !half_bias) || !input) {
+      return nullptr;
+    }
+    return wrapped(result_of(tensor_of(input.get()),
+                             weight,
+                             bias,
+                             tensor_of(half_weight.get()),
+                             has_bias ? tensor_of(half_bias.get()) : Tensor()));
+    END_HANDLE_TH_ERRORS
+  }
+
   PyObject* call_original(size_t flags) {
     return casts_ || tells_dtype_ ? explained(call_with_cast())
                                   : PyObject_Vectorcall(call_->original, args_, flags, names_);
   }
 
  private:
+  Tensor result_of(const Tensor& input,
+                   const Tensor& weight,
+                   const Tensor& bias,
+                   const Tensor& half_weight,
+                   const Tensor& half_bias) const {
+    const pybind11::gil_scoped_release released;
+    return fused_linear(input, weight, bias, half_weight, half_bias, call_->product);
+  }
+
+  static bool is_parameter(PyObject* object) {
+    return Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(ParameterClass);
+  }
+
+  // Finds input, weight and bias; returns false if the call has other arguments, or lacks one.
+  bool find_arguments(PyObject** given) const {
+    if (positional_ > 3) {
+      return false;
+    }
+    std::copy(args_, args_ + positional_, given);
+    PyObject* const names[] = {name_input, name_weight, name_bias};
+    for (Py_ssize_t i = positional_; i < count_; ++i) {
+      PyObject* name = PyTuple_GET_ITEM(names_, i - positional_);
+      const auto* found =
+          std::find_if(std::begin(names), std::end(names), [&](PyObject* known) { return is_named(name, known); });
+      if (found == std::end(names) || given[found - names] != nullptr) {
+        return false;
+      }
+      given[found - names] = args_[i];
+    }
+    return given[0] != nullptr && given[1] != nullptr;
+  }
+
   // Adds a note with the name of the function to an error from a call with cast arguments, if a cast may be the cause.
   PyObject* explained(PyObject* result) const {
     if (result != nullptr || !PyErr_ExceptionMatches(PyExc_Exception)) {
@@ -519,6 +614,12 @@ PyObject* run(PyObject* function, PyObject* const* args, size_t flags, PyObject*
       is_known = arguments.inspect();
     } catch (const std::exception&) {  // a tensor that cannot be inspected: Python reports the error
     }
+    if (is_known && call->is_fused) {
+      PyObject* result = arguments.call_fused();
+      if (result != nullptr || PyErr_Occurred()) {
+        return result;
+      }
+    }
     if (is_known) {
       return arguments.call_original(flags);
     }
@@ -589,16 +690,19 @@ bool kind_of(std::string_view text, Kind* kind) {
   return true;
 }
 
-// accelerate(function, python, caster, original, kind, dtype, positional, explain): makes calls of `function` run in
-// C++, with the results of calls of `python`. No other code may hold `function` yet.
+// accelerate(function, python, caster, original, kind, dtype, positional, explain, product): makes calls of `function`
+// run in C++, with the results of calls of `python`. `product` is None, except for linear layers that may be called as
+// one node. No other code may hold `function` yet.
 PyObject* accelerate(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *object, *python, *caster, *original, *dtype, *explain;
   const char* kind_text;
+  const char* product_text;
   Py_ssize_t positional;
   Kind kind;
+  Product product = Product::automatic;
   if (!PyArg_ParseTuple(args,
-                        "O!O!O!OsOnO",
+                        "O!O!O!OsOnOz",
                         &PyFunction_Type,
                         &object,
                         &PyFunction_Type,
@@ -609,8 +713,9 @@ PyObject* accelerate(PyObject*, PyObject* args) {
                         &kind_text,
                         &dtype,
                         &positional,
-                        &explain) ||
-      !kind_of(kind_text, &kind)) {
+                        &explain,
+                        &product_text) ||
+      !kind_of(kind_text, &kind) || (product_text != nullptr && !product_of(product_text, &product))) {
     return nullptr;
   }
   TORCH_CHECK_TYPE(dtype == Py_None ? kind == Kind::promote : THPDtype_Check(dtype), "expected a dtype");
@@ -626,6 +731,8 @@ PyObject* accelerate(PyObject*, PyObject* args) {
   call->python = Py_NewRef(python);
   call->positional = positional;
   call->kind = kind;
+  call->is_fused = product_text != nullptr;
+  call->product = product;
   call->has_frame = PyFunction_Check(original);
   call->type = dtype == Py_None ? ScalarType::Undefined : reinterpret_cast<THPDtype*>(dtype)->scalar_type;
   const Ref address = Ref::taken(PyLong_FromVoidPtr(object));
@@ -678,8 +785,12 @@ PyMODINIT_FUNC PyInit__calls() {
 #endif
   name_dtype = PyUnicode_InternFromString("dtype");
   name_out = PyUnicode_InternFromString("out");
+  name_input = PyUnicode_InternFromString("input");
+  name_weight = PyUnicode_InternFromString("weight");
+  name_bias = PyUnicode_InternFromString("bias");
   Ref made = Ref::taken(PyModule_Create(&module_definition));
-  if (!made || name_dtype == nullptr || name_out == nullptr || PyType_Ready(&call_type) < 0 ||
+  if (!made || name_dtype == nullptr || name_out == nullptr || name_input == nullptr || name_weight == nullptr ||
+      name_bias == nullptr || PyType_Ready(&call_type) < 0 ||
       PyModule_AddType(made.get(), &caster_type) < 0 || !add_store_types(made.get()) ||
       !add_parameter_functions(made.get()) || !add_pieces_functions(made.get())) {
     return nullptr;

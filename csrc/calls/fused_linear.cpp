@@ -1,0 +1,201 @@
+// The node of a linear layer: the same arithmetic, in the same order, as the node in fused_linear.py, which says why.
+
+#include "fused_linear.h"
+
+#include <torch/csrc/python_headers.h>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+
+#include <memory>
+#include <mutex>
+
+#include "tensors.h"
+
+namespace ampatch {
+
+namespace {
+
+using torch::autograd::Edge;
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+// How torch holds nodes: a std::shared_ptr, or a c10::intrusive_ptr in later versions.
+using Held = decltype(Edge::function);
+
+template <class Made, class Pointer = Held>
+auto make_node() {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
+    return std::shared_ptr<Made>(new Made(), [](auto* node) { deleteNode(node); });
+  } else {
+    return c10::make_intrusive<Made>();
+  }
+}
+
+bool is_in_float32(const Tensor& rows, Product product) {
+  return product == Product::float32 || (product == Product::automatic && rows.is_cuda());
+}
+
+Tensor input_gradient(const Tensor& rows, const Tensor& inputs, const Tensor& weight) {
+  if (inputs.stride(0) == 1 && inputs.stride(1) == inputs.size(0)) {
+    return weight.t().mm(rows.t()).t();
+  }
+  return rows.mm(weight);
+}
+
+Tensor weight_gradient(
+    const Tensor& rows, const Tensor& inputs, const Tensor& weight, Product product, bool is_recorded) {
+  const bool is_usual = weight.stride(1) == 1 && weight.stride(0) == weight.size(1);
+  const Tensor left = (is_usual ? rows : inputs).t();
+  const Tensor& right = is_usual ? inputs : rows;
+  Tensor found;
+  if (!is_in_float32(rows, product)) {
+    found = left.mm(right).to(ScalarType::Float);
+  } else if (is_recorded || !rows.is_cuda()) {  // torch cannot differentiate the other form
+    found = left.to(ScalarType::Float).mm(right.to(ScalarType::Float));
+  } else {
+    found = at::mm(left, right, ScalarType::Float);
+  }
+  return is_usual ? found : found.t();
+}
+
+Tensor bias_gradient(const Tensor& rows, Product product) {
+  return is_in_float32(rows, product) ? rows.sum({0}, false, ScalarType::Float)
+                                      : rows.sum({0}, false).to(ScalarType::Float);
+}
+
+// The cast of a parameter, where the values of the cast exist already.
+struct LinkedCastBackward : Node {
+  std::string name() const override {
+    return "LinkedCastBackward";
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    return {grads[0].defined() ? grads[0].to(ScalarType::Float) : Tensor()};
+  }
+};
+
+struct FusedLinearBackward : Node {
+  SavedVariable input;
+  SavedVariable weight;  // the half cast, which has no graph
+  Product product;
+
+  std::string name() const override {
+    return "FusedLinearBackward";
+  }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    input.reset_data();
+    weight.reset_data();
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    variable_list found(3);
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) {
+      return found;
+    }
+    const Tensor given = input.unpack();
+    const bool is_recorded = at::GradMode::is_enabled();
+    // If this pass is recorded, a second one follows: it must find the parameter behind its cast.
+    const Tensor half = is_recorded ? linked(weight.unpack()) : weight.unpack();
+    const Tensor rows = grad.reshape({-1, half.size(0)});
+    const Tensor inputs = given.reshape({-1, half.size(1)});
+    if (task_should_compute_output(0)) {
+      found[0] = input_gradient(rows, inputs, half).reshape(given.sizes());
+    }
+    if (task_should_compute_output(1)) {
+      found[1] = weight_gradient(rows, inputs, half, product, is_recorded);
+    }
+    if (task_should_compute_output(2)) {
+      found[2] = bias_gradient(rows, product);
+    }
+    return found;
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(input, false);
+    args.collect(weight, false);
+    args.collect(static_cast<int64_t>(product));
+  }
+
+  variable_list apply_with_saved(const variable_list& grads,
+                                 torch::dynamo::autograd::SwapSavedVariables& saved) override {
+    saved.before(input);
+    saved.before(weight);
+    variable_list found = apply(variable_list(grads));
+    saved.after(input);
+    saved.after(weight);
+    return found;
+  }
+
+ private:
+  Tensor linked(const Tensor& cast) const {
+    const auto node = make_node<LinkedCastBackward>();
+    node->add_next_edge(next_edge(1));
+    Tensor made = cast.variable_data();
+    set_history(made, node);
+    return made;
+  }
+};
+
+bool is_weight(const Tensor& tensor) {
+  return tensor.scalar_type() == ScalarType::Float && is_ordinary(tensor) && tensor.is_leaf() &&
+         !tensor._fw_grad(0).defined();
+}
+
+}  // namespace
+
+bool product_of(std::string_view text, Product* product) {
+  if (text == "auto") {
+    *product = Product::automatic;
+  } else if (text == "half") {
+    *product = Product::half;
+  } else if (text == "float32") {
+    *product = Product::float32;
+  } else {
+    PyErr_SetString(PyExc_ValueError, "expected the product auto, half or float32");
+    return false;
+  }
+  return true;
+}
+
+bool may_fuse(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+  return weight.requires_grad() && is_weight(weight) && weight.dim() == 2 && is_ordinary(input) && input.dim() >= 2 &&
+         input.size(-1) == weight.size(1) && input.numel() > 0 && weight.numel() > 0 &&
+         input.device() == weight.device() && !input._fw_grad(0).defined() &&
+         (!bias.defined() || (is_weight(bias) && bias.dim() == 1 && bias.size(0) == weight.size(0) &&
+                              bias.device() == weight.device()));
+}
+
+Tensor fused_linear(const Tensor& input,
+                    const Tensor& weight,
+                    const Tensor& bias,
+                    const Tensor& half_weight,
+                    const Tensor& half_bias,
+                    Product product) {
+  const auto node = make_node<FusedLinearBackward>();
+  node->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
+  node->input = SavedVariable(input, false);
+  node->weight = SavedVariable(half_weight, false);
+  node->product = product;
+  Tensor result;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    result = at::linear(input, half_weight, bias.defined() ? std::make_optional(half_bias) : std::nullopt);
+  }
+  set_history(result, node);
+  return result;
+}
+
+}  // namespace ampatch
