@@ -32,6 +32,23 @@ class Chosen(Generic[_T]):
     why: str
 
 
+def checked(variable: str, choices: Collection[str], choice: str | None = None) -> str:
+    """Returns a valid choice.
+
+    Args:
+        variable: environment variable that is read if the caller names no choice.
+        choices: valid choices, "auto" among them.
+        choice: what the caller asks for; None for the value of the variable, "auto" by default.
+
+    Raises:
+        OptionError: the choice is not a valid one.
+    """
+    asked = os.environ.get(variable, "auto") if choice is None else choice
+    if asked not in choices:
+        raise OptionError(f"{variable} is {asked!r}; expected {', '.join(choices)}.{did_you_mean(asked, choices)}")
+    return asked
+
+
 class Selection(Generic[_T]):
     """A choice between implementations, made once for this process.
 
@@ -67,13 +84,7 @@ class Selection(Generic[_T]):
             OptionError: the choice is not a valid one.
             KernelError: the implementation is not available.
         """
-        asked = os.environ.get(self._variable, "auto") if choice is None else choice
-        if asked not in self._choices:
-            raise OptionError(
-                f"{self._variable} is {asked!r}; expected {', '.join(self._choices)}."
-                f"{did_you_mean(asked, self._choices)}"
-            )
-        self.chosen = self._choose(asked)
+        self.chosen = self._choose(checked(self._variable, self._choices, choice))
         return self.chosen
 
     def current(self) -> Chosen[_T]:

@@ -365,9 +365,7 @@ class FunctionPatches:
             adapter = functools.partial(self._adapters.for_rule, rule)
             self._patch(owner, rule.path.name, adapter, _reason_of(rule.path, rule), rule.needs_float32, {None: rule})
         else:
-            rules: dict[Token | None, Rule | None] = {None: known.of_session}
-            for token, each in known.of_parts.items():
-                rules[token] = each
+            rules: dict[Token | None, Rule | None] = {None: known.of_session, **dict(known.of_parts.items())}
             self._patch(owner, rule.path.name, functools.partial(self._choosing, known), known.reason, rules=rules)
 
     def _fusing(self, original: Function, rules: Mapping[Token | None, Rule | None]) -> Fused | None:

@@ -10,9 +10,8 @@ Without it the weight's gradient is rounded to half, cast to float32 by a second
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Set
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
@@ -22,7 +21,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import Parameter
 
 from ampatch.casting.nested import CASTABLE
-from ampatch.errors import OptionError, did_you_mean
+from ampatch.native.selection import checked
 from ampatch.tracing import is_traced
 
 # Operators, because torch's functions of these names are patched, and would cast.
@@ -33,26 +32,10 @@ _sum = torch.ops.aten.sum.dim_IntList
 #: The function whose calls may take the node.
 LINEAR = torch.nn.functional.linear
 
-_VARIABLE = "AMPATCH_FUSED_LINEAR"
-
 #: How weight gradients are computed. "auto": operands in half and a float32 result, where torch has such a product (on
 #: CUDA), otherwise as "half". "half": a half product that is cast to float32, as without the node, bit for bit.
 #: "float32": as "auto", but elsewhere operands in float32. It serves to count overflows on a CPU.
-Product = Literal["auto", "half", "float32"]
-PRODUCTS: tuple[Product, ...] = ("auto", "half", "float32")
-
-
-def product() -> Product:
-    """Returns the product of weight gradients that the environment variable AMPATCH_FUSED_LINEAR asks for.
-
-    Raises:
-        OptionError: it has another value.
-    """
-    asked = os.environ.get(_VARIABLE, "auto")
-    for known in PRODUCTS:
-        if asked == known:
-            return known
-    raise OptionError(f"{_VARIABLE} is {asked!r}; expected {', '.join(PRODUCTS)}.{did_you_mean(asked, PRODUCTS)}")
+PRODUCTS = ("auto", "half", "float32")
 
 
 class Casts(Protocol):
@@ -71,14 +54,17 @@ class LinearCalls:
         device_types: device types whose tensors are cast; the set may grow.
 
     Attributes:
-        product: how weight gradients are computed.
+        product: how weight gradients are computed: one of `PRODUCTS`.
+
+    Raises:
+        OptionError: the environment variable AMPATCH_FUSED_LINEAR has another value.
     """
 
     def __init__(self, casts: Casts, dtype: torch.dtype, device_types: Set[str]) -> None:
         self._casts = casts
         self._dtype = dtype
         self._device_types = device_types
-        self.product = product()
+        self.product = checked("AMPATCH_FUSED_LINEAR", PRODUCTS)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Returns the result of a call with these arguments; None if the call may not take the node."""
@@ -159,7 +145,7 @@ class _Halves(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
-    product: Product
+    product: str
 
 
 class FusedLinear(torch.autograd.Function):
@@ -173,6 +159,7 @@ class FusedLinear(torch.autograd.Function):
         bias: Tensor | None,  # noqa: ARG004 - an input of the node, so that it gets a gradient
         half: _Halves,
     ) -> Tensor:
+        """Returns the half result, of shape (..., out_features)."""
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(input, half.weight)
         ctx.weight, ctx.product = weight, half.product
@@ -180,6 +167,7 @@ class FusedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        """Returns the gradients of the half input, and of the float32 weight and bias."""
         if grad is None:
             return None, None, None, None
         input, weight = ctx.saved_tensors
@@ -201,10 +189,12 @@ class LinkedCast(torch.autograd.Function):
 
     @staticmethod
     def forward(_: FunctionCtx, __: Tensor, cast: Tensor) -> Tensor:
+        """Returns the values of the cast."""
         return cast.detach()
 
     @staticmethod
     def backward(_: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        """Returns the gradient of the float32 parameter."""
         return grad.float(), None
 
 
@@ -215,7 +205,7 @@ def _input_gradient(rows: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
     return _mm(rows, weight)
 
 
-def _weight_gradient(rows: Tensor, inputs: Tensor, weight: Tensor, product: Product, is_recorded: bool) -> Tensor:
+def _weight_gradient(rows: Tensor, inputs: Tensor, weight: Tensor, product: str, is_recorded: bool) -> Tensor:
     left, right = (rows, inputs) if weight.t().stride() == (1, weight.shape[1]) else (inputs, rows)
     if is_in_float32(rows, product):
         # torch cannot differentiate the first form.
@@ -229,11 +219,11 @@ def _weight_gradient(rows: Tensor, inputs: Tensor, weight: Tensor, product: Prod
     return found if left is rows else found.t()
 
 
-def _bias_gradient(rows: Tensor, product: Product) -> Tensor:
+def _bias_gradient(rows: Tensor, product: str) -> Tensor:
     gradient: Tensor = _sum(rows, [0], False, dtype=torch.float32 if is_in_float32(rows, product) else None)
     return gradient.float()
 
 
-def is_in_float32(rows: Tensor, product: Product) -> bool:
+def is_in_float32(rows: Tensor, product: str) -> bool:
     """Returns True if the gradients of weight and bias are to be computed in float32 from half gradients of a layer."""
     return product == "float32" or (product == "auto" and rows.is_cuda)
