@@ -80,8 +80,9 @@ Tensor bias_gradient(const Tensor& rows, Product product) {
                                       : rows.sum({0}, false).to(ScalarType::Float);
 }
 
-// Which gradients are asked for: of input, weight and bias.
+// Which gradients are asked for: of input, bias and weight.
 using Asked = std::array<bool, 3>;
+constexpr size_t kWeight = 2;
 
 variable_list gradients(const Tensor& grad,
                         const Tensor& input,
@@ -92,8 +93,8 @@ variable_list gradients(const Tensor& grad,
   const Tensor rows = grad.reshape_symint({-1, weight.sym_size(0)});
   const Tensor inputs = input.reshape_symint({-1, weight.sym_size(1)});
   return {asked[0] ? input_gradient(rows, inputs, weight).reshape_symint(input.sym_sizes()) : Tensor(),
-          asked[1] ? weight_gradient(rows, inputs, weight, product, is_recorded) : Tensor(),
-          asked[2] ? bias_gradient(rows, product) : Tensor()};
+          asked[1] ? bias_gradient(rows, product) : Tensor(),
+          asked[2] ? weight_gradient(rows, inputs, weight, product, is_recorded) : Tensor()};
 }
 
 // Puts a call of a function into the graph that compiled autograd makes of the backward pass. torch binds the functions
@@ -209,7 +210,7 @@ struct FusedLinearBackward : Node {
 
   Tensor linked(const Tensor& cast) const {
     const auto node = make_node<LinkedCastBackward>();
-    node->add_next_edge(next_edge(1));
+    node->add_next_edge(next_edge(kWeight));
     Tensor made = cast.variable_data();
     set_history(made, node);
     return made;
@@ -252,7 +253,7 @@ Tensor fused_linear(const Tensor& input,
                     const Tensor& half_bias,
                     Product product) {
   const auto node = make_node<FusedLinearBackward>();
-  node->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
+  node->set_next_edges(torch::autograd::collect_next_edges(input, bias, weight));
   node->input = SavedVariable(input, false);
   node->weight = SavedVariable(half_weight, false);
   node->product = product;

@@ -236,9 +236,9 @@ class TestFullySharded:
 
 
 def in_columns_and_rows(with_fsdp: bool, half: torch.dtype, fused: bool) -> tuple[int, Any]:
-    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 4))
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
     mesh = init_device_mesh("cpu", (2, 2) if with_fsdp else (2,), mesh_dim_names=("data", "model")[-1 - with_fsdp :])
-    parallelize_module(model, mesh["model"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    parallelize_module(model, mesh["model"], {"0": ColwiseParallel(), "1": RowwiseParallel()})  # whose result is not there yet
     if with_fsdp:
         fully_shard(model, mesh=mesh["data"])
     optimizer = set_up(model, half, fused)
