@@ -79,7 +79,7 @@ class LinearCalls:
             self.product,
         )
         input = input if input.dtype is dtype else casts.cast(input, dtype)
-        result: Tensor = FusedLinear.apply(input, weight, bias, half)  # type: ignore[no-untyped-call]
+        result: Tensor = FusedLinear.apply(input, bias, weight, half)  # type: ignore[no-untyped-call]
         return result
 
     def _may_fuse(self, input: Any, weight: Any, bias: Any) -> bool:
@@ -149,14 +149,18 @@ class _Halves(NamedTuple):
 
 
 class FusedLinear(torch.autograd.Function):
-    """The node. Weight and bias are float32 leaves; the arithmetic is that of their half casts."""
+    """The node. Weight and bias are float32 leaves; the arithmetic is that of their half casts.
+
+    The bias comes before the weight, so that autograd finishes its gradient first, as without the node. DDP, among
+    others, lays out its buckets in the order in which gradients arrive.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         input: Tensor,
-        weight: Tensor,
         bias: Tensor | None,  # noqa: ARG004 - an input of the node, so that it gets a gradient
+        weight: Tensor,
         half: _Halves,
     ) -> Tensor:
         """Returns the half result, of shape (..., out_features)."""
@@ -171,15 +175,15 @@ class FusedLinear(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         input, weight = ctx.saved_tensors
-        of_input, of_weight, of_bias = ctx.needs_input_grad[:3]
+        of_input, of_bias, of_weight = ctx.needs_input_grad[:3]
         is_recorded = is_grad_enabled()
         if is_recorded:  # a second backward pass follows: it must find the parameter behind its cast
             weight = LinkedCast.apply(ctx.weight, weight)  # type: ignore[no-untyped-call]
         rows, inputs = grad.reshape(-1, weight.shape[0]), input.reshape(-1, weight.shape[1])
         return (
             _input_gradient(rows, inputs, weight).reshape(input.shape) if of_input else None,
-            _weight_gradient(rows, inputs, weight, ctx.product, is_recorded) if of_weight else None,
             _bias_gradient(rows, ctx.product) if of_bias else None,
+            _weight_gradient(rows, inputs, weight, ctx.product, is_recorded) if of_weight else None,
             None,
         )
 

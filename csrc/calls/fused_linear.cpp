@@ -14,8 +14,11 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
+#include <array>
 #include <memory>
 #include <mutex>
+#include <utility>
+#include <vector>
 
 #include "tensors.h"
 
@@ -27,6 +30,10 @@ using torch::autograd::Edge;
 using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
+using torch::dynamo::autograd::CompiledNodeArgs;
+using torch::dynamo::autograd::IValuePacker;
+using torch::dynamo::autograd::PackedArgs;
+using torch::dynamo::autograd::SwapSavedVariables;
 
 // How torch holds nodes: a std::shared_ptr, or a c10::intrusive_ptr in later versions.
 using Held = decltype(Edge::function);
@@ -44,8 +51,9 @@ bool is_in_float32(const Tensor& rows, Product product) {
   return product == Product::float32 || (product == Product::automatic && rows.is_cuda());
 }
 
+// Sizes are symbols where torch compiles the backward pass for inputs of any length.
 Tensor input_gradient(const Tensor& rows, const Tensor& inputs, const Tensor& weight) {
-  if (inputs.stride(0) == 1 && inputs.stride(1) == inputs.size(0)) {
+  if (inputs.sym_stride(0) == 1 && inputs.sym_stride(1) == inputs.sym_size(0)) {
     return weight.t().mm(rows.t()).t();
   }
   return rows.mm(weight);
@@ -53,7 +61,7 @@ Tensor input_gradient(const Tensor& rows, const Tensor& inputs, const Tensor& we
 
 Tensor weight_gradient(
     const Tensor& rows, const Tensor& inputs, const Tensor& weight, Product product, bool is_recorded) {
-  const bool is_usual = weight.stride(1) == 1 && weight.stride(0) == weight.size(1);
+  const bool is_usual = weight.sym_stride(1) == 1 && weight.sym_stride(0) == weight.sym_size(1);
   const Tensor left = (is_usual ? rows : inputs).t();
   const Tensor& right = is_usual ? inputs : rows;
   Tensor found;
@@ -72,6 +80,47 @@ Tensor bias_gradient(const Tensor& rows, Product product) {
                                       : rows.sum({0}, false).to(ScalarType::Float);
 }
 
+// Which gradients are asked for: of input, bias and weight.
+using Asked = std::array<bool, 3>;
+constexpr size_t kWeight = 2;
+
+variable_list gradients(const Tensor& grad,
+                        const Tensor& input,
+                        const Tensor& weight,
+                        Product product,
+                        const Asked& asked,
+                        bool is_recorded) {
+  const Tensor rows = grad.reshape_symint({-1, weight.sym_size(0)});
+  const Tensor inputs = input.reshape_symint({-1, weight.sym_size(1)});
+  return {asked[0] ? input_gradient(rows, inputs, weight).reshape_symint(input.sym_sizes()) : Tensor(),
+          asked[1] ? bias_gradient(rows, product) : Tensor(),
+          asked[2] ? weight_gradient(rows, inputs, weight, product, is_recorded) : Tensor()};
+}
+
+// Puts a call of a function into the graph that compiled autograd makes of the backward pass. torch binds the functions
+// of its own C++ nodes so, too: see CppNode in torch/csrc/autograd/custom_function.h.
+variable_list call_in_graph(const Node& node,
+                            const variable_list& grads,
+                            SwapSavedVariables& saved,
+                            variable_list (*function)(const variable_list&, const std::vector<c10::IValue>&),
+                            const PackedArgs& packed) {
+  std::vector<at::TypePtr> schema;
+  for (const c10::IValue& value : packed.vec()) {
+    schema.push_back(value.isTensor() ? at::TensorType::get() : value.type());
+  }
+  const auto& python = torch::dynamo::autograd::getPyCompilerInterface();
+  const std::string name =
+      python->bind_function(saved.get_py_compiler(), node.name(), function, std::move(schema), true, true);
+  const auto metadata =
+      IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+          torch::dynamo::autograd::get_input_metadata(node.next_edges()));
+  return python->call_function(saved.get_py_compiler(), "apply_functional", name, grads, packed.vec(), metadata);
+}
+
+variable_list in_float32(const Tensor& grad) {
+  return {grad.defined() ? grad.to(ScalarType::Float) : Tensor()};
+}
+
 // The cast of a parameter, where the values of the cast exist already.
 struct LinkedCastBackward : Node {
   std::string name() const override {
@@ -79,7 +128,19 @@ struct LinkedCastBackward : Node {
   }
 
   variable_list apply(variable_list&& grads) override {
-    return {grads[0].defined() ? grads[0].to(ScalarType::Float) : Tensor()};
+    return in_float32(grads[0]);
+  }
+
+  void compiled_args(CompiledNodeArgs&) const override {
+  }
+
+  variable_list apply_with_saved(const variable_list& grads, SwapSavedVariables& saved) override {
+    return call_in_graph(*this, grads, saved, applied, PackedArgs());
+  }
+
+ private:
+  static variable_list applied(const variable_list& grads, const std::vector<c10::IValue>&) {
+    return in_float32(grads[0]);
   }
 };
 
@@ -100,49 +161,56 @@ struct FusedLinearBackward : Node {
 
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    variable_list found(3);
-    const Tensor& grad = grads[0];
-    if (!grad.defined()) {
-      return found;
+    if (!grads[0].defined()) {
+      return variable_list(3);
     }
     const Tensor given = input.unpack();
     const bool is_recorded = at::GradMode::is_enabled();
     // If this pass is recorded, a second one follows: it must find the parameter behind its cast.
     const Tensor half = is_recorded ? linked(weight.unpack()) : weight.unpack();
-    const Tensor rows = grad.reshape({-1, half.size(0)});
-    const Tensor inputs = given.reshape({-1, half.size(1)});
-    if (task_should_compute_output(0)) {
-      found[0] = input_gradient(rows, inputs, half).reshape(given.sizes());
-    }
-    if (task_should_compute_output(1)) {
-      found[1] = weight_gradient(rows, inputs, half, product, is_recorded);
-    }
-    if (task_should_compute_output(2)) {
-      found[2] = bias_gradient(rows, product);
-    }
-    return found;
+    return gradients(grads[0], given, half, product, asked(), is_recorded);
   }
 
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+  void compiled_args(CompiledNodeArgs& args) const override {
     args.collect(input, false);
     args.collect(weight, false);
     args.collect(static_cast<int64_t>(product));
   }
 
-  variable_list apply_with_saved(const variable_list& grads,
-                                 torch::dynamo::autograd::SwapSavedVariables& saved) override {
+  variable_list apply_with_saved(const variable_list& grads, SwapSavedVariables& saved) override {
     saved.before(input);
     saved.before(weight);
-    variable_list found = apply(variable_list(grads));
+    PackedArgs packed;
+    packed.pack(input.unpack());
+    packed.pack(weight.unpack());
+    packed.pack(static_cast<int64_t>(product));
+    packed.pack(asked());
+    variable_list found = call_in_graph(*this, grads, saved, applied, packed);
     saved.after(input);
     saved.after(weight);
     return found;
   }
 
  private:
+  // As `apply`, but compiled autograd never records a backward pass.
+  static variable_list applied(const variable_list& grads, const std::vector<c10::IValue>& args) {
+    if (!grads[0].defined()) {
+      return variable_list(3);
+    }
+    PackedArgs packed(args);
+    const auto input = packed.unpack<Tensor>();
+    const auto weight = packed.unpack<Tensor>();
+    const auto product = static_cast<Product>(packed.unpack<int64_t>());
+    return gradients(grads[0], input, weight, product, packed.unpack<Asked>(), false);
+  }
+
+  Asked asked() const {
+    return {task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
+  }
+
   Tensor linked(const Tensor& cast) const {
     const auto node = make_node<LinkedCastBackward>();
-    node->add_next_edge(next_edge(1));
+    node->add_next_edge(next_edge(kWeight));
     Tensor made = cast.variable_data();
     set_history(made, node);
     return made;
@@ -185,7 +253,7 @@ Tensor fused_linear(const Tensor& input,
                     const Tensor& half_bias,
                     Product product) {
   const auto node = make_node<FusedLinearBackward>();
-  node->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
+  node->set_next_edges(torch::autograd::collect_next_edges(input, bias, weight));
   node->input = SavedVariable(input, false);
   node->weight = SavedVariable(half_weight, false);
   node->product = product;
