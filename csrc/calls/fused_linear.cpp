@@ -9,6 +9,7 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -16,6 +17,7 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 
 #include "tensors.h"
 
@@ -38,6 +40,18 @@ auto make_node() {
   } else {
     return c10::make_intrusive<Made>();
   }
+}
+
+// True if no subclass, mode, transform or tangent sees the operators on a tensor.
+bool is_alone(const Tensor& tensor) {
+  const auto here = c10::impl::tls_local_dispatch_key_set();
+  return (here.included_ - c10::default_included_set).empty() &&
+         !tensor.key_set().has_any(c10::python_ks | c10::functorch_transforms_ks) && !tensor._fw_grad(0).defined();
+}
+
+// Views are not free on the host, so a matrix stays as it is.
+Tensor as_matrix(const Tensor& tensor, int64_t columns) {
+  return tensor.dim() == 2 ? tensor : tensor.reshape({-1, columns});
 }
 
 bool is_in_float32(const Tensor& rows, Product product) {
@@ -109,10 +123,15 @@ struct FusedLinearBackward : Node {
     const bool is_recorded = at::GradMode::is_enabled();
     // If this pass is recorded, a second one follows: it must find the parameter behind its cast.
     const Tensor half = is_recorded ? linked(weight.unpack()) : weight.unpack();
-    const Tensor rows = grad.reshape({-1, half.size(0)});
-    const Tensor inputs = given.reshape({-1, half.size(1)});
+    std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+    if (!is_recorded && is_alone(grad) && is_alone(given)) {  // autograd would do nothing
+      below.emplace();
+    }
+    const Tensor rows = as_matrix(grad, half.size(0));
+    const Tensor inputs = as_matrix(given, half.size(1));
     if (task_should_compute_output(0)) {
-      found[0] = input_gradient(rows, inputs, half).reshape(given.sizes());
+      const Tensor made = input_gradient(rows, inputs, half);
+      found[0] = given.dim() == 2 ? made : made.reshape(given.sizes());
     }
     if (task_should_compute_output(1)) {
       found[1] = weight_gradient(rows, inputs, half, product, is_recorded);
