@@ -9,6 +9,7 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -17,6 +18,7 @@
 #include <array>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -45,6 +47,22 @@ auto make_node() {
   } else {
     return c10::make_intrusive<Made>();
   }
+}
+
+// True if no subclass, mode, transform or tangent sees the operators on a tensor.
+bool is_alone(const Tensor& tensor) {
+  const auto here = c10::impl::tls_local_dispatch_key_set();
+  return (here.included_ - c10::default_included_set).empty() &&
+         !tensor.key_set().has_any(c10::python_ks | c10::functorch_transforms_ks) && !tensor._fw_grad(0).defined();
+}
+
+// Views are not free on the host, so matrices stay as they are.
+Tensor as_matrix(const Tensor& tensor, const c10::SymInt& columns) {
+  return tensor.dim() == 2 ? tensor : tensor.reshape_symint({-1, columns});
+}
+
+Tensor reshaped(const Tensor& matrix, const Tensor& model) {
+  return model.dim() == 2 ? matrix : matrix.reshape_symint(model.sym_sizes());
 }
 
 bool is_in_float32(const Tensor& rows, Product product) {
@@ -90,9 +108,9 @@ variable_list gradients(const Tensor& grad,
                         Product product,
                         const Asked& asked,
                         bool is_recorded) {
-  const Tensor rows = grad.reshape_symint({-1, weight.sym_size(0)});
-  const Tensor inputs = input.reshape_symint({-1, weight.sym_size(1)});
-  return {asked[0] ? input_gradient(rows, inputs, weight).reshape_symint(input.sym_sizes()) : Tensor(),
+  const Tensor rows = as_matrix(grad, weight.sym_size(0));
+  const Tensor inputs = as_matrix(input, weight.sym_size(1));
+  return {asked[0] ? reshaped(input_gradient(rows, inputs, weight), input) : Tensor(),
           asked[1] ? bias_gradient(rows, product) : Tensor(),
           asked[2] ? weight_gradient(rows, inputs, weight, product, is_recorded) : Tensor()};
 }
@@ -168,6 +186,10 @@ struct FusedLinearBackward : Node {
     const bool is_recorded = at::GradMode::is_enabled();
     // If this pass is recorded, a second one follows: it must find the parameter behind its cast.
     const Tensor half = is_recorded ? linked(weight.unpack()) : weight.unpack();
+    std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+    if (!is_recorded && is_alone(grads[0]) && is_alone(given)) {  // autograd would do nothing
+      below.emplace();
+    }
     return gradients(grads[0], given, half, product, asked(), is_recorded);
   }
 
