@@ -790,9 +790,8 @@ PyMODINIT_FUNC PyInit__calls() {
   name_bias = PyUnicode_InternFromString("bias");
   Ref made = Ref::taken(PyModule_Create(&module_definition));
   if (!made || name_dtype == nullptr || name_out == nullptr || name_input == nullptr || name_weight == nullptr ||
-      name_bias == nullptr || PyType_Ready(&call_type) < 0 ||
-      PyModule_AddType(made.get(), &caster_type) < 0 || !add_store_types(made.get()) ||
-      !add_parameter_functions(made.get()) || !add_pieces_functions(made.get())) {
+      name_bias == nullptr || PyType_Ready(&call_type) < 0 || PyModule_AddType(made.get(), &caster_type) < 0 ||
+      !add_store_types(made.get()) || !add_parameter_functions(made.get()) || !add_pieces_functions(made.get())) {
     return nullptr;
   }
   return made.release();
