@@ -383,15 +383,19 @@ def _public_names() -> list[str]:
 
 
 def _no_pattern(pattern: str) -> str:
-    """Returns the fault for a pattern, with the names to type instead: those that it matches, or the closest."""
+    """Returns the fault for a pattern under `EVERY_NAMESPACE`, with what to type instead, or the closest names."""
     fitting = [name for name in _public_names() if fnmatchcase(name, pattern)]
-    if fitting:
-        more = f", and {len(fitting) - _MOST_NAMED} more" if len(fitting) > _MOST_NAMED else ""
-        near = f" It would fit {', '.join(fitting[:_MOST_NAMED])}{more}."
-    else:
-        near = did_you_mean(re.sub(r"[*?\[\]]", "", pattern), _public_names())
-    expected = "a function's name: patterns are not accepted; type each name out."
-    return f"found the pattern {pattern!r}; expected {expected}{near}"
+    found = f"found the pattern {pattern!r}; expected a function's name under {EVERY_NAMESPACE!r}."
+    if not fitting:
+        return found + did_you_mean(re.sub(r"[*?\[\]]", "", pattern), _public_names())
+    # A list without namespaces, under `modules`, stands for `EVERY_NAMESPACE` too: there the key is yet to be typed.
+    homes = [namespace for namespace in NAMESPACES if patterns.functions(Path(namespace, pattern))]
+    typed = ", ".join(f'{namespace}: ["{pattern}"]' for namespace in homes)
+    more = f", and {len(fitting) - _MOST_NAMED} more" if len(fitting) > _MOST_NAMED else ""
+    return (
+        f"{found} Patterns stand under a namespace: type `{{{typed}}}`, or each name out: "
+        f"{', '.join(fitting[:_MOST_NAMED])}{more}."
+    )
 
 
 def _shared(listing: _Listing, earlier: _Listing) -> str:
