@@ -17,6 +17,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from ampatch.cast_lists.paths import Path, PathError, find
+from ampatch.cast_lists.spellings import NAMESPACES, spellings
 from ampatch.casting.nested import CASTABLE
 from ampatch.errors import OptionError, did_you_mean
 from ampatch.opt_levels import HALVES
@@ -44,9 +45,15 @@ def check_keep_fp32(keep_fp32: object) -> KeepFloat32:
     wanted = tuple(keep_fp32) if isinstance(keep_fp32, (list, tuple, set, frozenset)) else (keep_fp32,)
     for one in wanted:
         if not (isinstance(one, str) or (isinstance(one, type) and issubclass(one, nn.Module))):
+            if isinstance(one, nn.Module):  # whose repr has a line for each submodule
+                shown, hint = f"a {type(one).__name__}", f" Type its name, or {type(one).__name__!r} for all of them."
+            elif callable(one) and not isinstance(one, type) and hasattr(one, "__name__"):
+                shown, hint = f"the function {one.__name__}", _for_function(one.__name__)
+            else:
+                shown, hint = repr(one), ""
             raise OptionError(
-                f"keep_fp32 has {one!r}; expected names of submodules ('encoder.norm'), patterns ('*.norm') or classes "
-                "(torch.nn.LayerNorm, or 'LayerNorm'), one or a list of them."
+                f"keep_fp32 has {shown}; expected names of submodules ('encoder.norm'), patterns ('*.norm') or classes "
+                f"(torch.nn.LayerNorm, or 'LayerNorm'), one or a list of them.{hint}"
             )
     return wanted
 
@@ -69,12 +76,24 @@ def near_names(wanted: str, submodules: Sequence[tuple[str, nn.Module]]) -> str:
     inner = [name for name, _ in submodules if name.endswith(f".{wanted}")][:3]  # as in a wrapper: "_orig_mod.head"
     if inner:
         return f" Did you mean {' or '.join(map(repr, inner))}?"
+    full = f"torch.{wanted}"  # "nn.LayerNorm", as scripts type the class without quotes
+    if any(_is_of_class(full, module) for _, module in submodules):
+        return f" Type {full!r} or {leaf!r} for that class."
     names = [name for name, _ in submodules] + [type(module).__name__ for _, module in submodules]
     hint = did_you_mean(wanted, list(dict.fromkeys(names)))
     if hint:
         return hint
     some = [name for name, _ in submodules if "." not in name][:10]
-    return f" Its submodules are {', '.join(map(repr, some))} and those in them." if some else " It has none."
+    listed = f" Its submodules are {', '.join(map(repr, some))} and those in them." if some else " It has none."
+    return f"{listed}{_for_function(leaf)}" if owner in ("", "F", *NAMESPACES) else listed
+
+
+def _for_function(name: str) -> str:
+    """Returns what to type if a function of torch is to compute in float32; empty if no function has the name."""
+    if not spellings(name):
+        return ""
+    lists = {"blacklist": {"*": [name]}}
+    return f" To compute torch's function {name} in float32, type cast_lists={lists} at O1 or O4."
 
 
 @dataclass(frozen=True, slots=True)
