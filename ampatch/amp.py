@@ -486,7 +486,8 @@ def init(
 
     Args:
         enabled: False makes this a no-op.
-        loss_scale: a positive number, or "dynamic".
+        loss_scale: a positive number, or "dynamic". The default is Apex's, and holds in bfloat16 too, where
+            `initialize` has 1.
         enable_caching: whether cast weights are kept for the iteration.
         verbose: whether skipped steps are logged.
         allow_banned: whether banned functions run in float32 instead of raising.
