@@ -18,7 +18,7 @@ from ampatch.casting import write_back
 from ampatch.casting.cast_errors import may_be_of_mixed_types, names_missing_kernel
 from ampatch.casting.nested import cast_floating
 from ampatch.compilers import traced_within_others
-from ampatch.errors import AmpError, OptionError, UsageError, warn
+from ampatch.errors import AmpError, OptionError, UsageError, in_every_layer, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native import calls
 from ampatch.patching import cast_labels, replaced_forward
@@ -218,7 +218,7 @@ def note_types(
         at, trace = names.get(id(trace.tb_frame.f_locals.get("self")), at), trace.tb_next
     so_far = [each if isinstance(each, str) else each.__name__ for each in kept]
     # A submodule that is kept returns half again, so none helps the code of the model itself.
-    kept_part = f"keep_fp32={[*so_far, _every_layer(at)]}) to keep a part in float32" if at else ""
+    kept_part = f"keep_fp32={[*so_far, in_every_layer(at)]}) to keep a part in float32" if at else ""
     made = f"ampatch: amp.initialize has made this {type(model).__name__}'s weights {half}"
     if lacks_kernel:
         kept_part = f"Type amp.initialize(..., {kept_part}. Or type" if at else "Type amp.initialize(...) with"
@@ -237,15 +237,6 @@ def note_types(
         "method to), but no tensors of other objects, and none that the forward itself creates"
         f"{f' or that only {at!r} gets' if at else ''}. Type amp.initialize(..., {cure}opt_level='O1': both cast at "
         "each function."
-    )
-
-
-def _every_layer(name: str) -> str:
-    """Returns the pattern of a module's name in all layers: "layers.0.norm" becomes "layers.*.norm"."""
-    parts = name.split(".")
-    following = [*parts[1:], "0"]
-    return ".".join(
-        "*" if part.isdigit() and not after.isdigit() else part for part, after in zip(parts, following, strict=True)
     )
 
 
