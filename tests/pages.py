@@ -43,6 +43,9 @@ loader = [(torch.randn(32, 8), torch.randint(4, (32,))) for _ in range(4)]
 input, target = loader[0]
 """
 
+#: The page that readers follow from its first line on: its code runs without the preamble, and prints these numbers.
+FIRST_PAGE = ROOT / "docs" / "index.md"
+
 _FILE = re.compile(r"# ([\w./-]+\.(?:py|yaml))\n")
 _STATUS = re.compile(r"#.* exit status (\d+)")
 _NUMBER = re.compile(  # dates; and numbers, with sign and unit, that are no part of a name
@@ -53,6 +56,10 @@ _NUMBER = re.compile(  # dates; and numbers, with sign and unit, that are no par
 def _shown(text: str) -> list[str]:
     """The lines of an output without what differs between machines: numbers, and spaces and lines that fit them."""
     return [re.sub(r"[ \t]+|─+", " ", _NUMBER.sub("#", line)).strip() for line in text.strip().splitlines()]
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(each[0].replace(",", "").rstrip(".")) for each in map(str.split, _NUMBER.findall(text))]
 
 
 def _matches(found: list[str], page: list[str]) -> bool:
@@ -119,7 +126,8 @@ class PageRun:
 
     def _begin_anew(self) -> None:
         amp.deinitialize()
-        exec(PREAMBLE, self._document.namespace)
+        if self._page != FIRST_PAGE:
+            exec(PREAMBLE, self._document.namespace)
 
     def _python(self, example: Example) -> None:
         self._file(example)
@@ -177,6 +185,10 @@ class PageRun:
         found, page = _shown(output), _shown(example.parsed)
         difference = "\n".join(difflib.unified_diff(page, found, "the page", "found", lineterm=""))
         assert _matches(found, page), f"the output differs\n{difference}"
+        if self._page == FIRST_PAGE:
+            pairs = zip(_numbers(output), _numbers(example.parsed), strict=True)
+            greatest = max((abs(one - other) for one, other in pairs), default=0.0)
+            assert greatest < 0.05, f"a number differs by {greatest:.2g}"  # other processors round differently
 
 
 def skips_without_reason(page: Path) -> list[str]:
