@@ -1,9 +1,9 @@
 """Chooses the lists that this thread computes by: the session's, or those of a part of a model with its own rules.
 
 Owns the state of each thread, and the adapters that read it. A part's rules are in force in the thread that runs its
-forward. torch.compile must compile anew if they change, and it guards autocast's type for every device. So the state is
-autocast's type for a device that no tensor here uses: each set of rules has such a type, its token. Must not know
-models.
+forward. torch.compile must compile anew if the rules change, and it guards, for each thread, the type of every autocast
+that is on. So under a part's rules autocast is on for a device that no tensor here uses. Its type, the token, stands
+for the set of rules. Must not know models.
 """
 
 from __future__ import annotations
