@@ -1,7 +1,7 @@
 """Chooses the lists that this thread computes by: the session's, or those of a part of a model with its own rules.
 
 Owns the state of each thread, and the adapters that read it. A part's rules are in force in the thread that runs its
-forward. torch.compile must compile anew if the rules change, and it guards, for each thread, the type of every autocast
+forward. torch.compile must compile anew if the rules change. It guards, for each thread, the type of every autocast
 that is on. So under a part's rules autocast is on for a device that no tensor here uses. Its type, the token, stands
 for the set of rules. Must not know models.
 """
