@@ -1,6 +1,6 @@
 """The public functions of ampatch: each checks its arguments, then hands over to the live session.
 
-Owns no state. Everything is checked before anything is changed.
+Must hold no state, and must check all arguments before it changes anything.
 """
 
 from __future__ import annotations

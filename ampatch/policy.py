@@ -55,10 +55,14 @@ def effective(session: Session) -> dict[str, Any]:
     Tables are lists of rows, since ``torch.distributed.checkpoint`` loads only dicts with the same keys.
 
     Returns:
-        A dict with "format", "sha256" (see `digest`), "versions" of ampatch and torch, and `TABLES`: "settings" has the
-        arguments of ``amp.initialize`` that have an effect; "rules" has each function that a list names or that was
-        registered; "patterns" has each pattern, and "modules" each rule of parts of a model, the deciding one last;
-        "decorated" has each decorated function; "overlays" has the text of the user's lists.
+        A dict with "format", "sha256" (see `digest`), "versions" of ampatch and torch, and `TABLES`:
+
+        - "settings": the arguments of ``amp.initialize`` that have an effect.
+        - "rules": each function that a list names or that was registered.
+        - "patterns": each pattern. If several match a function, the last decides.
+        - "modules": each rule of parts of a model, in an order in which the last decides.
+        - "decorated": each decorated function.
+        - "overlays": the text of the user's lists.
     """
     in_order = _patterns(session)
     policy = {

@@ -914,7 +914,7 @@ class Session:
             adopted in model.modules() or model in adopted.modules() for adopted in self.models
         ):
             raise UsageError(
-                f"this {type(model).__name__} was never handed to amp.initialize, or is a copy of what was. Type: "
+                f"this {type(model).__name__} was never handed to amp.initialize, or is a copy of one that was. Type: "
                 "model = amp.initialize(model, ...), and use the model that it returns, or a wrapper around it."
             )
         return self.cache.frozen(model.parameters()) if self.patches_functions else contextlib.nullcontext()

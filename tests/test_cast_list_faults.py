@@ -319,13 +319,13 @@ WRONG_OPTION: dict[str, Case] = {
     "of another list": (
         "whitelist:\n  torch:\n  - {name: mm, via_dtype: true}\n  - {name: bmm, instead: mm}\n",
         [
-            ":3: 'via_dtype' means nothing here; it is for entries of 'blacklist'.",
-            ":4: 'instead' means nothing here; it is for entries of 'banned'.",
+            ":3: 'via_dtype' has no effect here; only entries of 'blacklist' take it.",
+            ":4: 'instead' has no effect here; only entries of 'banned' take it.",
         ],
     ),
     "a condition on what is unlisted": (
         "unlisted: {torch.nn.functional: [{name: gelu, when: {approximate: [tanh]}}]}",
-        [":1: 'when' means nothing here; it is for entries of 'whitelist', 'blacklist', 'promote', 'banned'."],
+        [":1: 'when' has no effect here; only entries of 'whitelist', 'blacklist', 'promote', 'banned' take it."],
     ),
     "no name": (
         "blacklist:\n  torch:\n  - dtypes: [float16]\n  - {}\n",

@@ -308,9 +308,9 @@ def covered(found: Coverage) -> list[str]:
         found: decisions to show.
 
     Returns:
-        A line with the numbers of callables that are listed, reviewed and undecided; a line for each list and each
-        reason, with its number; a line for each undecided callable; then for each list and reason its name, and its
-        functions by namespace.
+        First a line with the numbers of callables that are listed, reviewed and undecided. Then a line for each list
+        and each reason, with its number of callables, and a line for each undecided callable. Last, for each list and
+        reason, its name and its functions by namespace.
     """
     listed = {treatment.value: paths for treatment, paths in found.listed.items()}
     reviewed = {reason.name: paths for reason, paths in found.reviewed.items()}

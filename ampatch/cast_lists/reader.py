@@ -334,7 +334,7 @@ class Reading:
                 self.fault(key, f"unknown key {key.value!r}; expected {', '.join(known)}.{hint}")
             elif treatment not in option.lists:
                 names = ", ".join(repr(listed.value) for listed in option.lists if listed is not None)
-                self.fault(key, f"{key.value!r} means nothing here; it is for entries of {names}.")
+                self.fault(key, f"{key.value!r} has no effect here; only entries of {names} take it.")
             else:
                 try:
                     options[key.value] = option.read(value)

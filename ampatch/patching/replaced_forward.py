@@ -1,7 +1,7 @@
-"""A forward in the place of a module's own, which runs that under other casts, its part of a backward pass too.
+"""Replaces a module's forward by one that runs the original under other casts, its part of a backward pass too.
 
 Owns what all such forwards share: copies, pickles, generators and the backward passes of the user's functions. A hook
-could not do this: a compiler cannot enter a block in one hook and leave it in another. Must not know which casts.
+could not do this: a compiler cannot enter a block in one hook and leave it in another. Must not know which casts apply.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ Block = AbstractContextManager[None]
 class ReplacedForward(ABC):
     """The forward of a module until its session ends.
 
-    A deep copy of the module has one of its own, of the same session. A pickled one casts as its surroundings do.
+    A deep copy of the module gets its own, which belongs to the same session. An unpickled one casts like the code
+    around it.
 
     Attributes:
         own: the forward that it replaces.
-        switch: of the session; None after pickling.
+        switch: switch of the session; None after unpickling.
     """
 
     def __init__(self, module: nn.Module, own: Callable[..., Any], switch: Switch | None = None) -> None:
@@ -95,7 +96,7 @@ def check_replaceable(module: nn.Module, name: str, asked: str) -> None:
     Args:
         module: the module.
         name: its name in the model.
-        asked: what asks for the change, for the message.
+        asked: the option or entry that requests the change, for the message.
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise OptionError(
@@ -150,9 +151,9 @@ def _restore(module: nn.Module) -> ReplacedForward | None:
 
 
 def follow_replicas(ledger: PatchLedger) -> None:
-    """Patches torch, so that a replica in `torch.nn.DataParallel` runs its own forward by its own weights.
+    """Patches torch, so that a replica in `torch.nn.DataParallel` runs its own forward with its own weights.
 
-    torch copies the attributes of a module to its replicas, and so the forward of the original.
+    torch copies the attributes of a module to its replicas, the replaced forward among them.
     """
     replicate: Any = nn.Module._replicate_for_data_parallel
 
@@ -181,7 +182,7 @@ def _next_number() -> int:
 
 
 def _enclose_backward(result: object, first: int, block: Callable[[], Block]) -> None:
-    """Has the backward passes of the user's functions in a graph run in a block, as their forward did.
+    """Runs the backward passes of users' `torch.autograd.Function` classes in a graph in a block, as their forward ran.
 
     torch's own nodes run in C++, which no cast list reaches.
 

@@ -358,7 +358,7 @@ class MasterWeights:
 
     def _synchronise(self, pair: Pair) -> None:
         converted, parameter = pair.converted, pair.parameter
-        # `_was_written` syncs with the device, so it is called only if torch has counted a write to the master.
+        # `_was_written` syncs with the device: call it only if torch has counted a write to the master.
         if converted.was_updated and self._was_written(pair) and not _are_alike(pair):
             raise UsageError(self._both_written(pair))
         try:
