@@ -197,7 +197,11 @@ def hook_forward(
 
 
 def note_types(
-    model: nn.Module, error: BaseException | None, half: torch.dtype, kept: Sequence[str | type] = ()
+    model: nn.Module,
+    error: BaseException | None,
+    half: torch.dtype,
+    kept: Sequence[str | type] = (),
+    float32_outputs: Sequence[str | type] = (),
 ) -> None:
     """Adds a note, which says what to type, to an error about types that a half model's forward raised.
 
@@ -206,6 +210,7 @@ def note_types(
         error: exception that the forward raised; None if it returned. Errors of amp's, and errors with notes, get none.
         half: half type of the model's weights.
         kept: what stays float32 already.
+        float32_outputs: those of it whose outputs stay float32 as well.
     """
     if not isinstance(error, RuntimeError) or isinstance(error, AmpError) or getattr(error, "__notes__", None):
         return
@@ -216,7 +221,9 @@ def note_types(
     at, trace = None, error.__traceback__
     while trace is not None:
         at, trace = names.get(id(trace.tb_frame.f_locals.get("self")), at), trace.tb_next
-    so_far = [each if isinstance(each, str) else each.__name__ for each in kept]
+    so_far, wide = (
+        [each if isinstance(each, str) else each.__name__ for each in some] for some in (kept, float32_outputs)
+    )
     # A submodule that is kept returns half again, so none helps the code of the model itself.
     kept_part = f"keep_fp32={[*so_far, _every_layer(at)]}) to keep a part in float32" if at else ""
     made = f"ampatch: amp.initialize has made this {type(model).__name__}'s weights {half}"
@@ -232,6 +239,8 @@ def note_types(
         cure = f"{kept_part}. If the model mixes types in several places, type patch_torch_functions=True, or "
     else:
         cure = "patch_torch_functions=True), or "
+    if wide:
+        cure = f"keep_fp32={wide}) instead of float32_outputs={wide}, if this code gets their outputs. Or type {cure}"
     error.add_note(
         f"{made}. It casts the arguments of the model's forward (tensors, containers, dataclasses, objects with a "
         "method to), but no tensors of other objects, and none that the forward itself creates"
