@@ -264,7 +264,7 @@ class Session:
             replaced_forward.own_forwards,
         )
         if self.settings.keep_fp32 or self.settings.lists.modules:
-            replaced_forward.follow_replicas(self.ledger)
+            replaced_forward.follow_copies(self.ledger)
         if self.patches_functions:
             self._warn_of_undone_edits()
         if self.patches_functions:
