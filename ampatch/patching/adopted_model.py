@@ -413,9 +413,10 @@ def _round_result(
 def _cast_and_tell(
     cast: Callable[..., Any], dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], result: Any
 ) -> Any:
-    if not torch.compiler.is_compiling():
+    given = cast(dtype, module, args, result)
+    if not torch.compiler.is_compiling():  # after the cast, as the warning may be an error
         rounded_results.tell(module, result)
-    return cast(dtype, module, args, result)
+    return given
 
 
 def named_parameters(models: Set[nn.Module]) -> dict[int, str]:
