@@ -28,6 +28,7 @@ from ampatch.runtime import decorated
 from ampatch.scaling.loss_scaler import ScalePolicy
 from ampatch.session import Session
 from ampatch.version import __version__
+from ampatch.weights.conversion_plan import KeepFloat32
 
 #: The number of the format. Raise it if a reader of today would misread what is written tomorrow.
 FORMAT = 1
@@ -134,17 +135,23 @@ def _settings(session: Session) -> dict[str, Any]:
         "patch_torch_functions": properties.patch_torch_functions,
         "cast_model_type": _name(properties.cast_model_type),
         "keep_batchnorm_fp32": bool(properties.keep_batchnorm_fp32),
-        # Sorted: a set of names has another order in each process.
-        "keep_fp32": sorted({one if isinstance(one, str) else _full_name(one) for one in settings.keep_fp32}),
+        "keep_fp32": _names(settings.keep_fp32),
         "master_weights": bool(properties.master_weights),
         "cast_model_outputs": _name(outputs),
         "allow_banned": settings.allow_banned,
         "loss_scale": properties.loss_scale,
     }
+    if settings.float32_outputs:  # else left out: the hash of older policies stays
+        told["float32_outputs"] = _names(settings.float32_outputs)
     if not scale.dynamic:
         return {**told, "check_finite": settings.check_finite}  # a dynamic scale always checks
     named = [field.name for field in fields(ScalePolicy) if field.name != "dynamic"]
     return {**told, **{name: _finite(getattr(scale, name)) for name in named}}
+
+
+def _names(kept: KeepFloat32) -> list[str]:
+    """Returns names, patterns and classes as sorted text: a set of names has another order in each process."""
+    return sorted({one if isinstance(one, str) else _full_name(one) for one in kept})
 
 
 def _rules(session: Session, pattern_paths: Sequence[Path]) -> dict[Path, _Decided]:

@@ -93,6 +93,7 @@ class TestSignatures:
             "hysteresis",
             "exact_hooks",
             "keep_fp32",
+            "float32_outputs",
             "patch_torch_functions_type",
             "profile_casts",
             "on_overflow",

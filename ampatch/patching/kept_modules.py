@@ -58,4 +58,4 @@ class _ForwardInFloat32(ReplacedForward):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward on float32 arguments."""
-        return write_back.call_in_float32(self._module, self.in_block, args, kwargs)
+        return write_back.call_in_float32(self.module, self.in_block, args, kwargs)

@@ -249,7 +249,7 @@ class ReplacedParameters:
             for each in replaced.new()
             if each.dtype is torch.float32 and has_memory(each) and each.device.type != "meta"
         }
-        self._conversion.convert(Plan(new, {}, ()))
+        self._conversion.convert(Plan(new, {}, {}))
         return bool(new)
 
     def float32_of(self, module: nn.Module, name: str, tensor: Tensor) -> Tensor | None:
