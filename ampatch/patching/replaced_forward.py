@@ -33,7 +33,8 @@ Block = AbstractContextManager[None]
 class ReplacedForward(ABC):
     """The forward of a module until its session ends.
 
-    A copy of the module gets its own, which belongs to the same session. An unpickled one casts like the code around it.
+    A copy of the module gets its own, which belongs to the same session. An unpickled one casts like the code around
+    it.
 
     Attributes:
         module: the module.

@@ -56,8 +56,8 @@ def check_keep_fp32(given: object, argument: str = "keep_fp32") -> KeepFloat32:
             else:
                 shown, hint = repr(one), ""
             raise OptionError(
-                f"{argument} has {shown}; expected names of submodules ('encoder.norm'), patterns ('*.norm') or classes "
-                f"(torch.nn.LayerNorm, or 'LayerNorm'), one or a list of them.{hint}"
+                f"{argument} has {shown}; expected names of submodules ('encoder.norm'), patterns ('*.norm') or "
+                f"classes (torch.nn.LayerNorm, or 'LayerNorm'), one or a list of them.{hint}"
             )
     return wanted
 
