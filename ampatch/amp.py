@@ -1,6 +1,6 @@
 """The public functions of ampatch: each checks its arguments, then hands over to the live session.
 
-Owns no state. Everything is checked before anything is changed.
+Must hold no state, and must check all arguments before it changes anything.
 """
 
 from __future__ import annotations
@@ -204,6 +204,7 @@ def initialize(
     hysteresis: int = ...,
     exact_hooks: bool = ...,
     keep_fp32: Any = ...,
+    float32_outputs: Any = ...,
     patch_torch_functions_type: torch.dtype | str | None = ...,
     profile_casts: bool = ...,
     on_overflow: OnOverflow = ...,
@@ -240,6 +241,7 @@ def initialize(
     hysteresis: int = ...,
     exact_hooks: bool = ...,
     keep_fp32: Any = ...,
+    float32_outputs: Any = ...,
     patch_torch_functions_type: torch.dtype | str | None = ...,
     profile_casts: bool = ...,
     on_overflow: OnOverflow = ...,
@@ -275,6 +277,7 @@ def initialize(
     hysteresis: int = 1,
     exact_hooks: bool = False,
     keep_fp32: Any = None,
+    float32_outputs: Any = None,
     patch_torch_functions_type: torch.dtype | str | None = None,
     profile_casts: bool = False,
     on_overflow: OnOverflow = "log",
@@ -318,7 +321,9 @@ def initialize(
             every step. With False, optimizers with ``fused=True`` skip in their own kernel, and their hooks fire.
         keep_fp32: submodules that stay float32: a name, a pattern (``"*.norm"``) or a class, or a list of these. Their
             forward passes get half inputs in float32, and cast nothing inside. At levels that make weights half, theirs
-            stay float32.
+            stay float32, and their outputs are cast to half.
+        float32_outputs: submodules that stay float32, as those of ``keep_fp32`` do, and whose outputs stay float32 at
+            every level: a head whose logits are to be float32. No layer with half weights may follow them.
         patch_torch_functions_type: the name of ``half_dtype`` in ROCm's Apex.
         profile_casts: whether each cast has a label in ``torch.profiler``, such as "ampatch: cast weight of
             torch.nn.functional.linear to float16". Calls of patched functions then run in Python, not in C++.
@@ -378,12 +383,8 @@ def initialize(
     if cast_lists is not None and not properties.patch_torch_functions:
         _check_have_effect(lists, properties)
     verbose = opt_levels.check_verbosity(verbosity)
-    kept = conversion_plan.check_keep_fp32(keep_fp32)
-    if kept and not (properties.patch_torch_functions or properties.cast_model_type in opt_levels.HALVES):
-        raise OptionError(
-            f"keep_fp32 contradicts opt_level={opt_level!r}, which computes in float32 everywhere. Leave keep_fp32 "
-            "out, or use opt_level='O1' or 'O2'."
-        )
+    kept = _kept("keep_fp32", keep_fp32, properties)
+    kept_to_the_end = _kept("float32_outputs", float32_outputs, properties)
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise OptionError(f"num_losses is {num_losses!r}; expected a whole number of at least 1.")
     settings = Settings(
@@ -402,7 +403,8 @@ def initialize(
             scaler=scaler,
         ),
         num_losses,
-        keep_fp32=kept,
+        keep_fp32=(*kept, *(each for each in kept_to_the_end if each not in kept)),
+        float32_outputs=kept_to_the_end,
         cast_model_outputs=opt_levels.check_output_type(cast_model_outputs),
         exact_hooks=_flag("exact_hooks", exact_hooks),
         profile_casts=_flag("profile_casts", profile_casts),
@@ -416,7 +418,8 @@ def initialize(
         _check_whole(optimizer_list, model_list, properties)
     every_model = [*model_list, *(live.models if live is not None else ())]
     conversion_plan.check_matches(every_model, kept)
-    check_entries(every_model, lists.modules, kept)
+    conversion_plan.check_matches(every_model, kept_to_the_end, "float32_outputs")
+    check_entries(every_model, lists.modules, settings.keep_fp32)
 
     device_types = (
         set().union(*(adopted_model.device_types(model) for model in model_list)) or adopted_model.all_device_types()
@@ -505,7 +508,8 @@ def init(
 
     Args:
         enabled: False makes this a no-op.
-        loss_scale: a positive number, or "dynamic".
+        loss_scale: a positive number, or "dynamic". The default is Apex's, and holds in bfloat16 too, where
+            `initialize` has 1.
         enable_caching: whether cast weights are kept for the iteration.
         verbose: whether skipped steps are logged.
         allow_banned: whether banned functions run in float32 instead of raising.
@@ -1445,6 +1449,17 @@ def _flag(name: str, value: object) -> bool:
 
 def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _kept(argument: str, given: object, properties: opt_levels.Properties) -> conversion_plan.KeepFloat32:
+    """Returns names, patterns and classes of submodules that an argument keeps in float32."""
+    kept = conversion_plan.check_keep_fp32(given, argument)
+    if kept and not (properties.patch_torch_functions or properties.cast_model_type in opt_levels.HALVES):
+        raise OptionError(
+            f"{argument} contradicts opt_level={properties.opt_level!r}, which computes in float32 everywhere. Leave "
+            f"{argument} out, or use opt_level='O1' or 'O2'."
+        )
+    return kept
 
 
 def _half_dtype(

@@ -110,6 +110,15 @@ def did_you_mean(name: object, candidates: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(repr(candidate) for candidate in near)}?" if near else ""
 
 
+def in_every_layer(name: str) -> str:
+    """Returns the pattern of a module's name in all layers: "layers.0.norm" becomes "layers.*.norm"."""
+    parts = name.split(".")
+    following = [*parts[1:], "0"]
+    return ".".join(
+        "*" if part.isdigit() and not after.isdigit() else part for part, after in zip(parts, following, strict=True)
+    )
+
+
 _INTERNAL_PACKAGES = ("ampatch", "contextlib", "functools", "torch")
 
 

@@ -28,6 +28,7 @@ from ampatch.runtime import decorated
 from ampatch.scaling.loss_scaler import ScalePolicy
 from ampatch.session import Session
 from ampatch.version import __version__
+from ampatch.weights.conversion_plan import KeepFloat32
 
 #: The number of the format. Raise it if a reader of today would misread what is written tomorrow.
 FORMAT = 1
@@ -55,10 +56,14 @@ def effective(session: Session) -> dict[str, Any]:
     Tables are lists of rows, since ``torch.distributed.checkpoint`` loads only dicts with the same keys.
 
     Returns:
-        A dict with "format", "sha256" (see `digest`), "versions" of ampatch and torch, and `TABLES`: "settings" has the
-        arguments of ``amp.initialize`` that have an effect; "rules" has each function that a list names or that was
-        registered; "patterns" has each pattern, and "modules" each rule of parts of a model, the deciding one last;
-        "decorated" has each decorated function; "overlays" has the text of the user's lists.
+        A dict with "format", "sha256" (see `digest`), "versions" of ampatch and torch, and `TABLES`:
+
+        - "settings": the arguments of ``amp.initialize`` that have an effect.
+        - "rules": each function that a list names or that was registered.
+        - "patterns": each pattern. If several match a function, the last decides.
+        - "modules": each rule of parts of a model, in an order in which the last decides.
+        - "decorated": each decorated function.
+        - "overlays": the text of the user's lists.
     """
     in_order = _patterns(session)
     policy = {
@@ -130,19 +135,26 @@ def _settings(session: Session) -> dict[str, Any]:
         "patch_torch_functions": properties.patch_torch_functions,
         "cast_model_type": _name(properties.cast_model_type),
         "keep_batchnorm_fp32": bool(properties.keep_batchnorm_fp32),
-        # Sorted: a set of names has another order in each process.
-        "keep_fp32": sorted({one if isinstance(one, str) else _full_name(one) for one in settings.keep_fp32}),
+        "keep_fp32": _names(settings.keep_fp32),
         "master_weights": bool(properties.master_weights),
         "cast_model_outputs": _name(outputs),
         "allow_banned": settings.allow_banned,
         "loss_scale": properties.loss_scale,
     }
-    if settings.fused_linear:  # named only then, so that older checkpoints have the same policy
+    # These are left out without a value, so that the hashes of older policies stay.
+    if settings.fused_linear:
         told["fused_linear"] = True
+    if settings.float32_outputs:
+        told["float32_outputs"] = _names(settings.float32_outputs)
     if not scale.dynamic:
         return {**told, "check_finite": settings.check_finite}  # a dynamic scale always checks
     named = [field.name for field in fields(ScalePolicy) if field.name != "dynamic"]
     return {**told, **{name: _finite(getattr(scale, name)) for name in named}}
+
+
+def _names(kept: KeepFloat32) -> list[str]:
+    """Returns names, patterns and classes as sorted text: a set of names has another order in each process."""
+    return sorted({one if isinstance(one, str) else _full_name(one) for one in kept})
 
 
 def _rules(session: Session, pattern_paths: Sequence[Path]) -> dict[Path, _Decided]:

@@ -229,7 +229,13 @@ def after_forward(model: nn.Module, _: object, outputs: object) -> None:
         session.cache.exit_forward(model)
         if outputs is None and session.has_half_weights:  # if the forward raised, torch is still handling the error
             settings = session.settings
-            adopted_model.note_types(model, sys.exc_info()[1], settings.properties.half_dtype, settings.keep_fp32)
+            adopted_model.note_types(
+                model,
+                sys.exc_info()[1],
+                settings.properties.half_dtype,
+                settings.keep_fp32,
+                settings.float32_outputs,
+            )
 
 
 @compilers.traced_within_others

@@ -272,7 +272,7 @@ class Session:
             replaced_forward.own_forwards,
         )
         if self.settings.keep_fp32 or self.settings.lists.modules:
-            replaced_forward.follow_replicas(self.ledger)
+            replaced_forward.follow_copies(self.ledger)
         if self.patches_functions:
             self._warn_of_undone_edits()
         if self.patches_functions:
@@ -482,19 +482,25 @@ class Session:
             *self.settings.keep_fp32,
             *(glob.escape(part.name) for part in parts.values() if part.entry.is_float32),
         )
-        plan = conversion_plan.plan(model, dtype, bool(properties.keep_batchnorm_fp32), keep_fp32)
+        plan = conversion_plan.plan(
+            model, dtype, bool(properties.keep_batchnorm_fp32), keep_fp32, self.settings.float32_outputs
+        )
         self.conversion.convert(plan)
         adopted_model.flatten_recurrent(model)
-        for module in plan.guarded:
+        entries = (entry.name for entry in self.settings.lists.modules if entry.is_float32)
+        # A pattern for all norms is about those within the model. Its last one may well give half.
+        alone = conversion_plan.named_alone(model, (*self.settings.keep_fp32, *entries)) if plan.guarded else set()
+        for module, outputs in plan.guarded.items():
             if module not in self._guarded:
                 self._guarded.add(module)
                 adopted_model.hook_casts(
                     module,
                     self.ledger,
                     inputs=torch.float32,
-                    outputs=dtype,
+                    outputs=outputs,
                     widens_copies=self.has_masters,
                     labelled=self.settings.profile_casts,
+                    notes_rounding=module in alone,
                 )
         if self.has_half_weights:
             self._hook_state_dict(model)
@@ -509,7 +515,10 @@ class Session:
         """
         functions = {id(identity(path)) for path in self.rules() if is_complex(path)}
         float32 = {module for guarded in self._guarded for module in guarded.modules()}
+        wide = conversion_plan.kept_modules(model, self.settings.float32_outputs).keys()
         for module in modules_that_call(functions, model):
+            if not wide.isdisjoint(module.modules()):
+                continue  # its result may be that of the part with float32 outputs
             if module is not model and module not in float32 and module not in self._narrowed:
                 self._narrowed.add(module)
                 adopted_model.hook_casts(
@@ -930,7 +939,7 @@ class Session:
             adopted in model.modules() or model in adopted.modules() for adopted in self.models
         ):
             raise UsageError(
-                f"this {type(model).__name__} was never handed to amp.initialize, or is a copy of what was. Type: "
+                f"this {type(model).__name__} was never handed to amp.initialize, or is a copy of one that was. Type: "
                 "model = amp.initialize(model, ...), and use the model that it returns, or a wrapper around it."
             )
         return self.cache.frozen(model.parameters()) if self.patches_functions else contextlib.nullcontext()

@@ -38,7 +38,8 @@ class Settings:
         allow_banned: True if banned functions run in float32 instead of raising.
         enable_caching: True if casts of weights are kept for reuse.
         adopts_on_use: True if an optimizer is adopted when the first loss is scaled for it.
-        keep_fp32: submodules that stay in float32 if weights are converted.
+        keep_fp32: submodules that stay in float32 if weights are converted, with those of `float32_outputs`.
+        float32_outputs: those of them whose outputs stay in float32 as well.
         cast_model_outputs: dtype of the models' outputs; None: float32 if weights are converted, else unchanged.
         exact_hooks: True if a skipped step fires no hooks, at the cost of a sync with the device.
         profile_casts: True if casts have labels in ``torch.profiler``.
@@ -55,6 +56,7 @@ class Settings:
     enable_caching: bool = True
     adopts_on_use: bool = False
     keep_fp32: KeepFloat32 = ()
+    float32_outputs: KeepFloat32 = ()
     cast_model_outputs: torch.dtype | None = None
     exact_hooks: bool = False
     profile_casts: bool = False
@@ -76,6 +78,7 @@ class Settings:
             both[name] = getattr(self, name), getattr(asked, name)
         both["on_overflow"] = self._named(asked)
         both["keep_fp32"] = _kept(self.keep_fp32), _kept(asked.keep_fp32)
+        both["float32_outputs"] = _kept(self.float32_outputs), _kept(asked.float32_outputs)
         told += [f"{name} is {live!r} (this call: {other!r})" for name, (live, other) in both.items() if live != other]
         if self.properties.patch_torch_functions == asked.properties.patch_torch_functions:
             entries = list_edits.difference(self.lists, asked.lists)
@@ -93,6 +96,7 @@ class Settings:
             "cast_model_type": _name(properties.cast_model_type),
             "keep_batchnorm_fp32": properties.keep_batchnorm_fp32,
             "keep_fp32": _kept(self.keep_fp32) or [],
+            "float32_outputs": _kept(self.float32_outputs) or [],
             "master_weights": properties.master_weights,
             "cast_model_outputs": _name(self.cast_model_outputs),
             "cast_lists": list(self.lists.files),

@@ -1,7 +1,7 @@
 """Measures the host's time to pass a list of tensors to an operator, as tensors and as addresses.
 
-Run as `python benchmarks/lists.py [--rounds N]`; needs both compiled libraries. The tensors are empty, so no kernel
-processes anything: what is left is the host's work. One process measures both ways in turn. Prints the least time of
+Run as `python benchmarks/lists.py [--rounds N]`; needs both compiled libraries. The tensors are empty, so no
+kernel processes anything, and the time is the host's. One process measures both ways in turn. Prints the least time of
 the rounds in nanoseconds, divided by the number of tensors, or pairs of tensors. Asserts nothing.
 """
 

@@ -5,8 +5,9 @@ Runs one step of each model, and prints as Markdown how many casts a store of ac
 would save. It counts and does not time, so that it runs beside anything. Asserts only that it saw the casts that
 `amp.report` counts; must not change a cast.
 
-A cast repeats an earlier one if both are made in the same forward (the loss included), to the same type, and if nothing
-was written to the tensor in between (its version counter is the same). It counts by two definitions of "the same":
+A cast repeats an earlier one if both are made in the same forward, the loss included, and to the same type. Nothing may
+have been written to the tensor in between: its version counter must be the same. The benchmark counts by two
+definitions of "the same":
 
 - *object*: the same `torch.Tensor`;
 - *memory*: any tensor all of whose elements lie in the memory that one earlier cast has read, such as a view or what

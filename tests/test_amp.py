@@ -93,6 +93,7 @@ class TestSignatures:
             "hysteresis",
             "exact_hooks",
             "keep_fp32",
+            "float32_outputs",
             "patch_torch_functions_type",
             "profile_casts",
             "on_overflow",
@@ -508,6 +509,13 @@ class TestInit:
         amp.init()
         amp.deinitialize()
         assert product().dtype is torch.float32
+
+    @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
+    def test_scale_is_dynamic_by_default_in_either_half_type(self, half_dtype):
+        with amp.init(half_dtype=half_dtype):
+            assert amp.get_loss_scale() == 2.0**16
+        with amp.init(loss_scale=1, half_dtype=half_dtype):
+            assert amp.get_loss_scale() == 1
 
     @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
     def test_optimizer_is_adopted_by_its_first_loss(self, model, optimizer, half_dtype):

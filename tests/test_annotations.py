@@ -37,10 +37,14 @@ def reason(text: str) -> str | None:
         pytest.param("torch:\n  # why\n  - [addmv,\n     mm]\n", "why", id="flow-list-over-two-lines"),
         pytest.param("torch:\n  - [addmv,  # other\n     mm]\n", None, id="not-at-the-end-of-the-line-before"),
         pytest.param("torch: [\n  # other\n  addmv,\n  # why\n  mm,\n]\n", "why", id="within-a-flow-list"),
-        pytest.param("# why\ntorch: [mm]\n", "why", id="above-the-namespace"),
+        pytest.param("torch.linalg: [cross]\n# why\ntorch: [mm]\n", "why", id="above-the-namespace"),
         pytest.param("torch: # why\n  - mm\n", "why", id="at-the-end-of-the-namespace"),
         pytest.param("# other\ntorch.linalg: [cross]\ntorch: [mm]\n", None, id="not-above-another-namespace"),
         pytest.param("# header\n\ntorch: [mm]\n", None, id="not-the-header-of-the-file"),
+        pytest.param("# file\ntorch: [mm]\n", None, id="not-the-header-without-a-blank-line"),
+        pytest.param("# file\n# in two lines\n---\n# list\ntorch:\n  - mm\n", None, id="not-the-header-around-dashes"),
+        pytest.param("# file\ntorch:\n  # why\n  - mm\n", "why", id="below-the-header"),
+        pytest.param("# file\ntorch: # why\n  - mm\n", "why", id="beside-the-first-key"),
         pytest.param("torch:\n# why\n- addmv\n- mm\n", "why", id="list-as-deep-as-its-key"),
         pytest.param('torch:\n  - {name: mm, instead: "not # this"}\n', None, id="not-in-quotes"),
         pytest.param("torch:\r\n  # why\r\n  - mm\r\n", "why", id="line-ends-of-windows"),
@@ -84,6 +88,11 @@ class TestUserFiles:
         assert (entry.reason, entry.since, entry.until, entry.half_dtypes) == ("why", "2.0", None, ("float16",))
         assert entry.covers(Path("torch.Tensor", "__matmul__"))
         assert not entry.covers(Path("torch", "mm"))
+
+    def test_the_comment_that_opens_the_file_is_no_reason(self, tmp_path: FilePath) -> None:
+        file = tmp_path / "casts.yaml"
+        file.write_text("# casts.yaml\nblacklist:\n  torch:\n    - mm\n    - bmm\n")
+        assert [entry.reason for entry in user_entries(shipped().overlaid(file))] == [None, None]
 
     def test_a_file_that_was_changed_is_not_quoted(self, file: FilePath) -> None:
         lists = shipped().overlaid(file)

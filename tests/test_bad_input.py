@@ -162,6 +162,11 @@ CAST_LISTS = [
     option("cast_lists .*5.*expected .* YAML file", cast_lists=[5]),
 ]
 
+
+def by_name(mistake: Mistake) -> str:
+    return mistake.name
+
+
 OPTIONS = [
     option("enabled is 'no'; expected True, False", enabled="no"),
     option("opt_level is '01'; .*type opt_level='O1'", opt_level="01"),
@@ -215,6 +220,24 @@ OPTIONS = [
     option("keep_fp32 has 'rest', which matches .*Its submodules are '0', '1' and", opt_level="O2", keep_fp32="rest"),
     option(
         "keep_fp32 has '1.weight', .*It is a parameter: name its submodule, '1'", opt_level="O2", keep_fp32="1.weight"
+    ),
+    option(
+        r"'softmax', which matches no submodule of the model\. Its submodules are '0', '1' and those in them\. To "
+        r"compute torch's function softmax in float32, type cast_lists=\{'blacklist': \{'\*': \['softmax'\]\}\} at O1",
+        opt_level="O2",
+        keep_fp32=["softmax"],
+    ),
+    option(r"torch's function softmax in float32, type .*'\*': \['softmax'\]", keep_fp32="F.softmax"),
+    option(
+        r"keep_fp32 has the function softmax; expected names of .*'\*': \['softmax'\]\}\} at O1 or O4",
+        keep_fp32=[torch.softmax],
+    ),
+    option(r"keep_fp32 has the function by_name; expected names of .* or a list of them\.$", keep_fp32=[by_name]),
+    option(r"keep_fp32 has a Linear; expected .*Type its name, or 'Linear' for all", keep_fp32=nn.Linear(2, 2)),
+    option(
+        "keep_fp32 has 'nn.BatchNorm1d', which .*Type 'torch.nn.BatchNorm1d' or 'BatchNorm1d' for that class",
+        opt_level="O2",
+        keep_fp32=["nn.BatchNorm1d"],
     ),
     option("keep_fp32 has 5; expected names of submodules", opt_level="O2", keep_fp32=5),
     option("keep_fp32 has <class 'int'>; expected names", opt_level="O2", keep_fp32=[int]),
@@ -471,10 +494,6 @@ def check(bench: Bench, mistake: Mistake) -> None:
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None or caught.value.__suppress_context__
     assert bench.state() == before
-
-
-def by_name(mistake: Mistake) -> str:
-    return mistake.name
 
 
 @pytest.mark.parametrize("mistake", CAST_LISTS, ids=by_name)

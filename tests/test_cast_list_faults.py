@@ -55,6 +55,15 @@ VERSION = "expected a torch version in quotes, such as '2.10'."
 TWICE = "stands here a second time; keep one."
 KEEP_ONE = "keep one of them."
 
+NOT_LOADED = "in the place of a namespace; no module or class of that name is loaded."
+EVERY = 'where "*" stands for every namespace of torch'
+NO_NAMESPACE = "in the place of a namespace; it is a function's name."
+
+
+def under(list_name: str) -> str:
+    return f"{NAMESPACES.removesuffix('.')}, under {list_name!r}."
+
+
 Case = tuple[str | bytes, list[str]]
 
 UNREADABLE: dict[str, Case] = {
@@ -131,6 +140,43 @@ NOT_FOUND: dict[str, Case] = {
         "whitelist:\n  torch.nowhere:\n  - {name: a, optional: true}\n  - b\n  - {name: c, optional: false}\n",
         [f":2: 'torch' has no 'nowhere'. Did you mean 'where' or 'argwhere'? {KEY_MISSING}"],
     ),
+    "no namespaces": (
+        "whitelist: [softmax, F.gelu, torch.mm, nn.functional.silu]",
+        [
+            (
+                f":1: found a list; {under('whitelist')} "
+                'Type `whitelist: {"*": [softmax], torch.nn.functional: [gelu, silu], torch: [mm]}`, '
+                f"{EVERY}."
+            )
+        ],
+    ),
+    "no namespace, for what is no plain name": (
+        'whitelist: ["*_loss", {name: mm}]',
+        [f":1: found a list; {under('whitelist')}"],
+    ),
+    "a namespace and a name, swapped": (
+        "whitelist: {softmax: [torch, torch.Tensor], gelu: [F], mul: [torch.linalg]}",
+        [
+            f":1: found 'softmax' {NO_NAMESPACE} Type `torch: [softmax]`.",
+            f":1: found 'gelu' {NO_NAMESPACE} Type `torch.nn.functional: [gelu]`.",
+            f":1: found 'mul' {NO_NAMESPACE} Type `\"*\": [mul]`.",
+        ],
+    ),
+    "a path in the place of a namespace": (
+        "whitelist: {torch.softmax: [float16], F.gelu: [float16]}",
+        [
+            f":1: found 'torch.softmax' {NO_NAMESPACE} Type `torch: [softmax]`.",
+            f":1: found 'F.gelu' {NO_NAMESPACE} Type `torch.nn.functional: [gelu]`.",
+        ],
+    ),
+    "the end of a namespace": (
+        "whitelist: {F: [gelu], nn.functional: [silu], linalg: [norm]}",
+        [
+            f":1: found 'F' {NOT_LOADED} Type `torch.nn.functional: [gelu]`.",
+            f":1: found 'nn.functional' {NOT_LOADED} Type `torch.nn.functional: [silu]`.",
+            f":1: found 'linalg' {NOT_LOADED} Type `torch.linalg: [norm]`.",
+        ],
+    ),
     "a package": (
         "whitelist: {no_such_package_is_installed.ops: [nms]}",
         [f":1: there is no module 'no_such_package_is_installed' (is it installed?). {KEY_MISSING}"],
@@ -149,8 +195,8 @@ NO_FUNCTION: dict[str, Case] = {
         [":1: torch.Tensor.shape is 'getset_descriptor', not a function."],
     ),
     "of a function": (
-        "whitelist: {torch.mm: [__call__]}",
-        [":1: 'torch.mm' is 'builtin_function_or_method'; expected a module or a class."],
+        "whitelist: {os.path.join: [__call__]}",
+        [":1: 'os.path.join' is 'function'; expected a module or a class."],
     ),
     "of a class in C": (
         "whitelist: {torch._C.TensorBase: [exp]}",
@@ -207,9 +253,15 @@ WRONG_TYPE: dict[str, Case] = {
     "a number on top": ("3", [f":1: found 3 (which YAML reads as int; {QUOTE}); {TOP}"]),
     "a number as a list's name": ("3: {}", [f":1: found 3 (which YAML reads as int; {QUOTE}) as a key; {TOP}"]),
     "nothing as a list's name": ("~: {}", [f":1: found nothing as a key; {TOP}"]),
-    "text as a list": ("whitelist: mm", [f":1: found 'mm'; {NAMESPACES}"]),
-    "names as a list": ("whitelist: [torch.mm]", [f":1: found a list; {NAMESPACES}"]),
-    "false as a list": ("whitelist: no", [f":1: found no (which YAML reads as bool; {QUOTE}); {NAMESPACES}"]),
+    "text as a list": (
+        "unlisted: mm",
+        [f":1: found 'mm'; {under('unlisted')} Type `unlisted: {{\"*\": [mm]}}`, {EVERY}."],
+    ),
+    "names as a list": (
+        "whitelist: [torch.mm]",
+        [f":1: found a list; {under('whitelist')} Type `whitelist: {{torch: [mm]}}`."],
+    ),
+    "false as a list": ("whitelist: no", [f":1: found no (which YAML reads as bool; {QUOTE}); {under('whitelist')}"]),
     "a list as a namespace": ("whitelist: {[torch]: [mm]}", [f":1: found a list as a key; {NAMESPACES}"]),
     "text as names": ("whitelist: {torch: mm}", [f":1: found 'mm'; {NAMES}"]),
     "a mapping as names": ("whitelist: {torch: {mm: bmm}}", [f":1: found a mapping; {NAMES}"]),
@@ -230,8 +282,8 @@ WRONG_TYPE: dict[str, Case] = {
         [
             f":2: found the tag '!!str' {PLAIN}; {NAMES}",
             f":3: found mm (which YAML reads as seq; {QUOTE}); {NAMES}",
-            f":4: found mm (which YAML reads as map; {QUOTE}); {NAMESPACES}",
-            f":5: found the tag '!!int' {PLAIN}; {NAMESPACES}",
+            f":4: found mm (which YAML reads as map; {QUOTE}); {under('promote')}",
+            f":5: found the tag '!!int' {PLAIN}; {under('banned')}",
         ],
     ),
     "a merge key": (
@@ -267,13 +319,13 @@ WRONG_OPTION: dict[str, Case] = {
     "of another list": (
         "whitelist:\n  torch:\n  - {name: mm, via_dtype: true}\n  - {name: bmm, instead: mm}\n",
         [
-            ":3: 'via_dtype' means nothing here; it is for entries of 'blacklist'.",
-            ":4: 'instead' means nothing here; it is for entries of 'banned'.",
+            ":3: 'via_dtype' has no effect here; only entries of 'blacklist' take it.",
+            ":4: 'instead' has no effect here; only entries of 'banned' take it.",
         ],
     ),
     "a condition on what is unlisted": (
         "unlisted: {torch.nn.functional: [{name: gelu, when: {approximate: [tanh]}}]}",
-        [":1: 'when' means nothing here; it is for entries of 'whitelist', 'blacklist', 'promote', 'banned'."],
+        [":1: 'when' has no effect here; only entries of 'whitelist', 'blacklist', 'promote', 'banned' take it."],
     ),
     "no name": (
         "blacklist:\n  torch:\n  - dtypes: [float16]\n  - {}\n",

@@ -337,20 +337,6 @@ def test_figures_without_a_source_are_found(text, expected):
     assert figures_without_a_source(f"# A\n\n{text}\n", benchmarks) == expected
 
 
-@pytest.mark.parametrize("name", ["index.md", "guide/how_it_works.md"])
-def test_the_code_prints_what_the_page_says(name, capsys):
-    text = (DOCS / name).read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    (printed,) = re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    exec(code, {})
-    found, number = capsys.readouterr().out, re.compile(r"\d[\d.,]*")
-    assert number.sub("#", found) == number.sub("#", printed)
-    numbers = [
-        [float(each.replace(",", "")) for each in re.findall(r"(?<!float)\d[\d.,]*", made)] for made in (found, printed)
-    ]
-    assert numbers[0] == pytest.approx(numbers[1], abs=0.05)  # other processors round differently
-
-
 def code_blocks() -> list[tuple[str, str]]:
     """Every Python block of the pages for users, with the page and its number as a name."""
     return [

@@ -217,6 +217,22 @@ class TestCopies:
         with pytest.raises(RuntimeError, match="dtype"):
             twin.head(INPUTS.bfloat16())
 
+    def test_a_shallow_copy_computes_by_its_own_attributes(self) -> None:
+        model = kept()
+        twin = copy.copy(model.head)
+        again = copy.copy(twin)
+        for each in (twin, again):
+            each._modules = dict(each._modules)
+            each.linear, each.seen = nn.Linear(8, 8), []
+            with torch.no_grad():
+                each.linear.weight.zero_()
+                assert not torch.equal(each(INPUTS), model.head(INPUTS))
+            assert each.seen == [torch.float32] * 2
+        amp.deinitialize()
+        with torch.no_grad():
+            assert not torch.equal(twin(INPUTS), model.head(INPUTS))
+        assert "forward" not in vars(model.head)
+
     def test_a_replica_of_data_parallel_computes_by_its_own_weights(self) -> None:
         model = kept()
         replica = model.head._replicate_for_data_parallel()

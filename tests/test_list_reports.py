@@ -131,6 +131,21 @@ class TestPolicyOfNames:
     def test_several_names_are_shown_together_in_the_usual_order(self) -> None:
         assert self.shown("torch.special", "mm", "torch.mm") == ["torch.mm", "torch.Tensor.mm", "torch.special.softmax"]
 
+    @pytest.mark.parametrize(
+        ("operator", "path"), [("@", "__matmul__"), ("+", "__add__"), ("**=", "__ipow__"), ("<=", "__le__")]
+    )
+    def test_an_operator_stands_for_the_method_that_it_calls(self, operator: str, path: str) -> None:
+        rules = lists(promote={"torch.Tensor": ["__matmul__", "__add__", "__ipow__", "__pow__", "__le__"]})
+        (line,) = list_reports.policy(rules, names=[operator])
+        assert line.split()[0] == f"torch.Tensor.{path}"
+
+    def test_an_operator_without_a_rule_is_on_no_list(self) -> None:
+        (line,) = list_reports.policy(self.RULES, names=["@"])
+        assert line == "torch.Tensor.__matmul__ is on no list: amp leaves its arguments as they are."
+
+    def test_an_asterisk_is_the_pattern_that_fits_everything(self) -> None:
+        assert list_reports.policy(self.RULES, names=["*"]) == list_reports.policy(self.RULES)
+
     def test_lines_are_as_without_names(self) -> None:
         (line,) = list_reports.policy(self.RULES, FLOAT16, ["torch.mm"])
         assert line == "torch.mm  whitelist  cast_lists"

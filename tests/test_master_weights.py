@@ -691,6 +691,42 @@ class TestWritingWeights:
             masters(optimizer)[0].fill_(0.1)
         assert_same_bits(model.state_dict()["0.weight"], torch.full((6, 4), 0.1))
 
+    def test_by_a_forward_that_makes_its_own_weights_float32_is_an_error_with_the_cure(self):
+        class Router(nn.Module):  # as that of GPTSAN
+            def __init__(self) -> None:
+                super().__init__()
+                self.classifier = nn.Linear(4, 4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.classifier = self.classifier.to(torch.float32)
+                return self.classifier(x.to(torch.float32)).softmax(-1).to(x.dtype)
+
+        class Experts(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = nn.ModuleList([nn.Linear(4, 4), Router(), Router()])
+
+            def forward(self, x: Tensor) -> Tensor:
+                for block in self.blocks:
+                    x = block(x)
+                return x
+
+        def train(**options: object) -> None:
+            model = Experts()
+            optimizer = SGD(model.parameters())
+            initialize(model, optimizer, **options)
+            for _ in range(2):
+                with amp.scale_loss(model(batch(0)).square().sum(), optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+
+        with pytest.raises(UsageError, match=r"blocks\.1\.classifier.weight: .* became torch\.float32") as caught:
+            train()
+        kept = str(caught.value).partition("keep_fp32=")[2].partition(")")[0]
+        assert kept == "['blocks.*.classifier']"
+        amp.deinitialize()
+        train(keep_fp32=["blocks.*.classifier"])
+
     def test_model_converted_by_somebody_else_is_an_error(self):
         model = network()
         optimizer = SGD(model.parameters())

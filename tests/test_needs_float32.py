@@ -341,7 +341,7 @@ class TestOnesOwnLists:
     @pytest.mark.parametrize(
         ("list_name", "value", "expected"),
         [
-            ("whitelist", "true", "'needs_float32' means nothing here; it is for entries of 'blacklist'."),
+            ("whitelist", "true", "'needs_float32' has no effect here; only entries of 'blacklist' take it."),
             ("blacklist", "[]", "found an empty list; expected true, or a list of device types, such as [cpu]."),
             ("blacklist", "[cdua]", "found 'cdua'; expected true, or a list of device types, such as [cpu]. Did you"),
             ("blacklist", "yes please", "found 'yes please'; expected true, or a list of device types"),

@@ -120,6 +120,7 @@ class TestSettings:
             "cast_model_type": None,
             "keep_batchnorm_fp32": None,
             "keep_fp32": [],
+            "float32_outputs": [],
             "master_weights": None,
             "cast_model_outputs": None,
             "cast_lists": [str(file), "a mapping"],

@@ -146,7 +146,7 @@ class TestEverySpelling:
         assert rules[Path("torch.Tensor", "softmax")].treatment is Treatment.WHITELIST
 
     def test_names_no_more_than_can_be_read_of_what_a_pattern_fits(self) -> None:
-        with pytest.raises(CastListError, match=r"It would fit (\w+, ){24}and \d+ more\.$"):
+        with pytest.raises(CastListError, match=r"or each name out: (\w+, ){24}and \d+ more\.$"):
             shipped().overlaid({"whitelist": {"*": ["*"]}})
 
     @pytest.mark.parametrize(
@@ -160,17 +160,20 @@ class TestEverySpelling:
             ),
             pytest.param(
                 'whitelist: {"*": ["l?_loss"]}',
-                "1: found the pattern 'l?_loss'; expected a function's name: patterns are not accepted; type each name "
-                "out. It would fit l1_loss.",
+                "1: found the pattern 'l?_loss'; expected a function's name under '*'. Patterns stand under a "
+                'namespace: type `{torch.nn.functional: ["l?_loss"]}`, or each name out: l1_loss.',
                 id="a pattern",
             ),
             pytest.param(
                 'whitelist: {"*": [{name: "*_*", optional: true}]}',
-                "type each name out. It would fit abs_, absolute_, acos_, ",
+                'type `{torch: ["*_*"], torch.nn.functional: ["*_*"], torch.Tensor: ["*_*"], torch.linalg: ["*_*"], '
+                'torch.special: ["*_*"], torch.sparse: ["*_*"]}`, or each name out: abs_, absolute_, acos_, ',
                 id="a pattern that fits many",
             ),
             pytest.param(
-                'whitelist: {"*": ["sotfmax*"]}', "type each name out. Did you mean 'softmax'", id="a misspelt pattern"
+                'whitelist: {"*": ["sotfmax*"]}',
+                "expected a function's name under '*'. Did you mean 'softmax'",
+                id="a misspelt pattern",
             ),
             pytest.param('whitelist: {"*": [functional.softmax]}', "no function is named 'functional.sof", id="dotted"),
             pytest.param(

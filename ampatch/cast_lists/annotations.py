@@ -185,6 +185,7 @@ class Comments:
                 inside.update(range(start.line + 1, end.line + 1))
         self._lines: dict[int, _Line] = {}
         self._alone: dict[int, tuple[int, str]] = {}  # comments that have a line for themselves: column and text
+        self._first: int | None = None  # the line of the first key, without the marks that may open a document
         offset = 0
         for number, whole in enumerate(text.splitlines(keepends=True)):
             line, stripped = whole.rstrip(), whole.strip()
@@ -194,6 +195,8 @@ class Comments:
             elif stripped:
                 rest = line[ends.get(number, len(line)) :].strip()
                 first = offset + column
+                if self._first is None and not stripped.startswith(("%", "---")):
+                    self._first = number + 1
                 self._lines[number + 1] = _Line(
                     column,
                     "item" if stripped.startswith("- ") or stripped == "-" else "key" if first in keys else "content",
@@ -206,7 +209,8 @@ class Comments:
         """Returns the comment on an entry that begins in a line, or else on its group; None if there is none.
 
         The nearest comment counts: first at the end of the line, then directly above it. Next come those above earlier
-        items of the same list, if no blank line lies between. Last come those on the list, mapping or key around it.
+        items of the same list, if no blank line lies between. Last come those on the list, mapping or key around it. A
+        comment above the first key is about the file, such as its name, and counts for no entry.
 
         Args:
             line: number of the line, from 1 on.
@@ -217,7 +221,7 @@ class Comments:
             here = self._lines[at]
             if is_within and here.comment is not None and (at == line or here.opens):
                 return _told([here.comment])
-            above = self._block_above(at, here.column)
+            above = self._block_above(at, here.column) if at != self._first else []
             if above:
                 return _told(above)
             at, is_within = self._next(at)

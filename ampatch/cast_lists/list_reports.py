@@ -28,7 +28,7 @@ from ampatch.cast_lists.rules import (
     typed_conditions,
     typed_need,
 )
-from ampatch.cast_lists.spellings import NAMESPACES
+from ampatch.cast_lists.spellings import NAMESPACES, method_of_operator
 from ampatch.errors import AmpError, CastListError, OptionError, did_you_mean
 from ampatch.opt_levels import HALF_DTYPES
 
@@ -52,8 +52,8 @@ def policy(lists: CastLists, half_dtypes: Sequence[torch.dtype] = BOTH, names: S
             half dtype.
         names: functions and namespaces to show; empty: all. A function is given by its name (``softmax``, in all
             namespaces), or by its path or the end of one (``functional.softmax``). A namespace is given by its path
-            (``torch.fft``). Patterns work too (``*_loss``). If a function is listed under other paths than the given
-            one, these are shown.
+            (``torch.fft``). Patterns (``*_loss``) and operators (``@``) work too; ``*`` is the pattern for all. If a
+            function is listed under other paths than the given one, these are shown.
 
     Returns:
         Lines of four aligned columns: path, list, the file and line of the rule, and its conditions if it has any.
@@ -118,7 +118,12 @@ def _selected(names: Sequence[str], listed: Sequence[Path]) -> tuple[set[Path], 
     selected: set[Path] = set()
     notes: list[str] = []
     for given in names:
-        name = f"torch.nn.functional.{given[2:]}" if given.startswith("F.") else given  # as most scripts import it
+        # "*" is an operator too, but the pattern that fits everything is what a reader of lists asks for.
+        operator = None if given == "*" else method_of_operator(given)
+        if operator is not None:
+            name = str(operator)
+        else:
+            name = f"torch.nn.functional.{given[2:]}" if given.startswith("F.") else given  # as most scripts import it
         matching = {path for path in listed if _goes_by(path, name)} or _same_function(name, listed)
         selected |= matching
         if not matching:
@@ -160,7 +165,7 @@ def _unlisted(name: str, listed: Sequence[Path]) -> str:
         near = f" {package!r} is not imported here: if {namespace} has the function, add --import {namespace}."
     raise OptionError(
         f"{name!r} is on no list, and there is no function of that name; expected a function's name, its path, a "
-        f"namespace or a pattern, such as softmax, torch.softmax, torch.fft or '*softmax'.{near}"
+        f"namespace, a pattern or an operator, such as softmax, torch.softmax, torch.fft, '*softmax' or '@'.{near}"
     )
 
 
@@ -303,9 +308,9 @@ def covered(found: Coverage) -> list[str]:
         found: decisions to show.
 
     Returns:
-        A line with the numbers of callables that are listed, reviewed and undecided; a line for each list and each
-        reason, with its number; a line for each undecided callable; then for each list and reason its name, and its
-        functions by namespace.
+        First a line with the numbers of callables that are listed, reviewed and undecided. Then a line for each list
+        and each reason, with its number of callables, and a line for each undecided callable. Last, for each list and
+        reason, its name and its functions by namespace.
     """
     listed = {treatment.value: paths for treatment, paths in found.listed.items()}
     reviewed = {reason.name: paths for reason, paths in found.reviewed.items()}

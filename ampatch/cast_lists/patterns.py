@@ -37,9 +37,11 @@ def functions(pattern: Path, within: Iterable[types.ModuleType] | None = None) -
     """Returns the paths of the functions that a pattern matches, sorted.
 
     ``*`` and ``?`` match dots too, so that ``torchvision.ops.*`` is torchvision.ops and all modules and classes below
-    it, at any depth. Three kinds of functions are left out: those that a matched module has only imported, from outside
-    of the part before the first wildcard; private ones, unless the pattern has an underscore there; methods that a
-    class inherits from one in Python.
+    it, at any depth. Three kinds of functions are left out:
+
+    - functions that a matched module imports from outside of the part before the first wildcard;
+    - private functions, unless the pattern has an underscore there;
+    - methods that a class inherits from a class written in Python.
 
     Args:
         pattern: namespace and name, either of which may be a pattern.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -117,7 +118,7 @@ class Reading:
             if name.value == MODULES:
                 self._add_modules(value)
             elif name.value in _LISTS:
-                self.add_list(value, _treatment(name.value))
+                self.add_list(value, _treatment(name.value), list_name=name.value)
             else:
                 expected = f"expected one of {', '.join(known)} on top.{did_you_mean(name.value, known)}"
                 self.fault(name, f"unknown list {name.value!r}; {expected}")
@@ -157,8 +158,25 @@ class Reading:
         self._faults += inside._faults
         return tuple(inside._changes)
 
-    def add_list(self, node: yaml.Node | None, treatment: Treatment | None, expected: str = _NAMESPACES) -> None:
-        """Reads a list: a mapping from namespaces to names. ``treatment=None`` unlists the functions."""
+    def add_list(
+        self,
+        node: yaml.Node | None,
+        treatment: Treatment | None,
+        expected: str = _NAMESPACES,
+        list_name: str | None = None,
+    ) -> None:
+        """Reads a list: a mapping from namespaces to names. ``treatment=None`` unlists the functions.
+
+        Args:
+            node: the list.
+            treatment: what the list does to its functions.
+            expected: what the node is to be, for the fault if it is something else.
+            list_name: name of the list in the user's file; None for a list without that key.
+        """
+        if node is not None and list_name is not None and kind_of(node) not in ("map", "null"):
+            hint = _with_namespaces(list_name, node)
+            self.fault(node, f"found {described(node)}; expected {expected}, under {list_name!r}.{hint}")
+            return
         for namespace, names in self._pairs(node, expected):
             for entry in self._flat(names, []):
                 self._add_entry(entry, namespace, treatment)
@@ -316,7 +334,7 @@ class Reading:
                 self.fault(key, f"unknown key {key.value!r}; expected {', '.join(known)}.{hint}")
             elif treatment not in option.lists:
                 names = ", ".join(repr(listed.value) for listed in option.lists if listed is not None)
-                self.fault(key, f"{key.value!r} means nothing here; it is for entries of {names}.")
+                self.fault(key, f"{key.value!r} has no effect here; only entries of {names} take it.")
             else:
                 try:
                     options[key.value] = option.read(value)
@@ -337,10 +355,18 @@ class Reading:
         except PathError as error:
             if not optional and namespace not in self._missing:
                 self._missing.add(namespace)
-                self.fault(namespace, f"{error} Mark its entries `optional: true` if it may be missing.")
+                self.fault(
+                    namespace,
+                    _no_namespace(path) or f"{error} Mark its entries `optional: true` if it may be missing.",
+                )
             return False
         if owner is None:
             return True
+        if not isinstance(owner, (types.ModuleType, type)) and (mistaken := _no_namespace(path)) is not None:
+            if namespace not in self._missing:
+                self._missing.add(namespace)
+                self.fault(namespace, mistaken)
+            return False
         try:
             unfit = unlistable_reason(path, owner, find(path), options.get("when", ()), options.get("via_dtype", False))
         except PathError as error:
@@ -372,6 +398,13 @@ def _no_rules(name: str, value: yaml.Node) -> str:
     )
 
 
+# Torch's namespaces by their ends, as scripts import them.
+_FULL = {
+    "F": "torch.nn.functional",
+    **{each.removeprefix("torch."): each for each in NAMESPACES if each != "torch"},
+    "functional": "torch.nn.functional",
+}
+
 _MAY_LACK = " Mark the entry `optional: true` if it may be missing."
 
 # The most names that a message gives for a pattern. The user types them out, and the losses fit into one message.
@@ -383,15 +416,51 @@ def _public_names() -> list[str]:
 
 
 def _no_pattern(pattern: str) -> str:
-    """Returns the fault for a pattern, with the names to type instead: those that it matches, or the closest."""
+    """Returns the fault for a pattern under `EVERY_NAMESPACE`, with what to type instead, or the closest names."""
     fitting = [name for name in _public_names() if fnmatchcase(name, pattern)]
-    if fitting:
-        more = f", and {len(fitting) - _MOST_NAMED} more" if len(fitting) > _MOST_NAMED else ""
-        near = f" It would fit {', '.join(fitting[:_MOST_NAMED])}{more}."
+    found = f"found the pattern {pattern!r}; expected a function's name under {EVERY_NAMESPACE!r}."
+    if not fitting:
+        return found + did_you_mean(re.sub(r"[*?\[\]]", "", pattern), _public_names())
+    # A list without namespaces, under `modules`, stands for `EVERY_NAMESPACE` too: there the key is yet to be typed.
+    homes = [namespace for namespace in NAMESPACES if patterns.functions(Path(namespace, pattern))]
+    typed = ", ".join(f'{namespace}: ["{pattern}"]' for namespace in homes)
+    more = f", and {len(fitting) - _MOST_NAMED} more" if len(fitting) > _MOST_NAMED else ""
+    return (
+        f"{found} Patterns stand under a namespace: type `{{{typed}}}`, or each name out: "
+        f"{', '.join(fitting[:_MOST_NAMED])}{more}."
+    )
+
+
+def _with_namespaces(list_name: str, node: yaml.Node) -> str:
+    """Returns what to type for a list of names without namespaces, with a space in front; empty for other nodes."""
+    given = node.value if kind_of(node) == "seq" else [node]
+    if not given or any(kind_of(each) != "str" or not re.fullmatch(r"\w+(\.\w+)*", each.value) for each in given):
+        return ""
+    lists: dict[str, list[str]] = {}
+    for each in given:
+        namespace, _, name = each.value.rpartition(".")
+        lists.setdefault(_FULL.get(namespace, namespace) or f'"{EVERY_NAMESPACE}"', []).append(name)
+    typed = ", ".join(f"{namespace}: [{', '.join(names)}]" for namespace, names in lists.items())
+    every = (
+        f', where "{EVERY_NAMESPACE}" stands for every namespace of torch' if any('"' in each for each in lists) else ""
+    )
+    return f" Type `{list_name}: {{{typed}}}`{every}."
+
+
+def _no_namespace(path: Path) -> str | None:
+    """Returns the fault for a namespace that is a function, or the end of one of torch's; None if it is neither."""
+    given = path.namespace
+    owner, _, function = given.rpartition(".")
+    homes = [each.namespace for each in spellings(function) if not owner or each.namespace in (owner, _FULL.get(owner))]
+    if given in _FULL:
+        kind, typed = "no module or class of that name is loaded", f"{_FULL[given]}: [{path.name}]"
+    elif homes:
+        swapped = path.name if path.name in homes else _FULL.get(path.name, "")
+        home = next((each for each in (_FULL.get(owner, owner), swapped) if each in homes), f'"{EVERY_NAMESPACE}"')
+        kind, typed = "it is a function's name", f"{home}: [{function}]"
     else:
-        near = did_you_mean(re.sub(r"[*?\[\]]", "", pattern), _public_names())
-    expected = "a function's name: patterns are not accepted; type each name out."
-    return f"found the pattern {pattern!r}; expected {expected}{near}"
+        return None
+    return f"found {given!r} in the place of a namespace; {kind}. Type `{typed}`."
 
 
 def _shared(listing: _Listing, earlier: _Listing) -> str:

@@ -1,8 +1,8 @@
-"""What watches casts, and the calls that they are made for: `amp.report` does, while it is open.
+"""Shows casts, and the calls that they are made for, to an observer: `amp.report` is one while it is open.
 
-Owns the observer of the process, as a report may begin before a session and outlive it. Calls in C++ look
-for no observer: an observer keeps a dispatch mode on the stack (`tracing.ObservingMode`), which sends all calls through
-Python. An observer must never change a cast.
+Owns the observer of the process, since a report may begin before a session and outlive it. Calls in C++ do not check
+for an observer. So each observer keeps a dispatch mode on the stack (`tracing.ObservingMode`), which sends all calls
+through Python. An observer must never change a cast.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class CastObserver(Protocol):
     """Watches calls of patched and decorated functions, and their casts."""
 
     def is_calling(self, function: object) -> bool:
-        """Returns False if `call` is to run the function; True in the call that `call` itself makes.
+        """Returns False if the wrapper must hand this call to `call`.
 
-        Also True in threads that are not watched.
+        Returns True in the call that `call` itself makes, and in threads that are not watched.
         """
 
     def call(self, function: Any, wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -46,12 +46,12 @@ class CastObserver(Protocol):
         """Hears that a call uses casts that were made before."""
 
 
-#: The one that watches now.
+#: The present observer; None if nothing is watched.
 observer: CastObserver | None = None
 
 
 def cast(tensor: Tensor, make: Callable[[], _Casts]) -> _Casts:
-    """Makes one or several casts, before the observer's eyes if there is one."""
+    """Makes one or several casts, by way of the observer if there is one."""
     return make() if observer is None else observer.cast(tensor, make)
 
 

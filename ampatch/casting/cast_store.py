@@ -1,7 +1,7 @@
-"""Stores of weights' casts, and the state of the cache: the Python implementation beside the one in csrc/calls/.
+"""Stores the casts of weights, and holds the state of the cache. csrc/calls/ has the same in C++.
 
-Owns when a stored cast is still valid. The cache decides which store serves which code. The implementation in C++ must
-do the same: the tests run with both.
+Owns the check whether a stored cast is still valid. Must not decide which store serves which code: the cache does
+(`ampatch.patching.weight_cache`). Both implementations must do the same: the tests run with both.
 """
 
 from __future__ import annotations

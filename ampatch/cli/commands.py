@@ -79,7 +79,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="NAME",
         help="show only the rules of these functions: a name (softmax), a path (torch.softmax), a namespace "
-        "(torch.fft) or a pattern ('*_loss')",
+        "(torch.fft), a pattern ('*_loss') or an operator (@)",
     )
     _add_half_dtype(parser, "the half type to show the rules of (default: both)")
     _add_cast_lists(parser)

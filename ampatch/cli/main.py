@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: command line without the program's name; None for that of `sys.argv`.
 
     Returns:
-        The exit status: 0 for success; 1 if the command found a fault in its input or could not write; 130 after
-        Ctrl-C; 141 if the reader of its output closed the pipe.
+        The exit status: 0 for success, or 1 if the command found a fault in its input or could not write. It is 130
+        after Ctrl-C, and 141 if the reader of its output closed the pipe.
 
     Raises:
         SystemExit: after `--help` and `--version` (0), and if the command line itself is wrong (2).

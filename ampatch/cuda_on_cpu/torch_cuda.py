@@ -1,7 +1,7 @@
 """``torch.cuda`` as a table: the replacement of each of its names while the CPU stands in.
 
-Owns the replacements of functions that query or control a GPU. Callables of ``torch.cuda`` that this module does not
-list raise an error with their name. Otherwise the call would fail inside torch, with a message about torch's build.
+Owns the replacements of functions that query or control a GPU. Must never let a call reach torch's CUDA code, which
+would fail with a message about torch's build. Callables that this module does not list raise an error with their name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The plan of an `ampatch demo`: opt levels, half types, number of epochs and seed.
 
-Owns these values and the order of the runs. The four fields of a plan determine every result except the times, so a
-checkpoint holds them, and a resumed demo reads them from there.
+Owns these values and the order of the runs. Must not train. The four fields of a plan determine every result except the
+times, so a checkpoint holds them, and a resumed demo reads them from there.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ def compare(model: nn.Module, inputs: object, loss_fn: Any, a: Side, b: Side) ->
 def _loss_scale(subject: Subject, sides: Sequence[Side], state: RandomState) -> float:
     """Returns the greatest scale at which all steps with a dynamic scale are finite; 1 if none is dynamic.
 
-    With one scale in both steps, gradients on the way are comparable as they are. A step that is finite at no scale has
-    no say if another one is.
+    Both steps use this one scale, so that their scaled gradients can be compared. A step that is finite at no scale is
+    ignored if the other step is finite at one.
     """
     settled: dict[bool, list[float]] = {True: [], False: []}
     for side in sides:

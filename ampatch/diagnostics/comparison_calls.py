@@ -82,8 +82,8 @@ class Call:
 class Pair(NamedTuple):
     """A call of a and its counterpart in b; None where a step has none.
 
-    ``results`` is the number of results to compare: one in a forward pass, where others are statistics, and of two
-    different operators.
+    ``results`` is the number of results to compare. In a forward pass it is 1, since further results are statistics;
+    for two different operators it is 1, too.
     """
 
     a: Call | None
@@ -353,11 +353,11 @@ class Precision:
 
     @classmethod
     def of(cls, a: Sequence[Call], b: Sequence[Call]) -> Precision:
-        """Returns those of the types in which operators ran."""
+        """Returns the unit roundoffs of the least precise types in which operators of both steps ran."""
         return cls(*(max(map(_roundoff, calls), default=0.0) for calls in (a, b)))
 
     def noise(self, depth: int) -> float:
-        """Returns the error that rounding explains, after a number of operators in half: errors add up as noise does.
+        """Returns the error that rounding explains: it grows with the square root of the number of operators in half.
 
         Args:
             depth: number of operators.

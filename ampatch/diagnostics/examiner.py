@@ -215,9 +215,9 @@ def _of_input(op: WatchedOp) -> _Remedies:
 
 
 def _to_name(op: WatchedOp) -> WatchedOp:
-    """Returns the operator to name for one: in a backward pass that of the forward pass.
+    """Returns the operator to name for an operator: in a backward pass, the operator of the forward pass.
 
-    For a gradient that is cast, this is the operator whose result was cast in the forward pass.
+    For the gradient of a cast, returns the operator whose result the forward pass cast.
     """
     named = op.named_op
     if named is op or named.op_name != CAST:
@@ -228,7 +228,7 @@ def _to_name(op: WatchedOp) -> WatchedOp:
 def _listed_name(op: WatchedOp) -> str:
     """Returns the path of a function as a list could name it.
 
-    For a function in Python that calls other listed ones, the operator below has their name.
+    A function in Python may call listed functions: then the operator has the name that lists know.
     """
     if op.op_name == CAST and op.readers:
         return _listed_name(op.readers[0])

@@ -1,7 +1,7 @@
 """Watches every step of a session, and says where the inf or NaN of a skipped one came from.
 
-Owns when a session watches, and which gradients have arrived since each optimizer's last step. Must never let a result
-depend on it.
+Owns when a session watches, and which gradients have arrived since each optimizer's last step. Must never change a
+result.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OverflowTracer:
     def install(self, ledger: PatchLedger) -> None:
         """Hooks all modules, so that the first forward pass begins to watch.
 
-        Compiled code runs uncompiled then, because torch.compile leaves code under modes alone.
+        From then on compiled code runs uncompiled, because torch.compile compiles nothing while a mode is active.
         """
         handle = torch.nn.modules.module.register_module_forward_pre_hook(self._before_forward)
         ledger.on_undo(handle.remove)

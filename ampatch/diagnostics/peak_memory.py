@@ -2,7 +2,8 @@
 
 Adds up the allocations that torch's allocators report to its profiler. torch keeps no count for the CPU. The operating
 system's count for a process never falls, and includes all libraries. A TorchDispatchMode would see tensors too, but not
-the memory that an operation allocates inside, and amp's cache of cast weights is off under one.
+the memory that an operation allocates inside, and amp's cache of cast weights is off under one. Must never change the
+work that it measures.
 """
 
 from __future__ import annotations

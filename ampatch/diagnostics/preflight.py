@@ -1,6 +1,7 @@
 """`amp.preflight`: which opt levels one step of a model stands, and what to type for those that it does not.
 
-Owns the order of the runs, and that nothing of the user's changes: copies run, and the process gets its state back.
+Owns the order of the runs. Must never change the user's model or the state of the process: copies run, and the process
+gets its state back.
 """
 
 from __future__ import annotations

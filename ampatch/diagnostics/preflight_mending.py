@@ -1,6 +1,6 @@
 """Searches the smallest change of ``amp.initialize``'s arguments with which a level stands, and verifies it by runs.
 
-Must never call a change verified that no run has shown to stand.
+Must never report a change as verified unless a run has shown that the level stands with it.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def table(title: str, columns: Sequence[Column], cells: Sequence[Sequence[str]],
         title: what the table shows.
         columns: its columns.
         cells: the rows that are shown.
-        count: number of all rows, of which the title says how many are shown.
+        count: number of all rows; if more than are shown, the title says so.
     """
     if cells:
         yield lambda width: _titled(title, columns, cells, count, width)

@@ -56,7 +56,8 @@ def tune(
 
     Raises:
         UsageError: amp is set up, or a report is open.
-        OptionError: the user's functions do not do what they are to, or the journal is of another search.
+        OptionError: one of the user's functions does not do what `amp.tune` requires, or the journal is of another
+            search.
     """
     if cast_observers.observer is not None:
         raise UsageError("amp.tune watches its runs itself. Call it outside of the block of amp.report().")

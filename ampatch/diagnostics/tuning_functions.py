@@ -1,6 +1,6 @@
 """What a training calls in half: functions with their lists, and the FLOPs of each by type.
 
-Owns the choice which functions a search may move to float32. Must never change a result.
+Owns the choice of the functions that a search may move to float32. Must never change a result.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ def accumulated(
     """Returns the first group that passes alone; else a union of groups, in the order of their measured effects.
 
     Args:
-        groups: the groups by name, those first that cost least. Of two with the same effect, the earlier comes first.
-        effect: returns how good the metric is with a group alone in float32; -inf if the training fails.
+        groups: the groups by name, the cheapest first. Of two with the same effect, the union gets the earlier first.
+        effect: returns the metric, the greater the better, with one group in float32; -inf if the training fails.
         passes: returns whether a set passes.
         last: a set that is known to pass.
     """
@@ -40,9 +40,9 @@ def accumulated(
 def minimal(passes: Callable[[Kept], bool], ordered: Sequence[str]) -> Kept:
     """Returns a part of a set that passes and needs each of its functions.
 
-    Assumes that a set passes if a part of it does.
-    This is QuickXplain (U. Junker, "QuickXplain: preferred explanations and relaxations for over-constrained problems",
-    AAAI 2004): it halves the set, and so asks about 2 k log2(n / k) + 2 k times for k of n functions.
+    Assumes that a set passes if a part of it does. The algorithm is QuickXplain (U. Junker, "QuickXplain: preferred
+    explanations and relaxations for over-constrained problems", AAAI 2004). It halves the set again and again. To find
+    k of n functions, it calls ``passes`` about 2 k log2(n / k) + 2 k times.
 
     Args:
         passes: returns whether a set passes.
@@ -54,7 +54,7 @@ def minimal(passes: Callable[[Kept], bool], ordered: Sequence[str]) -> Kept:
 
 
 def _needed(passes: Callable[[Kept], bool], given: Kept, added: Kept, ordered: list[str]) -> Kept:
-    """Returns what is needed of a list beside the functions given, of which some were added last."""
+    """Returns the functions of a list that are needed beside the given ones; ``added`` are the last of these."""
     if added and passes(given):
         return frozenset()
     if len(ordered) == 1:

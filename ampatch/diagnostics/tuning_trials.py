@@ -1,7 +1,7 @@
 """Trainings of a search: runs each with its seed and its cast lists, and judges the metric beside the noise.
 
-Owns that a run used the options that it was given, and that the process is afterwards as it was. Must not choose which
-functions to try.
+Owns the check that a run used the options that it was given, and restores the state of the process after it. Must not
+choose which functions to try.
 """
 
 from __future__ import annotations

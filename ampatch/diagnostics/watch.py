@@ -67,8 +67,8 @@ class Watch:
     """Records the operators that run in one thread, and in the backward passes that it starts.
 
     Args:
-        keep: returns whether the arguments of an operator are kept alive, given what went in and came out; by default
-            none are. For an operator that writes to its inputs, these are all that is given.
+        keep: returns whether the arguments of an operator are kept alive, given the values of its inputs and results.
+            For an operator that writes to its inputs, it gets the inputs only. None keeps no arguments.
         always: whether to record without gradients too; otherwise only forward passes that may have a backward pass.
         keep_results: whether to keep copies of all results, which later operators may write to. Parameters among the
             arguments then keep the memory that they have now: the end of a session gives them other memory.

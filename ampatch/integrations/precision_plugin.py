@@ -12,7 +12,7 @@ import functools
 import glob
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -371,14 +371,14 @@ def _check_callbacks(callbacks: list[Any], opt_level: str) -> None:
 
 
 def _converted_parts(module: nn.Module, options: Mapping[str, Any]) -> tuple[list[nn.Module], dict[str, Any]]:
-    """Returns the submodules to convert, and the options with ``keep_fp32`` by their names in these.
+    """Returns the submodules to convert, and the options, with what stays float32 by its names in these.
 
     A LightningModule's steps call its submodules, not its forward, so amp casts at their boundaries. The module's own
     parameters, losses without weights and metrics stay as they are.
 
     Raises:
-        OptionError: there is no such submodule, ``keep_fp32`` matches none or cannot be said for each by itself, or the
-            cast lists have entries for parts.
+        OptionError: there is no such submodule, ``keep_fp32`` or ``float32_outputs`` matches none or cannot be said for
+            each by itself, or the cast lists have entries for parts.
     """
     entries = shipped().overlaid(options.get("cast_lists") or ()).modules
     if entries:
@@ -386,29 +386,42 @@ def _converted_parts(module: nn.Module, options: Mapping[str, Any]) -> tuple[lis
             f"{entries[0].source}: modules has {entries[0].name!r}, and at opt_level={options['opt_level']!r} amp "
             "converts the parts of a LightningModule one by one. Type keep_fp32 for what is to compute in float32."
         )
-    wanted = conversion_plan.check_keep_fp32(options.get("keep_fp32"))
-    conversion_plan.check_matches([module], wanted)
-    kept = {
-        each
-        for name, below in module.named_modules()
-        if name and any(conversion_plan.matches(one, name, below) for one in wanted)
-        for each in below.modules()
-    }
+    matched: dict[str, set[nn.Module]] = {}
+    for argument in ("keep_fp32", "float32_outputs"):
+        wanted = conversion_plan.check_keep_fp32(options.get(argument), argument)
+        conversion_plan.check_matches([module], wanted, argument)
+        matched[argument] = {
+            below
+            for name, below in module.named_modules()
+            if name and any(conversion_plan.matches(one, name, below) for one in wanted)
+        }
+    kept = {each for below in set().union(*matched.values()) for each in below.modules()}
     parts = [part for part in _parts(module) if part not in kept]
     if not parts:
         raise OptionError(
             f"opt_level={options['opt_level']!r} found no submodule of this {type(module).__name__} whose weights to "
             "convert: its own parameters stay float32. Put the layers into submodules, or use opt_level='O1'."
         )
-    names = [(name, below in kept) for part in parts for name, below in part.named_modules() if name]
-    inside = dict.fromkeys(name for name, is_kept in names if is_kept)
-    for name, is_kept in names:
-        if name in inside and not is_kept:
+    named = [(name, below) for part in parts for name, below in part.named_modules() if name]
+    return parts, {
+        **options,
+        "keep_fp32": _names_within(module, named, kept, "keep_fp32"),
+        "float32_outputs": _names_within(module, named, matched["float32_outputs"], "float32_outputs"),
+    }
+
+
+def _names_within(
+    module: nn.Module, named: Iterable[tuple[str, nn.Module]], kept: Set[nn.Module], argument: str
+) -> list[str]:
+    """Returns the names of modules within the parts, as patterns; raises if a name fits another module as well."""
+    inside = dict.fromkeys(name for name, below in named if below in kept)
+    for name, below in named:
+        if name in inside and below not in kept:
             raise OptionError(
-                f"keep_fp32 keeps one {name!r} in float32, and another submodule of this {type(module).__name__} has a "
-                f"{name!r} that is to be half. Keep both or none, or put the submodules into one."
+                f"{argument} keeps one {name!r} in float32, and another submodule of this {type(module).__name__} has "
+                f"a {name!r} that is to be half. Keep both or none, or put the submodules into one."
             )
-    return parts, {**options, "keep_fp32": [glob.escape(name) for name in inside]}
+    return [glob.escape(name) for name in inside]
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:

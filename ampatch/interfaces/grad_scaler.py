@@ -81,9 +81,9 @@ class GradScaler(torch.amp.GradScaler):
             stays above 0.
         max_loss_scale: ceiling of the scale; None: no ceiling.
         on_overflow: how a skipped step is reported. The step is skipped first. Call `update` as after any other step.
-            "log" writes a line to the log, if the host reads the overflow flag anyway: on the CPU, and for optimizers
-            that do not skip in their own kernel. "raise" raises `GradientOverflowError` from `step`. A function is
-            called with the `Overflow`. "trace" logs ``str(overflow)``. It has the origin of the overflow if
+            "log" writes a line to the log if the host reads the overflow flag anyway. It does so on the CPU, and for
+            optimizers that do not skip in their own kernel. "raise" raises `GradientOverflowError` from `step`. A
+            function is called with the `Overflow`. "trace" logs ``str(overflow)``. It has the origin of the overflow if
             ``amp.initialize(on_overflow="trace")`` watches the steps. All values but "log" read the flag before every
             step, which syncs with the device.
 

@@ -2,9 +2,9 @@
 
 Each calls the operator of its name in `torch.ops.ampatch`, with the arguments of the function of that name in
 `ampatch.native.torch_kernels`; csrc/operators.cpp has the schemas. It also increments the version counters of the
-tensors that the operator writes, so that autograd and the cache of casts notice the writes: torch does so for its own
-operators only. `copy_edits` increments none, because a change of version means that user code wrote to the master. Must
-not choose an implementation: `ampatch.native.kernels` does.
+tensors that the operator writes, because torch does so for its own operators only. Autograd and the cache of casts
+notice the writes by these counters. `copy_edits` increments none: a change of version means that user code wrote to the
+master. Must not choose an implementation: `ampatch.native.kernels` does.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ def for_fused_step(number: _Number, parameters: Iterable[Tensor]) -> _Number:
     They copy it to each device without waiting (torch 2.13), so a kernel on the CPU would read it before it arrives.
 
     Args:
-        number: such as an overflow flag or a scale; None: none is handed over.
-        parameters: those that the step updates.
+        number: tensor such as an overflow flag or a scale; None is returned as it is.
+        parameters: parameters that the step updates.
     """
     if number is None or number.is_cpu or not any(map(_IS_ON_CPU, parameters)):
         return number

@@ -232,8 +232,8 @@ def unscale_copy(
         master_grads: float32 tensors of the same number, shapes and devices; their values are overwritten unread.
         inv_scale: reciprocal of the loss scale; 0-dimensional float32.
         found_inf: overflow flag; 0-dimensional float32.
-        write_back: True to copy the results back to ``grads``, as `copy_to_half_grads` does; where several of these
-            are one tensor, after all of them are read.
+        write_back: True to copy the results back to ``grads``, as `copy_to_half_grads` does. If several of these share
+            memory, all are read before the first is written.
     """
     if write_back and _share_memory(grads):
         unscale_copy(grads, master_grads, inv_scale, found_inf, False)

@@ -77,7 +77,7 @@ class Casts(Protocol):
         dtype: torch.dtype,
         layout_of: Callable[[], Layout],  # noqa: ARG002 - for caches that lay them out
     ) -> list[Tensor]:
-        """Returns the weights of a recurrent layer, cast to ``dtype``; here each into memory of its own.
+        """Returns the weights of a recurrent layer, cast to ``dtype``. This default gives each cast its own memory.
 
         Compilers do not trace it: in code that they compile, the weights are cast as all other arguments.
         """

@@ -18,10 +18,11 @@ from ampatch.casting import write_back
 from ampatch.casting.cast_errors import may_be_of_mixed_types, names_missing_kernel
 from ampatch.casting.nested import cast_floating
 from ampatch.compilers import traced_within_others
-from ampatch.errors import AmpError, OptionError, UsageError, warn
+from ampatch.errors import AmpError, OptionError, UsageError, in_every_layer, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native import calls
-from ampatch.patching import cast_labels, replaced_forward
+from ampatch.opt_levels import HALVES
+from ampatch.patching import cast_labels, replaced_forward, rounded_results
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
@@ -197,7 +198,11 @@ def hook_forward(
 
 
 def note_types(
-    model: nn.Module, error: BaseException | None, half: torch.dtype, kept: Sequence[str | type] = ()
+    model: nn.Module,
+    error: BaseException | None,
+    half: torch.dtype,
+    kept: Sequence[str | type] = (),
+    float32_outputs: Sequence[str | type] = (),
 ) -> None:
     """Adds a note, which says what to type, to an error about types that a half model's forward raised.
 
@@ -206,6 +211,7 @@ def note_types(
         error: exception that the forward raised; None if it returned. Errors of amp's, and errors with notes, get none.
         half: half type of the model's weights.
         kept: what stays float32 already.
+        float32_outputs: those of it whose outputs stay float32 as well.
     """
     if not isinstance(error, RuntimeError) or isinstance(error, AmpError) or getattr(error, "__notes__", None):
         return
@@ -216,9 +222,11 @@ def note_types(
     at, trace = None, error.__traceback__
     while trace is not None:
         at, trace = names.get(id(trace.tb_frame.f_locals.get("self")), at), trace.tb_next
-    so_far = [each if isinstance(each, str) else each.__name__ for each in kept]
+    so_far, wide = (
+        [each if isinstance(each, str) else each.__name__ for each in some] for some in (kept, float32_outputs)
+    )
     # A submodule that is kept returns half again, so none helps the code of the model itself.
-    kept_part = f"keep_fp32={[*so_far, _every_layer(at)]}) to keep a part in float32" if at else ""
+    kept_part = f"keep_fp32={[*so_far, in_every_layer(at)]}) to keep a part in float32" if at else ""
     made = f"ampatch: amp.initialize has made this {type(model).__name__}'s weights {half}"
     if lacks_kernel:
         kept_part = f"Type amp.initialize(..., {kept_part}. Or type" if at else "Type amp.initialize(...) with"
@@ -232,20 +240,13 @@ def note_types(
         cure = f"{kept_part}. If the model mixes types in several places, type patch_torch_functions=True, or "
     else:
         cure = "patch_torch_functions=True), or "
+    if wide:
+        cure = f"keep_fp32={wide}) instead of float32_outputs={wide}, if this code gets their outputs. Or type {cure}"
     error.add_note(
         f"{made}. It casts the arguments of the model's forward (tensors, containers, dataclasses, objects with a "
         "method to), but no tensors of other objects, and none that the forward itself creates"
         f"{f' or that only {at!r} gets' if at else ''}. Type amp.initialize(..., {cure}opt_level='O1': both cast at "
         "each function."
-    )
-
-
-def _every_layer(name: str) -> str:
-    """Returns the pattern of a module's name in all layers: "layers.0.norm" becomes "layers.*.norm"."""
-    parts = name.split(".")
-    following = [*parts[1:], "0"]
-    return ".".join(
-        "*" if part.isdigit() and not after.isdigit() else part for part, after in zip(parts, following, strict=True)
     )
 
 
@@ -264,6 +265,7 @@ def hook_casts(
     *,
     widens_copies: bool = False,
     labelled: bool = False,
+    notes_rounding: bool = False,
 ) -> None:
     """Registers hooks that cast the floating-point arguments and results of every forward of the model.
 
@@ -278,13 +280,19 @@ def hook_casts(
         widens_copies: True if deep copies of the model are float32. A deep copy then casts its arguments to the type
             of its own weights; in it, submodules that give a half result leave it uncast.
         labelled: True to label the casts in ``torch.profiler``.
+        notes_rounding: True to warn if the adopted model around this one returns a result that was cast here.
     """
     if inputs is not None:
         before: Any = functools.partial(cast_labels.cast_arguments if labelled else _cast_arguments, inputs)
         if widens_copies:
             before.__deepcopy__ = functools.partial(_hook_of_copy, _cast_arguments_of_copy)
         ledger.on_undo(model.register_forward_pre_hook(before, with_kwargs=True).remove, model)
-    after: Any = functools.partial(cast_labels.cast_result if labelled else _cast_result, outputs)
+    cast_result = cast_labels.cast_result if labelled else _cast_result
+    after: Any = functools.partial(cast_result, outputs)
+    if notes_rounding and outputs in HALVES:
+        after = functools.partial(_round_result, cast_result, outputs)
+    elif inputs is not torch.float32 and outputs not in HALVES:
+        after = functools.partial(_cast_and_tell, cast_result, outputs)
     if inputs in (None, torch.float32) and widens_copies:
         after.__deepcopy__ = functools.partial(_hook_of_copy, _leave_result)
     ledger.on_undo(model.register_forward_hook(after, always_call=inputs is not None).remove, model)
@@ -380,6 +388,26 @@ def _leave_result(module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
 @traced_within_others
 def _cast_result(dtype: torch.dtype, module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
     return write_back.end(module, dtype, result)
+
+
+@traced_within_others
+def _round_result(
+    cast: Callable[..., Any], dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], result: Any
+) -> Any:
+    rounded = cast(dtype, module, args, result)
+    if not torch.compiler.is_compiling():
+        rounded_results.note(module, result, rounded)
+    return rounded
+
+
+@traced_within_others
+def _cast_and_tell(
+    cast: Callable[..., Any], dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], result: Any
+) -> Any:
+    given = cast(dtype, module, args, result)
+    if not torch.compiler.is_compiling():  # after the cast, as the warning may be an error
+        rounded_results.tell(module, result)
+    return given
 
 
 def named_parameters(models: Set[nn.Module]) -> dict[int, str]:

@@ -1,6 +1,6 @@
-"""The places where torch checks whether autocast is on, since casting the arguments of functions is not enough there.
+"""Patches the places where torch would raise, or bypass the patched functions, because autocast is off.
 
-Patches them through the ledger while a session is live. Must not know lists or rules.
+Installs through the ledger while a session is live. Must not know lists or rules.
 """
 
 from __future__ import annotations

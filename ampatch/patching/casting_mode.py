@@ -68,9 +68,12 @@ class _Entry:
     reason: str = ""
 
     def changed_by(self, names: Mapping[Treatment, Set[str]]) -> Set[str]:
-        """Returns the names, among those in each list, of functions that would cast arguments from this function.
+        """Returns the names of listed functions that might cast tensors of the type that this function computes in.
 
-        Promotion changes nothing if all tensors have one type. A list changes no tensors that have its type already.
+        Promotion casts nothing if all tensors have one type. A list casts no tensors that have its type already.
+
+        Args:
+            names: names of functions, by the list that they are in.
         """
         if self is _METADATA:
             return frozenset()

@@ -1,6 +1,6 @@
 """CUDA graphs: the work before a capture, and adopted models in ``torch.cuda.make_graphed_callables``.
 
-Owns the patches of torch's two entries to a capture. Must capture nothing itself.
+Owns the patches of ``CUDAGraph.capture_begin`` and ``make_graphed_callables``. Must capture nothing itself.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def accept_adopted_models(ledger: PatchLedger, is_active: Callable[[], bool | No
     The graph holds the forward without the hooks. They run around it in each call, as around any other forward.
 
     Args:
-        ledger: records the patches, and the graphed forwards: these hold casts, and addresses of half weights.
+        ledger: records the patches and the graphed forwards. Their graphs hold casts, and addresses of half weights.
         is_active: returns whether the session still lives.
     """
     original = graphs.make_graphed_callables

@@ -262,7 +262,7 @@ class FunctionPatches:
         return wrapper if wrapper is not None and self._originals[id(wrapper)][1] is value else None
 
     def release(self, owners: Iterable[object]) -> None:
-        """Replaces wrappers that ``owners`` and modules have copied by the originals. Call it after the ledger's undo.
+        """Puts the originals back where ``owners`` and modules still hold wrappers. Call it after the ledger's undo.
 
         The session drops its wrappers first. If none is alive after that, no module holds one, and the search is
         skipped.
@@ -493,7 +493,7 @@ def _watch(namespace: str, patches: FunctionPatches) -> None:
 
 
 class _Announcer:
-    """Stands first in ``sys.meta_path``: has `_imported` called after the import of each module of some packages.
+    """Stands first in ``sys.meta_path``; calls `_imported` after the import of each module of some packages.
 
     Finds no module itself. The names of a package's modules are not known before they are imported.
     """

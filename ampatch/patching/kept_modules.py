@@ -23,10 +23,10 @@ def keep_in_float32(modules: Mapping[nn.Module, tuple[str, str]], ledger: PatchL
     """Makes modules compute in float32 while the session casts.
 
     Args:
-        modules: modules that have a forward, with their names, and what asks for that, for messages; those that are
-            kept already stay so.
+        modules: modules that have a forward, each with its name and the option that names it, both for messages.
+            Modules that are already kept are skipped.
         ledger: records the changes.
-        switch: of the session.
+        switch: switch of the session.
 
     Raises:
         OptionError: TorchScript has compiled one of them, its weights are half, or its forward is an asynchronous
@@ -58,4 +58,4 @@ class _ForwardInFloat32(ReplacedForward):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward on float32 arguments."""
-        return write_back.call_in_float32(self._module, self.in_block, args, kwargs)
+        return write_back.call_in_float32(self.module, self.in_block, args, kwargs)

@@ -39,10 +39,10 @@ def give_own_rules(modules: Mapping[nn.Module, tuple[str, str, Token]], ledger: 
     """Makes modules compute by rules of their own while the session casts.
 
     Args:
-        modules: modules that have a forward, with their names, what asks for that, for messages, and the token of
-            their rules; those that have rules already keep them.
+        modules: modules that have a forward, each with its name and the entry that decides, both for messages, and
+            with the token of its rules. Modules that already have rules keep them.
         ledger: records the changes.
-        switch: of the session.
+        switch: switch of the session.
 
     Raises:
         OptionError: TorchScript has compiled one of them, or its forward is an asynchronous generator.

@@ -1,7 +1,8 @@
 """The memory of a recurrent layer's cast weights: one buffer, laid out as cuDNN expects it.
 
 If the weights of a call are spread over several buffers, cuDNN copies them into one in each forward pass, and warns.
-Owns which calls this concerns, and where each weight lies. Must neither choose dtypes nor keep casts.
+Owns the choice of the calls that get such a buffer, and the place of each weight in it. Must neither choose dtypes nor
+keep casts.
 """
 
 from __future__ import annotations

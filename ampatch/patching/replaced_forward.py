@@ -1,7 +1,7 @@
-"""A forward in the place of a module's own, which runs that under other casts, its part of a backward pass too.
+"""Replaces a module's forward by one that runs the original under other casts, its part of a backward pass too.
 
 Owns what all such forwards share: copies, pickles, generators and the backward passes of the user's functions. A hook
-could not do this: a compiler cannot enter a block in one hook and leave it in another. Must not know which casts.
+could not do this: a compiler cannot enter a block in one hook and leave it in another. Must not know which casts apply.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ Block = AbstractContextManager[None]
 class ReplacedForward(ABC):
     """The forward of a module until its session ends.
 
-    A deep copy of the module has one of its own, of the same session. A pickled one casts as its surroundings do.
+    A copy of the module gets its own, which belongs to the same session. An unpickled one casts like the code around
+    it.
 
     Attributes:
+        module: the module.
         own: the forward that it replaces.
-        switch: of the session; None after pickling.
+        switch: switch of the session; None after unpickling.
     """
 
     def __init__(self, module: nn.Module, own: Callable[..., Any], switch: Switch | None = None) -> None:
         functools.update_wrapper(self, own)
-        self._module, self.own, self.switch = module, own, switch
+        self.module, self.own, self.switch = module, own, switch
 
     @abstractmethod
     def block(self) -> Block:
@@ -68,10 +70,10 @@ class ReplacedForward(ABC):
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self.copied(copy.deepcopy(self._module, memo), copy.deepcopy(self.own, memo))
+        return self.copied(copy.deepcopy(self.module, memo), copy.deepcopy(self.own, memo))
 
     def __reduce__(self) -> Any:
-        return type(self), (self._module, self.own)
+        return type(self), (self.module, self.own)
 
     @property
     def __code__(self) -> Any:  # torch.export reads the module's place in the source from it
@@ -95,7 +97,7 @@ def check_replaceable(module: nn.Module, name: str, asked: str) -> None:
     Args:
         module: the module.
         name: its name in the model.
-        asked: what asks for the change, for the message.
+        asked: the option or entry that requests the change, for the message.
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise OptionError(
@@ -149,25 +151,38 @@ def _restore(module: nn.Module) -> ReplacedForward | None:
     return forward
 
 
-def follow_replicas(ledger: PatchLedger) -> None:
-    """Patches torch, so that a replica in `torch.nn.DataParallel` runs its own forward by its own weights.
+def follow_copies(ledger: PatchLedger) -> None:
+    """Patches torch, so that a module's replica in `torch.nn.DataParallel`, or its shallow copy, runs its own forward.
 
-    torch copies the attributes of a module to its replicas, and so the forward of the original.
+    Both get the attributes of the module, and so the forward of the original.
     """
     replicate: Any = nn.Module._replicate_for_data_parallel
 
     @functools.wraps(replicate)
-    def wrapper(module: nn.Module) -> nn.Module:
+    def replicate_with_own_forward(module: nn.Module) -> nn.Module:
         replica: nn.Module = replicate(module)
-        forward = vars(replica).get("forward")
-        if isinstance(forward, ReplacedForward):
-            own = forward.own
-            if isinstance(own, types.MethodType) and own.__self__ is module:
-                own = types.MethodType(own.__func__, replica)
-            vars(replica)["forward"] = forward.copied(replica, own)
+        _give_own_forward(replica)
         return replica
 
-    ledger.set(nn.Module, "_replicate_for_data_parallel", wrapper)
+    def copy_with_own_forward(module: nn.Module) -> nn.Module:
+        # As copy.copy does without this method. Dynamo patches `nn.Module.__setstate__`, the other place for this.
+        made: nn.Module = copy._reconstruct(module, None, *module.__reduce_ex__(4))  # type: ignore[attr-defined]
+        _give_own_forward(made)
+        return made
+
+    ledger.set(nn.Module, "_replicate_for_data_parallel", replicate_with_own_forward)
+    ledger.set(nn.Module, "__copy__", copy_with_own_forward)
+
+
+def _give_own_forward(module: nn.Module) -> None:
+    """Replaces a forward that belongs to another module, of which this one has the attributes."""
+    forward = vars(module).get("forward")
+    if not isinstance(forward, ReplacedForward) or forward.module is module:
+        return
+    own = forward.own
+    if isinstance(own, types.MethodType) and own.__self__ is forward.module:
+        own = types.MethodType(own.__func__, module)
+    vars(module)["forward"] = forward.copied(module, own)
 
 
 async def _awaiting(coroutine: Any, block: Callable[[], Block]) -> Any:
@@ -181,7 +196,7 @@ def _next_number() -> int:
 
 
 def _enclose_backward(result: object, first: int, block: Callable[[], Block]) -> None:
-    """Has the backward passes of the user's functions in a graph run in a block, as their forward did.
+    """Runs the backward passes of users' `torch.autograd.Function` classes in a graph in a block, as their forward ran.
 
     torch's own nodes run in C++, which no cast list reaches.
 

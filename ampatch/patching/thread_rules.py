@@ -1,8 +1,9 @@
-"""The lists that this thread computes by: the session's, or those of a part of a model that has rules of its own.
+"""Chooses the lists that this thread computes by: the session's, or those of a part of a model with its own rules.
 
-Owns that state, and the adapters that read it. A part's rules hold for the thread that runs its forward, as the switch
-does, and torch.compile must see them: it guards, for each thread, the type of every autocast that is on. So a token
-stands for each set of rules: the type of autocast for a device that no tensor here uses. Must not know models.
+Owns the state of each thread, and the adapters that read it. A part's rules are in force in the thread that runs its
+forward. torch.compile must compile anew if the rules change. It guards, for each thread, the type of every autocast
+that is on. So under a part's rules autocast is on for a device that no tensor here uses. Its type, the token, stands
+for the set of rules. Must not know models.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def choosing(adapt: Adapt, of_parts: Mapping[Token, Adapt]) -> Adapt:
     """Returns an adapter that adapts by the rules in force.
 
     Args:
-        adapt: by the session's rules.
-        of_parts: by the rules of parts, where these differ.
+        adapt: adapter by the session's rules.
+        of_parts: adapters by the rules of parts, where these differ.
     """
 
     def by_rules_in_force(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -66,7 +67,7 @@ def unchanged(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def under(token: Token) -> AbstractContextManager[None]:
-    """Has this thread compute by other rules until the block ends; nests. In compiled code the graph does that."""
+    """Puts other rules in force in this thread until the block ends; nests. In compiled code the graph does so."""
     return _under_in_graph(token) if is_dynamo_compiling() else _Region(True, token)
 
 

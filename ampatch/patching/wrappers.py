@@ -88,10 +88,12 @@ def wrap_for_half_models(
 ) -> Function:
     """Returns a wrapper for models with half weights: it computes in float32, and gives half arguments half results.
 
-    A result is cast back if all floating arguments were of one half type, as an operator with a half kernel would give
-    it: the layers behind it have half weights. Three kinds of results stay as they are: complex ones, as there is no
-    complex type for each half type; those of a call with ``dtype=``; and scalars (tensors without
-    dimensions), such as losses, which promote no half tensor to float32.
+    If all floating arguments were of one half type, a float32 result is cast back to it: the layers behind have half
+    weights. Three kinds of results stay as they are:
+
+    - complex ones, since bfloat16 has no complex type;
+    - results of a call with ``dtype=``;
+    - tensors without dimensions, such as losses, which promote no half tensor to float32.
 
     Args:
         original: function to wrap.

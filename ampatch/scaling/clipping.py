@@ -37,8 +37,8 @@ def clip(optimizer: AdoptedOptimizer, max_norm: float) -> Tensor:
     """Clips the gradients of an adopted optimizer; unscales them first if a block left them scaled.
 
     Args:
-        optimizer: whose gradients.
-        max_norm: the greatest norm that they keep.
+        optimizer: adopted optimizer.
+        max_norm: norm to which gradients with a greater norm are scaled down.
 
     Returns:
         The norm of the unscaled gradients before clipping: 0-dimensional float32.
@@ -64,7 +64,7 @@ def unscale(optimizer: AdoptedOptimizer) -> None:
     """Unscales the gradients of an adopted optimizer if a block left them scaled.
 
     Args:
-        optimizer: whose gradients; those of all other optimizers of that block are unscaled too.
+        optimizer: adopted optimizer. The gradients of all other optimizers of that block are unscaled too.
 
     Raises:
         UsageError: the block is still open; or the gradients are scaled by a block for another optimizer.
@@ -130,8 +130,8 @@ def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, ranks: Ranks) -
     """Clips the gradients of parameters by the norm of all of them taken together.
 
     Args:
-        parameters: with gradients of any shape, layout, dtype and device, or with none.
-        max_norm: the greatest norm that they keep.
+        parameters: parameters; their gradients may have any shape, layout, dtype and device, or be None.
+        max_norm: norm to which gradients with a greater norm are scaled down.
         ranks: the ranks that may share gradients.
 
     Returns:

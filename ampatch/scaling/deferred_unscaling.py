@@ -30,7 +30,7 @@ class DeferredUnscaling:
         """Divides in place those gradients that still exist.
 
         Args:
-            there: the optimizer's present gradients; new ones, of a backward pass without scaling, are left alone.
+            there: the optimizer's present gradients. New ones, from a backward pass without a scale, stay unchanged.
         """
         ids = set(map(id, there))
         kernels.multiply_([grad for grad, _ in self._grads if id(grad) in ids], self.divisor.reciprocal())

@@ -1,8 +1,8 @@
 """The loss scale: its transition as a pure function, and the scaler that keeps its state on the device.
 
 The scheme is that of "Mixed Precision Training" (Micikevicius et al., 2018): halve on overflow, double after a run of
-clean steps; with the hysteresis of Megatron-LM. A static scale has the same methods, and neither checks nor changes.
-Must know gradients only as tensors, never parameters or optimizers.
+clean steps; with the hysteresis of Megatron-LM. A static scale has the same methods, but never changes, and does not
+look for overflow. Must know gradients only as tensors, never parameters or optimizers.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ class LossScaler:
 
         Args:
             grads: floating or complex tensors of any shape, dtype and device. None is skipped, sparse ones are
-                coalesced. Of DTensors all ranks must pass the same, and all ranks see an overflow on any rank.
+                coalesced. All ranks must pass the same DTensors; then each rank sees an overflow on any rank.
 
         Returns:
             0-dimensional float32: 1 if any element is inf or NaN, else 0; always 0 under a static scale. Reading it
@@ -584,7 +584,7 @@ def load_states(
     Args:
         scalers: all of one policy.
         state_dict: states under "loss_scaler0" and on; or the state of a ``GradScaler``, for the first scaler.
-        logs: whether to log states that are not loaded because one of both scales is static.
+        logs: whether to log states that are not loaded because the saved or the present scale is static.
         warnings: warnings of the caller, given after the checks and before anything is changed.
 
     Raises:

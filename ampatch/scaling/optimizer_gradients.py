@@ -343,7 +343,7 @@ class OptimizerGradients:
             self.pending = list(overflowed.values())
 
     def forget_cleared_verdict(self) -> None:
-        """Forgets the last block's overflow if its gradients are gone; zeroes what overflowed and is still there.
+        """Forgets the last block's overflow if its gradients are gone; otherwise zeroes them after an overflow.
 
         The next block is judged by its own gradients.
         """

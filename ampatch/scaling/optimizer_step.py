@@ -116,7 +116,7 @@ class SkipCount:
 
 
 class AdoptedOptimizer:
-    """What amp knows of one optimizer.
+    """An optimizer that amp has adopted: runs, skips or refuses its steps.
 
     Args:
         gradients: its gradients.
@@ -127,7 +127,8 @@ class AdoptedOptimizer:
         announce: whether to log skipped steps.
         on_overflow: what else happens after a skipped step; None: nothing. Otherwise every verdict is read before the
             step, while the gradients are there.
-        checks_by: the scaler to name if gradients of no block are inf or NaN; None: steps look for neither.
+        checks_by: scaler to name in messages if no block made the gradients that are inf or NaN; None: steps do not
+            look for inf and NaN.
         prepare_masters: called before each step with the masters, at levels that have them.
 
     Attributes:
@@ -353,7 +354,7 @@ class AdoptedOptimizer:
 
         Args:
             pending: the blocks since the last step.
-            first: the scaler to name if there are none.
+            first: scaler to name in messages if there are no such blocks.
 
         Returns:
             The verdict, of all ranks that share these gradients; None if there are no parameters.
@@ -375,11 +376,11 @@ class AdoptedOptimizer:
         return StepCheck(scaler, 0 if last is None else last.scaler_id, found_inf, pending)
 
     def _still_overflowed(self, pending: Sequence[ScaleUse], check: StepCheck | None) -> list[ScaleUse]:
-        """Returns the uses that overflowed, without a last one whose gradients were cleared or replaced.
+        """Returns the uses that overflowed; omits the last use if its gradients were cleared or replaced since.
 
         Args:
             pending: the blocks since the last step.
-            check: the check of the gradients themselves, which decides if no block has; None: there is none.
+            check: check of the gradients themselves, which decides if no block overflowed; None if there is none.
         """
         overflowed = list(filter(_OVERFLOWED, pending))
         is_last = len(overflowed) == 1 and overflowed[0] is pending[-1] and not overflowed[0].is_confirmed

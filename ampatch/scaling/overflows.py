@@ -89,8 +89,8 @@ class ScaleChange:
     Attributes:
         loss_id: number of the loss.
         before: scale by which the loss was multiplied.
-        after: scale of the next block; the same under a static scale. Of a `GradScaler`, what its ``update`` is going
-            to set.
+        after: scale of the next block; the same under a static scale. For a `GradScaler`, the scale that its
+            ``update`` will set.
     """
 
     loss_id: int
@@ -189,7 +189,7 @@ class Tracer(Protocol):
     """Finds out where an overflow began."""
 
     def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> object | None:
-        """Returns what is known of the gradients of parameters; None if nothing is.
+        """Returns the origin of inf and NaN in the gradients of parameters; None if nothing is known of it.
 
         Args:
             parameters: parameters of the model that the optimizer updates.

@@ -61,7 +61,7 @@ class ScaleUse:
     Attributes:
         is_open: True inside its block.
         is_postponed: True if DDP is going to reduce its gradients together with those of a later backward pass.
-        is_judged_later: True if a later block or other code lets the scale react to the overflow.
+        is_judged_later: True if the scale reacts to the overflow in a later block, or by other code.
         is_confirmed: True if an overflow counts even after the gradients were cleared.
         is_of_others: True if an optimizer without gradients remembers it.
         is_captured: True if a CUDA graph captured the verdict, so that each replay finds another one.
@@ -100,8 +100,8 @@ class ScaleUse:
         Remembers their values, to report one that is inf or NaN when a step is skipped.
 
         Returns:
-            The scaled losses in float32, in the same lists, tuples and dicts; and a list of those outside of transforms
-            of `torch.func`, which take no hooks and have no values to read.
+            The scaled losses in float32, in the same lists, tuples and dicts. And a list of these losses, without those
+            inside transforms of `torch.func`: such tensors take no hooks, and have no values to read.
         """
         result = scaled(loss, None if self.is_one else self.scale)
         losses = [each for each in tensors_in(result) if not is_functorch_wrapped_tensor(each)]

@@ -36,8 +36,8 @@ class Blocks:
 
     Attributes:
         ranks: the ranks that may share gradients.
-        cache: the casts of weights; cleared on entry, when the graph holds the casts that the backward pass needs and
-            releases each after its use; and on exit, for forward passes inside the block.
+        cache: the casts of weights. It is cleared on entry: the graph holds the casts that the backward pass needs,
+            and releases each after its use. It is cleared again on exit, because of forward passes inside the block.
         switch: whether casts are on.
         prepare: returns the scaler for a loss, optimizers and a loss's number, and the adopted optimizers; raises if
             there are none.
@@ -135,8 +135,8 @@ class ScaledBlock(Generic[_L]):
             The scaled loss in float32, in the same nested lists, tuples and dicts.
 
         Raises:
-            UsageError: the block was entered before, stands inside another one for the same optimizer, or would add up
-                gradients of two scales; the loss was scaled before; or an optimizer was never passed to
+            UsageError: the block was entered before, or stands inside another one for the same optimizer. Or gradients
+                of two scales would be added up, the loss was scaled before, or an optimizer was never passed to
                 ``amp.initialize``.
             OptionError: the number of the scale is out of range, or the loss is no floating tensor.
         """

@@ -1,7 +1,7 @@
-"""What watches blocks and steps: `amp.report` does, while it is open.
+"""Shows blocks and steps to observers: `amp.report` is one while it is open.
 
-Owns the list of observers of the process, as a report may begin before a session and outlive it. Nothing here costs a
-step anything while the list is empty. Observers must never write to what they are shown.
+Owns the list of observers of the process, since a report may begin before a session and outlive it. While the list is
+empty, a step takes no longer. Observers must never write to the tensors that they are shown.
 """
 
 from __future__ import annotations

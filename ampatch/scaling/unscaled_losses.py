@@ -1,8 +1,8 @@
 """Watches backward passes: warns or raises if one from a loss without scale adds gradients that amp would unscale.
 
-That is so in a ``scale_loss`` block, and after one that has left its gradients scaled. Also notes that a backward pass
-went through the scaled loss, for the block's own warning, and which gradients DDP has not reduced. Must never change a
-backward pass, nor keep its graph after the block.
+Amp would unscale them in a ``scale_loss`` block, and after a block that has left its gradients scaled. Also notes for
+the block whether a backward pass went through its scaled loss, and which gradients DDP has not reduced. Must never
+change a backward pass, nor keep its graph after the block.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _check_left_scaled(outputs: Sequence[Tensor | GradientEdge], inputs: Collect
         blocks: what all blocks share.
 
     Raises:
-        UsageError: it would.
+        UsageError: the backward pass would add to such gradients.
     """
     left = blocks.left_scaled()
     if not left or (blocks.is_any_open and not blocks.watched):  # a block that is not watched may be the loss's own

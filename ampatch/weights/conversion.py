@@ -151,8 +151,8 @@ class ConvertedTensor:
     def synchronise(self, half: Tensor) -> None:
         """Copies user writes since `note` from the half tensor to the float32 values, or the other way round.
 
-        The float32 values count if torch has counted a write to them only. Otherwise the half tensor counts; a float32
-        value keeps all its bits if the half element still equals it, rounded.
+        If torch has counted a write to the float32 values, and none to the half tensor, the float32 values count.
+        Otherwise the half tensor counts. A float32 value that still rounds to its half element keeps all its bits.
 
         Raises:
             UsageError: the half tensor was given another type or shape.
@@ -178,10 +178,10 @@ class ConvertedTensor:
 
     @torch.no_grad()
     def values(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor's values, with the float32 bits of each element that still equals ``full``, rounded.
+        """Returns a tensor's values; takes an element from ``full`` if that still rounds to the tensor's element.
 
         Args:
-            tensor: the half tensor, or the type that the user converted it to; of the shape of ``full``.
+            tensor: the half tensor, also after the user converted it to another type; has the shape of ``full``.
 
         Returns:
             A tensor of the wider type of the two, at least float32.
@@ -193,7 +193,7 @@ class ConvertedTensor:
 
     @torch.no_grad()
     def load(self, half: Tensor, values: Tensor) -> None:
-        """Copies loaded values to ``full``, for each element that the half tensor got from them, rounded.
+        """Copies loaded values to ``full``, except where the half tensor holds something else than them, rounded.
 
         Args:
             half: the half tensor, after the load.

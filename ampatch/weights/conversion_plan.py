@@ -17,6 +17,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from ampatch.cast_lists.paths import Path, PathError, find
+from ampatch.cast_lists.spellings import NAMESPACES, spellings
 from ampatch.casting.nested import CASTABLE
 from ampatch.errors import OptionError, did_you_mean
 from ampatch.opt_levels import HALVES
@@ -33,32 +34,42 @@ def keeps_statistics(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) and (not isinstance(module, _InstanceNorm) or module.track_running_stats)
 
 
-def check_keep_fp32(keep_fp32: object) -> KeepFloat32:
+def check_keep_fp32(given: object, argument: str = "keep_fp32") -> KeepFloat32:
     """Returns names, patterns and classes as a tuple; a single one becomes a tuple of one.
 
+    Args:
+        given: the value of the argument.
+        argument: its name, for the message.
+
     Raises:
-        OptionError: ``keep_fp32`` has anything else.
+        OptionError: it has anything else.
     """
-    if keep_fp32 is None:
+    if given is None:
         return ()
-    wanted = tuple(keep_fp32) if isinstance(keep_fp32, (list, tuple, set, frozenset)) else (keep_fp32,)
+    wanted = tuple(given) if isinstance(given, (list, tuple, set, frozenset)) else (given,)
     for one in wanted:
         if not (isinstance(one, str) or (isinstance(one, type) and issubclass(one, nn.Module))):
+            if isinstance(one, nn.Module):  # whose repr has a line for each submodule
+                shown, hint = f"a {type(one).__name__}", f" Type its name, or {type(one).__name__!r} for all of them."
+            elif callable(one) and not isinstance(one, type) and hasattr(one, "__name__"):
+                shown, hint = f"the function {one.__name__}", _for_function(one.__name__)
+            else:
+                shown, hint = repr(one), ""
             raise OptionError(
-                f"keep_fp32 has {one!r}; expected names of submodules ('encoder.norm'), patterns ('*.norm') or classes "
-                "(torch.nn.LayerNorm, or 'LayerNorm'), one or a list of them."
+                f"{argument} has {shown}; expected names of submodules ('encoder.norm'), patterns ('*.norm') or "
+                f"classes (torch.nn.LayerNorm, or 'LayerNorm'), one or a list of them.{hint}"
             )
     return wanted
 
 
-def check_matches(models: Iterable[nn.Module], keep_fp32: KeepFloat32) -> None:
-    """Raises `OptionError`, with the nearest names, if an entry of ``keep_fp32`` matches no submodule."""
+def check_matches(models: Iterable[nn.Module], kept: KeepFloat32, argument: str = "keep_fp32") -> None:
+    """Raises `OptionError`, with the nearest names, if an entry of an argument matches no submodule."""
     submodules = [(name, module) for model in models for name, module in model.named_modules() if name]
-    for wanted in keep_fp32:
+    for wanted in kept:
         if not any(matches(wanted, name, module) for name, module in submodules):
             shown = repr(wanted) if isinstance(wanted, str) else wanted.__name__
             hint = near_names(shown.strip("'"), submodules)
-            raise OptionError(f"keep_fp32 has {shown}, which matches no submodule of the model.{hint}")
+            raise OptionError(f"{argument} has {shown}, which matches no submodule of the model.{hint}")
 
 
 def near_names(wanted: str, submodules: Sequence[tuple[str, nn.Module]]) -> str:
@@ -69,12 +80,24 @@ def near_names(wanted: str, submodules: Sequence[tuple[str, nn.Module]]) -> str:
     inner = [name for name, _ in submodules if name.endswith(f".{wanted}")][:3]  # as in a wrapper: "_orig_mod.head"
     if inner:
         return f" Did you mean {' or '.join(map(repr, inner))}?"
+    full = f"torch.{wanted}"  # "nn.LayerNorm", as scripts type the class without quotes
+    if any(_is_of_class(full, module) for _, module in submodules):
+        return f" Type {full!r} or {leaf!r} for that class."
     names = [name for name, _ in submodules] + [type(module).__name__ for _, module in submodules]
     hint = did_you_mean(wanted, list(dict.fromkeys(names)))
     if hint:
         return hint
     some = [name for name, _ in submodules if "." not in name][:10]
-    return f" Its submodules are {', '.join(map(repr, some))} and those in them." if some else " It has none."
+    listed = f" Its submodules are {', '.join(map(repr, some))} and those in them." if some else " It has none."
+    return f"{listed}{_for_function(leaf)}" if owner in ("", "F", *NAMESPACES) else listed
+
+
+def _for_function(name: str) -> str:
+    """Returns what to type if a function of torch is to compute in float32; empty if no function has the name."""
+    if not spellings(name):
+        return ""
+    lists = {"blacklist": {"*": [name]}}
+    return f" To compute torch's function {name} in float32, type cast_lists={lists} at O1 or O4."
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +107,22 @@ class Plan:
     Attributes:
         dtypes: each tensor to convert, by ``id``, with its new type.
         buffers: names of the buffers to convert, by module.
-        guarded: float32 submodules among half ones, whose inputs and outputs must be cast.
+        guarded: float32 submodules among half ones, whose inputs and outputs must be cast, each with the type of its
+            outputs.
     """
 
     dtypes: Mapping[int, tuple[Tensor, torch.dtype]]
     buffers: Mapping[nn.Module, Sequence[str]]
-    guarded: tuple[nn.Module, ...]
+    guarded: Mapping[nn.Module, torch.dtype]
 
 
-def plan(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool, keep_fp32: KeepFloat32) -> Plan:
+def plan(
+    model: nn.Module,
+    dtype: torch.dtype,
+    keep_batchnorm_fp32: bool,
+    keep_fp32: KeepFloat32,
+    float32_outputs: KeepFloat32 = (),
+) -> Plan:
     """Plans a conversion; does not change the model.
 
     Args:
@@ -100,9 +130,11 @@ def plan(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool, keep_f
         dtype: new type of the weights.
         keep_batchnorm_fp32: True if modules that `keeps_statistics` accepts stay float32.
         keep_fp32: names, patterns and classes of other submodules that stay float32.
+        float32_outputs: those of them whose outputs stay float32.
 
     Raises:
-        OptionError: a tensor cannot be converted, or a float32 module and a converted one share it.
+        OptionError: a tensor cannot be converted, or a float32 module and a converted one share it; or float32 outputs
+            are asked for inside of a float32 module whose own outputs become half.
     """
     kept: dict[nn.Module, None] = {}
     guarded: dict[nn.Module, None] = {}
@@ -135,12 +167,26 @@ def plan(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool, keep_f
                 )
             names.setdefault(id(tensor), path)
     converted = {key: (tensor, wanted) for key, (tensor, wanted) in found.items() if tensor.dtype in CASTABLE}
-    outermost = [module for module in guarded if module not in inner and not keeps_statistics(module)]
+    wide = kept_modules(model, float32_outputs)
+    # Batch norm gives a result of its input's type. It needs casts only where that is not to be half.
+    outermost = {
+        module: torch.float32 if module in wide else dtype
+        for module in guarded
+        if module not in inner and (module in wide or not keeps_statistics(module))
+    }
+    for around, outputs in outermost.items():
+        within = next((wide[below] for below in around.modules() if below in wide), None)
+        if outputs is not torch.float32 and within is not None and dtype in HALVES:
+            outer = next(name for name, module in model.named_modules() if module is around)
+            raise OptionError(
+                f"float32_outputs has {within!r}, which is in {outer!r}. keep_fp32 has {outer!r} compute in float32, "
+                f"but its outputs become {dtype}. Give float32_outputs {outer!r}."
+            )
     buffers = {
         module: [name for name, buffer in module._buffers.items() if buffer is not None and id(buffer) in converted]
         for module in model.modules()
     }
-    return Plan(converted, buffers, tuple(outermost) if dtype in HALVES else ())
+    return Plan(converted, buffers, outermost if dtype in HALVES else {})
 
 
 def matches(wanted: str | type[nn.Module], name: str, module: nn.Module) -> bool:
@@ -170,6 +216,16 @@ def kept_modules(model: nn.Module, keep_fp32: KeepFloat32) -> dict[nn.Module, st
         if name and any(matches(wanted, name, module) for wanted in keep_fp32)
         for root in callable_roots(module)
     }
+
+
+def named_alone(model: nn.Module, wanted: Iterable[str | type[nn.Module]]) -> set[nn.Module]:
+    """Returns the modules that have a forward, each for an entry that matches one submodule only."""
+    found: set[nn.Module] = set()
+    for each in wanted:
+        matched = [module for name, module in model.named_modules() if name and matches(each, name, module)]
+        if len(matched) == 1:
+            found.update(callable_roots(matched[0]))
+    return found
 
 
 def callable_roots(module: nn.Module) -> Iterator[nn.Module]:

@@ -2,9 +2,9 @@
 
 The backward pass writes half gradients to the model's parameters, where DDP reduces them. The end of a block adds them
 to the masters' gradients in float32. The half parameter then shows the master's gradient, rounded, so that users can
-read and edit it. Torch does not count every write to a tensor, so values decide, not version counters. An element that
-the user has not edited leaves the master its bits. An edited element is copied to the master. All of this runs on the
-device, without a sync.
+read and edit it. Torch does not count every write to a tensor, so values decide, not version counters. An edited
+element is copied to the master's gradient. All other elements of the master's gradient keep their bits. All of this
+runs on the device, without a sync.
 
 Owns the gradients of the pairs between two blocks. Must know neither scales nor whether a step is skipped.
 """
@@ -198,7 +198,7 @@ class MasterGradients:
         return optimizer_state.have_no_gradients(self._halves.values())
 
     def shows(self, parameter: Tensor) -> bool:
-        """Returns True if a parameter's gradient shows its master's gradient, and so is unscaled."""
+        """Returns True if a parameter's gradient shows its master's gradient, which is unscaled."""
         pair = self._pairs.get(id(parameter))
         return pair is not None and pair.gradient is _Gradient.SHOWN
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampatch.errors import UsageError
+from ampatch.errors import UsageError, in_every_layer
 from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
 from ampatch.opt_levels import HALVES
@@ -358,13 +358,21 @@ class MasterWeights:
 
     def _synchronise(self, pair: Pair) -> None:
         converted, parameter = pair.converted, pair.parameter
-        # `_was_written` syncs with the device, so it is called only if torch has counted a write to the master.
+        # `_was_written` syncs with the device: call it only if torch has counted a write to the master.
         if converted.was_updated and self._was_written(pair) and not _are_alike(pair):
             raise UsageError(self._both_written(pair))
         try:
             converted.synchronise(parameter)
         except UsageError as error:
-            raise UsageError(f"{self.name_of(parameter)}: {error}") from None
+            name = self.name_of(parameter)
+            module = name.rpartition(".")[0]
+            hint = ""
+            if parameter.dtype is torch.float32 and module:
+                hint = (
+                    f" If the model's own code made it float32, as routers of experts do, type amp.initialize(..., "
+                    f"keep_fp32=[{in_every_layer(module)!r}])."
+                )
+            raise UsageError(f"{name}: {error}{hint}") from None
 
     def _both_written(self, pair: Pair) -> str:
         return (

@@ -94,11 +94,11 @@ class NonFinite:
     """A gradient with elements that are inf or NaN.
 
     Attributes:
-        parameter: whose gradient.
+        parameter: parameter that has the gradient.
         gradient: the gradient.
         infs: number of its elements that are inf.
         nans: number of its elements that are NaN.
-        elements: number of its elements; of a sharded or sparse gradient, of those that are here.
+        elements: number of its elements. Of a sharded gradient only this rank's count, of a sparse one the stored ones.
     """
 
     parameter: Tensor

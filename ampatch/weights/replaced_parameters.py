@@ -46,7 +46,7 @@ class _Place:
         return cls(weakref.ref(module), name, TensorWeakRef(old), None if new is None else TensorWeakRef(new))
 
     def now(self) -> tuple[nn.Module, Tensor, nn.Parameter | None] | None:
-        """Returns the module, the old parameter, and what is there now; None if module or old one are deleted."""
+        """Returns module, old parameter and present parameter; None if the module or the old parameter was deleted."""
         module, old = self.module(), self.old()
         return None if module is None or old is None else (module, old, module._parameters.get(self.name))
 
@@ -249,7 +249,7 @@ class ReplacedParameters:
             for each in replaced.new()
             if each.dtype is torch.float32 and has_memory(each) and each.device.type != "meta"
         }
-        self._conversion.convert(Plan(new, {}, ()))
+        self._conversion.convert(Plan(new, {}, {}))
         return bool(new)
 
     def float32_of(self, module: nn.Module, name: str, tensor: Tensor) -> Tensor | None:
@@ -291,7 +291,7 @@ class ReplacedParameters:
 
 @dataclass(frozen=True, slots=True)
 class _Replaced:
-    """A half parameter, and the places in modules where it was replaced: module, name, and what is there now."""
+    """A half parameter, and the places where it was replaced: module, name, and the present parameter there."""
 
     old: Tensor
     places: list[tuple[nn.Module, str, nn.Parameter | None]] = field(default_factory=list)

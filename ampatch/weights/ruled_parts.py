@@ -1,4 +1,4 @@
-"""Which entry under ``modules`` in the cast lists decides about which submodule of a model.
+"""Finds the entry under ``modules`` in the cast lists that decides about a submodule of a model.
 
 Owns the order of precedence of entries, and the check that each has an effect. Must never change a model.
 """

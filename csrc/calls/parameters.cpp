@@ -83,7 +83,7 @@ PyObject* ordinary_device(PyObject*, PyObject* const* args, Py_ssize_t argument_
 }
 
 // have_no_gradients(parameters, may_be_half): returns True if no parameter has a gradient and, unless `may_be_half`,
-// none is half. Stops at the first that has or is, as `parameters` may be an iterator that makes them.
+// none is half. Stops at the first parameter that decides, as `parameters` may be an iterator that makes them.
 PyObject* have_no_gradients(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     TORCH_CHECK_TYPE(count == 2, "expected have_no_gradients(parameters, may_be_half)");
@@ -149,8 +149,8 @@ PyObject* moments_of(PyObject*, PyObject* tensors) {
   });
 }
 
-// identities_of_gradients(parameters): returns a list with a number for each parameter, which is the gradient's as long
-// as that lives, or 0; None if the parameters are not of torch's own classes.
+// identities_of_gradients(parameters): returns a list with a number for each parameter, or 0 if it has no gradient. No
+// other gradient has this number while this one lives. Returns None if the parameters are not of torch's own classes.
 PyObject* identities_of_gradients(PyObject*, PyObject* parameters) {
   return guarded([&]() -> PyObject* {
     if (!is_list_of_tensors(parameters)) {

@@ -614,6 +614,7 @@ class TestHalfWeights:
         module = fit("O2", Parts())
         assert not torch.equal(module.weight, torch.ones(3))
 
+    @pytest.mark.filterwarnings("ignore:.*amp casts its result")
     @pytest.mark.parametrize("wanted", ["net.2", "net.*", nn.LayerNorm], ids=str)
     def test_stay_float32_by_their_full_names(self, wanted: Any) -> None:
         class Normed(Lit):
@@ -632,6 +633,16 @@ class TestHalfWeights:
 
         fit("O2", Normed(), amp_options={"keep_fp32": wanted})
 
+    def test_have_float32_outputs_by_their_full_names(self) -> None:
+        class Kept(Lit):
+            def training_step(self, batch: Any, index: int) -> Any:
+                assert self.net[2].weight.dtype is torch.float32
+                outputs = self.net(batch[0])
+                assert not torch.equal(outputs, outputs.half().float())
+                return super().training_step(batch, index)
+
+        fit("O2", Kept(), amp_options={"float32_outputs": "net.2"})
+
     def test_of_which_one_of_two_is_named_raise_if_that_cannot_be_said(self) -> None:
         class Twins(Lit):
             def __init__(self) -> None:
@@ -644,8 +655,12 @@ class TestHalfWeights:
             fit("O2", Twins(), amp_options={"cast_lists": {"modules": {"one": "float32"}}})
         with pytest.raises(OptionError, match="keep_fp32 keeps one '0'"):
             fit("O2", Twins(), amp_options={"keep_fp32": "one.0"})
+        with pytest.raises(OptionError, match="float32_outputs keeps one '0'"):
+            fit("O2", Twins(), amp_options={"keep_fp32": ["one.0", "two.0", "net.0"], "float32_outputs": "one.0"})
         with pytest.raises(OptionError, match="matches no submodule"):
             fit("O2", Twins(), amp_options={"keep_fp32": "three"})
+        with pytest.raises(OptionError, match="float32_outputs has 'three', which matches no submodule"):
+            fit("O2", Twins(), amp_options={"float32_outputs": "three"})
 
     def test_are_needed(self) -> None:
         class Bare(pl.LightningModule):

@@ -89,6 +89,20 @@ class TestThePagesOfThisFile:
         with pytest.raises(AssertionError, match="differs"):
             run("```python\nprint(torch.float16)\n```", "```text\ntorch.float32\n```")
 
+    def test_numbers_of_the_first_page_are_compared(self, run, monkeypatch, tmp_path):
+        code = "```python\nprint('loss 0.51, scale 65,536')\n```"
+        run(code, "```text\nloss 2.0, scale 3\n```")
+        monkeypatch.setattr(pages, "FIRST_PAGE", tmp_path / "page.md")
+        run(code, "```text\nloss 0.49, scale 65,536\n```")
+        for wrong in ("loss 0.57, scale 65,536", "loss 0.51, scale 32,768"):
+            with pytest.raises(AssertionError, match="a number differs by"):
+                run(code, f"```text\n{wrong}\n```")
+
+    def test_the_first_page_has_no_preamble(self, run, monkeypatch, tmp_path):
+        monkeypatch.setattr(pages, "FIRST_PAGE", tmp_path / "page.md")
+        with pytest.raises(AssertionError, match="NameError"):
+            run("```python\nmodel\n```")
+
     def test_signs_and_units_and_lines_of_tables_go_with_the_numbers(self, run):
         run("```python\nprint('time')\nprint(5 * '─')\nprint('1.2 ms')\n```", "```text\ntime\n──────\n345.6 us\n```")
         run("```python\nprint('worse by -0.1')\n```", "```text\nworse by 0.2\n```")

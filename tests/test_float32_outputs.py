@@ -1,0 +1,346 @@
+"""Of submodules whose outputs stay float32 at every level: ``float32_outputs``."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import HALF_DTYPES, assert_same_bits, dtype_name
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ampatch import amp
+from ampatch.errors import OptionError
+from ampatch.patching import rounded_results
+
+LEVELS = ["O1", "O2", "O3", "O4", "O5"]
+
+
+class Net(nn.Module):
+    """A body, and a head whose result is returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.body(x))
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+def initialize(model: Any, optimizer: Any = None, **options: Any) -> Any:
+    return amp.initialize(model, optimizer, **{"opt_level": "O2", "verbosity": 0, "float32_outputs": "head", **options})
+
+
+@pytest.fixture(params=HALF_DTYPES, ids=dtype_name)
+def half_dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    dtype: torch.dtype = request.param
+    return dtype
+
+
+def head_of(model: Net, features: Tensor) -> Tensor:
+    """The head's result in float32, for the features that the body gave."""
+    with amp.disable_casts():
+        return F.linear(features.float(), model.head.weight, model.head.bias)
+
+
+def logits_and_wanted(model: Net, inputs: Tensor) -> tuple[Any, Tensor]:
+    """Runs a model; returns its output, and the head's result in float32 for the same features."""
+    features = []
+    hook = model.body.register_forward_hook(lambda *args: features.append(args[-1]))
+    output = model(inputs)
+    hook.remove()
+    return output, head_of(model, features[0])
+
+
+class TestDigits:
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_output_of_the_model_has_all_digits(self, level):
+        model = Net()
+        initialize(model, opt_level=level)
+        output, wanted = logits_and_wanted(model, torch.randn(5, 4))
+        assert model.head.weight.dtype is output.dtype is torch.float32
+        assert_same_bits(output.detach(), wanted.detach())
+        assert not torch.equal(output, output.bfloat16().float())
+
+    def test_keep_fp32_rounds(self, half_dtype):
+        model = Net()
+        initialize(model, half_dtype=half_dtype, keep_fp32="head", float32_outputs=None)
+        with pytest.warns(amp.AmpWarning, match="rounded"):
+            output, wanted = logits_and_wanted(model, torch.randn(5, 4))
+        assert_same_bits(output.detach(), wanted.to(half_dtype).float().detach())
+
+    def test_logits_outside_the_range_of_float16_are_finite(self):
+        model = Net()
+        nn.init.constant_(model.head.bias, 1e6)
+        initialize(model, half_dtype="float16")
+        assert model(torch.randn(5, 4)).isfinite().all()
+
+    def test_code_after_it_gets_float32(self, half_dtype):
+        class WithLoss(Net):
+            def forward(self, x):
+                logits = self.head(self.body(x))
+                return Output(logits[:, :2] / 3, F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long)))
+
+        model = WithLoss()
+        initialize(model, half_dtype=half_dtype)
+        output, wanted = logits_and_wanted(model, torch.randn(5, 4))
+        assert_same_bits(output.logits.detach(), (wanted[:, :2] / 3).detach())
+        assert output.loss.dtype is torch.float32
+        assert_same_bits(output.loss.detach(), F.cross_entropy(wanted, torch.zeros(5, dtype=torch.long)).detach())
+
+    def test_gradients_are_those_of_float32(self, half_dtype):
+        model = Net()
+        initialize(model, half_dtype=half_dtype)
+        inputs = torch.randn(5, 4)
+        output, _ = logits_and_wanted(model, inputs)
+        given = torch.randn(5, 3)
+        output.backward(given)
+        assert_same_bits(model.head.bias.grad, given.sum(0))
+        assert not torch.equal(model.head.bias.grad, given.to(half_dtype).float().sum(0))
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_in_a_checkpoint(self, reentrant, half_dtype):
+        class Checkpointed(Net):
+            def forward(self, x):
+                return checkpoint(self.head, self.body(x), use_reentrant=reentrant)
+
+        model = Checkpointed()
+        initialize(model, half_dtype=half_dtype)
+        output, wanted = logits_and_wanted(model, torch.randn(5, 4))
+        assert_same_bits(output.detach(), wanted.detach())
+        output.sum().backward()
+        assert model.head.weight.grad is not None
+        assert model.body[0].weight.grad is not None
+
+    def test_compiled(self, half_dtype):
+        model = Net()
+        initialize(model, half_dtype=half_dtype)
+        inputs = torch.randn(5, 4)
+        wanted = model(inputs).detach()
+        compiled = torch.compile(model, backend="aot_eager")
+        assert_same_bits(compiled(inputs).detach(), wanted)
+
+    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+    def test_of_copies(self, copied, half_dtype):
+        model = Net()
+        initialize(model, half_dtype=half_dtype)
+        inputs = torch.randn(5, 4)
+        output = copied(model)(inputs)
+        assert output.dtype is torch.float32
+        assert not torch.equal(output, output.to(half_dtype).float())
+
+    def test_labelled_casts(self, half_dtype):
+        model = Net()
+        initialize(model, half_dtype=half_dtype, profile_casts=True)
+        output, wanted = logits_and_wanted(model, torch.randn(5, 4))
+        assert_same_bits(output.detach(), wanted.detach())
+
+    def test_training(self, half_dtype):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        initialize(model, optimizer, half_dtype=half_dtype, init_scale=2.0**7)
+        before = {name: each.detach().clone() for name, each in model.named_parameters()}
+        with amp.scale_loss(model(torch.randn(5, 4)).square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        assert not any(torch.equal(before[name], each) for name, each in model.named_parameters())
+
+
+class TestWhich:
+    @pytest.mark.parametrize("given", ["head", ["head"], "h*", nn.Bilinear, "Bilinear"], ids=str)
+    def test_by_name_by_pattern_and_by_class(self, given):
+        class WithBilinear(Net):
+            def __init__(self):
+                super().__init__()
+                self.head = nn.Bilinear(8, 8, 3)
+
+            def forward(self, x):
+                return self.head(self.body(x), self.body(x))
+
+        model = WithBilinear()
+        initialize(model, float32_outputs=given)
+        output = model(torch.randn(5, 4))
+        assert not torch.equal(output, output.bfloat16().float())
+
+    def test_others_of_keep_fp32_give_half(self, half_dtype):
+        model = Net()
+        initialize(model, half_dtype=half_dtype, keep_fp32=[nn.LayerNorm, "head"])
+        assert model.body(torch.randn(5, 4).to(half_dtype)).dtype is half_dtype
+        assert model.head(torch.randn(5, 8).to(half_dtype)).dtype is torch.float32
+
+    def test_children_of_a_container_without_a_forward(self, half_dtype):
+        class Heads(Net):
+            def __init__(self):
+                super().__init__()
+                self.head = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 1)])
+
+            def forward(self, x):
+                features = self.body(x)
+                return [each(features) for each in self.head]
+
+        model = Heads()
+        initialize(model, half_dtype=half_dtype)
+        for output in model(torch.randn(5, 4)):
+            assert not torch.equal(output, output.to(half_dtype).float())
+
+    @pytest.mark.parametrize("keep", [True, False])
+    def test_batch_norm(self, keep, half_dtype):
+        model = Net()
+        model.head = nn.BatchNorm1d(8)
+        initialize(model, half_dtype=half_dtype, keep_batchnorm_fp32=keep)
+        output = model(torch.randn(5, 4))
+        assert output.dtype is torch.float32
+        assert not torch.equal(output, output.to(half_dtype).float())
+
+    def test_within_a_part_that_computes_with_complex_numbers(self, half_dtype):
+        class Fourier(Net):
+            def forward(self, x):
+                return self.head(self.body(torch.fft.rfft(x, n=6).real))
+
+        class Whole(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net = Fourier()
+
+            def forward(self, x):
+                return self.net(x)
+
+        model = Whole()
+        model.net.body = nn.Identity()
+        model.net.head = nn.Linear(4, 3)
+        initialize(model, half_dtype=half_dtype, float32_outputs="net.head")
+        output = model(torch.randn(5, 4))
+        assert not torch.equal(output, output.to(half_dtype).float())
+
+    def test_in_a_part_whose_outputs_are_half_raises(self):
+        with pytest.raises(OptionError, match=r"float32_outputs has 'body\.1', which is in 'body'.*outputs 'body'"):
+            initialize(Net(), keep_fp32="body", float32_outputs="body.1")
+
+    def test_in_a_part_with_float32_outputs(self):
+        initialize(Net(), float32_outputs=["head", "body", "body.1"])
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_that_matches_nothing_raises(self, level):
+        with pytest.raises(OptionError, match=r"float32_outputs has 'haed', which matches no submodule.*'head'"):
+            initialize(Net(), opt_level=level, float32_outputs="haed")
+
+    def test_of_another_kind_raises(self):
+        with pytest.raises(OptionError, match="float32_outputs has 3; expected names"):
+            initialize(Net(), float32_outputs=3)
+
+    def test_at_O0_raises(self):  # noqa: N802
+        with pytest.raises(OptionError, match="float32_outputs contradicts opt_level='O0'"):
+            initialize(Net(), opt_level="O0")
+
+    def test_is_told_once_if_a_half_layer_follows(self):
+        model = Net()
+        initialize(model, float32_outputs="body")
+        with pytest.raises(RuntimeError) as raised:
+            model(torch.randn(5, 4))
+        [note] = raised.value.__notes__
+        assert "float32_outputs=['body']" in note
+
+
+class TestSettings:
+    def test_are_told(self):
+        initialize(Net())
+        assert amp.settings()["float32_outputs"] == ["head"]
+        assert amp.settings()["keep_fp32"] == ["head"]
+        given = {name: amp.settings()[name] for name in ("keep_fp32", "float32_outputs")}
+        initialize(Net(), **given)
+
+    def test_difference_raises(self):
+        initialize(Net())
+        with pytest.raises(amp.UsageError, match=r"float32_outputs is \['head'\] \(this call: None\)"):
+            initialize(Net(), keep_fp32="head", float32_outputs=None)
+
+
+class TestWarning:
+    """Warns if the model returns a rounded result of a part in `keep_fp32`."""
+
+    @pytest.mark.parametrize("profile", [False, True])
+    @pytest.mark.parametrize(
+        "returned",
+        [
+            lambda logits: logits,
+            lambda logits: logits[:, :1].squeeze(-1),
+            lambda logits: {"loss": logits.sum(), "logits": [logits]},
+            Output,
+        ],
+        ids=["itself", "view", "dict", "dataclass"],
+    )
+    def test_once_for_each_part(self, returned, profile, half_dtype):
+        class Returning(Net):
+            def forward(self, x):
+                return returned(self.head(self.body(x)))
+
+        model = Returning()
+        initialize(model, half_dtype=half_dtype, keep_fp32="he*", float32_outputs=None, profile_casts=profile)
+        with pytest.warns(amp.AmpWarning, match=rf"^'head' of this Returning .* to {half_dtype}, .*=\['head'\]"):
+            model(torch.randn(5, 4))
+        model(torch.randn(5, 4))
+
+    def test_without_gradients(self):
+        model = Net()
+        initialize(model, keep_fp32="head", float32_outputs=None)
+        with torch.no_grad(), pytest.warns(amp.AmpWarning, match="'head' of this Net"):
+            model(torch.randn(5, 4))
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_none_with_float32_outputs(self, level):
+        model = Net()
+        initialize(model, opt_level=level, keep_fp32=[nn.LayerNorm, "head"])
+        model(torch.randn(5, 4))
+
+    @pytest.mark.parametrize("level", ["O1", "O4"])
+    def test_none_where_nothing_is_rounded(self, level):
+        model = Net()
+        initialize(model, opt_level=level, keep_fp32="head", float32_outputs=None, cast_model_outputs="float32")
+        model(torch.randn(5, 4))
+
+    @pytest.mark.parametrize("keep", [nn.Linear, "*", "LayerNorm"], ids=str)
+    def test_none_for_one_of_several(self, keep):
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
+        if keep is nn.Linear:
+            del model[3]
+        initialize(model, keep_fp32=keep, float32_outputs=None)
+        model(torch.randn(5, 4))
+
+    @pytest.mark.parametrize(
+        ("entry", "warned"), [("head", True), ("torch.nn.LayerNorm", False), ("Linear", False)], ids=str
+    )
+    def test_of_parts_in_the_lists(self, entry, warned):
+        model = Net()
+        model.head = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        initialize(model, float32_outputs=None, cast_lists={"modules": {entry: "float32"}})
+        with pytest.warns(amp.AmpWarning, match="'head' of this Net") if warned else contextlib.nullcontext():
+            model(torch.randn(5, 4))
+
+    def test_none_if_a_half_layer_follows(self):
+        model = Net()
+        initialize(model, keep_fp32="body", float32_outputs=None)
+        model(torch.randn(5, 4))
+
+    def test_none_if_outputs_are_to_be_half(self, half_dtype):
+        model = Net()
+        initialize(model, half_dtype=half_dtype, keep_fp32="head", float32_outputs=None, cast_model_outputs=half_dtype)
+        assert model(torch.randn(5, 4)).dtype is half_dtype
+
+    def test_keeps_no_result_alive(self):
+        model = Net()
+        initialize(model, keep_fp32="body", float32_outputs=None)
+        model(torch.randn(5, 4)).sum().backward()
+        assert rounded_results._rounded == {}
