@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,18 +17,24 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import HALF_DTYPES, assert_same_state, dtype_name
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from ampatch import GradScaler, amp
 
 HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+TORCHS_OWN = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 QUIET = {"verbosity": 0, "loss_scale": "dynamic", "init_scale": 2.0**8}
 
 
@@ -317,3 +324,504 @@ class TestPipelines:
     def test_may_compute_gradients_of_weights_later(self, half):
         found, _ = compared(in_two_parts, half)
         assert found == 4
+
+
+def arrivals(fused: bool) -> tuple[int, list[str]]:
+    model, arrived = Net(), []
+    set_up(model, torch.bfloat16, fused)
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    out = model(batch())
+    loss_of(out).backward()
+    return nodes_of(out), arrived
+
+
+def test_gradients_arrive_in_the_same_order():
+    """DDP lays its buckets out in this order, and random projections of its hooks follow the buckets."""
+    found, arrived = compared(arrivals)
+    assert found == 4
+    assert arrived[:2] == ["last.bias", "last.weight"]
+
+
+# --- compilers and tracers ------------------------------------------------------------------------
+
+
+class Graphs:
+    """A backend that keeps the graphs that it is given, and runs them as AOTAutograd's."""
+
+    def __init__(self) -> None:
+        self.forward: list[torch.fx.GraphModule] = []
+        self.backward: list[torch.fx.GraphModule] = []
+        kept = {"fw_compiler": self._keeper(self.forward), "bw_compiler": self._keeper(self.backward)}
+        self.backend = aot_autograd(**kept)
+
+    @staticmethod
+    def _keeper(kept: list[torch.fx.GraphModule]) -> Callable[..., Any]:
+        def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+            kept.append(graph)
+            return make_boxed_func(graph.forward)
+
+        return keep
+
+    def targets(self) -> set[str]:
+        """Returns the names of all operators in the graphs."""
+        graphs = [*self.forward, *self.backward]
+        return {str(n.target) for graph in graphs for n in graph.graph.nodes if n.op == "call_function"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def broken(model: Net, x: Tensor) -> Tensor:
+    hidden = model.norm(model.first(x))
+    torch._dynamo.graph_break()
+    hidden = eagerly(model.sometimes, model.middle(hidden))
+    return model.last(hidden)
+
+
+@torch._dynamo.disable
+def eagerly(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)
+
+
+COMPILED: dict[str, Callable[..., Any]] = {
+    "whole": lambda model, compile: compile(model, fullgraph=True),
+    "in place": lambda model, compile: (model.compile(backend=compile.keywords["backend"]), model)[1],
+    "a layer": lambda model, compile: (setattr(model, "middle", compile(model.middle)), model)[1],
+    "graph breaks": lambda model, compile: functools.partial(compile(broken), model),
+    "checkpoint": lambda model, compile: functools.partial(compile(model, fullgraph=True), how="checkpoint"),
+    "in a checkpoint": lambda model, compile: (
+        setattr(model, "middle", compile(model.middle)),
+        functools.partial(model, how="checkpoint"),
+    )[1],
+    "dynamic": lambda model, compile: compile(model, dynamic=True, fullgraph=True),
+}
+#: Layers that are called in eager code.
+IN_EAGER_CODE = {"a layer": 3, "graph breaks": 1, "in a checkpoint": 3}
+
+
+def compiled(how: str, before: bool, half: torch.dtype, graphs: list[Graphs], fused: bool) -> tuple[int, Any]:
+    torch._dynamo.reset()
+    model, kept = Net(), Graphs()
+    graphs.append(kept)
+    compile = functools.partial(torch.compile, backend=kept.backend)
+    run = COMPILED[how](model, compile) if before else None
+    optimizer = set_up(model, half, fused)
+    run = COMPILED[how](model, compile) if run is None else run
+    found, states = 0, []
+    for step, rows in enumerate((6, 6, 5, 7)):  # other sizes compile anew
+        out = run(batch(step, rows))
+        found += nodes_of(out)
+        backward(loss_of(out), optimizer)
+        states.append(state(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, (states, state(model))
+
+
+@TORCHS_OWN
+@pytest.mark.parametrize("before", [True, False], ids=["before initialize", "after initialize"])
+@pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("how", COMPILED)
+@pytest.mark.covering(1)
+def test_compiled_code_is_the_same(how, half, before):
+    """The compiler sees torch's own linear layers; only eager code around them has fused ones."""
+    graphs: list[Graphs] = []
+    found, _ = compared(compiled, how, before, half, graphs)
+    assert found == 4 * IN_EAGER_CODE.get(how, 0)
+    unfused, fused = graphs
+    assert fused.targets() == unfused.targets()
+    assert len(fused.forward) == len(unfused.forward) > 0
+    assert len(fused.backward) == len(unfused.backward) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.either_way
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")
+def test_inductor_gives_the_same(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def train(fused: bool) -> tuple[int, Any]:
+        model = Net()
+        optimizer = set_up(model, torch.bfloat16, fused)
+        out = torch.compile(model, fullgraph=True)(batch())
+        backward(loss_of(out), optimizer)
+        return nodes_of(out), state(model)
+
+    assert compared(train)[0] == 0
+
+
+def of_a_compiled_backward(
+    how: str, backend: str, half: torch.dtype, graphs: list[torch.fx.GraphModule], fused: bool
+) -> tuple[int, Any]:
+    """Compiled autograd takes the graph of the eager forward as it is, fused nodes among them."""
+    torch._dynamo.reset()
+
+    def counting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    model = Net()
+    optimizer = set_up(model, half, fused)
+    compile = torch.compile(backend=counting, fullgraph=how != "checkpoint")  # whose hooks torch does not trace
+    found, states = 0, []
+    for step, rows in enumerate((6, 6, 5, 7)):
+        x = batch(step, rows)
+        if how == "inputs too":
+            x.requires_grad_()
+        with contextlib.ExitStack() as hooks:
+            if how == "saved tensor hooks":
+                pack = functools.partial(torch.Tensor.clone)
+                hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+            out = model(x, how) if how != "a frozen bias" else model(x)
+        found += nodes_of(out)
+        if how == "stopped":
+            out = model.last(Stop.apply(model.first(x)))
+        with compiled_autograd._enable(compile):
+            if how == "some":
+                grads = torch.autograd.grad(loss_of(out), [*model.parameters()][step :: 2], allow_unused=True)
+                states.append(whole(grads))
+                continue
+            backward(loss_of(out), optimizer)
+        states.append((state(model), whole([x.grad])))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, states
+
+
+class Stop(torch.autograd.Function):
+    """Lets no gradient through, not even zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@TORCHS_OWN
+@HALVES
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["plain", "checkpoint", "inputs too", "saved tensor hooks", "some", "stopped"])
+@pytest.mark.covering(1)
+def test_compiled_autograd_gives_the_same(how, backend, half):
+    graphs: list[torch.fx.GraphModule] = []
+    found, _ = compared(of_a_compiled_backward, how, backend, half, graphs)
+    assert found >= 12
+    assert graphs
+
+
+@TORCHS_OWN
+def test_compiled_autograd_runs_a_second_backward_pass():
+    """Weights that are used in both passes have their gradients summed in float32: bits may differ."""
+    grads = {}
+    for fused in (False, True):
+        model = Net()
+        set_up(model, torch.bfloat16, fused, loss_scale=1.0)
+        x = batch().requires_grad_()
+        out = model.middle(model.first(x))
+        assert nodes_of(out) == 2 * fused
+        (grad,) = torch.autograd.grad(loss_of(out), [x], create_graph=True)
+        with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            grad.square().sum().backward()
+        grads[fused] = [parameter.grad for parameter in (*model.first.parameters(), *model.middle.parameters())]
+        amp.deinitialize()
+    assert grads[True][0].any()
+    torch.testing.assert_close(grads[True], grads[False], rtol=0.02, atol=1e-4)
+
+
+def exported(strict: bool, fused: bool) -> tuple[int, Any]:
+    model = Net()
+    set_up(model, torch.bfloat16, fused)
+    program = torch.export.export(model, (batch(),), strict=strict)
+    found = sum("used" in str(node.target) for node in program.graph.nodes)
+    return found, ([str(node.target) for node in program.graph.nodes], program.module()(batch()))
+
+
+def traced_by_jit(fused: bool) -> tuple[int, Any]:
+    model = Net()
+    set_up(model, torch.bfloat16, fused)
+    traced = torch.jit.trace(model, (batch(),), check_trace=False)
+    out = traced(batch(1))
+    loss_of(out).backward()
+    kinds = [node.kind() for node in traced.inlined_graph.nodes()]
+    return nodes_of(out), (kinds, out, state(model))
+
+
+def traced_symbolically(fused: bool) -> tuple[int, Any]:
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    set_up(model, torch.bfloat16, fused)
+    traced = torch.fx.symbolic_trace(model)
+    in_graph = torch.fx.symbolic_trace(lambda x, weight: F.linear(x, weight))
+    targets = [str(node.target) for each in (traced, in_graph) for node in each.graph.nodes]
+    results = traced(batch()), in_graph(batch(), model[0].weight)
+    assert nodes_of(*results) == 2 * fused  # the graph calls modules; the function itself was traced through amp
+    sum(map(loss_of, results)).backward()
+    return 0, (targets, state(model))
+
+
+def made_by_make_fx(fused: bool) -> tuple[int, Any]:
+    model = Net()
+    set_up(model, torch.bfloat16, fused)
+
+    def gradients(x: Tensor) -> Any:
+        return torch.autograd.grad(loss_of(model(x)), list(model.parameters()))
+
+    graph = make_fx(gradients)(batch())
+    return 0, ([str(node.target) for node in graph.graph.nodes], graph(batch(1)))
+
+
+def functional(fused: bool) -> tuple[int, Any]:
+    model = Net()
+    set_up(model, torch.bfloat16, fused)
+    weights = {name: each.detach() for name, each in model.named_parameters()}
+
+    def loss(weights: Any, x: Tensor) -> Tensor:
+        return loss_of(torch.func.functional_call(model, weights, (x,)))
+
+    return 0, (torch.func.grad(loss)(weights, batch()), torch.func.vmap(model)(batch().unflatten(0, (2, 3))))
+
+
+class TestTracers:
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_export_sees_no_node(self, strict):
+        compared(exported, strict)
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_jit_trace_sees_no_node(self):
+        assert compared(traced_by_jit)[0] == 0
+
+    def test_symbolic_trace_sees_no_node(self):
+        compared(traced_symbolically)
+
+    def test_make_fx_sees_no_node(self):
+        compared(made_by_make_fx)
+
+    def test_functional_transforms_see_no_node(self):
+        compared(functional)
+
+
+# --- training loops -------------------------------------------------------------------------------
+
+
+class Loop:
+    """A model, its optimizer and two kinds of loss.
+
+    Args:
+        fused: whether linear layers are fused.
+        half: half type.
+        options: those of `amp.initialize`.
+    """
+
+    def __init__(self, fused: bool, half: torch.dtype, **options: Any) -> None:
+        self.model, self.found, self.noted = Net(), 0, []
+        self.optimizer = set_up(self.model, half, fused, **options)
+
+    def loss(self, number: int, factor: float = 1.0) -> Tensor:
+        out = self.model(batch(number))
+        self.found += nodes_of(out)
+        return loss_of(out) * factor
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        self.noted.append(state(self.model))
+        self.optimizer.step(*([] if closure is None else [closure]))
+        self.optimizer.zero_grad()
+        self.noted.append((state(self.model), amp.step_was_skipped(self.optimizer)))
+
+
+def accumulating(loop: Loop) -> None:
+    for number in range(6):
+        backward(loop.loss(number), loop.optimizer)
+        if number % 3 == 2:
+            loop.step()
+
+
+def clipping(loop: Loop) -> None:
+    for number in range(3):
+        backward(loop.loss(number), loop.optimizer)
+        loop.noted.append(amp.clip_grad_norm_(loop.optimizer, 0.1))
+        loop.step()
+
+
+def delaying(loop: Loop) -> None:
+    for number in range(4):
+        backward(loop.loss(number), loop.optimizer, delay_unscale=number % 2 == 0)
+        if number % 2:
+            loop.step()
+
+
+def overflowing(loop: Loop) -> None:
+    """The gradients of the second step overflow in half, in the loss's own gradient and in a layer's."""
+    for number in range(4):
+        backward(loop.loss(number, 2.0**20 if number == 1 else 1.0), loop.optimizer)
+        loop.step()
+
+
+def with_two_losses(loop: Loop) -> None:
+    for number in range(3):
+        for loss_id in range(2):
+            with amp.scale_loss(loop.loss(number + loss_id), loop.optimizer, loss_id=loss_id) as scaled_loss:
+                scaled_loss.backward()
+        loop.step()
+
+
+def keeping_the_graph(loop: Loop) -> None:
+    loss = loop.loss(0)
+    with amp.scale_loss(loss, loop.optimizer) as scaled_loss:
+        scaled_loss.backward(retain_graph=True)
+    with amp.scale_loss(loss * 2, loop.optimizer) as scaled_loss:
+        scaled_loss.backward()
+    loop.step()
+
+
+def averaging(loop: Loop) -> None:
+    averaged = torch.optim.swa_utils.AveragedModel(loop.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for number in range(3):
+        backward(loop.loss(number), loop.optimizer)
+        loop.step()
+        averaged.update_parameters(loop.model)
+        with torch.no_grad():
+            loop.noted.append(averaged(batch(9)))
+    assert nodes_of(averaged(batch(9))) in (0, 4)  # a copy is trained like the model
+
+
+def validating(loop: Loop) -> None:
+    for number in range(3):
+        backward(loop.loss(number), loop.optimizer)
+        loop.step()
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                loop.noted.append(loop.model(batch(9)).clone())
+
+
+def freezing(loop: Loop) -> None:
+    for number, frozen in enumerate([loop.model.first, loop.model.last.bias, loop.model.last.weight]):
+        frozen.requires_grad_(False)
+        backward(loop.loss(number), loop.optimizer)
+        loop.step()
+
+
+LOOPS: dict[str, tuple[Callable[[Loop], None], dict[str, Any]]] = {
+    "accumulation": (accumulating, {}),
+    "clipping": (clipping, {}),
+    "delayed unscaling": (delaying, {}),
+    "overflow": (overflowing, {}),
+    "static scale": (overflowing, {"loss_scale": 128.0}),
+    "checked for inf": (overflowing, {"loss_scale": 1.0, "check_finite": True}),
+    "no cache": (accumulating, {"enable_caching": False}),
+    "labels": (accumulating, {"profile_casts": True}),
+    "two losses": (with_two_losses, {"num_losses": 2}),
+    "two passes of a graph": (keeping_the_graph, {}),
+    "averaged weights": (averaging, {}),
+    "validation": (validating, {}),
+    "frozen layers": (freezing, {}),
+}
+
+
+def looped(name: str, half: torch.dtype, fused: bool) -> tuple[int, Any]:
+    run, options = LOOPS[name]
+    loop = Loop(fused, half, **options)
+    run(loop)
+    return loop.found, (loop.noted, state(loop.model), amp.state_dict())
+
+
+@HALVES
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.filterwarnings("ignore:the loss of a skipped step is")
+def test_loops_have_the_same_bits(name, half):
+    assert compared(looped, name, half)[0] > 0
+
+
+def with_two_optimizers(half: torch.dtype, fused: bool) -> tuple[int, Any]:
+    """A generator and a discriminator, each with an optimizer and a loss scale."""
+    torch.manual_seed(0)
+    generator, discriminator = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    models = [generator, discriminator]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
+    amp.initialize(models, optimizers, half_dtype=half, fused_linear=fused, num_losses=2, **QUIET)
+    found, states = 0, []
+    for step in range(3):
+        fake = generator(batch(step))
+        out = discriminator(fake.detach()) - discriminator(batch(step + 9))
+        found += nodes_of(out)
+        with amp.scale_loss(out.float().mean(), optimizers[1], loss_id=0) as scaled_loss:
+            scaled_loss.backward()
+        optimizers[1].step()
+        with amp.scale_loss(-discriminator(fake).float().mean(), optimizers[0], loss_id=1) as scaled_loss:
+            scaled_loss.backward()
+        optimizers[0].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        states.append([whole(model.parameters()) for model in models])
+    return found, states
+
+
+@HALVES
+def test_two_optimizers_learn_the_same(half):
+    """The discriminator is called twice in a pass, so that its gradients are summed in float32: bits may differ."""
+    unfused, fused = with_two_optimizers(half, False), (amp.deinitialize(), with_two_optimizers(half, True))[1]
+    assert (unfused[0], fused[0]) == (0, 12)
+    torch.testing.assert_close(fused[1], unfused[1], rtol=0, atol=0.03)
+
+
+def by_grad_scaler(half: torch.dtype, fused: bool) -> tuple[int, Any]:
+    """The interface of ``torch.amp.GradScaler``, whose scale is not that of a session."""
+    model = Net()
+    optimizer = set_up(model, half, fused, loss_scale=1.0)
+    scaler = GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    found, states = 0, []
+    for step in range(4):
+        out = model(batch(step))
+        found += nodes_of(out)
+        if step == 1:
+            out.register_hook(lambda grad: grad * float("inf"))
+        scaler.scale(loss_of(out)).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        states.append((state(model), scaler.get_scale()))
+    return found, states
+
+
+@HALVES
+def test_grad_scaler_has_the_same_bits(half):
+    assert compared(by_grad_scaler, half)[0] == 16
+
+
+def resumed(half: torch.dtype, fused: bool) -> tuple[int, Any]:
+    """Four steps at once, and four with everything saved and loaded in a new session after two."""
+    loop = Loop(fused, half, scale_window=1)
+    for number in range(4):
+        backward(loop.loss(number), loop.optimizer)
+        loop.step()
+    at_once = state(loop.model), amp.state_dict()
+    saved: Any = None
+    for numbers in (range(2), range(2, 4)):
+        amp.deinitialize()
+        loop = Loop(fused, half, scale_window=1)
+        if saved is not None:
+            loop.model.load_state_dict(saved[0])
+            loop.optimizer.load_state_dict(saved[1])
+            amp.load_state_dict(saved[2])
+        for number in numbers:
+            backward(loop.loss(number), loop.optimizer)
+            loop.step()
+        saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict(), amp.state_dict()))
+    assert_same_state((state(loop.model), amp.state_dict()), at_once)
+    return loop.found, at_once
+
+
+@HALVES
+def test_a_resumed_run_has_the_same_bits(half):
+    assert compared(resumed, half)[0] == 8
