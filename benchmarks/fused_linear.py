@@ -5,10 +5,11 @@ Markdown tables, as in docs/benchmarks.md. It counts and does not time, so it ru
 
 - *nodes*: the nodes of autograd's graph, from the loss to the parameters, without those that accumulate gradients.
 - *bytes*: the sum over all operators of the bytes of their inputs and outputs. Views count nothing. On a CPU the fused
-  node casts its half products to float32. A GPU writes them in float32, so that a product and its cast are counted as
-  one operator.
+  node casts its half products to float32. A GPU writes them in float32, so a product and its cast count as one
+  operator.
 - *scales*: the largest power of two by which the loss can be multiplied without an inf or a NaN in any gradient, in
-  float16. With `fused_linear`, weight gradients are computed in float32, as on a GPU.
+  float16; and the share of gradients that are zero in float16, but not in float32. With `fused_linear`, gradients of
+  weights and biases are computed in float32, as on a GPU.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from torch.nn import functional as F
 
 from ampatch import amp
 from ampatch.casting import cast_observers
+from ampatch.native import kernels
 from ampatch.tracing import ObservingMode
 
 TRANSFORMER = "transformer"
@@ -352,16 +354,17 @@ def table_of_scales(models: Iterable[str]) -> str:
         "contender",
         "highest scale",
         "flushed there",
-        "flushed at 2^16",
-        "overflows at twice that scale",
+        "at 2^16",
+        "at 1",
+        "overflow at twice the highest",
     ]
     rows = []
     for name, contender in itertools.product(models, (O1, FUSED)):
         with gradients_of(name, contender) as found:
             highest = found.highest()
             names = found.overflowed(highest + 1)
-            shares = [f"{found.flushed(power):.4%}" for power in (highest, 16)]
-            which = f"{len(names)} of {len(found.parameters)}, such as `{names[-1]}`"
+            shares = [f"{found.flushed(power):.4%}" for power in (highest, 16, 0)]
+            which = f"{len(names)} of {len(found.parameters)} gradients, the last `{names[-1]}`"
         rows.append([name, contender, f"2^{highest}", *shares, which])
     return table(head, rows)
 
@@ -375,6 +378,7 @@ def main() -> None:
     only = chosen(parser, "only", options.only, SECTIONS)
     models = chosen(parser, "models", options.models, SUBJECTS)
     half = getattr(torch, options.half)
+    kernels.select("torch")  # the compiled operators take addresses, which a dispatch mode does not see
     transformers.logging.set_verbosity_error()
     # TorchScript has compiled functions of DeBERTa, which are not cast.
     warnings.filterwarnings("ignore", message="TorchScript has compiled", category=amp.AmpWarning)

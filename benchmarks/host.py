@@ -44,22 +44,31 @@ class Size(NamedTuple):
     Attributes:
         width: number of features of a token, and of classes.
         length: number of tokens in a sequence.
+        bias: True if layers have biases.
     """
 
     width: int
     length: int
+    bias: bool = False
 
     def model(self) -> nn.Module:
-        layer = nn.TransformerEncoderLayer(self.width, 4, 2 * self.width, dropout=0.0, batch_first=True, bias=False)
+        layer = nn.TransformerEncoderLayer(self.width, 4, 2 * self.width, dropout=0.0, batch_first=True, bias=self.bias)
         encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
-        return nn.Sequential(encoder, nn.Flatten(0, 1), nn.Linear(self.width, self.width, bias=False))
+        return nn.Sequential(encoder, nn.Flatten(0, 1), nn.Linear(self.width, self.width, self.bias))
 
     def batch(self) -> Batch:
         return Batch(torch.randn(4, self.length, self.width), torch.randint(self.width, (4 * self.length,)))
 
 
 SMALLER, LARGER = "smaller", "larger"
-SIZES = {SMALLER: Size(68, 17), LARGER: Size(96, 24)}
+SMALLER_WITH_BIASES, LARGER_WITH_BIASES = "smaller, with biases", "larger, with biases"
+SIZES = {
+    SMALLER: Size(68, 17),
+    LARGER: Size(96, 24),
+    SMALLER_WITH_BIASES: Size(68, 17, bias=True),
+    LARGER_WITH_BIASES: Size(96, 24, bias=True),
+}
+LARGER_OF = {SMALLER: LARGER, SMALLER_WITH_BIASES: LARGER_WITH_BIASES}
 
 #: Number of runs of the instruction at each address.
 Places = Counter[int]
@@ -109,8 +118,8 @@ def run(contenders: Sequence[str], cases: Sequence[Case], directory: Path) -> Co
     counted: Counted = {}
     for contender, case, phase in itertools.product(contenders, cases, PHASES):
         label = "|".join((contender, *case, phase))
-        if case.model == SMALLER and label in places:
-            larger = places["|".join((contender, *case._replace(model=LARGER), phase))]
+        if case.model in LARGER_OF and label in places:
+            larger = places["|".join((contender, *case._replace(model=LARGER_OF[case.model]), phase))]
             counted[contender, case.half, case.optimizer, phase] = told_apart(places[label], larger)
     return counted
 
@@ -176,6 +185,7 @@ def main() -> int:
     parser.add_argument("--halves", metavar="TYPE,...", default="float16", help=f"of {','.join(HALVES)} (float16)")
     parser.add_argument("--optimizers", metavar="NAME,...", help=f"of {','.join(OPTIMIZERS)} (default: all)")
     parser.add_argument("--contenders", metavar="NAME,...", help=f"of {','.join(COMPARED)} (default: all)")
+    parser.add_argument("--biases", action="store_true", help="give each layer of the model a bias")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
     parser.add_argument("--within", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -186,7 +196,8 @@ def main() -> int:
     optimizers = chosen(parser, "optimizers", options.optimizers, OPTIMIZERS)
     wanted = {AUTOCAST, *chosen(parser, "contenders", options.contenders, COMPARED)}
     contenders = [name for name in COMPARED if name in wanted]
-    cases = [Case(*each) for each in itertools.product(halves, (SMALLER, LARGER), optimizers)]
+    smaller = SMALLER_WITH_BIASES if options.biases else SMALLER
+    cases = [Case(*each) for each in itertools.product(halves, (smaller, LARGER_OF[smaller]), optimizers)]
     with prepared(parser) as directory:
         counted = run(contenders, cases, directory)
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, one thread, {STEPS} steps each")

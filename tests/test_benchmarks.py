@@ -526,3 +526,47 @@ class TestProbe:
         probe = imported("probe", monkeypatch)
         monkeypatch.setattr(probe, "OPTIONAL", ("no-such-package",))
         assert list(probe.packages())[-1] == "missing: no-such-package"
+
+
+class TestFusedLinear:
+    """`benchmarks/fused_linear.py`."""
+
+    @pytest.fixture
+    def module(self, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+        pytest.importorskip("transformers")
+        return imported("fused_linear", monkeypatch)
+
+    def test_a_layer_is_one_node(self, module: ModuleType) -> None:
+        rows = module.table_of_nodes([module.TRANSFORMER], torch.float16).splitlines()
+        _, _, o1, fused, layers = (int(re.sub(r"\D.*", "", cell.strip()) or 0) for cell in rows[-1].split("|")[1:-1])
+        assert 0 < fused < o1
+        assert layers > 0
+
+    @pytest.mark.parametrize("half", HALVES)
+    @pytest.mark.parametrize("micro_batches", [1, 4])
+    def test_each_weight_is_cast_read_and_written(self, module: ModuleType, half: str, micro_batches: int) -> None:
+        """Counts the bytes of a matrix that is much larger than what else a step reads and writes."""
+        found = {}
+        for contender in module.CONTENDERS:
+            layer = nn.Linear(1024, 1024, bias=False)
+            counted = module.bytes_of_step(
+                contender,
+                layer,
+                lambda model: model(torch.ones(1, 1024)).float().sum(),
+                getattr(torch, half),
+                micro_batches,
+            )
+            found[contender] = [round(counted[phase] / 2**20) for phase in ("forward", "backward")]
+        # A cast reads 4 bytes and writes 2, and the product reads 2. The gradient is written in half, read and written
+        # in float32; the node writes it in float32. Each further micro-batch reads two gradients, and writes one.
+        forward, adding = 8 * micro_batches, 12 * (micro_batches - 1)
+        assert found[module.AUTOCAST] == found[module.O1] == [forward, 8 * micro_batches + adding]
+        assert found[module.FUSED] == [forward, 4 * micro_batches + adding]
+
+    def test_the_highest_scale_is_the_last_without_overflow(self, module: ModuleType) -> None:
+        weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+        loss = (weight.float() * torch.tensor([3.0, 2.0**-26])).sum()
+        found = module.Gradients(loss, {"weight": weight}, [torch.tensor([3.0, 2.0**-26])])
+        assert found.highest() == 14  # 3 * 2**14 is 49,152, and float16 ends at 65,504
+        assert found.overflowed(15) == ["weight"]
+        assert (found.flushed(0), found.flushed(14)) == (0.5, 0.0)
