@@ -245,7 +245,9 @@ class TestFullySharded:
 def in_columns_and_rows(with_fsdp: bool, half: torch.dtype, fused: bool) -> tuple[int, Any]:
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
     mesh = init_device_mesh("cpu", (2, 2) if with_fsdp else (2,), mesh_dim_names=("data", "model")[-1 - with_fsdp :])
-    parallelize_module(model, mesh["model"], {"0": ColwiseParallel(), "1": RowwiseParallel()})  # whose result is not there yet
+    parallelize_module(
+        model, mesh["model"], {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    )  # whose result is not there yet
     if with_fsdp:
         fully_shard(model, mesh=mesh["data"])
     optimizer = set_up(model, half, fused)
@@ -484,7 +486,7 @@ def of_a_compiled_backward(
             out = model.last(Stop.apply(model.first(x)))
         with compiled_autograd._enable(compile):
             if how == "some":
-                grads = torch.autograd.grad(loss_of(out), [*model.parameters()][step :: 2], allow_unused=True)
+                grads = torch.autograd.grad(loss_of(out), [*model.parameters()][step::2], allow_unused=True)
                 states.append(whole(grads))
                 continue
             backward(loss_of(out), optimizer)
